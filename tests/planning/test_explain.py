@@ -44,7 +44,7 @@ def test_an_explained_layout_is_compared_part_by_part(llama: ClusterPlan) -> Non
         ("tp=3", "^[^=]* are not all divisible by 3; tp of 1, 2, 4 or 8 works"),
         (
             "mbs=3",
-            "does not divide over dp 64 x micro-batch 3; a batch of .* tokens or micro-batch 1, 2, 4 or 8 would work",
+            "split evenly over dp 64 x micro-batch 3; a batch of .* tokens or micro-batch 1, 2, 4 or 8 would work",
         ),
         ("pp=64", "only 32 layers; at most 32 stages work"),
         ("dp=3", "64 GPUs are not divisible by 3"),

@@ -40,18 +40,18 @@ def test_layouts_are_parsed() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tp=8,pp=6,dp=2", r"is 96, and the number of GPUs is 48; dp=1 would work"),
-        ("tp=7,pp=5", r"is 35, and the number of GPUs is 48; tp x pp x cp must divide 48"),
+        ("tp=8,pp=6,dp=2", r"is 96 ranks, but there are 48 GPUs; dp=1 would work"),
+        ("tp=7,pp=5", r"is 35 ranks, but there are 48 GPUs; tp x pp x cp must divide 48"),
         ("tpp=8", r"no such key 'tpp'; did you mean tp\?"),
-        ("tp=eight", r"tp is a whole number from 1 on"),
-        ("mbs=0", r"mbs is a whole number from 1 on"),
-        ("zero=4", r"zero is 0, 1, 2 or 3"),
-        ("schedule,pp=2", r"'schedule' is wrong; schedule is gpipe, 1f1b, interleaved or zero-bubble"),
+        ("tp=eight", r"tp must be a whole number from 1 on"),
+        ("mbs=0", r"mbs must be a whole number from 1 on"),
+        ("zero=4", r"zero must be 0, 1, 2 or 3"),
+        ("schedule,pp=2", r"'schedule' is wrong; schedule must be gpipe, 1f1b, interleaved or zero-bubble"),
         ("pp=2,pp=4", r"pp appears twice"),
         ("pp=1,schedule=gpipe", r"pp = 1 has no pipeline"),
         ("tp=8", r"12 heads, .* are not all divisible by 8; tp of 1, 2 or 4 works"),
         ("pp=16", r"there are only 12 layers; at most 12 stages work"),
-        ("dp=48", r"a batch of 64 sequences does not divide over dp 48; a batch of 49,152 tokens would work"),
+        ("dp=48", r"a batch of 64 sequences cannot be split evenly over dp 48; a batch of 49,152 tokens would work"),
     ],
 )
 def test_impossible_layouts_are_refused_with_what_would_work(text: str, message: str) -> None:

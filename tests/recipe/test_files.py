@@ -117,7 +117,7 @@ def test_overrides(tiny_file: Path, override: str, path: tuple[str, ...], value:
         ("scaling.base={width = 20, depth = 1, batch_tokens = 1, tokens = 1}", r"scaling.base: width 20 is not"),
         ("scaling.rule=complete-d-p-printed", 'was removed; write rule = "complete-d-p"'),
         ("name.x=3", "name is a value, not a table"),
-        ("nothing", "write it as key.subkey=value"),
+        ("nothing", "write --set key.subkey=value"),
     ],
 )
 def test_bad_values_are_one_line_that_says_what_to_type(tiny_file: Path, override: str, message: str) -> None:

@@ -1,7 +1,7 @@
-"""Compute the activations that a block saves for its backward pass, by operator, in bytes per token.
+"""Compute the size of the activations that a transformer block saves for its backward pass, in bytes per token.
 
 Autograd saves the inputs of matrix products, norms and activation functions, the dropout masks, and the tensors that
-the attention kernel reads again. Context parallelism gives a rank fewer tokens, but does not change the bytes per
+the backward pass of attention reads. Context parallelism gives a rank fewer tokens, but does not change the bytes per
 token.
 """
 
@@ -19,23 +19,25 @@ _MLP_TENSORS = {"relu": 1, "gelu": 2, "squared_relu": 2, "xielu": 2, "swiglu": 4
 
 @dataclass(frozen=True)
 class Kept:
-    """Activation memory of one block on one rank, in bytes per token."""
+    """The activation memory of one block on one rank, in bytes per token."""
 
-    stays: float  # saved until the backward pass of the micro-batch
-    once: float  # exists only while the block is recomputed
-    gradients: float  # peak of the gradients within the block
+    stays: float  # activations saved until the backward pass of the micro-batch
+    once: float  # activations that exist only while the block is recomputed
+    gradients: float  # peak memory of the gradients of activations within the block
 
 
 @cache
 def operators_kept(
     block: BlockTable, d_model: int, seq_len: int, tp: int, code: TrainingCode = LEAVEN_BF16
 ) -> dict[str, float]:
-    """Return the bytes per token that a block saves without recomputation, by operator, on a tensor-parallel rank.
+    """Return the bytes per token that each operator of a block saves on one tensor-parallel rank.
 
-    For b sequences of length s, width h, a heads, d_ff = 4h, t tensor-parallel ranks and bf16, a GPT with dropout
-    saves s b h (10 + 24/t + 5 a s/(h t)) bytes without a flash kernel (Korthikanti 2022, arXiv 2205.05198, equation
-    2). With sequence parallelism the whole total is divided by t (equation 4). Tokens are assumed to be spread evenly
-    over experts, and a token is stored once for each expert that it is sent to.
+    Nothing is recomputed in the backward pass.
+
+    For b sequences of length s, width h, a heads, d_ff = 4h, t tensor-parallel ranks and bf16, a GPT block with
+    dropout and without a flash kernel saves s b h (10 + 24/t + 5 a s/(h t)) bytes (Korthikanti 2022, arXiv
+    2205.05198, equation 2). With sequence parallelism the whole sum is divided by t (equation 4). Tokens are assumed
+    to be spread evenly over experts. A token is stored once for each expert that it is sent to.
     """
     d, e, core = d_model, code.element, block.core
     stretch = tp if code.sequence_parallel else 1
@@ -81,7 +83,7 @@ def operators_kept(
 def block_kept(
     block: BlockTable, d_model: int, seq_len: int, tp: int, *, recompute: Recompute, code: TrainingCode = LEAVEN_BF16
 ) -> Kept:
-    """Return the activation memory of a block with the given recomputation, summed over its operators."""
+    """Return the activation memory of a block under the given recomputation, summed over its operators."""
     by_operator = operators_kept(block, d_model, seq_len, tp, code)
     everything, core = sum(by_operator.values()), by_operator.get("attention.core", 0.0)
     stretch = tp if code.sequence_parallel else 1

@@ -1,4 +1,8 @@
-"""Parse, write and check arrangements: the layout, micro-batch and gradient accumulation of a step on a cluster."""
+"""Parse, write and check layouts and arrangements.
+
+A layout has the degrees of parallelism, the ZeRO stage and the recomputation. An arrangement is a layout with a
+micro-batch size and a number of gradient accumulation steps.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -33,7 +37,7 @@ _KEYS: dict[str, tuple[str, ...] | None] = {
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A way to run a training step: a layout with its micro-batch and gradient accumulation."""
+    """A way to run a training step: a layout, a micro-batch size and a number of gradient accumulation steps."""
 
     layout: Layout
     micro_batch: int  # sequences per forward pass of a rank
@@ -48,7 +52,7 @@ class Arrangement:
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> "Arrangement":
-        """Return the arrangement of a document that :meth:`to_json` wrote."""
+        """Return the arrangement from a document that :meth:`to_json` returned."""
         layout = {name: document[name] for name in Layout.model_fields}
         return cls(Layout.model_validate(layout), document["micro_batch"], document["grad_accumulation"])
 
@@ -69,8 +73,8 @@ class Arrangement:
 def scheduled(layout: Layout, micro_batches: int) -> int:
     """Return the number of micro-batches that the schedule runs in a step, including padding.
 
-    Interleaved and zero-bubble schedules run micro-batches in rounds of pp. They fill the last round with padding
-    that does not count in the loss.
+    Interleaved and zero-bubble schedules run micro-batches in rounds of pp, the number of pipeline ranks. They fill
+    the last round with padding micro-batches, which do not count in the loss.
     """
     if layout.schedule in {"gpipe", "1f1b"}:
         return micro_batches
@@ -78,7 +82,7 @@ def scheduled(layout: Layout, micro_batches: int) -> int:
 
 
 def parse_keys(text: str) -> dict[str, Any]:
-    """Parse text such as ``tp=8,recompute=full`` into keys and values; the key ``mbs`` is the micro-batch.
+    """Return the keys and values of text such as ``tp=8,recompute=full``; the key ``mbs`` is the micro-batch size.
 
     Raises:
         InputError: if a key is unknown or a value is wrong.
@@ -95,16 +99,16 @@ def parse_keys(text: str) -> dict[str, Any]:
         known = _KEYS[key]
         if value not in known if known else not value.isdecimal() or not int(value):
             would = listed(known) if known else "a whole number from 1 on"
-            raise InputError(f"layout {text!r}: {item!r} is wrong; {key} is {would}")
+            raise InputError(f"layout {text!r}: {item!r} is wrong; {key} must be {would}")
         values[key] = int(value) if value.isdecimal() else value == "true" if key == "compile" else value
     return values
 
 
 def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -> tuple[Layout, int | None]:
-    """Parse text such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``; return the layout, and the micro-batch or None.
+    """Return the layout and the micro-batch size (or None) of text such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``.
 
-    Keys that are left out get their defaults, with two exceptions: ``compile`` gets the argument ``compile``, and, if
-    the number of GPUs is given, ``dp`` gets that number divided by tp x pp x cp.
+    Keys that are left out get their defaults, with two exceptions. ``compile`` gets the value of the argument
+    ``compile``. If ``gpus`` is given and tp x pp x cp divides it, ``dp`` gets the quotient.
 
     Raises:
         InputError: if a key is unknown, a value is wrong, or two values cannot be combined.
@@ -129,7 +133,7 @@ def listed(values: Iterable[object]) -> str:
 
 
 def written(layout: Layout) -> str:
-    """Return a layout in the notation of ``--layout``, without values that are the default."""
+    """Return a layout as text that ``--layout`` accepts, such as ``dp=4,tp=8``, without default values."""
     values = layout.model_dump(exclude_defaults=True)
     return ",".join(f"{key}={str(values[key]).lower()}" for key in _KEYS if key in values)
 
@@ -154,7 +158,7 @@ def check_layout(model: Model, layout: Layout, cluster: Cluster) -> None:
         ranks = f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp}" + (f" x cp {layout.cp}" if layout.cp > 1 else "")
         dp, rest = divmod(cluster.gpus, layout.tp * layout.pp * layout.cp)
         would = f"tp x pp x cp must divide {cluster.gpus:,}" if rest else f"dp={dp} would work"
-        raise InputError(f"layout {ranks} is {layout.ranks:,}, and the number of GPUs is {cluster.gpus:,}; {would}")
+        raise InputError(f"layout {ranks} is {layout.ranks:,} ranks, but there are {cluster.gpus:,} GPUs; {would}")
     refusal = shape_refusal(model, layout)
     if refusal is not None:
         raise InputError(f"layout {refusal}")
@@ -191,8 +195,8 @@ def _cut_by_tensor_ranks(model: Model) -> str:
 def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
     """Return the share of a step in which a pipeline rank is idle: (p - 1) / (v m + p - 1).
 
-    The pipeline has p ranks with v stages each and runs m micro-batches (Narayanan et al. 2021, arXiv 2104.04473,
-    2.2).
+    The pipeline has p = ``stages`` ranks with v = ``stages_per_rank`` stages each and runs m = ``micro_batches``
+    micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
     """
     return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)
 

@@ -2,8 +2,8 @@
 
 A :class:`Blueprint` can also describe models that leaven cannot build: with experts, latent attention, or widths that
 change from layer to layer. It is made from a :class:`ModelShape` or from the architecture of a published run. Each
-row says how tensor parallelism splits a product, how many copies of the product exist (experts), and how many of the
-copies a token uses. So the planner's code is the same for every kind of model.
+:class:`Matmul` in a table says how tensor parallelism splits the product, how many copies of the product exist (one
+for each expert), and how many of these copies a token uses. So the planner has the same code for all models.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ class Matmul:
     n: int
     split: Split  # tensor parallelism splits the outputs (column), the inputs (row, then all-reduce), or nothing
     bias: bool = False
-    stored: int = 1  # number of copies (experts)
+    stored: int = 1  # number of copies: one for each routed expert
     passed: int = 1  # number of copies that a token uses
 
     @property
@@ -37,16 +37,16 @@ class Matmul:
 
     @property
     def size(self) -> int:
-        """The number of weights of all copies."""
+        """The number of weights in all copies of the matrix together."""
         return self.stored * self.k * self.n
 
     @property
     def flops(self) -> int:
-        """The FLOPs of a forward pass per token."""
+        """The FLOPs of this product in a forward pass, per token."""
         return 2 * self.passed * self.k * self.n
 
     def on_rank(self, tp: int) -> tuple[int, int]:
-        """Return (k, n) on one tensor-parallel rank; sizes that do not divide evenly are rounded up."""
+        """Return (k, n) of the part on one tensor-parallel rank; a size that ``tp`` does not divide is rounded up."""
         return -(-self.k // (tp if self.split == "row" else 1)), -(-self.n // (tp if self.split == "column" else 1))
 
 
@@ -60,7 +60,7 @@ class Core:
     d_v: int  # width of a head's values
 
     def flops(self, seq_len: int, attention: Attention = "full") -> float:
-        """Return the FLOPs of a forward pass per token: products of queries with keys, and of scores with values.
+        """Return the FLOPs of a forward pass per token, for queries times keys and for probabilities times values.
 
         With ``causal``, a query attends to the keys up to its own position, which are half of all keys on average.
         """
@@ -84,7 +84,7 @@ class BlockTable:
     def vectors(self) -> int:
         """The number of gains and biases that every tensor-parallel rank stores in full.
 
-        The bias of a row-parallel product is among them, because it is added after the sum over ranks.
+        These include the bias of a row-parallel product, because the bias is added after the sum over ranks.
         """
         return self.gains + sum(row.n for row in self.matmuls if row.bias and row.split == "row")
 
@@ -114,7 +114,7 @@ class BlockTable:
 
     @cached_property
     def whole(self) -> int:
-        """The number of parameters that every tensor-parallel rank stores in full."""
+        """The number of parameters that every tensor-parallel rank stores in full, without routed experts."""
         return self.vectors + sum(row.size for row in self.matmuls if not row.routed and row.split == "none")
 
     @cached_property
@@ -131,11 +131,11 @@ class Blueprint:
     d_model: int
     vocab_size: int
     blocks: tuple[BlockTable, ...]
-    tied: bool  # the unembedding is the embedding
-    positions: int = 0  # weights of learned positions
+    tied: bool  # the embedding and the unembedding share one matrix
+    positions: int = 0  # number of weights in learned position embeddings
     embedding_norm: bool = False
-    embedding_vectors: int = 0  # parameters of the norm after the embedding
-    final_vectors: int = 0  # parameters of the norm before the unembedding
+    embedding_vectors: int = 0  # number of parameters of the norm after the embedding
+    final_vectors: int = 0  # number of parameters of the norm before the unembedding
 
     def __hash__(self) -> int:
         return self._hash
@@ -168,7 +168,7 @@ class Blueprint:
 
     @cached_property
     def active_params(self) -> int:
-        """The number of parameters that one token uses: without the experts that the token is not sent to."""
+        """The number of parameters that one token uses: all except the experts to which the token is not sent."""
         return self.ends + sum(count * block.active for block, count in self.kinds)
 
     @cached_property
@@ -178,7 +178,7 @@ class Blueprint:
 
     @cached_property
     def tensor_unit(self) -> int:
-        """The greatest common divisor of the sizes that tensor parallelism splits; a possible degree divides it."""
+        """The greatest common divisor of the sizes that tensor parallelism splits. The degree tp must divide it."""
         sizes = [self.vocab_size]
         for block, _ in self.kinds:
             sizes += [block.core.heads, block.core.kv_heads]
@@ -193,7 +193,7 @@ Model: TypeAlias = ModelShape | Blueprint
 def attention_rows(
     d: int, heads: int, kv_heads: int, d_head: int, *, bias: bool = False, qkv_bias: bool = False
 ) -> list[Matmul]:
-    """Return the query, key, value and output projections of grouped-query attention."""
+    """Return the matrix products of grouped-query attention: query, key, value and output projections."""
     return [
         Matmul("attention.query", d, heads * d_head, "column", qkv_bias),
         Matmul("attention.key", d, kv_heads * d_head, "column", qkv_bias),
@@ -205,7 +205,7 @@ def attention_rows(
 def mlp_rows(
     name: str, d: int, width: int, *, gated: bool, bias: bool = False, stored: int = 1, passed: int = 1
 ) -> list[Matmul]:
-    """Return the matrix products of an MLP, or of ``stored`` experts of which a token uses ``passed``."""
+    """Return the matrix products of an MLP, or of ``stored`` routed experts if a token uses ``passed`` of them."""
     inputs = ("gate", "in") if gated else ("in",)
     return [
         *(Matmul(f"{name}.{side}", d, width, "column", bias, stored, passed) for side in inputs),

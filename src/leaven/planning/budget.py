@@ -1,9 +1,10 @@
 """Find the model sizes and numbers of tokens that a cluster can train in a given time.
 
 A scaling law gives the best number of parameters N for a budget of C = 6 N D FLOPs, where D is the number of tokens.
-But the FLOPs that a cluster delivers in the time depend on N. So N is found by iteration: N -> shape (as ``leaven
-new`` builds it) -> fastest layout -> FLOPs in the time -> N. The speed changes slowly with N, so one or two
-iterations suffice if they start from the speed of a similar size. Sizes within 5% of each other share one plan.
+But the FLOPs that a cluster delivers in the given time depend on N. So N is found by iteration: N -> shape (as
+``leaven new`` builds it) -> fastest layout -> FLOPs in the given time -> N. The speed changes slowly with N, so a few
+iterations suffice if they start from the speed of a similar size. Sizes within 5% of each other use the same layout
+and speed, which are planned only once.
 """
 
 import math
@@ -46,7 +47,7 @@ _STEPS = 4  # iterations at most
 
 
 def parse_budget(text: str) -> tuple[Cluster, float]:
-    """Parse text such as ``64xH100 x 14d`` into a cluster and seconds; times may also be ``300h`` or ``2w``.
+    """Return the cluster and the seconds of text such as ``64xH100 x 14d``; the time may also be ``300h`` or ``2w``.
 
     Raises:
         InputError: if the text does not have this form, the time is zero, or the cluster is unknown.
@@ -66,8 +67,8 @@ def _seconds(time: re.Match[str]) -> float:
 def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> BudgetDocument:
     """Return the model sizes and tokens that fit a budget such as ``64xH100 x 14d``.
 
-    There is one row for each compute-optimal scaling law and for each ratio in `OVER_TRAINED`. If ``mfu`` is given,
-    the speed is this share of the dense peak, and no layout is planned.
+    The document has one row for each compute-optimal scaling law, and one row for each number of tokens per parameter
+    in `OVER_TRAINED`. If ``mfu`` is given, the speed is this share of the GPUs' dense peak, and no layout is planned.
 
     Raises:
         InputError: if the text is not a budget, ``mfu`` is not between 0 and 1, or no model fits.
@@ -105,14 +106,14 @@ def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -
 def size_for_time(
     cluster: Cluster, time: str, text_tokens: int | None, *, vocab: int | None = None, seq_len: int | None = None
 ) -> tuple[int, int, TimeFit]:
-    """Return (parameters, tokens, details) of the largest model that sees 20 tokens per parameter in a given time.
+    """Return (parameters, tokens, details) of the largest model that trains on 20 tokens per parameter in ``time``.
 
-    A text is repeated at most `MOST_EPOCHS` times, so a short text gives a smaller model and a shorter run. The speed
-    is corrected by earlier runs on the same accelerator.
+    A text is repeated at most `MOST_EPOCHS` times, so a short text gives a smaller model and a shorter run. The
+    measured speed of earlier runs on the same accelerator corrects the planned speed.
 
     Args:
-        time: in hours, days or weeks, such as ``3h``.
-        text_tokens: tokens of the text, or None if unknown.
+        time: a time in hours, days or weeks, such as ``3h``.
+        text_tokens: number of tokens in the training text, or None if unknown.
         vocab: vocabulary size, or None to choose it by model size.
         seq_len: sequence length, or None to choose it by model size.
 
@@ -137,7 +138,7 @@ def size_for_time(
 
 
 def _params_at(ratio: int, flops: float) -> float:
-    """Return the parameters of a model that ``flops`` FLOPs train on ``ratio`` tokens per parameter."""
+    """Return the size of a model whose training on ``ratio`` tokens per parameter takes ``flops`` FLOPs."""
     return math.sqrt(flops / 6 / ratio)
 
 
@@ -146,25 +147,28 @@ class BudgetSpeed(NamedTuple):
 
     shape: ModelShape
     batch_tokens: int
-    flops: float  # FLOP/s of all GPUs together, counted as 6 x parameters x tokens
-    mfu: float  # share of the dense peak, counting full attention
+    flops: float  # FLOP/s of all GPUs together, counted as 6 x parameters x tokens per second
+    mfu: float  # share of the dense peak, counting attention over all keys
     how: Arrangement | None  # the fastest layout; None if the user gave the MFU
 
 
 @dataclass(frozen=True)
 class _Speeds:
-    """The planned training speeds of one cluster by model size; nearly equal sizes share a plan."""
+    """The planned training speeds of one cluster. Model sizes within 5% of each other share one speed."""
 
     cluster: Cluster
-    seconds: float  # of training
-    mfu: float | None = None  # given by the user; None to plan a layout
+    seconds: float  # duration of training
+    mfu: float | None = None  # the MFU that the user gave; None to plan a layout and compute its MFU
     records: Sequence[CalibrationRecord] = ()  # earlier runs, which correct the planned speeds
-    vocab: int | None = None  # None: chosen by model size
-    seq_len: int | None = None  # None: chosen by model size
-    planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # by parameters
+    vocab: int | None = None  # vocabulary size; None: chosen by model size
+    seq_len: int | None = None  # sequence length; None: chosen by model size
+    planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # speeds by number of parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the best model size and tokens by one law; ``size`` maps a number of FLOPs to parameters."""
+        """Return the best model size and number of tokens by the scaling law ``law``.
+
+        ``size`` is the law as a function: it maps a number of FLOPs to a number of parameters.
+        """
         # Start from the speed of the last planned size, or from the usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus
@@ -192,7 +196,7 @@ class _Speeds:
         )
 
     def at(self, params: float, tokens: float) -> BudgetSpeed:
-        """Return the speed of a shape with about ``params`` parameters, trained on about ``tokens`` tokens."""
+        """Return the training speed of a model of about ``params`` parameters on about ``tokens`` tokens."""
         for planned, speed in self.planned.items():
             if abs(planned / params - 1) < _SAME:
                 return speed

@@ -1,8 +1,8 @@
-"""Record the measured step time and memory of runs in the calibration history, and correct later plans by them.
+"""Record the measured step time and memory of runs in the calibration history, and use them to correct later plans.
 
 The history is a file in leaven's cache folder (``LEAVEN_CACHE``), with one record per line, shared by all runs of a
-user. A run writes its record at its end. If that fails (disk full, folder read-only), the record is dropped and the
-run is not affected. Lines that this version of leaven cannot read are skipped.
+user. A run appends its record when it ends. If the file cannot be written (disk full, folder read-only), the record
+is dropped and the run is not affected. Lines that this version of leaven cannot read are skipped.
 """
 
 import math
@@ -47,15 +47,15 @@ class StepCost(BaseModel):
 
 
 class CalibrationRecord(BaseModel):
-    """A line of the history: the predicted and the measured cost of a step at one batch size."""
+    """A line of the calibration history: the predicted and the measured cost of a step at one batch size."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
-    by: Literal["run", "measurement"]  # a training run, or ``leaven plan --measure``
-    device: str  # name that the driver reports, or the processor's model
-    accelerator: str | None  # name in the planner's table; None if it is not there
+    by: Literal["run", "measurement"]  # written by a training run, or by ``leaven plan --measure``
+    device: str  # the name that the driver reports, or the processor's model
+    accelerator: str | None  # name in the planner's table of accelerators; None if it is not there
     threads: int | None = None
-    compute: str  # dtype
+    compute: str  # dtype of the computation
     model: ModelShape
     layout: Layout
     batch_tokens: int = Field(gt=0)
@@ -64,9 +64,9 @@ class CalibrationRecord(BaseModel):
     predicted: StepCost | None  # None for an accelerator that is not in the table
     measured: StepCost | None
     steps: int = Field(ge=0)  # number of measured steps
-    torch: str  # version
-    leaven: str  # version
-    seconds: float  # when it was written: seconds since 1970
+    torch: str  # version of torch
+    leaven: str  # version of leaven
+    seconds: float  # time of writing, in seconds since 1970
 
     @property
     def arrangement(self) -> Arrangement:
@@ -74,7 +74,7 @@ class CalibrationRecord(BaseModel):
 
 
 def predicted(model: ModelShape, how: Arrangement, accelerator: str, compute: str) -> StepCost | None:
-    """Return the planned time and memory of a step in leaven, or None if the step cannot be planned.
+    """Return the planned time and memory of a step that leaven trains, or None if the step cannot be planned.
 
     The memory excludes the device's context and fragmentation, because runs do not measure these. No error is raised,
     because an error would stop the training run that calls this function.
@@ -89,7 +89,7 @@ def predicted(model: ModelShape, how: Arrangement, accelerator: str, compute: st
 
 
 def remember(record: CalibrationRecord) -> bool:
-    """Append a record to the history, and return whether it was written."""
+    """Append a record to the calibration history; return whether it was written."""
     folder = cache_folder()
     path = folder / _NAME
     try:
@@ -104,7 +104,7 @@ def remember(record: CalibrationRecord) -> bool:
 
 
 def history() -> list[CalibrationRecord]:
-    """Return the records of this user, the oldest first."""
+    """Return the records in this user's calibration history, the oldest first."""
     found = []
     for name in (_FULL, _NAME):
         with suppress(OSError):
@@ -123,16 +123,16 @@ def calibration(
     compute: str,
     step_seconds: float,
 ) -> CalibrationRow | None:
-    """Return the correction factors for a model of ``params`` parameters in a layout, or None if no record is usable.
+    """Return factors that correct the planned time and memory of a model in a layout, or None if no record is usable.
 
     A factor is the weighted median of measured / predicted over records of the same accelerator (for a CPU: the same
-    processor model) and dtype. Predictions are computed again with the current planner. ``step_seconds`` is the
-    uncorrected time of a step, which the result repeats.
+    processor model) and dtype. Predictions are computed again with the current planner. ``params`` is the
+    model's number of parameters. ``step_seconds`` is the uncorrected time of a step; it is copied to the result.
 
     - A run is near if its parameters are within a factor of 4 and its kinds of parallelism, recomputation and
       compilation are the same. If there are near runs, only they are used.
-    - Otherwise all runs within a factor of 16 in parameters are used. Much smaller models are left out, because they
-      wait for kernel launches.
+    - Otherwise all runs within a factor of 16 in parameters are used. Much smaller models are left out, because
+      kernel launches dominate their step time.
     - The weight of a run is 1 / (1 + log2 of the ratio of parameters + number of layout features that differ).
     """
     found, device = [], processor() if accelerator == "cpu" else None

@@ -15,10 +15,10 @@ LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
 
 
 def bandwidth(ranks: int, stride: int, cluster: Cluster) -> float:
-    """Return the bandwidth of one rank of a group in bytes/s.
+    """Return the bandwidth that a collective reaches on one rank of a group, in bytes/s.
 
-    Inside a node this is the link's bandwidth. Across nodes it is the sum over the NICs of the group's members in a
-    node, but at most the link's bandwidth.
+    If the group is inside a node, the limit is the link between GPUs, such as NVLink. If the group spans several
+    nodes, the limit is the total bandwidth of the NICs of its members in one node, but at most that of the link.
     """
     accelerator = cluster.accelerator
     gb_s = accelerator.link_gb_s
@@ -31,7 +31,8 @@ def bandwidth(ranks: int, stride: int, cluster: Cluster) -> float:
 def ring(size: float, ranks: int, stride: int, cluster: Cluster, messages: int = 1) -> float:
     """Return the seconds of a reduce-scatter or all-gather of ``size`` bytes, split into ``messages`` messages.
 
-    Each of n ranks sends (n - 1)/n of the bytes in n - 1 steps, each with the latency inside or between nodes.
+    Each of n ranks sends (n - 1)/n of the bytes in n - 1 steps. Each step adds the latency inside a node or
+    between nodes.
     """
     if ranks == 1:
         return 0.0
@@ -70,7 +71,11 @@ def all_to_all(size: float, ranks: int, stride: int, cluster: Cluster) -> float:
 
 
 def hop(size: float, span: int, cluster: Cluster) -> float:
-    """Return the seconds in which a rank sends ``size`` bytes to others of its group, which spans ``span`` ranks."""
+    """Return the seconds that a rank needs to send ``size`` bytes to other ranks of its group.
+
+    ``span`` is the number of consecutive ranks among which the group lies. If it is larger than a node, the message
+    goes over the network.
+    """
     across = span > cluster.accelerator.node_size
     gb_s = cluster.accelerator.network_gb_s if across else cluster.accelerator.link_gb_s
     return size / (gb_s * 1e9 * LINK_SHARE) + (NETWORK_LATENCY if across else LINK_LATENCY)

@@ -33,10 +33,12 @@ _TRIED = 64
 
 
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
-    """Compare the chosen layout with the best layout that has the requested values, such as ``pp=8,zero=1``.
+    """Return a comparison of the chosen layout with the best layout that has the values in ``asked``.
+
+    ``asked`` is text such as ``pp=8,zero=1``.
 
     Raises:
-        InputError: if ``asked`` is not part of a layout.
+        InputError: if ``asked`` is empty, or has an unknown key or a wrong value.
     """
     fixed = parse_keys(asked)
     if not fixed:
@@ -79,7 +81,7 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return notes about requested values that the search never tries or that leaven cannot train."""
+    """Return a text that says which requested values the search never tries and which leaven cannot train."""
     zero = fixed.get("zero", 0)
     left_out = {
         "tensor parallelism across nodes": fixed.get("tp", 1) > job.cluster.accelerator.node_size,
@@ -94,7 +96,7 @@ def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
 
 
 def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
-    """Return why no layout of the model and the cluster can have these values, or None if such a layout may exist."""
+    """Return why no layout of the model on the cluster can have the values ``fixed``, or None if one may exist."""
     tp, pp, cp, ep = (fixed.get(key, 1) for key in ("tp", "pp", "cp", "ep"))
     ranks = tp * pp * cp * fixed.get("dp", 1)
     refusal = shape_refusal(job.model, Layout(dp=ep, tp=tp, pp=pp, cp=cp, ep=ep))
@@ -106,9 +108,9 @@ def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
 def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, ...]:
     """Return at most four lines that say why neighbours of the chosen layout were not chosen.
 
-    A neighbour is a layout in which one key has another value and dp is adjusted. Neighbours are listed with their
-    best micro-batch, if they do not fit or are more than 3% slower. If other keys had to change too, the line names
-    them, as in ``pp 2 (with zero 1)``.
+    A neighbour is a layout in which one of tp, pp, zero and recompute has another value, and dp is adjusted. A
+    neighbour is listed only if it does not fit into memory or is more than 3% slower, with its best micro-batch. If
+    other keys had to change too, the line names them, as in ``pp 2 (with zero 1)``.
     """
     own = chosen.arrangement.layout
     found: list[tuple[float, str]] = []
@@ -130,7 +132,7 @@ def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, .
 
 
 def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
-    """Return the values to compare with ``own``: the next lower and higher numbers, or all other words."""
+    """Return the values to compare with ``own``: all other words, or the next lower and the next higher number."""
     if isinstance(own, str):
         return [value for value in values if value != own]
     lower, higher = [n for n in values if n < own], [n for n in values if n > own]
@@ -138,14 +140,17 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the values that differ from the layout ``own``, without ``key`` and the keys that depend on it."""
+    """Return the keys and values of ``layout`` that differ from ``own``, as text.
+
+    The result leaves out ``key``, dp, compile and keys that have no effect in ``layout``.
+    """
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]
 
 
 def _slower(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
-    """Return the differences in time and memory between a layout that fits and the chosen one, and the reason."""
+    """Return a text with the differences in time and memory between a layout and the chosen one, and the reason."""
     if found.arrangement == chosen.arrangement:
         return "this is the chosen layout"
     more = (found.memory.total - chosen.memory.total) / GIB
@@ -158,7 +163,7 @@ def _slower(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
 
 
 def _reason(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
-    """Return the part of a step that grows most compared with the chosen layout, and its share of the step."""
+    """Return a text about the part of a step that is slower than in the chosen layout by the most seconds."""
     more = {part: seconds - vars(chosen.time)[part] for part, seconds in vars(found.time).items()}
     part = max(more, key=more.__getitem__)
     share = vars(found.time)[part] / found.time.step
@@ -198,7 +203,7 @@ def no_layout(seen: Exploration) -> InputError:
 
 
 def _nothing_fits(least: LayoutCandidate) -> str:
-    """Return how much memory the smallest layout needs, and what would fit: more GPUs or a padded vocabulary."""
+    """Return a message: how much memory the smallest layout needs, and what would fit, such as more GPUs."""
     job, model = least.job, least.job.model
     times = () if job.cluster.accelerator.name == "cpu" else _MORE  # a cpu is always a single process
     larger = (_of_gpus(job.cluster, job.cluster.gpus * n) for n in times)
@@ -232,7 +237,7 @@ def _any_fits(job: Job) -> bool:
 
 
 def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
-    """Return a cluster of ``gpus`` GPUs of the same kind; nodes keep the size that the user wrote, if any."""
+    """Return a cluster of ``gpus`` GPUs of the same kind. A node size that the user wrote is unchanged."""
     name = cluster.accelerator.name
     if name in accelerators() and str(cluster) == f"{cluster.gpus}x{name}":
         nodes = parse_cluster(f"{gpus}x{name}").accelerator.node_size
@@ -241,10 +246,10 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _fewer_gpus(job: Job) -> int | None:
-    """Return the nearest smaller number of GPUs with which some layout fits, or None.
+    """Return the largest number of GPUs below that of the cluster with which some layout fits, or None.
 
-    Numbers to try are dp x tp x pp, where dp divides the batch, the model allows tp, and every pipeline stage has at
-    least one layer and one micro-batch.
+    The numbers that are tried are dp x tp x pp, where dp divides the batch, the model allows tp, and every pipeline
+    stage has at least one layer and one micro-batch.
     """
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)
@@ -261,8 +266,10 @@ def _fewer_gpus(job: Job) -> int | None:
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
-    """Return the fewest changes with which a layout that does not fit would fit, as ``; zero=1 would fit in 61.0
-    GiB``. Return an empty string if no layout fits."""
+    """Return text such as ``; zero=1 would fit in 61.0 GiB``: the smallest change after which the layout fits.
+
+    ``chosen`` is a layout that does not fit into memory. If no layout fits, the text is empty.
+    """
 
     def changes(other: LayoutCandidate) -> list[str]:
         before, after = (dict(each.arrangement.layout, mbs=each.arrangement.micro_batch) for each in (chosen, other))

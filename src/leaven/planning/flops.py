@@ -2,8 +2,8 @@
 
 A multiply-add counts as two operations, and the backward pass costs twice the forward pass. As in PaLM (appendix B),
 Narayanan 2021 and torchtitan, the unembedding counts, but embedding lookups, norms, activation functions and softmax
-do not. An expert counts only for the tokens routed to it; the router counts too. The recomputation inside a flash
-attention kernel does not count. benchmarks/planner/conventions.py has the conventions of published tables.
+do not. An expert counts only for the tokens that are routed to it. The router counts too. The recomputation inside a
+flash attention kernel does not count. benchmarks/planner/conventions.py says how published tables count.
 """
 
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ CONVENTION = (
 class ForwardFlops:
     """The FLOPs of one forward pass per token."""
 
-    matrices: int  # matrix products of the blocks
-    attention: float  # attention cores
+    matrices: int  # for the matrix products of the blocks
+    attention: float  # for the scores and weighted sums of attention
     unembedding: int
 
 
 @cache
 def forward_flops(model: Model, attention: Attention = "full") -> ForwardFlops:
-    """Return the FLOPs of one forward pass per token; ``causal`` leaves out the scores that a causal kernel skips."""
+    """Return the FLOPs of one forward pass per token; with ``causal``, only half of attention counts."""
     table = blueprint(model)
     return ForwardFlops(
         matrices=sum(count * row.flops for block, count in table.kinds for row in block.matmuls),
@@ -43,7 +43,7 @@ def flops_per_token(model: Model, attention: Attention = "full") -> float:
 
     N is the number of weights in the matrices of the blocks and the unembedding, L the number of layers, d the width
     of all heads together, s the sequence length. Sources: PaLM, arXiv 2204.02311, appendix B; Narayanan 2021, arXiv
-    2104.04473, without its recomputation.
+    2104.04473, whose formula also counts recomputation.
     """
     forward = forward_flops(model, attention)
     return 3 * (forward.matrices + forward.attention + forward.unembedding)
@@ -52,9 +52,10 @@ def flops_per_token(model: Model, attention: Attention = "full") -> float:
 def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
     """Return the FLOPs of training on one token, with full attention and with recomputation.
 
-    ``full`` recomputation repeats the forward pass of all blocks: equation 3 of Narayanan 2021. ``selective`` repeats
-    that of the attention cores. In the notation of Korthikanti 2022 (arXiv 2205.05198) this adds s/(18h) to s/(6h);
-    the s/(3h) that the paper prints would add three times as much.
+    ``full`` recomputation repeats the forward pass of all blocks (equation 3 of Narayanan 2021). ``selective``
+    repeats only the forward pass of attention without its projections. For sequence length s and width h, it raises
+    the term s/(6h) for attention in the formula of Korthikanti 2022 (arXiv 2205.05198) by s/(18h). The paper prints
+    s/(3h) with recomputation, an increase that is three times as large.
     """
     forward = forward_flops(model)
     again = {"none": 0.0, "selective": forward.attention, "full": forward.matrices + forward.attention}
@@ -62,9 +63,10 @@ def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
 
 
 def utilisation(model: Model, recompute: Recompute, mfu: float) -> dict[str, float]:
-    """Return the MFU, the causal MFU and the HFU that belong to one speed, with the keys mfu, mfu_causal and hfu.
+    """Return the MFU, the causal MFU and the HFU of one training speed, with the keys mfu, mfu_causal and hfu.
 
-    The given ``mfu`` counts full attention, the causal MFU counts half of it, and the HFU also counts recomputation.
+    The argument ``mfu`` is the speed as an MFU that counts full attention. The causal MFU counts half of attention.
+    The HFU (hardware FLOPs utilisation) counts full attention and recomputation.
     """
     full = flops_per_token(model)
     return {

@@ -41,7 +41,7 @@ class Cluster:
         return f"{self.nodes} nodes of {node}" + (f", the last of {rest}" if rest else "")
 
     def cost(self, seconds: float, price: Price | None = None) -> CostRow:
-        """Return the cost of using the whole cluster for ``seconds``; ``price`` is the price of one GPU-hour.
+        """Return the cost of using the whole cluster for ``seconds`` seconds; ``price`` is the price of one GPU-hour.
 
         The energy is None if the board's power is unknown, and the money is None if there is no price.
         """
@@ -91,9 +91,10 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """Return the largest number of GPUs per node, from a full node down to half a node, that divides ``gpus``.
+    """Return the largest number of GPUs per node, from ``node`` down to half of it, that divides ``gpus``.
 
-    If no such number divides ``gpus``, the number of GPUs in a full node is returned.
+    ``node`` is the number of GPUs in a full node. It is returned if no such number divides ``gpus``, or if all GPUs
+    fit into one node.
     """
     if gpus <= node:
         return node
@@ -160,7 +161,7 @@ def _words(name: str) -> list[str]:
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Return whether a name contains all wanted words, however they are joined (``TPU v5p``, ``RTX4090``)."""
+    """Return whether the words ``own`` contain all words ``wanted``, also if words are joined (``RTX4090``)."""
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
     return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)

@@ -51,35 +51,35 @@ class Job:
     """The input of a layout search."""
 
     model: Model
-    batch: Batch  # with its ramp, and with the micro-batch, which the search chooses if it is "auto"
+    batch: Batch  # global batch and its ramp; if its micro-batch is "auto", the search chooses the micro-batch
     cluster: Cluster
     code: TrainingCode = LEAVEN_BF16  # the program that trains
     by_leaven: bool = True  # choose only layouts that leaven can train
     compile: bool = False  # blocks are compiled in every layout
-    calibration: CalibrationRow | None = None  # correction by earlier runs on this accelerator, of times only
+    calibration: CalibrationRow | None = None  # correction of planned times by earlier runs on this accelerator
 
     @property
     def slower(self) -> float:
-        """The factor of the calibration on the planned time of a step."""
+        """The factor by which the calibration multiplies the planned time of a step; 1 without calibration."""
         return self.calibration.time if self.calibration else 1.0
 
     @property
     def micro_batch(self) -> int | None:
-        """The given micro-batch in sequences, or None if the search chooses it."""
+        """The required micro-batch size in sequences, or None if the search chooses the size."""
         return None if self.batch.micro_batch == "auto" else self.batch.micro_batch
 
     def with_micro_batch(self, micro_batch: int) -> "Job":
         return replace(self, batch=self.batch.model_copy(update={"micro_batch": micro_batch}))
 
     def arrangements(self, layout: Layout) -> list[Arrangement]:
-        """Return a layout's arrangements, one for each micro-batch size that divides a rank's share of the batch.
+        """Return one arrangement of the layout for each micro-batch size that divides a rank's share of the batch.
 
-        If the job sets a micro-batch, only the arrangement with that micro-batch is returned. Arrangements are left
-        out if the smallest batch of a batch ramp would not fill the pipeline.
+        If the job sets a micro-batch size, only this size is used. Sizes with which the smallest batch of a batch
+        ramp would not fill the pipeline are left out.
 
         Raises:
-            InputError: if the batch does not divide over the ranks or does not fill the pipeline; the message says
-                what would work.
+            InputError: if the batch cannot be split evenly over the ranks or does not fill the pipeline; the message
+                says what would work.
         """
         seq_len, given = self.model.seq_len, self.micro_batch
         sequences = self.batch.tokens // seq_len
@@ -89,7 +89,9 @@ class Job:
             unit, over = layout.dp * (given or 1), f"dp {layout.dp}" + (f" x micro-batch {given}" if given else "")
             would = f"a batch of {max(round(sequences / unit), 1) * unit * seq_len:,} tokens"
             would += "" if rest else f" or micro-batch {listed(sizes)}"
-            raise InputError(f"a batch of {sequences:,} sequences does not divide over {over}; {would} would work")
+            raise InputError(
+                f"a batch of {sequences:,} sequences cannot be split evenly over {over}; {would} would work"
+            )
         most = max(1, _MOST_TOKENS // seq_len)
         sizes = [given] if given else [size for size in sizes if size <= most]
         refusals = [pipeline_refusal(layout, seq_len, self.batch.smallest_tokens, size) for size in sizes]
@@ -99,13 +101,13 @@ class Job:
         return [Arrangement(layout, size, share // size) for size in fills]
 
     def time(self, how: Arrangement) -> StepTime:
-        """Return the time of a step in an arrangement, corrected by the calibration."""
+        """Return the time of a step in the arrangement ``how``, corrected by the calibration if there is one."""
         return step_time(self.model, how, self.cluster, self.code).times(self.slower)
 
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """A possible arrangement for a job. Memory and time are computed when they are first read."""
+    """An arrangement that is possible for a job. Its memory and time are computed when they are first read."""
 
     job: Job
     arrangement: Arrangement
@@ -125,11 +127,11 @@ class LayoutCandidate:
 
     @property
     def trained(self) -> bool:
-        """Whether leaven can train the arrangement; it can only plan and export context and expert parallelism."""
+        """Whether leaven can train the arrangement: it has neither context nor expert parallelism."""
         return self.arrangement.layout.cp == self.arrangement.layout.ep == 1
 
     def row(self) -> CandidateRow:
-        """Return the candidate as a row of a document."""
+        """Return the layout, memory and step time of this candidate in the form of a plan document."""
         return CandidateRow(
             layout=self.arrangement.to_json(), gib=self.memory.total / GIB, step_seconds=self.time.step
         )
@@ -140,25 +142,28 @@ class Exploration:
     """The result of a layout search."""
 
     job: Job
-    fitting: tuple[LayoutCandidate, ...]  # the best first
+    fitting: tuple[LayoutCandidate, ...]  # candidates that fit into memory, the best first
     too_large: tuple[LayoutCandidate, ...]  # each layout's smallest micro-batch that does not fit, least memory first
     refusal: InputError | None  # the error of the first layout that cannot divide the batch, if any
 
     @property
     def misfits(self) -> tuple[LayoutCandidate, ...]:
-        """The members of ``too_large`` that may be chosen, except for their memory."""
+        """The members of ``too_large`` that could be chosen if they fitted into memory."""
         return tuple(each for each in self.too_large if each.trained or not self.job.by_leaven)
 
     @cached_property
     def choices(self) -> tuple[LayoutCandidate, ...]:
-        """The fitting arrangements that may be chosen (see ``Job.by_leaven``), the best first."""
+        """The candidates that fit into memory and may be chosen, the best first.
+
+        If ``job.by_leaven`` is set, only candidates that leaven can train may be chosen.
+        """
         if not self.job.by_leaven:
             return self.fitting
         return tuple(ranked([candidate for candidate in self.fitting if candidate.trained]))
 
     @cached_property
     def layouts(self) -> tuple[LayoutCandidate, ...]:
-        """The layouts of ``choices``, each with its best micro-batch, the best first."""
+        """The members of ``choices`` with the best micro-batch of each layout, the best first."""
         best: dict[Layout, LayoutCandidate] = {}
         for candidate in self.choices:
             best.setdefault(candidate.arrangement.layout, candidate)
@@ -166,7 +171,7 @@ class Exploration:
 
     @cached_property
     def pareto(self) -> tuple[LayoutCandidate, ...]:
-        """The members of ``choices`` that no other beats in both time and memory, the fastest first."""
+        """The members of ``choices`` that no other member beats in both time and memory, the fastest first."""
         front: list[LayoutCandidate] = []
         for candidate in sorted(self.choices, key=lambda each: (each.time.step, each.memory.total)):
             if not front or candidate.memory.total < front[-1].memory.total:
@@ -175,7 +180,10 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The best layout that leaven cannot train, if it is over 2% faster than all choices, or the only one."""
+        """The best layout that fits but that leaven cannot train, or None if it is not worth mentioning.
+
+        It is worth mentioning if it is over 2% faster than all layouts that leaven can train, or if there are none.
+        """
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None
@@ -184,11 +192,11 @@ class Exploration:
 
 
 def layouts(job: Job, fixed: Mapping[str, Any] | None = None) -> Iterator[Layout]:
-    """Yield every layout of a job that is worth evaluating; ``fixed`` sets the values of some keys.
+    """Yield every layout that is worth evaluating for a job; ``fixed`` has values that the layouts must have.
 
     Unless ``fixed`` says otherwise, tensor parallelism stays inside a node, ZeRO 2 and 3 are not combined with a
     pipeline, and context parallelism leaves a rank at least 4,096 tokens of a sequence. ZeRO 3 is also tried with the
-    model sharded over 1, 2, 4 or 8 nodes and replicated over the others.
+    model sharded inside groups of 1, 2, 4 or 8 nodes and replicated across these groups.
     """
     fixed, model = fixed or {}, job.model
     gpus, node, n_layers, seq_len = job.cluster.gpus, job.cluster.accelerator.node_size, model.n_layers, model.seq_len
@@ -248,7 +256,7 @@ def in_a_node(tp: int, gpus: int, node: int) -> bool:
 
 
 def _cuts(seq_len: int, cp: int) -> bool:
-    """Return whether a sequence can be split over ``cp`` context-parallel ranks, with enough tokens for each.
+    """Return whether a sequence can be split over ``cp`` context-parallel ranks, with at least 4,096 tokens for each.
 
     Each rank gets a chunk of each half of the sequence, so that causal attention is equal work for all ranks.
     """
@@ -256,7 +264,7 @@ def _cuts(seq_len: int, cp: int) -> bool:
 
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
-    """Evaluate every layout of a job with every micro-batch that fits; ``fixed`` is as in :func:`layouts`."""
+    """Evaluate every layout of a job with every micro-batch size; ``fixed`` has values that the layouts must have."""
     fitting: list[LayoutCandidate] = []
     too_large: list[LayoutCandidate] = []
     refusal: InputError | None = None
@@ -283,9 +291,9 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
 def ranked(candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """Return the candidates sorted by speed, the fastest first.
 
-    Times within about 1% count as equal. Then candidates are preferred in this order: leaven can train the layout,
-    the pipeline has enough micro-batches, lower ZeRO stage, fewer replicas and stages, larger micro-batch up to 8,192
-    tokens, less memory.
+    Times within about 1% count as equal. Candidates of equal time are sorted by these criteria, the most important
+    first: leaven can train the layout, the pipeline has enough micro-batches, lower ZeRO stage, fewer replicas and
+    stages, larger micro-batch up to 8,192 tokens, less memory.
     """
     fastest = min((candidate.time.step for candidate in candidates), default=0.0)
 

@@ -1,7 +1,7 @@
 """Compute the memory of one rank by part, in bytes.
 
-The parts are what the optimizer stores for every parameter (ZeRO paper, arXiv 1910.02054), what every operator saves
-for the backward pass, the logits, the buffers, and a fixed amount that no formula gives.
+The parts are the weights, gradients and optimizer states (ZeRO paper, arXiv 1910.02054), the activations that
+operators save for the backward pass, the logits, the buffers, and a fixed amount for the device context and NCCL.
 docs/evidence/planner-accuracy.md lists the errors on published measurements; benchmarks/memory.py measures the errors
 on leaven's own steps.
 """
@@ -31,7 +31,7 @@ class Memory:
     gathered: float  # copies of weights for matrix products: in the compute dtype, or gathered from other ranks
     activations: float
     logits: float
-    buffers: float  # for exchanging gradients and weights, and for the update
+    buffers: float  # for the exchange of gradients and weights, and for the optimizer update
     fixed: float  # device context, NCCL, kernels
     reserve: float  # reserved by the allocator but not usable (fragmentation)
 
@@ -57,7 +57,7 @@ class _States:
     grads: float
     accumulation: float
     optimizer: float
-    gathered: float  # as in Memory, without ``units``
+    gathered: float  # as ``gathered`` of :class:`Memory`, without the copies that ``units`` counts
     units: float  # copies of weights that exist only while their block is in use
     buffers: float
     exchange: float  # gradients of a block while they are exchanged
@@ -69,8 +69,8 @@ class _States:
 def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16) -> Memory:
     """Return the memory of one rank of a pipeline stage.
 
-    Only the larger of two sizes counts, because they never exist at the same time: the logits, and the temporary
-    memory of a block's backward pass (gradients, their exchange, gathered weights).
+    The logits never exist at the same time as the temporary memory of a block's backward pass (gradients, their
+    exchange, gathered weights). So only the larger of the two counts.
     """
     table, layout = blueprint(model), how.layout
     rank = _states(table, layout, stage, code)
@@ -167,7 +167,11 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
 
 
 def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> tuple[float, float]:
-    """Return ``stays`` and ``once`` of :class:`_States`, in bytes per token."""
+    """Return the activations of a rank, in bytes per token, as a pair.
+
+    The first number is for activations that are saved until the backward pass. The second is for those that exist
+    for only one micro-batch and one block at a time.
+    """
     t, last = layout.tp, stage == layout.pp - 1
     stretch = t if code.sequence_parallel else 1
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
@@ -201,8 +205,8 @@ def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16
 def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
     """Return the pipeline ranks that may need the most memory.
 
-    These are the first rank, the last rank, and the first rank with each set of blocks: later ranks with the same
-    blocks have fewer micro-batches in flight.
+    These are the first rank, the last rank, and, of all ranks with the same blocks, the first. Later ranks with the
+    same blocks have fewer micro-batches in flight.
     """
     firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
     return (0, *({*firsts.values(), pp - 1} - {0}))
@@ -211,11 +215,11 @@ def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balan
 def activation_parts(
     model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16
 ) -> dict[str, float]:
-    """Return the bytes of one rank's activations by operator, over all its blocks and micro-batches in flight.
+    """Return the bytes of one rank's activations by operator, summed over its blocks and its micro-batches in flight.
 
-    The values add up to ``activations`` of :func:`stage_memory`. With recomputation, ``kept`` is the sum of what the
-    blocks save. ``elsewhere`` is the rest: outside the blocks, sent to the next stage, or temporary during a backward
-    pass.
+    The values add up to ``activations`` of :func:`stage_memory`. With recomputation, the key
+    ``kept`` replaces the operators and has the sum of what the blocks save. The key ``elsewhere`` has all other
+    activations: outside the blocks, sent to the next stage, or temporary during a backward pass.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp

@@ -1,9 +1,9 @@
 """Propose a batch ramp (a growing batch size) that stays below a multiple of the measured gradient noise scale.
 
-To reach a loss, a batch of m noise scales needs 1 + m times the minimum number of tokens and 1 + 1/m times the
-minimum number of steps (McCandlish et al. 2018, arXiv 1812.06162). The noise scale grows as the loss falls. It may be
-measured on a smaller model at the same number of tokens, because critical batch sizes depend on the tokens and hardly
-on the model size (Zhang et al. 2024, arXiv 2410.21676).
+To reach a given loss, a batch of m times the noise scale needs 1 + m times the minimum number of tokens and 1 + 1/m
+times the minimum number of steps (McCandlish et al. 2018, arXiv 1812.06162). The noise scale grows as the loss falls.
+It may be measured on a smaller model at the same number of tokens, because critical batch sizes depend on the number
+of tokens and hardly on the model size (Zhang et al. 2024, arXiv 2410.21676).
 """
 
 import math
@@ -26,7 +26,7 @@ class NoiseFit(NoiseFitRow):
     """A power law fitted to measured noise scales, as a function of the tokens seen in training."""
 
     def at(self, tokens: float) -> float:
-        """Return the noise scale after ``tokens`` tokens; before the first measurement it is constant."""
+        """Return the noise scale after ``tokens`` tokens. Before the first measurement, the fit is constant."""
         return self.last * float((max(tokens, self.from_tokens) / self.to_tokens) ** self.exponent)
 
     def reaches(self, noise: float) -> float:
@@ -37,7 +37,7 @@ class NoiseFit(NoiseFitRow):
 
 
 def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
-    """Fit a power law to pairs of (tokens, noise scale); if the noise scale falls, fit a constant instead.
+    """Return a power law fitted to pairs of (tokens, noise scale), or a constant if the noise scale falls.
 
     Raises:
         InputError: if there are too few measurements.
@@ -45,7 +45,7 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
     used = measured[SETTLING:]
     if len(used) < FEWEST:
         raise InputError(
-            f"{SETTLING + FEWEST} measured noise scales are needed, and the run has {len(measured)}; train a run "
+            f"{SETTLING + FEWEST} measured noise scales are needed, but the run has {len(measured)}; train a run "
             "with a smaller stability.noise_scale_every_tokens"
         )
     xs, ys = [math.log(tokens) for tokens, _ in used], [math.log(noise) for _, noise in used]
@@ -63,10 +63,10 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
 
 
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
-    """Propose the stages of a batch ramp: each stage begins when ``multiple`` x the noise scale reaches its batch.
+    """Propose a batch ramp, of which each stage begins when ``multiple`` x the noise scale reaches its batch size.
 
-    Batches double up to the full batch. The first stage has the largest batch that the first measurements allow, or
-    one sequence. The caller adds the commands to run next.
+    The batch size doubles from stage to stage, up to the full batch. The first stage has the largest batch size that
+    is within the limit from the start, or one sequence. The caller adds the commands to run next.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len

@@ -2,8 +2,8 @@
 
 A matrix product is computed in tiles, one per multiprocessor at a time, at a share of the best measured matmul rate.
 The rate is lower for widths that do not suit the tensor cores. A flash attention kernel runs at another share of this
-rate. All other operators are limited by the memory bandwidth. No kernel is shorter than a launch. The shares below
-are the same for every device; their sources are in docs/evidence/planner-accuracy.md.
+rate. All other operators are limited by the memory bandwidth. No kernel takes less time than a kernel launch. The
+shares below are the same for every device; their sources are in docs/evidence/planner-accuracy.md.
 """
 
 from dataclasses import dataclass
@@ -111,7 +111,10 @@ def block_operators(
 
 
 def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
-    """Return the matrix products of a block, grouped by input: query, key and value; gate and in; others alone."""
+    """Return the matrix products of a block in groups that have the same input.
+
+    Query, key and value are one group, gate and in of an MLP another. Every other product is a group of its own.
+    """
     groups: dict[tuple[object, ...], tuple[Matmul, ...]] = {}
     for row in block.matmuls:
         key = (row.name.partition(".")[0], row.k, row.split, row.stored)
@@ -120,7 +123,7 @@ def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
 
 
 def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return the operator of matrix products with the same input, including their backward pass.
+    """Return one operator for matrix products with the same input, with its forward and backward times.
 
     The backward pass computes the gradients of weights and of inputs. All experts of a rank run in one launch.
     """
@@ -170,9 +173,10 @@ def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: Traini
 
 
 def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return the activation function of the MLP as an operator.
+    """Return the activation function of the MLP, with its times, as an operator.
 
-    In a gated MLP that is not fused, the gate's activation and its product with the other branch are two kernels.
+    If elementwise operators are not fused, a gated MLP has two kernels: the activation function of the gate, and the
+    product of the gate with the other branch.
     """
     entering = sum(
         row.passed * row.on_rank(work.tp)[1] for row in block.matmuls if row.name.endswith((".in", ".gate"))

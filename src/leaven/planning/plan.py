@@ -46,7 +46,10 @@ class ClusterPlan:
     layout: Layout | None = None  # the user's layout; None to choose the fastest that fits
 
     def calibrated(self, records: Iterable[CalibrationRecord], compute: str) -> "ClusterPlan":
-        """Return the plan, corrected by the records of earlier runs on its accelerator in this dtype, if any."""
+        """Return the plan with times corrected by ``records``, the calibration records of earlier runs.
+
+        Only records of the same accelerator and the dtype ``compute`` are used. Without any, the plan is unchanged.
+        """
         found = calibration(
             records,
             self.job.cluster.accelerator.name,
@@ -59,12 +62,15 @@ class ClusterPlan:
 
     @cached_property
     def exploration(self) -> Exploration:
-        """The search over all layouts and micro-batches, which also runs if the user gave a layout."""
+        """The result of the search over all layouts and micro-batches, which also runs if the user gave a layout."""
         return explore(self.job)
 
     @cached_property
     def chosen(self) -> LayoutCandidate:
-        """The planned layout, with its fastest micro-batch that fits, or with the least memory if none fits."""
+        """The planned layout with its fastest micro-batch that fits into memory.
+
+        If none fits, the micro-batch that needs the least memory is used.
+        """
         if self.layout is None:
             if not self.exploration.layouts:
                 raise no_layout(self.exploration)
@@ -76,7 +82,7 @@ class ClusterPlan:
 
     @cached_property
     def speed(self) -> SpeedPlan:
-        """The speed at the full batch."""
+        """The training speed at the full batch size."""
         model, cluster, step = self.job.model, self.job.cluster, self.chosen.time.step
         tokens_per_second = self.job.batch.tokens / step
         peak = cluster.accelerator.peak_tflops * 1e12
@@ -96,7 +102,7 @@ class ClusterPlan:
 
     @cached_property
     def cautions(self) -> tuple[str, ...]:
-        """Warnings that the plan does not fit, relies on guesses, or breaks a rule of thumb."""
+        """Warnings, if any: the plan does not fit into memory, relies on guesses, or breaks a rule of thumb."""
         chosen, device = self.chosen, self.job.cluster.accelerator
         found = [] if chosen.fits else [memory_and_limit(chosen) + smallest_change(self.exploration, chosen)]
         if any(of.confidence == "guess" for of in device.sources):
@@ -168,10 +174,12 @@ class ClusterPlan:
 def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments: Moments = "adam") -> ClusterPlan:
     """Plan a recipe on a cluster such as ``64xH100-80GB``, in the best layout or in the given one.
 
-    ``layout`` is as in :func:`plan`. ``moments`` chooses the optimizer; leaven itself trains only with ``adam``.
+    ``layout`` is text such as ``tp=8,pp=12``. ``moments`` chooses the optimizer; leaven itself trains only
+    with ``adam``.
 
     Raises:
-        InputError: for the reasons given in :func:`plan` and :func:`in_precision`.
+        InputError: if the layout, batch or cluster is impossible, if ``layout`` is None and nothing fits, or if the
+            accelerator's speed in the recipe's dtype is unknown.
     """
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
     code = code.with_moments(moments)
@@ -184,11 +192,11 @@ def plan(job: Job, tokens: int, layout: str | None = None) -> ClusterPlan:
 
     Without ``layout``, the fastest layout that fits is chosen. A given layout, such as ``tp=8,pp=12,mbs=2``, is
     planned with its fastest micro-batch that fits. If none fits, the micro-batch that needs the least memory is
-    planned. If ``layout`` does not set ``mbs`` or ``compile``, the job does.
+    planned. If ``layout`` does not set ``mbs`` or ``compile``, the value of ``job`` is used.
 
     Raises:
-        InputError: if the layout, batch or cluster is impossible, or if nothing fits; the message says what would
-            work.
+        InputError: if the layout, batch or cluster is impossible, or if ``layout`` is None and nothing fits; the
+            message says what would work.
     """
     asked = None
     if layout:

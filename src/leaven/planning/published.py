@@ -26,7 +26,7 @@ class LayerWidths(NamedTuple):
 
     n_heads: int
     n_kv_heads: int
-    d_ff: int | None  # None where the layer has experts
+    d_ff: int | None  # width of the MLP; None if the layer has experts
 
 
 def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "adam") -> ClusterPlan:
@@ -68,9 +68,10 @@ def _sequences(batch_tokens: int, seq_len: int) -> int:
 
 
 def published_blueprint(arch: PublishedArchitecture, seq_len: int) -> Blueprint:
-    """Return the blueprint of a published architecture at a sequence length.
+    """Return the matrix products of a published architecture, as a blueprint with sequence length ``seq_len``.
 
-    If only some layers have experts, the layers without experts come first. Every layer attends to all keys.
+    If only some layers have experts, the layers without experts come first. Sliding windows are ignored: every layer
+    attends to all keys.
 
     Raises:
         InputError: if a part of the shape is not published; the message names it.
@@ -100,7 +101,7 @@ def _known(arch: PublishedArchitecture, name: str) -> Any:
 
 
 def _layer_widths(arch: PublishedArchitecture) -> list[LayerWidths]:
-    """Return the heads and MLP widths of every layer, layers without experts first."""
+    """Return the number of heads and the MLP width of every layer. Layers without experts come first."""
     if arch.layerwise_scaling is not None:
         return _scaled_widths(arch, arch.layerwise_scaling)
     n_layers, n_heads = _known(arch, "n_layers"), _known(arch, "n_heads")
@@ -113,8 +114,8 @@ def _layer_widths(arch: PublishedArchitecture) -> list[LayerWidths]:
 def _scaled_widths(arch: PublishedArchitecture, scaling: LayerwiseScaling) -> list[LayerWidths]:
     """Return the layer widths of OpenELM, which differ from layer to layer.
 
-    Its multipliers grow linearly over the layers and are rounded to 0.01; widths are rounded to multiples of a
-    divisor. Source: apple/corenet, corenet/modeling/models/language_modeling/general_gpt.py.
+    OpenELM's width multipliers grow linearly over the layers and are rounded to 0.01. Widths are rounded to multiples
+    of a divisor. Source: apple/corenet, corenet/modeling/models/language_modeling/general_gpt.py.
     """
     n_layers, d, d_head = _known(arch, "n_layers"), _known(arch, "d_model"), _known(arch, "d_head")
 
@@ -134,7 +135,7 @@ def _scaled_widths(arch: PublishedArchitecture, scaling: LayerwiseScaling) -> li
 
 
 def _gains(arch: PublishedArchitecture) -> int:
-    """Return the number of parameters that a norm has per channel."""
+    """Return the number of parameters that a norm has per channel: 0, 1 (gain) or 2 (gain and bias)."""
     bias = arch.bias if arch.norm_bias is None else arch.norm_bias
     return (1 + (_known(arch, "norm") == "layernorm" and bool(bias))) if arch.norm_affine else 0
 

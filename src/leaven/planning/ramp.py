@@ -66,11 +66,18 @@ class RampThroughput:
         )
 
     def run_seconds(self, sizes: tuple[tuple[int, int], ...], tokens: int) -> float:
-        """Return the seconds of a run of ``tokens`` tokens; ``sizes`` are pairs of (first token, batch in tokens)."""
+        """Return the seconds of a run of ``tokens`` tokens.
+
+        ``sizes`` has pairs of (tokens consumed before the first step with a batch size, batch size in tokens).
+        """
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
-        """Return the hours and steps of a ramp of ``over_tokens`` tokens, and the hours that it adds."""
+        """Return the hours and steps of a ramp, and the hours that it adds compared with the full batch.
+
+        ``over_tokens`` is the length of the ramp. ``sizes`` is as in :meth:`run_seconds`. ``increment`` is in tokens,
+        or None for a ramp of stages.
+        """
         job, steps = self.job, _steps(sizes, over_tokens)
         seconds = self.run_seconds(sizes, over_tokens)
         at_full = sum(size * n for size, n in steps) / job.batch.tokens * self.seconds(job.batch.tokens)
@@ -87,11 +94,13 @@ class RampThroughput:
 
 
 def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) -> RampPlan:
-    """Return the plan of a batch ramp that starts at the smallest batch with ``share`` of the full throughput.
+    """Return the plan of a batch ramp, which starts at the smallest batch size that is fast enough.
 
-    ``full`` is the arrangement at the full batch. As in Megatron, all increments are equal; there are at most 64, and
-    each adds the same number of sequences on every rank. The ramp is as long as the ramp of ``job.batch``, or 3% of
-    the run if that has no ramp.
+    A batch size is fast enough if its throughput is at least ``share`` of the full batch's throughput.
+
+    ``full`` is the arrangement at the full batch. As in Megatron, all increments are equal. There are at most 64
+    increments, and each adds the same number of sequences on every rank. The length of the ramp is that of the ramp
+    in ``job.batch``, or 3% of the run if ``job.batch`` has no ramp.
     """
     throughput, seq_len = RampThroughput(job, full), job.model.seq_len
     sequences, dp = job.batch.tokens // seq_len, full.layout.dp
@@ -138,7 +147,11 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return the ramp starts to compare: ``start``, and the first at or above 1, 1/2, 1/4, ... of the full batch."""
+    """Return the ramp starts to compare.
+
+    These are ``start`` and, for each of 1, 1/2, 1/4, ... of the full batch, the smallest of ``starts`` that is at
+    least as large.
+    """
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)

@@ -2,11 +2,11 @@
 
 A pass is the forward or backward computation of one stage for one micro-batch. A schedule (GPipe, 1F1B, interleaved
 1F1B, zero-bubble) is the order of passes on every rank; tests compare it with torch.distributed.pipelining. The times
-follow from the order: a pass begins when its rank is free and its inputs have arrived. They give the bubble (idle
-time) and the micro-batches in flight, also for uneven stages.
+follow from the order: a pass begins when its rank is free and its inputs have arrived. The times give the bubble
+(idle time) and the micro-batches in flight, also for uneven stages.
 
-With p ranks and v stages per rank, stage s runs on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, 2.2).
-GPipe: Huang et al. 2019, arXiv 1811.06965. Zero-bubble is ZB1P of Qi et al. 2023, arXiv 2401.10241.
+With p ranks and v stages per rank, stage s runs on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, section
+2.2). GPipe: Huang et al. 2019, arXiv 1811.06965. Zero-bubble is ZB1P of Qi et al. 2023, arXiv 2401.10241.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class Pass(NamedTuple):
     """A forward or backward computation of one stage for one micro-batch, with its start and end.
 
     A zero-bubble schedule splits a backward pass in two: ``input`` computes the gradients of the stage's input, which
-    the previous stage needs, and ``weight`` the gradients of the stage's weights, which no other stage needs.
+    the previous stage needs. ``weight`` computes the gradients of the stage's weights, which no other stage needs.
     """
 
     kind: Kind
@@ -65,12 +65,13 @@ class Timeline:
 
 
 def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
-    """Return the passes of a rank in order; ``micro_batches`` is the result of :func:`arrangement.scheduled`.
+    """Return the passes of a rank in order; ``micro_batches`` includes the padding of :func:`arrangement.scheduled`.
 
     Rank r of p, with v stages, first runs only forward passes: all of them with GPipe, (v - 1) p + 2 (p - 1 - r) with
     an interleaved schedule, otherwise (v - 1) p + p - 1 - r. Then forward and backward passes alternate, and the
-    remaining backward passes come last. If v > 1, micro-batches run in rounds of p. With zero-bubble, rank r delays
-    ``weight`` passes by r passes, so that all ranks end together.
+    remaining backward passes come last. If v > 1, micro-batches run in rounds of p. With zero-bubble, rank r runs r
+    more ``input`` passes between the ``input`` and the ``weight`` pass of a micro-batch, so that all ranks end
+    together.
     """
     p, v = layout.pp, layout.stages_per_rank
     passes = v * micro_batches
@@ -91,7 +92,10 @@ def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
 
 
 def _turns(layout: Layout, rank: int, micro_batches: int, last_first: bool) -> Iterator[tuple[int, int]]:
-    """Yield (stage, micro-batch) for each of a rank's passes in one direction, in order."""
+    """Yield (stage, micro-batch) for a rank's passes in one direction, in order.
+
+    With ``last_first``, the last stage comes first, as in backward passes.
+    """
     p, v = layout.pp, layout.stages_per_rank
     together = p if v > 1 else micro_batches
     for first in range(0, micro_batches, together):
@@ -107,7 +111,9 @@ def simulate(
     backward: Sequence[float],
     weight: Sequence[float] | None = None,
 ) -> Timeline:
-    """Return the passes of a step with their times, in the unit of the inputs; integer inputs give exact times.
+    """Return the passes of a step with their times.
+
+    Times have the unit of ``forward`` and ``backward``. If these are integers, all times are exact.
 
     ``forward`` and ``backward`` have one time for each stage. ``weight`` is the part of ``backward`` that computes
     the gradients of weights; by default it equals ``forward``, which has products of the same size. For the first

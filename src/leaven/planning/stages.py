@@ -1,4 +1,4 @@
-"""Assign blocks to pipeline ranks, and count each rank's parameters and its micro-batches in flight."""
+"""Assign blocks to pipeline ranks, and count the parameters and the micro-batches in flight of each rank."""
 
 from collections import Counter
 from functools import cache
@@ -49,7 +49,10 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
 
 
 def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ...]:
-    """Return the number of blocks of each stage by the rule ``work``; ``weights`` are the weights of each block."""
+    """Return the number of blocks of each stage by the rule ``work`` of :func:`stage_layers`.
+
+    ``weights`` has the number of weights in each block that a token uses, ``unembedding`` that of the unembedding.
+    """
     share, done, layers = (sum(weights) + unembedding) / stages, 0, [0] * stages
     stage = 0
     for number, weight in enumerate(weights):
@@ -65,7 +68,10 @@ def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ..
 def rank_blocks(
     model: Blueprint, pp: int, stages_per_rank: int, rank: int, balance: Balance
 ) -> tuple[tuple[BlockTable, int], ...]:
-    """Return (block, count) for the distinct blocks on a pipeline rank, over its stages rank, rank + pp, ..."""
+    """Return (block, count) for the distinct blocks on a pipeline rank.
+
+    The rank has the stages ``rank``, ``rank + pp``, ``rank + 2 pp``, ...
+    """
     layers = stage_layers(model, pp * stages_per_rank, balance)
     if len(model.kinds) == 1:
         return ((model.blocks[0], sum(layers[rank::pp])),)
@@ -79,9 +85,9 @@ def rank_blocks(
 class RankParameters(NamedTuple):
     """The number of parameters on one tensor-parallel rank of a pipeline rank."""
 
-    blocks: float  # in blocks, without routed experts
-    experts: float  # of routed experts, which are distributed over the ``ep`` ranks
-    ends: float  # outside the blocks; tied embeddings are stored on both ends of the pipeline
+    blocks: float  # parameters in blocks, without routed experts
+    experts: float  # parameters of routed experts, which are distributed over the ``ep`` ranks
+    ends: float  # parameters outside the blocks; tied embeddings are stored on both ends of the pipeline
 
     @property
     def total(self) -> float:
@@ -89,7 +95,7 @@ class RankParameters(NamedTuple):
 
 
 def rank_parameters(model: Model, layout: Layout, rank: int, code: TrainingCode = LEAVEN_BF16) -> RankParameters:
-    """Return the parameters on one tensor-parallel rank of pipeline rank ``rank``, over all its stages."""
+    """Return the number of parameters on one tensor-parallel rank of pipeline rank ``rank``, over all its stages."""
     table, t, first, last = blueprint(model), layout.tp, rank == 0, rank == layout.pp - 1
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, rank, code.balance)
     ends = 0.0
@@ -108,9 +114,9 @@ def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
     """Return the largest number of micro-batches whose activations a pipeline rank keeps at the same time.
 
     Rank r of p keeps all micro-batches under GPipe, p - r under 1F1B, and p under zero-bubble, which delays the
-    gradients of weights. With v stages per rank it keeps 2 (p - r - 1) + (v - 1) p + 1 passes of one stage each
-    (Narayanan et al. 2021, arXiv 2104.04473, 2.2), 1/v of which are returned. torch's schedules keep the same
-    numbers.
+    gradients of weights. With v stages per rank, it keeps the activations of 2 (p - r - 1) + (v - 1) p + 1
+    forward passes through one stage (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). This number is divided by
+    v, because a stage has 1/v of the rank's blocks. torch's schedules keep the same numbers.
     """
     p, v = layout.pp, layout.stages_per_rank
     if layout.schedule == "gpipe":

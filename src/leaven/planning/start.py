@@ -32,7 +32,7 @@ FAR = 1.25
 
 
 def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRecipes:
-    """Return the target and its proxy for a request, and the target's comparison with published runs.
+    """Return the recipes of the target and of its proxy, and the comparison of the target with published runs.
 
     Raises:
         InputError: if the size or the duration is out of range, or the target does not fit the cluster.
@@ -55,7 +55,7 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
 
 
 def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
-    """Return the target with the fastest layout that fits on the cluster.
+    """Return the recipes, in which the target has the fastest layout that fits on the cluster.
 
     Raises:
         InputError: if nothing fits or no layout divides the batch; the message says what would work.
@@ -101,7 +101,7 @@ def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
 
 
 def _proxy(started: StarterRecipes) -> Recipe | None:
-    """Return the recipe of the proxy, which is the target scaled down to one process; None if there is no proxy."""
+    """Return the recipe of the proxy (the target scaled down to one process), or None if there is no proxy."""
     proxy, target = started.tuning.proxy, started.target
     if proxy is None:
         return None

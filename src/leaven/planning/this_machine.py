@@ -1,6 +1,6 @@
 """Describe the machine that leaven runs on: its processor as an accelerator, its GPUs, and what it can train.
 
-:func:`trainable_here` and :func:`cluster_for` are rough estimates that need no plan.
+:func:`trainable_here` and :func:`cluster_for` are rough estimates, made without planning a layout.
 """
 
 import math
@@ -64,7 +64,7 @@ def this_machine() -> Accelerator:
 
 
 def trainable_here(recipe: Recipe) -> bool:
-    """Return whether this machine has memory for the model and its optimizer states, and trains in under a month."""
+    """Return whether the model and its optimizer states fit on this machine, and training takes under a month."""
     gpus = gpus_here()
     if recipe.layout.ranks > max(gpus, 1):
         return False
@@ -78,8 +78,8 @@ def trainable_here(recipe: Recipe) -> bool:
 def cluster_for(recipe: Recipe) -> str:
     """Return the smallest cluster that can store the model and train it within a month, as ``COUNTxNAME``.
 
-    The number of GPUs is a power of two, at most the number of sequences in a batch. If the recipe has a layout, the
-    number of GPUs is its number of ranks.
+    The number of GPUs is a power of two, at most the number of sequences in a batch. If the layout of the recipe has
+    several ranks, the number of GPUs is the number of ranks.
     """
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{_GPU}"

@@ -5,11 +5,11 @@ code is a program such as Megatron-LM, whose communication is described in train
 
 - Gradients: under ZeRO 0 and 1 they are exchanged once per step, during the last backward pass if the training code
   overlaps the two. Under ZeRO 2 and 3 they are scattered during the backward pass of every micro-batch.
-- Weights: a training code that shards weights from ZeRO 1 on gathers them in the compute dtype, under ZeRO 1 and 2
-  during the first forward pass of a step, under ZeRO 3 during every pass. Other training codes gather weights after
-  the update, in the dtype in which they are stored.
-- Parameters outside the blocks (FSDP's root unit): their exchange overlaps with nothing, because the first operator
-  waits for their weights, and their gradients come last.
+- Weights: under ZeRO 3 they are gathered in the compute dtype during every pass. Under ZeRO 1 and 2 they are gathered
+  once per step. A training code that shards the weights from ZeRO 1 on gathers them in the compute dtype during the
+  first forward pass. Other training codes gather them after the update, in the dtype in which they are stored.
+- Parameters outside the blocks, which are the root unit of FSDP: under FSDP their exchange overlaps with nothing,
+  because the first operator waits for their weights, and their gradients come last.
 
 Stragglers, congestion and a slow host are not modelled.
 """
@@ -34,7 +34,7 @@ from leaven.recipe.layout import Layout, Recompute
 class StepTime:
     """The seconds of one optimizer step by part; ``step`` is the sum of the parts."""
 
-    compute: float  # of all micro-batches
+    compute: float  # forward and backward passes of all micro-batches
     tensor_parallel: float  # communication of tensor-, context- and expert-parallel ranks
     pipeline: float  # transfers between stages
     bubble: float  # idle time at both ends of the pipeline
@@ -54,7 +54,7 @@ class BlockTime:
     """The seconds of one block for one micro-batch, as a mean over the blocks of a model."""
 
     forward: float
-    backward: float  # with recomputation
+    backward: float  # including recomputation
     all_reduce: float  # communication of tensor-, context- and expert-parallel ranks
     weight: float  # part of ``backward`` that computes the gradients of weights
 
@@ -135,7 +135,7 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:
     """Return the seconds of the logits and the loss for one micro-batch, forward and backward.
 
-    Each byte of the logits' memory (``TrainingCode.logit``) is assumed to be written once and read once.
+    The logits take ``code.logit`` bytes each. Each of these bytes is assumed to be written once and read once.
     """
     table = blueprint(model)
     return _logits_seconds(table, _tokens(table, how), how.layout.tp, cluster.accelerator, code)
@@ -158,8 +158,10 @@ def transfer_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Tra
 
 
 def adding_seconds(parameters: float, accelerator: Accelerator, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Return the seconds to accumulate the gradients of one micro-batch. ``parameters`` is the number of
-    parameters."""
+    """Return the seconds to add the gradients of one micro-batch to the sum of gradients.
+
+    ``parameters`` is the number of parameters on a rank.
+    """
     summed = code.accumulation or code.grads
     return parameters * (code.element + 2 * summed) / (accelerator.memory_tb_s * 1e12)
 
@@ -171,7 +173,11 @@ def _tokens(table: Blueprint, how: Arrangement) -> int:
 
 @cache
 def _largest(table: Blueprint, layout: Layout, code: TrainingCode) -> tuple[int, int, RankParameters]:
-    """Return the blocks of the rank with the most, the blocks of the last rank, and the most parameters of a rank."""
+    """Return the block counts and parameters that limit the speed of a pipeline.
+
+    These are the largest number of blocks of a pipeline rank, the number of blocks of the last rank, and the
+    parameters of the rank that has the most parameters.
+    """
     layers = stage_layers(table, layout.pp * layout.stages_per_rank, code.balance)
     blocks = [sum(layers[rank :: layout.pp]) for rank in range(layout.pp)]
     parameters = [rank_parameters(table, layout, rank, code) for rank in reversed(range(layout.pp))]
@@ -186,8 +192,8 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
 
     A zero-bubble schedule computes gradients of weights in the bubble. If a forward pass takes F and a backward pass
     I + W, where W is the time for gradients of weights, the bubble is (p - 1) (F + I - W), not (p - 1) (F + I + W)
-    (ZB-H1, Qi et al. 2023, arXiv 2401.10241). torch's schedule gives the same time (planning/schedule.py; measured in
-    docs/log.md).
+    (ZB-H1, Qi et al. 2023, arXiv 2401.10241). The simulation of torch's schedule in planning/schedule.py gives the
+    same time. Measurements are in docs/log.md.
     """
     layout, table, accelerator = how.layout, blueprint(model), cluster.accelerator
     p, m = layout.pp, scheduled(layout, how.grad_accumulation)
@@ -232,8 +238,9 @@ def _data_parallel(
 ) -> float:
     """Return the seconds per step of data-parallel communication that does not overlap with compute.
 
-    ``held`` are the most parameters and ``most`` the most blocks of a pipeline rank. ``forward`` and ``backward`` are
-    the seconds of a micro-batch on the slowest rank.
+    ``held`` has the parameters of the pipeline rank with the most parameters. ``most`` is the largest number of
+    blocks of a pipeline rank. ``forward`` and ``backward`` are the seconds of the forward and the backward pass of
+    one micro-batch through the blocks of the slowest rank.
     """
     layout, m, ranks = how.layout, how.grad_accumulation, how.layout.dp * how.layout.cp
     if ranks == 1:
@@ -251,7 +258,7 @@ def _data_parallel(
     hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
 
     def over(collective: Callable[..., float], of_each: float) -> float:
-        """Return the seconds to exchange ``of_each`` bytes per parameter of all blocks and experts."""
+        """Return the seconds of ``collective`` on ``of_each`` bytes for each parameter of all blocks and experts."""
         of_experts = collective(of_each * held.experts, expert_sharers, tp * ep, cluster, messages)
         return collective(of_each * blocks, sharers, tp, cluster, messages) + (of_experts if held.experts else 0.0)
 

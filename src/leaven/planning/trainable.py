@@ -21,7 +21,8 @@ def require_trainable(recipe: Recipe, processes: int) -> None:
     for key in ("cp", "ep"):
         if getattr(recipe.layout, key) > 1:
             raise InputError(
-                f"[layout] {key}: leaven can plan and export it but not train with it; use --set layout.{key}=1"
+                f"[layout] {key} above 1: leaven can plan and export this layout but not train with it; "
+                f"use --set layout.{key}=1"
             )
     _require_ranks(recipe, processes)
     micro_batch = 1 if recipe.batch.micro_batch == "auto" else recipe.batch.micro_batch
@@ -48,7 +49,7 @@ def resized(recipe: Recipe, processes: int) -> Recipe:
 
 
 def _require_ranks(recipe: Recipe, processes: int) -> None:
-    """Raise InputError if the layout's ranks are not ``processes``; the message names up to two similar layouts."""
+    """Raise InputError if the layout does not have ``processes`` ranks; the message names similar layouts."""
     layout = recipe.layout
     if layout.ranks == processes:
         return
@@ -56,7 +57,7 @@ def _require_ranks(recipe: Recipe, processes: int) -> None:
     message = f"[layout] dp {layout.dp} x tp {layout.tp} x pp {layout.pp} is {layout.ranks} ranks, and {there}"
     if processes == 1:
         raise InputError(
-            f"{message}; start it with torchrun --nproc-per-node {layout.ranks} -m leaven train ..., or on one "
+            f"{message}; start the run with torchrun --nproc-per-node {layout.ranks} -m leaven train ..., or on one "
             "device with --set layout.dp=1 --set layout.tp=1 --set layout.pp=1 --set layout.zero=0"
         )
     found, degrees = [], [degree for degree in range(1, processes + 1) if processes % degree == 0]
@@ -69,7 +70,8 @@ def _require_ranks(recipe: Recipe, processes: int) -> None:
                 ratio = max(tp / layout.tp, layout.tp / tp) * max(pp / layout.pp, layout.pp / pp)
                 found.append((changed, ratio + dp / processes, f"dp={dp} tp={tp} pp={pp}"))
     near = [layout for *_, layout in sorted(found, key=lambda one: one[:2])[:2]]
-    raise InputError(f"{message}; {' or '.join(near) or f'no layout of {processes} with this schedule'} would do")
+    would = " or ".join(near) or f"no layout of {processes} ranks with this schedule"
+    raise InputError(f"{message}; {would} would work")
 
 
 def _noise_refusal(recipe: Recipe) -> str | None:

@@ -1,4 +1,4 @@
-"""Describe training codes: programs such as Megatron-LM or leaven.
+"""Describe training codes: programs that train models, such as Megatron-LM or leaven.
 
 Memory and step time depend not only on shape and layout, but also on how a program stores, copies and exchanges
 tensors. The values of each training code are in training_codes.toml.
@@ -36,11 +36,11 @@ class TrainingCode:
 
     # States, which exist from step to step.
     weights: int = 4
-    grads: int = 4  # gradients of one micro-batch, or of all if ``accumulation`` is 0
+    grads: int = 4  # gradients of one micro-batch, or their sum over micro-batches if ``accumulation`` is 0
     accumulation: int = 0  # sum of gradients over micro-batches, if it is stored separately
     optimizer: int = 8  # moments, and the master copy if any
     master: int = 0  # fp32 copy of 16-bit weights; part of ``optimizer``
-    optimizer_of_matrices: int | None = None  # ``optimizer`` for the blocks' matrices, if it differs (Muon)
+    optimizer_of_matrices: int | None = None  # as ``optimizer``, for matrices of blocks, if it differs (Muon)
     # Copies.
     compute_copy: int = 2  # copy of fp32 weights in the compute dtype
     gathered_ends: int = 0  # gathered copy of embedding and unembedding, if every rank needs them in full
@@ -52,22 +52,22 @@ class TrainingCode:
     shards_weights_from: int = 3  # first ZeRO stage that shards the weights
     bucket: int = 0  # bytes of communication buffers for gradients and weights
     # Activations.
-    element: int = 2  # bytes of an activation
+    element: int = 2  # bytes of an element of an activation tensor
     residual: int = 2  # bytes of an element of the residual stream
-    flash_attention: bool = True  # attention scores are not written to memory
+    flash_attention: bool = True  # attention uses a flash kernel, which does not write scores to memory
     sequence_parallel: bool = False  # tensor-parallel ranks split the sequence outside attention and MLP
     gathered_inputs: bool = False  # with sequence_parallel: the gathered inputs of attention and MLP are saved
-    selective: Selective = "core"  # recompute="selective" recomputes attention cores, or all but every second product
+    selective: Selective = "core"  # recompute="selective" repeats attention cores, or all but every second product
     # Loss.
     logit: int = 14  # peak bytes per logit
     sharded_logit: int | None = None  # ``logit`` with a vocabulary sharded over tensor-parallel ranks; None: the same
     logits_at_once: float = math.inf  # largest number of logits that exist at the same time
     unembedding: int = 0  # gradient of the unembedding, which the loss computes and keeps until the backward pass
     # Pipeline.
-    keeps_outputs: bool = False  # a stage keeps outputs after sending them
+    keeps_outputs: bool = False  # a pipeline stage keeps its outputs in memory after sending them
     balance: Balance = "weight"  # how blocks are assigned to stages: see :func:`stages.stage_layers`
     # Overhead. Usual values are 1 to 2 GB (Ultra-Scale Playbook) and 5 to 10%.
-    fixed_gib: float = 2.0  # device context, NCCL, kernels
+    fixed_gib: float = 2.0  # GiB of device context, NCCL and kernels
     slack: float = 0.05  # share of all other memory that the allocator reserves but cannot use
     # Speed.
     products: Dtype = "bf16"  # dtype of matrix products in blocks
@@ -77,9 +77,9 @@ class TrainingCode:
     # FSDP units per block, which are exchanged one by one; the root unit (all parameters outside the blocks) comes
     # last. With a pipeline and ZeRO 0 or 1, all units are exchanged after the last backward pass.
     units: int = 0
-    behind_products: bool = False  # tensor-parallel exchanges, in tp parts, overlap with products, all but one part
-    shared_nics: bool = True  # the rings of a group use all NICs of a node, not one each
-    slower: float = 1.0  # fitted factor on the time of a block
+    behind_products: bool = False  # of the tp parts of a tensor-parallel exchange, all but one overlap with products
+    shared_nics: bool = True  # a data-parallel collective uses all NICs of its ranks in a node, not only one
+    slower: float = 1.0  # factor on the time of a block, fitted to measurements
 
     def __hash__(self) -> int:
         return self._hash
@@ -89,7 +89,7 @@ class TrainingCode:
         return hash(tuple(vars(self)[name] for name in self.__dataclass_fields__))
 
     def tensors_only(self) -> "TrainingCode":
-        """Return the training code without memory outside tensors, which neither runs nor dry runs measure."""
+        """Return the training code without the memory outside tensors, which training and dry runs do not measure."""
         return replace(self, fixed_gib=0.0, slack=0.0)
 
     def with_moments(self, moments: Moments) -> "TrainingCode":
@@ -106,7 +106,7 @@ class TrainingCode:
 
 
 def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
-    """Yield (name, training code) for each entry of a TOML file; every group of values must have a source."""
+    """Yield (name, training code) for each entry of a TOML file. Every group of values in it must have a source."""
     adapter, values = TypeAdapter(TrainingCode), dict[str, dict[str, Any]]()
     for name, groups in tomllib.loads(path.read_text(encoding="utf-8")).items():
         values[name] = dict(values.get(groups.pop("like", ""), {}))
@@ -140,7 +140,7 @@ def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]
 
 
 def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[StateRow]:
-    """Return the bytes of each kind of state (weights, gradients, moments, ...), before sharding over ranks.
+    """Return one row of bytes for each kind of state (weights, gradients, moments, ...), before sharding over ranks.
 
     ``matrices`` is how many of the ``params`` parameters are in matrices of blocks, for which Muon stores less.
 

@@ -22,13 +22,13 @@ class Ramp(Part):
     """
 
     start_tokens: Count  # size of the first batch
-    increment_tokens: Count  # by which the batch grows each time
+    increment_tokens: Count  # number of tokens by which each increment enlarges the batch
     over_tokens: Count  # length of the whole ramp, not of one increment
-    rule: RampRule = "fixed"  # scaled: lr, betas, eps and weight decay change with the batch
+    rule: RampRule = "fixed"  # scaled: lr, betas, eps and weight decay change with the batch size
 
 
 class BatchStage(Part):
-    """A batch size, and the number of consumed tokens from which on it is used."""
+    """A batch size, and the number of consumed tokens at which the run changes to this size."""
 
     from_tokens: int = Field(ge=0)  # tokens consumed before this stage
     tokens: Count  # batch size in tokens
@@ -37,7 +37,7 @@ class BatchStage(Part):
 class Batch(Part):
     """The global batch, its growth, and the micro-batch."""
 
-    tokens: Count  # the full global batch, which is the last one if the batch grows
+    tokens: Count  # size of the full global batch in tokens; if the batch grows, its last size
     ramp: Ramp | None = None
     stages: Annotated[tuple[BatchStage, ...], Field(strict=False)] = ()
     stages_rule: RampRule | None = None  # like ``ramp.rule``, for ``stages``; None is "fixed"
@@ -50,7 +50,7 @@ class Batch(Part):
         if self.ramp is not None and self.stages:
             raise ValueError("a batch has a ramp or stages, not both; remove one")
         if self.stages_rule and not self.stages:
-            raise ValueError("stages_rule needs stages; for a ramp set ramp.rule")
+            raise ValueError("stages_rule is set, but there are no stages; remove it, or for a ramp set ramp.rule")
         if self.ramp is not None:
             climb = self.tokens - self.ramp.start_tokens
             if climb < 0:
@@ -88,7 +88,10 @@ class Batch(Part):
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """Return the batch sizes in order, each as (tokens consumed before its first step, batch in tokens)."""
+        """Return the batch sizes in order, as pairs.
+
+        A pair has the tokens consumed before the first step with this batch size, and the batch size in tokens.
+        """
         if self.stages:
             return tuple((stage.from_tokens, stage.tokens) for stage in self.stages)
         if self.ramp is None or self.ramp.start_tokens == self.tokens:
@@ -115,9 +118,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The batch of every step. It depends on the tokens consumed before that step, and the last size has no end."""
+    """The batch size of every step. It depends on the tokens consumed before the step. The last size has no end."""
 
-    sizes: tuple[tuple[int, int], ...]  # (tokens consumed before its first step, batch in tokens), see `Batch.sizes`
+    sizes: tuple[tuple[int, int], ...]  # pairs (tokens consumed before its first step, batch size in tokens)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -137,13 +140,13 @@ class BatchSchedule:
         return self.sizes[bisect_right(self.sizes, tokens, key=lambda size: size[0]) - 1][1]
 
     def tokens_at_step(self, step: int) -> int:
-        """Return the tokens consumed before step ``step``. Steps are counted from 0."""
+        """Return the number of tokens consumed before step ``step``. Steps are counted from 0."""
         index = bisect_right(self.segments, step, key=lambda segment: segment.first_step) - 1
         segment = self.segments[index]
         return segment.first_token + (step - segment.first_step) * segment.batch_tokens
 
     def first_step_at(self, tokens: int) -> int:
-        """Return the first step before which at least ``tokens`` are consumed: the steps of a run of that length."""
+        """Return the smallest number of steps after which at least ``tokens`` tokens are consumed."""
         index = bisect_right(self.segments, tokens, key=lambda segment: segment.first_token) - 1
         segment = self.segments[max(index, 0)]
         step = segment.first_step + -(-(tokens - segment.first_token) // segment.batch_tokens)

@@ -17,7 +17,7 @@ LONGEST_PERIOD = 100_000
 class DataSource(Part):
     """One of several sources of text."""
 
-    source: str  # as ``[data] source``: python-stdlib, tiny-shakespeare, a path or glob, or hf://org/dataset
+    source: str  # where the text is: python-stdlib, tiny-shakespeare, a path or glob, or hf://org/dataset
     weight: float = Field(default=1.0, gt=0)  # share of the samples, relative to the sum of all weights
     text: str = "text"  # key (.jsonl) or column (.parquet, hf://) that contains the text
 
@@ -36,8 +36,8 @@ class Data(Part):
     source: Annotated[
         Annotated[str, Tag("tag:one")] | Annotated[_Several, Tag("tag:several")], Discriminator(_form)
     ] = "python-stdlib"
-    tokenizer: str = "bpe"  # trained on the sources; or the path of a tokenizer.json, or hf://org/model
-    tokens: int = Field(gt=0)  # tokens to train on; more than the text has means several epochs
+    tokenizer: str = "bpe"  # bpe: trained on the sources; otherwise the path of a tokenizer.json, or hf://org/model
+    tokens: int = Field(gt=0)  # number of tokens to train on; if the text has fewer, it is repeated
     seed: int = Field(default=0, ge=0)  # seed of the initialisation, the order of the data and the masks of dropout
     # packed: documents are concatenated, and each token sees all earlier tokens of its sequence;
     # isolated: attention, positions and loss do not cross the end of a document.

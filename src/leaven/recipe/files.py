@@ -42,7 +42,7 @@ def read_text(path: Path | str) -> str:
 
 
 def parse_recipe(text: str, origin: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe in a TOML text. Error messages begin with ``origin``, the name of its file."""
+    """Return the recipe in a TOML text. Error messages begin with ``origin``, the name of the file of the text."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -50,7 +50,7 @@ def parse_recipe(text: str, origin: str, overrides: Iterable[str] = ()) -> Recip
     for override in overrides:
         path, separator, value = override.partition("=")
         if not separator or not path.strip():
-            raise InputError(f"--set {override}: write it as key.subkey=value")
+            raise InputError(f"--set {override}: not a key and a value; write --set key.subkey=value")
         _override(document, path.strip(), value.strip())
         if isinstance(why := document.get("why"), dict):
             why.pop(path.strip(), None)  # the reason belongs to the value that was replaced
@@ -122,7 +122,7 @@ def _suggestion(keys: list[str]) -> str:
 
 
 def _parts(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the parts of a recipe that a type annotation contains."""
+    """Yield the classes of recipe parts, such as ``Batch``, that a type annotation contains."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
@@ -159,8 +159,8 @@ def render(recipe: Recipe, template: str = "") -> str:
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
     """Return ``rows``, a list of tables, without the defaults that the template omits.
 
-    ``own`` has the values that are not defaults, ``stated`` those of the template. Other values than lists of tables
-    are returned unchanged.
+    ``own`` has the values that are not defaults, and ``stated`` has the values in the template. If ``rows`` is not a
+    list of tables, it is returned unchanged.
     """
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows
@@ -172,7 +172,7 @@ def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
 
 
 def _update(target: Any, values: Mapping[str, Any], *, prune: bool) -> None:
-    """Write nested values into a TOML container; the text of equal values is unchanged.
+    """Write nested values into a TOML container; values that do not change keep their spelling.
 
     With ``prune``, keys that are not in ``values`` are removed.
     """
@@ -197,14 +197,14 @@ def _plain(item: Any) -> Any:
 
 
 def _item(value: Any) -> Any:
-    """Return a value as TOML: counts from 10,000 on as ``10_000``."""
+    """Return a value for a TOML file; integers from 10,000 on get underscores, as in ``10_000``."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
         return tomlkit.integer(f"{value:_}")
     return value
 
 
 def write_recipe(recipe: Recipe, path: Path | str, template: str = "") -> None:
-    """Write a recipe file atomically, in the form of :func:`render`."""
+    """Replace a recipe file atomically by the text that :func:`render` returns."""
     write_text(path, render(recipe, template))
 
 
@@ -224,7 +224,7 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Return leaven's cache folder: ``$LEAVEN_CACHE``, ``$XDG_CACHE_HOME/leaven`` or ``~/.cache/leaven``."""
+    """Return leaven's cache folder: ``$LEAVEN_CACHE``, else ``$XDG_CACHE_HOME/leaven``, else ``~/.cache/leaven``."""
     if folder := os.environ.get("LEAVEN_CACHE"):
         return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "leaven"
@@ -245,7 +245,7 @@ def make_folder(path: Path) -> None:
 
 
 def require_free(path: Path) -> None:
-    """Check that nothing would be overwritten.
+    """Check that writing to ``path`` would overwrite nothing.
 
     Raises:
         InputError: if the path exists already and is not an empty folder.
@@ -256,7 +256,7 @@ def require_free(path: Path) -> None:
 
 @contextmanager
 def written_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which becomes ``path`` if the block ends without an error.
+    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error.
 
     Raises:
         InputError: if the path exists already or cannot be written. Nothing is written.
@@ -271,7 +271,7 @@ def written_folder(path: Path) -> Iterator[Path]:
 
 
 def finite(document: Any) -> Any:
-    """Return a document that JSON can represent: infinity and nan become None."""
+    """Return a copy of a document that JSON can represent: infinity and nan become None."""
     if isinstance(document, dict):
         return {key: finite(inner) for key, inner in document.items()}
     if isinstance(document, list | tuple):

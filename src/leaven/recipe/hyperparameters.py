@@ -28,14 +28,15 @@ class Multipliers(Part):
     beta1: Positive = 1.0
     beta2: Positive = 1.0
     eps: Positive = 1.0
-    residual: Positive = 1.0  # multiplies the residual branch; only for its last matrix, attention.out or mlp.out
+    residual: Positive = 1.0  # multiplies the output of a residual branch; only for attention.out and mlp.out
 
 
 class DepthProfile(Part):
-    """Multipliers that change with the depth of a block, in addition to those of its modules.
+    """Multipliers that change with the depth of a block. They apply in addition to the multipliers of modules.
 
     Each tuple has the multipliers at evenly spaced depths, from the first block to the last. Between these depths
-    their logarithms are interpolated linearly: halfway between 1/4 and 4 is 1 (Mlodozeniec et al. 2025).
+    the logarithms are interpolated linearly: halfway between multipliers 1/4 and 4, the multiplier is 1 (Mlodozeniec
+    et al. 2025).
     """
 
     lr: Profile = (1.0,)
@@ -59,17 +60,17 @@ class DepthProfile(Part):
 
 
 class Clip(Part):
-    """How gradients are clipped."""
+    """The way in which gradients are clipped."""
 
     # global: the norm over all parameters is at most ``limit``; per-module: the norm of each module in each block is;
     # running: the global norm is at most ``limit`` x its root mean square over recent steps, averaged with Adam's
     # beta2.
     mode: Literal["global", "per-module", "running"]
-    limit: NonNegative = 1.0  # 0 switches clipping off
+    limit: NonNegative = 1.0  # limit of the norm, see ``mode``; 0 switches clipping off
 
     @staticmethod
     def read(value: Any) -> Any:
-        """Convert a plain number to the global mode with this limit; return other values unchanged."""
+        """Return a plain number as clipping in global mode with this number as limit, and other values unchanged."""
         return {"mode": "global", "limit": value} if isinstance(value, int | float | str) else value
 
     def written(self) -> Any:
@@ -77,7 +78,10 @@ class Clip(Part):
 
 
 class Hyperparameters(Part):
-    """The hyperparameters for the scale ``scaling.base``; the scaling rule converts them to the recipe's scale."""
+    """The hyperparameters of the base (``scaling.base``, usually a smaller model).
+
+    The scaling rule converts them to the model size, batch and run length of the recipe.
+    """
 
     # adamw: each step shrinks a weight by lr x weight_decay x weight. adam: weight_decay x weight is added to the
     # gradient, and Adam divides the sum by the gradient's size (Loshchilov and Hutter 2019, arXiv 1711.05101).
@@ -88,14 +92,14 @@ class Hyperparameters(Part):
     init: InitName = "rule"
     init_std: Positive | None = None  # std of the initial weights; required with init = "rule"
     weight_decay: NonNegative = 0.1
-    decay_norm_and_bias: bool = False  # whether gains and biases decay, too
+    decay_norm_and_bias: bool = False  # whether weight decay also applies to gains and biases
     beta1: Beta = 0.9
     beta2: Beta = 0.95
     eps: Positive = 1e-8
     residual: Positive = 1.0  # multiplies the output of every branch before it is added to the residual stream
     # A limit on the global gradient norm (0 switches clipping off), or a :class:`Clip`.
     grad_clip: Annotated[Clip, BeforeValidator(Clip.read), PlainSerializer(Clip.written)] = Clip(mode="global")
-    modules: dict[str, Multipliers] = {}  # by name of a module
+    modules: dict[str, Multipliers] = {}  # multipliers by the name of a module, such as mlp.out
     depth: DepthProfile = DepthProfile()
 
     @model_validator(mode="after")
@@ -123,7 +127,7 @@ class Hyperparameters(Part):
         """Check that every module with multipliers exists in the model, and that each multiplier has an effect.
 
         Raises:
-            ValueError: otherwise; the message names the module, and for an unknown module the most similar one.
+            ValueError: if not; the message names the module, and for an unknown module the most similar one.
         """
         for module, multipliers in self.modules.items():
             stated = [quantity for quantity in Multipliers.model_fields if getattr(multipliers, quantity) != 1]

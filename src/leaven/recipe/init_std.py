@@ -1,6 +1,6 @@
 """Published initialisations by name: the standard deviation of every matrix as a function of the model's shape.
 
-A recipe names an init in place of an ``init_std``. Then the scaling rule must not change the init as well
+A recipe that names an init has no ``init_std``. Then the scaling rule must not change the init as well
 (:func:`require_one_rule`), but the multipliers of modules and depth still apply. Gains start at 1 and biases at 0.
 Where the original is truncated at 3 sigma (Mitchell, the unembedding of ``depth-scaled``), leaven draws from the full
 normal distribution, whose std differs by at most 1.4%.
@@ -36,7 +36,7 @@ class MatrixPlace:
 class Formula:
     """A formula for a standard deviation."""
 
-    text: str  # with the letters of :class:`MatrixPlace`
+    text: str  # the formula in the letters that are the fields of :class:`MatrixPlace`
     std: Callable[[MatrixPlace], float]
 
 
@@ -45,12 +45,12 @@ class Init:
     """A published initialisation: formulas for the std of each kind of matrix."""
 
     source: str
-    inputs: Formula  # of all matrices without another formula
-    outputs: Formula  # of the matrices that write to the residual stream: attention.out and mlp.out
-    embedding: Formula | None = None  # None: as inputs
-    unembedding: Formula | None = None  # also of a tied embedding; None: as inputs
-    gated_in: bool = False  # whether mlp.in of a gated MLP has the formula of the outputs
-    modules: Mapping[str, Formula] = field(default_factory=dict)  # exceptions, by module
+    inputs: Formula  # for all matrices to which none of the other formulas applies
+    outputs: Formula  # for the matrices that write to the residual stream: attention.out and mlp.out
+    embedding: Formula | None = None  # None: the formula ``inputs``
+    unembedding: Formula | None = None  # also for a tied embedding; None: the formula ``inputs``
+    gated_in: bool = False  # whether mlp.in of a gated MLP uses the formula ``outputs``
+    modules: Mapping[str, Formula] = field(default_factory=dict)  # formulas of single modules
 
     @property
     def text(self) -> str:
@@ -64,7 +64,7 @@ class Init:
 
     @property
     def sees_depth(self) -> bool:
-        """Return whether the std of the last matrix of a branch depends on the number of layers."""
+        """Return whether the std of the last matrix of a residual branch depends on the number of layers."""
         shallow, deep = (MatrixPlace(d=64, L=depth, l=depth - 1, f=64, o=64) for depth in (2, 4))
         return self.outputs.std(shallow) != self.outputs.std(deep)
 
@@ -212,8 +212,8 @@ def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None
     instead = 'set scaling.rule = "standard", or init = "rule" with an init_std that is right at the base'
     if wider:
         raise ValueError(
-            f'init = "{init}" and rule {rule} both scale the init with the width, in which base and model differ; '
-            f"{instead}"
+            f'init = "{init}" and rule {rule} both scale the init with the width, and base and model differ in '
+            f"width; {instead}"
         )
     if deeper and rule in SCALES_BRANCHES and INITS[init].sees_depth:
         raise ValueError(
