@@ -11,8 +11,14 @@ from torch import Tensor
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place, cut
 from leaven.distributed.process_group import ProcessGroup
-from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
-from leaven.training.checkpoint_manager import CheckpointManager, Saved
+from leaven.training.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    Progress,
+    Saved,
+    read_checkpoint,
+    write_checkpoint,
+)
 from leaven.training.rewind import Rewind
 from leaven.training.run_folder import checkpoints, tokens_of
 

@@ -16,8 +16,7 @@ import leaven.training.checkpoint as module
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.process_group import ProcessGroup
 from leaven.recipe.errors import ProcessLost
-from leaven.training.checkpoint import read_checkpoint, write_checkpoint
-from leaven.training.checkpoint_manager import CheckpointManager, Saved
+from leaven.training.checkpoint import CheckpointManager, Saved, read_checkpoint, write_checkpoint
 
 
 def test_all_processes_get_the_error_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +114,7 @@ import os, signal, sys, time
 from pathlib import Path
 import torch.distributed as dist
 import leaven.training.checkpoint as module
-import leaven.training.checkpoint_manager as managers
+import leaven.training.checkpoint as managers
 from leaven.distributed.process_group import ProcessGroup
 from tests.distributed.cut_up import rows, saved
 

@@ -19,8 +19,7 @@ import torch
 import torch._dynamo  # Adam's first step does, for a second in every child
 from tests.training.planted import in_order, recipe, text
 
-from leaven.training.checkpoint import read_checkpoint
-from leaven.training.checkpoint_manager import CheckpointManager
+from leaven.training.checkpoint import CheckpointManager, read_checkpoint
 from leaven.training.engine import Training
 from leaven.training.run_folder import RunFolder
 from leaven.training.step_metrics import Step

@@ -15,11 +15,10 @@ import torch
 from safetensors.torch import save_file
 from tests.distributed.cut_up import saved, steps, whole_checkpoint
 
+import leaven.training.checkpoint as manager_module
 import leaven.training.checkpoint as module
-import leaven.training.checkpoint_manager as manager_module
 from leaven.recipe.errors import InputError
-from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
-from leaven.training.checkpoint_manager import CheckpointManager
+from leaven.training.checkpoint import Checkpoint, CheckpointManager, Progress, read_checkpoint, write_checkpoint
 from leaven.training.rewind import Rewind
 from leaven.training.run_folder import checkpoints
 

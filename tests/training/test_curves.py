@@ -12,7 +12,7 @@ from leaven.data.tokens import TokenSet
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.run_folder import RunFolder
-from leaven.training.step_log import writers
+from leaven.training.step_metrics import writers
 from leaven.training.trainer import train
 
 TRACKER = """

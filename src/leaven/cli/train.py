@@ -90,7 +90,7 @@ def train(
     from leaven.training.loop import Diverged
     from leaven.training.manual_rewind import ManualRewind
     from leaven.training.run_folder import RunFolder
-    from leaven.training.step_log import writers
+    from leaven.training.step_metrics import writers
     from leaven.training.trainer import check, train
 
     layout_is_set = any(change.startswith("layout.dp=") for change in overrides or ())

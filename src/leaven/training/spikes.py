@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from leaven.recipe.batch import BatchSchedule
 from leaven.recipe.recipe import Stability
-from leaven.training.checkpoint_manager import checkpoints_to_keep, first_in_each_interval
+from leaven.training.checkpoint import checkpoints_to_keep, first_in_each_interval
 from leaven.training.loop import Callback
 from leaven.training.rewind import Rewind, position
 

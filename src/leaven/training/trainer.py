@@ -16,9 +16,9 @@ What ``leaven train`` does from start to end:
    ``optimizer.py``). In each step, the lr of every parameter is multiplied by the value of the lr schedule at the end
    of this step, and by a factor that recent rewinds have lowered. The loop (``loop.py``) reads the result of a step
    only after it has started the next one, so that the device never waits.
-5. Callbacks act around the steps. The step log (``step_log.py``) writes one line to metrics.jsonl with loss, lr,
+5. Callbacks act around the steps. The step log (``step_metrics.py``) writes one line to metrics.jsonl with loss, lr,
    norms and speed. The run profile (``run_profile.py``) compares time and memory with the plan and writes plan.json.
-   The validation loss is computed in ``validation.py``, and checkpoints are saved in ``checkpoint_manager.py``. The
+   The validation loss is computed in ``validation.py``, and checkpoints are saved in ``checkpoint.py``. The
    spike guard (``spikes.py``) rolls back to an earlier checkpoint, skips the steps or ends the run. ``rewind.py``
    determines what data a rewind skips and how it lowers the lr.
 6. :class:`RunTrainer` returns the result as a ``TrainDocument``. ``leaven train`` prints its validation loss,
@@ -40,8 +40,7 @@ from leaven.documents.runs import TrainDocument
 from leaven.planning.flops import utilisation
 from leaven.recipe.errors import InputError, Settled, out_of_memory
 from leaven.recipe.recipe import Difference, Recipe, rearrangement
-from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint
-from leaven.training.checkpoint_manager import Checkpoints
+from leaven.training.checkpoint import Checkpoint, Checkpoints, Progress, read_checkpoint
 from leaven.training.device import (
     default_device,
     device_peak,
@@ -65,8 +64,7 @@ from leaven.training.rewind import Rewind
 from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
 from leaven.training.run_profile import RunProfile
 from leaven.training.spikes import SpikeGuard
-from leaven.training.step_log import StepLog
-from leaven.training.step_metrics import Step
+from leaven.training.step_metrics import Step, StepLog
 from leaven.training.validation import Validation
 
 if TYPE_CHECKING:
@@ -98,7 +96,7 @@ def train(
         stop: polled before every forward pass of a single process, and between the steps of several processes. When
             it returns True, the current step is abandoned, the state before that step is saved, and ``finished`` of
             the result is False.
-        log_to: writers of curves (:data:`leaven.training.step_log.WRITERS`).
+        log_to: writers of curves (:data:`leaven.training.step_metrics.WRITERS`).
         back: a manual rewind to do before training. It is done only once: a repeated call resumes the rewound run.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
 
