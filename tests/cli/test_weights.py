@@ -73,7 +73,7 @@ def test_exported_weights_load_in_transformers_and_train_again(
     assert leaven("transfer", recipe, "--width", 32, "-o", moved)[0] == 0
     wide = read_recipe(moved)
     assert wide.start.weights is None
-    assert wide.why["start.weights"] == "left out: these weights have another shape"
+    assert wide.why["start.weights"] == "left out: the weights of the previous recipe have another shape"
 
 
 def test_an_exported_folder_has_a_model_card(leaven: Verb, scaled_run: Path, tmp_path: Path) -> None:

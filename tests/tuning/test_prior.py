@@ -269,5 +269,5 @@ def test_the_command_says_what_laws_expect(tiny_file: Path, tmp_path: Path) -> N
     assert f"expected: {LR} " in done.stderr
     assert "prior      " in done.stdout
     none = tune("--space", "hyperparameters.beta1", "--prior", "laws")
-    assert "none of these is searched" in str(none.exception)
+    assert "searches none of these" in str(none.exception)
     assert tune("--prior", "law").exit_code == 2

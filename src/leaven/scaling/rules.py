@@ -1,15 +1,17 @@
-"""The scaling rules as tables: how each hyperparameter of each role changes with scale, with a source for every cell.
+"""The scaling rules as tables: how each hyperparameter changes with scale, with a source for every cell.
+
+A table has a row for each role of a tensor, such as embedding, hidden matrix or norm gain.
 
 :mod:`leaven.scaling.cells` explains the cells, :mod:`leaven.scaling.apply` applies a table, and ``leaven show --rule
 NAME`` prints one. All tables differ from the papers in these points:
 
 - **Per-tensor ratios.** The papers scale all widths together, by one ratio m_N. Here initial variance, lr and weight
-  decay scale with the fan in of the tensor, because each output is a sum over the fan in of weights, and Adam changes
+  decay scale with the fan in of the tensor, because each output sums as many products as the fan in, and Adam changes
   each weight by about lr. eps scales with the fan out, because the gradient falls with the width of the tensor's
   output. If all widths grow together, both ratios are m_N.
-- **Shared QK gains.** The gradient of a QK-norm gain that all heads share is a sum over the heads, so the eps of this
-  gain does not change with the width: its fan out is the head dimension. QK-norm gains that are separate for each
-  head are treated as other norms inside the blocks.
+- **Shared QK gains.** The gradient of a QK-norm gain that all heads share is a sum over the heads, so it does not
+  fall with the width. The fan out of such a gain is therefore the head dimension, and its eps does not change with
+  the width. QK-norm gains that are separate for each head are treated as other norms inside the blocks.
 - **Decay of gains and biases.** The hyperparameter ``decay_norm_and_bias`` decides whether they have weight decay. It
   is off by default, as in nanoGPT and OLMo 2: decay pulls a gain towards 0 and not towards its neutral value 1.
 

@@ -14,15 +14,17 @@ What ``leaven train`` does from start to end:
 3. If the folder has a checkpoint, the run continues from the newest undamaged one (``checkpoint.py``).
 4. :class:`RunTrainer` takes optimizer steps (``Training.issue`` in ``engine.py``, which ends in AdamW's step in
    ``optimizer.py``). In each step, the lr of every parameter is multiplied by the value of the lr schedule at the end
-   of this step, and by a factor that recent rewinds have lowered. The loop (``loop.py``) reads the result of a step
-   only after it has started the next one, so that the device never waits.
-5. Callbacks act around the steps. The step log (``step_metrics.py``) writes one line to metrics.jsonl with loss, lr,
-   norms and speed. The run profile (``run_profile.py``) compares time and memory with the plan and writes plan.json.
-   The validation loss is computed in ``validation.py``, and checkpoints are saved in ``checkpoint.py``. The
-   spike guard (``spikes.py``) rolls back to an earlier checkpoint, skips the steps or ends the run. ``rewind.py``
-   determines what data a rewind skips and how it lowers the lr.
-6. :class:`RunTrainer` returns the result as a ``TrainDocument``. ``leaven train`` prints its validation loss,
-   tokens, steps and time, and the commands to type next.
+   of this step, by a factor that recent rewinds have lowered and, while the batch grows, by a factor of the batch
+   size. The loop (``loop.py``) reads the result of a step only after it has started the next one, so that the device
+   never waits.
+5. Callbacks act around the steps. The step log (``step_metrics.py``) writes one line to metrics.jsonl with the loss,
+   the lr of the hidden matrices, norms and speed. The run profile (``run_profile.py``) compares time and memory with
+   the plan and writes plan.json. The validation loss is computed in ``validation.py``, and checkpoints are saved in
+   ``checkpoint.py``. The spike guard (``spikes.py``) rolls back to an earlier checkpoint, skips the steps or ends the
+   run. ``rewind.py`` determines what data a rewind skips and how it lowers the lr.
+6. While the run trains, ``leaven train`` shows its metrics and events (``views/terminal/training.py``).
+   :class:`RunTrainer` returns the result as a ``TrainDocument``, and the command prints its validation loss, tokens,
+   steps and time, and the commands to type next.
 """
 
 import math

@@ -71,10 +71,10 @@ class Dimension:
         return self.near or (self.low, self.high)
 
     def change(self, to: float, origin: float = 0.0) -> str:
-        """Return the change from ``origin`` to ``to`` as text. Both are distances from the start.
+        """Return the change from ``origin`` to ``to`` as text. Both are distances from the start, in ``unit``.
 
-        The text is a ratio such as ``x0.29`` for the unit octave, a difference such as ``+0.05`` for the unit tenth,
-        and the name of the new level for a choice.
+        If the unit is ``octave``, the text is a ratio such as ``x0.29``. If it is ``tenth`` (steps of 0.1), the text
+        is a difference such as ``+0.05``. If it is ``choice``, the text is the name of the new level.
         """
         if self.unit == "choice":
             return self.levels[round(to)] if self.levels else f"{to:g}"
@@ -169,7 +169,7 @@ class Answer(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    best: Best | None = None  # the best point; None until the search ends or points are run with fresh seeds
+    best: Best | None = None  # the best point; None before the search has ended
     octaves: dict[str, float] = {}  # the best point; if ``best`` is None, the point that is predicted to be best
     noise_floor: float | None = None  # standard deviation between runs of one point
     noise_runs: int = 0  # degrees of freedom of the noise: runs minus points; 10^6 if the user gave the noise

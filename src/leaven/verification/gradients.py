@@ -55,7 +55,7 @@ WARMUP_STEPS = 20
 
 @dataclass(frozen=True)
 class GradientRecord:
-    """The measurements of one run for all parameters that share a label."""
+    """The measurements of one run for all parameters that have the same label, such as ``mlp.out``."""
 
     start: float  # RMS of the gradient at the first step
     end: float  # RMS of the gradient over the last quarter of the steps

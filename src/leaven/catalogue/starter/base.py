@@ -35,7 +35,10 @@ class StarterBase:
 
 
 def choose_base(draft: StarterDraft, request: StarterRequest, at: StarterScale, batch: int) -> StarterBase:
-    """Return the scale for the hyperparameters: a tuned base, a proxy that is worth tuning, or the target itself.
+    """Return the scale (model size, batch and tokens) at which the hyperparameters are chosen.
+
+    This is a tuned base, a proxy that is worth tuning, or the target itself. The scaling rule moves the
+    hyperparameters from this scale to the target.
 
     ``at`` and ``batch`` are the scale and the batch of the target.
     """

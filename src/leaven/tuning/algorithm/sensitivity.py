@@ -119,11 +119,11 @@ def coordinates(
 def further_gain(
     now: Region, axes: Axes, points: Array, losses: Array, *, searched: NDArray[np.bool_], best: Array
 ) -> float | None:
-    """Return the expected gain in nats of as many further trials as have been run, or None after too few trials.
+    """Return the gain in nats that is expected if the number of trials is doubled, or None after too few trials.
 
     Args:
         now: the trust region after trials at ``points`` (n, D) with ``losses`` (n,).
-        searched: (n,), whether a trial belongs to the search itself, not to the measurement of noise or the reruns.
+        searched: (n,), whether the search proposed the trial. False for repeated runs of a point with other seeds.
         best: the best point (D,).
     """
     first = np.flatnonzero(searched)

@@ -1,36 +1,40 @@
 """Trust-region search: propose points near the best point so far.
 
 The loss over per-module multipliers is nearly convex inside a region that ends where runs diverge. Random search over
-a box and Gaussian processes fail there; points near the best one work (Mlodozeniec et al. 2025, arXiv 2512.22382).
-Two simple methods also fail. If a noisy trial is accepted only when it beats the best of many trials, soon no trial
-is accepted. If the radius shrinks with every failure, it soon reaches its minimum. So:
+a box and Gaussian processes fail on such a loss; proposals near the best point work (Mlodozeniec et al. 2025, arXiv
+2512.22382). Two simple methods fail, too. If a noisy trial is accepted only when it beats the best of many trials,
+soon no trial is accepted. If the radius shrinks with every failure, it soon reaches its minimum.
+
+A point assigns a number or a level to every searched hyperparameter. Hyperparameters with levels, such as the
+optimizer, are called choices. The search works as follows:
 
 1. A surrogate (a quadratic regression of the loss) is fitted to all finished trials (``surrogate.py``). A model of
    the divergence boundary is fitted to all trials, finished and diverged (``divergence.py``).
 2. The incumbent (the best point so far) is the first trial, until the surrogate predicts that another trial is better
    by more than the noise.
-3. A proposal is the surrogate's minimum within ``TRUST`` steps of the incumbent along each value, plus a random move.
-   The move is half of the difference between the minimum of a surrogate drawn from the posterior and the minimum of
-   the posterior mean: half of the uncertainty of the minimum. So values with a known optimum stay, values with little
-   effect move far, and simultaneous proposals differ. The last proposal of a search is the minimum itself. If at most
-   ``DESIGNED`` values are searched, each of the first proposals moves one value by about a step. A random half of the
-   choices take a level that has never been run or, if all have been run, the best level of the drawn surrogate. The
-   other choices take the best level of the posterior mean.
+3. A proposal is the surrogate's minimum within ``TRUST`` steps of the incumbent along each hyperparameter, plus a
+   random move. The move is half of the difference between the minimum of a surrogate drawn from the posterior and
+   the minimum of the posterior mean. So a hyperparameter whose optimum is known hardly moves, one with little effect
+   moves far, and simultaneous proposals differ. The last proposal of a search is the minimum itself. If at most
+   ``DESIGNED`` hyperparameters are searched, each of the first proposals moves one of them by about a step. A random
+   half of the choices take a level that has never been run or, if all have been run, the best level of the drawn
+   surrogate. The other choices take the best level of the posterior mean.
 4. If the proposal is likely to diverge, its risky numbers are moved back towards the incumbent, and its risky choices
    keep the incumbent's level.
 5. Before any trial has finished there is no surrogate and no known boundary. Each divergence lowers the learning
    rates by a quarter of an octave and brings the proposals closer together; if no learning rate is searched,
    proposals spread further out instead. The first trial that finishes replaces the start.
 
-One step along a value is ``scale`` octaves (one octave doubles a multiplier). ``Region`` takes and returns octaves.
-Proposals stay in a box around the start (``near``). The box always reaches at least one step beyond the incumbent, up
-to the bounds of the space. So it grows while the best point lies at its edge.
+One step of a hyperparameter is ``scale`` octaves (one octave doubles a multiplier). ``Region`` takes and returns
+octaves. Proposals stay in a box around the start (``near``). The box always reaches at least one step beyond the
+incumbent, up to the bounds of the space. So the box grows while the best point lies at its edge.
 
-All trials of a search share a seed, and with it the init and the data order. So chance changes their losses by less
-than the noise, the standard deviation of the loss between seeds. But an improvement that holds for one seed only is
-useless. So the surrogate assumes at least the noise between seeds, and a trial replaces the incumbent only if its
+The noise is the standard deviation of the loss between seeds. All trials of a search share a seed, and with it the
+init and the data order, so their losses vary by less than the noise. But an improvement that holds for one seed only
+is useless. So the surrogate assumes at least the noise between seeds, and a trial replaces the incumbent only if its
 gain is larger. The cost of these rules is small (docs/concepts/search.md). During the search the noise is pooled over
-all runs of repeated points. The answer leaves some of these runs out (``noise.noise_between_seeds``).
+all points that were run with several seeds; for the final result, ``noise.noise_between_seeds`` leaves out some of
+these runs.
 """
 
 import math
@@ -392,8 +396,8 @@ def loss_of(trial: StudyTrial) -> float:
 
 
 def without_outliers(losses: Array) -> Array:
-    """Return the losses with outliers far above the median set to infinity, because they would dominate the least
-    squares of the surrogate."""
+    """Return the losses with outliers far above the median set to infinity. The surrogate is fitted to finite losses
+    only, so it ignores them; otherwise they would dominate its least squares."""
     finite = losses[np.isfinite(losses)]
     if len(finite) < 10:
         return losses
@@ -402,8 +406,11 @@ def without_outliers(losses: Array) -> Array:
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return which of the D ``names`` are learning rates to lower after a divergence, as an array (D,). If the global
-    learning rate is searched, it alone is lowered. Otherwise all learning rates by module and over depth are."""
+    """Return which of the D ``names`` are learning rates to lower after a divergence, as an array (D,).
+
+    If the search varies the global learning rate, only the global one is lowered. Otherwise the learning rates of all
+    modules and depths are lowered.
+    """
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key == "lr" and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])

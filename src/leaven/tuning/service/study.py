@@ -7,7 +7,8 @@ What ``leaven tune`` does from start to end:
    creates it (``join.py``).
 2. :meth:`Study.run` runs the loop of the search (``search_loop.py``) until the budget is used. The loop asks the
    plan (``search_plan.py``) for the next run: the start, a proposal of the search (``algorithm/trust_region.py``)
-   or the best points again. It trains the run in a worker process (``training/trial.py``). A trial ends early if it
+   or the best points again. The plan decides from the earlier runs, which ``trial_log.py`` reads from the store. The
+   loop trains the run in a worker process (``training/trial.py``). A trial ends early if it
    diverges, or if it is pruned because it is so far behind the best trial that it cannot win
    (``training/early_stopping.py``). Pruning begins once the noise is known from 3 seeds, or is given.
 3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). It is measured by running
@@ -20,11 +21,12 @@ What ``leaven tune`` does from start to end:
    runs that chose it. The 95% interval is mean +- t x noise / sqrt(runs); without fresh seeds there is none
    (``algorithm/answer.py``).
 5. :meth:`Study.state` makes the study's document (``study_document.py``) from the trials.
-6. :meth:`Study.save` writes the document and its recipes into the folder whenever trials end: study.json, best.toml
-   and fewest.toml, with a reason for every searched value. The folder also contains the recipe at the start
+6. :meth:`Study.save` writes the document, study.json, whenever trials end. Once the search has ended, it also writes
+   best.toml and fewest.toml, with a reason for every searched value. The folder also contains the recipe at the start
    (centre.toml) and the checkpoints of running trials.
-7. ``leaven tune`` prints a line for each trial, and at the end the answer: the best values, their loss with its
-   interval, the noise, the values that mattered, and the commands to type next.
+7. ``leaven tune`` prints a line for each trial, and at the end the result of the search: the best values, their loss
+   with its interval, the noise, the values that mattered, and the commands to type next
+   (``views/terminal/study.py``).
 """
 
 import json
