@@ -18,8 +18,8 @@ from leaven.catalogue.starter.optimizer import lr_evidence
 
 @dataclass(frozen=True)
 class Expectation:
-    """The expected best value of a hyperparameter, compared with the value that the matrices inside the blocks get from
-    the recipe and its scaling rule."""
+    """The expected best value of a hyperparameter, compared with its present value, which the matrices inside the
+    blocks get from the recipe and its scaling rule."""
 
     octaves: float  # log2(expected value / the recipe's value)
     deviation: float  # standard deviation of log2(value) over the values of the laws and runs
