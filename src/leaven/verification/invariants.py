@@ -1,24 +1,26 @@
 """Check without training how a scaling rule changes the optimizer settings with the scale of a run.
 
-The scale is the width and depth of the model, the batch, and the tokens of the run. The check reads the lr, eps,
-betas and weight decay of each module at two scales. It computes the exponents with which the combinations below
-change between these scales, and compares them with the exponents of a correct rule. The result is exact.
+The scale is the width and depth of the model, the batch size, and the tokens of the run. The check reads the lr, eps,
+betas and weight decay of each module at two scales, and combines these settings as listed below. For each
+combination, the check computes the exponent with which the combination changes from one scale to the other, and
+compares this exponent with that of a correct rule. The result is exact, because nothing is trained.
 
 - ``lr x eps x entries`` is constant, where entries is the number of weights of the module in all layers. This follows
-  from two facts. A step of Adam changes the loss by lr x the sum of absolute gradients, and a correct rule keeps this
-  change constant. And eps is proportional to the gradients, which the gradient check tests.
+  from two facts. First, a step of Adam changes the loss by lr x the sum of absolute gradients, and a correct rule
+  keeps this change constant. Second, a correct rule makes eps proportional to the gradients, which is tested by the
+  gradient check.
 - ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If alpha is below 1 (the rule
   multiplies residual branches by L^-alpha, where L is the depth), this share may fall as L^(alpha - 1).
-- ``beta1`` and ``beta2`` stand for the half-lives of Adam's moments as shares of the run, which are constant.
-- ``lr`` grows as the square root of the batch (Malladi et al. 2022, arXiv 2205.10287). It falls with the tokens of
-  the run as tokens^-t, with t from 0 to 1/2; the literature finds 0.3 to 0.5. Over width and depth, the exponent of
-  the lr depends on the parametrization and is not judged.
+- ``beta1`` and ``beta2``: each moment of Adam has a half-life, and the half-life / the length of the run is constant.
+- ``lr`` grows as the square root of the batch size (Malladi et al. 2022, arXiv 2205.10287). With the tokens of
+  the run, the lr falls as tokens^-t, with t from 0 to 1/2; the literature finds 0.3 to 0.5. Over width and depth, the
+  exponent of the lr depends on the parametrization and is not judged.
 
 Two parametrizations that train in the same way (one has multiplier x c, init / c, lr / c, eps x c and decay x c)
 have the same products of lr with eps and with decay.
 
-On the axis ``both``, the width and the depth grow together. An exponent can be right for each of them alone, and
-wrong for both.
+The check also compares two scales that differ in both width and depth (the axis ``both``). A rule can be right if
+only the width or only the depth grows, and wrong if width and depth grow together.
 """
 
 import math
@@ -150,9 +152,10 @@ def _exponents(
 ) -> list[float]:
     """Return the exponents with which a combination of settings changes between two scales, one for each layer.
 
-    ``column`` is the name of the combination, such as ``lr x decay x steps``. ``ratio`` is the ratio of the sizes.
+    ``column`` is the name of the combination, such as ``lr x decay x steps``. ``ratio`` is the larger size divided by
+    the smaller size.
 
-    If the scales have different numbers of layers, only their first and their last layers are compared. An exponent
+    If the models have different numbers of layers, only their first and last layers are compared. An exponent
     is infinite if the combination is 0 at only one of the scales.
     """
     if len(small) != len(large):

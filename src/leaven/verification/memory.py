@@ -80,7 +80,7 @@ def arrangement(recipe: Recipe) -> Arrangement:
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
     """Return the ranks to check: the given ``ranks`` or, by default, the first rank of some pipeline stages.
 
-    By default, these are the first, the second and the last stage. If ``all_stages`` is true, these are all stages.
+    The default stages are the first, the second and the last, or all stages if ``all_stages`` is true.
 
     Raises:
         InputError: if the layout has no such rank.

@@ -45,7 +45,8 @@ class RunSetting:
     def ruled_scale(self) -> RunScale:
         """The scale for which the scaling rule computes the hyperparameters.
 
-        If ``ruled`` is false, it has the batch and tokens of the recipe or factory instead of those of the run.
+        If ``ruled`` is true, this is the scale of the run. Otherwise it is a scale with the width and depth of the
+        run, but with the batch and tokens of the recipe or factory.
         """
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 

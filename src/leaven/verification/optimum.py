@@ -57,9 +57,9 @@ class LossGrid:
 
     @property
     def edge(self) -> int:
-        """-1 if the lowest mean loss is at the first value of the grid, 1 if it is at the last value, otherwise 0.
+        """-1 if the lowest mean loss is at the first value of the grid, 1 if at the last, 0 if at a value between.
 
-        At an edge, the optimum may be outside the grid. The edge is also 0 if a loss is not finite.
+        At the first or last value, the optimum may be outside the grid. If a loss is not finite, the result is 0.
         """
         if not self.finite:
             return 0

@@ -129,13 +129,12 @@ class SizeCheck(ABC, Generic[Measured]):
         """Return the row that says whether a module passes.
 
         ``lines`` contains the measurements of the module for each size and, within a size, for each seed. ``means``
-        and ``slopes`` have an entry for each measured number. In ``means``, it is the list of the number's geometric
-        means over seeds, one for each size. In ``slopes``, it is the slope of log2 of these means over log2 of the
-        size.
+        maps the name of a measured number to a list with its geometric mean over seeds at each size. ``slopes`` maps
+        the same names to the slope of log2 of the mean over log2 of the size.
         """
 
     def value(self, measured: Measured, part: str, axis: SizeAxis) -> float:
-        """Return the number named ``part`` of a module's measurements. In subclasses, it may depend on the axis."""
+        """Return the number named ``part`` of a module's measurements. Subclasses may use the axis."""
         value: float = getattr(measured, part)
         return value
 
@@ -150,14 +149,14 @@ class SizeCheck(ABC, Generic[Measured]):
         return tuple(axis for axis in (width, depth) if len(axis.scales) > 1)
 
     def exact_rows(self) -> Sequence[VerdictRow]:
-        """Return rows that are computed without training. There are none unless a subclass defines some."""
+        """Return rows that are computed without training. Here the list is empty; a subclass may add rows."""
         return ()
 
     def run(self, on_model: Callable[[int, int], None] = lambda done, total: None) -> CheckDocument:
         """Run the check. ``on_model`` is called with the number of finished sizes and the number of all sizes.
 
         Raises:
-            InputError: if the family cannot build a model of one of these sizes.
+            InputError: if the family cannot build a model of one of the check's widths and depths.
         """
         axes = self.axes()
         rows = [*self.exact_rows()]

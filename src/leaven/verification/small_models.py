@@ -102,13 +102,15 @@ class CheckStart:
 def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Recipe:
     """Return the recipe with initial values at which small models already show the exponents of large models.
 
-    The returned recipe has its base (the scale at which its values apply unchanged) at ``width`` and ``depth``.
+    ``width`` and ``depth`` become the base of the returned recipe: the scale at which its values apply unchanged.
 
     The embedding starts at RMS 1. With a smaller embedding, the residual stream at depth 2 would consist mostly of
-    the outputs of branches. Their sum falls with the depth L as L^(1/2 - alpha), and gradients inside blocks would
-    fall in the same way. The unembedding starts at RMS 1/width. With a larger unembedding, the first gradient of the
-    final norm's gain would be of order 1/width^2, and the logits would keep their initial values for longer. If
-    embedding and unembedding are tied, a multiplier makes the logits smaller instead (:meth:`SmallModels.table`).
+    the outputs of branches. The sum of these outputs changes with the depth L as L^(1/2 - alpha), so the measured
+    exponents of the gradients inside blocks would be wrong.
+
+    The unembedding starts at RMS 1/width. With a larger unembedding, the first gradient of the final norm's gain
+    would be of order 1/width^2, and the logits would stay near their initial values for more steps. If embedding and
+    unembedding are tied, a multiplier makes the logits smaller instead (:meth:`SmallModels.table`).
 
     Raises:
         InputError: if the width does not fit the recipe.

@@ -2,18 +2,20 @@
 
 The checks transfer (over width and depth), duration, batch, decay and init all use sweeps. A sweep trains models on a
 grid of values of one hyperparameter, with several seeds for each value, at two or more scales. The first scale is the
-base, with which the others are compared. The grid contains values for the base, which the scaling rule converts to
-each scale. So if the rule is right, the same value of the grid is the best at all scales.
+base, and each other scale is compared with the base. The grid contains values for the base. At another scale, the
+scaling rule converts each value of the grid before training. So if the rule is right, the same value of the grid is
+the best at all scales.
 
-A sweep measures three numbers (compare Kalra and Barkeshli 2026, arXiv 2605.21486):
+For each other scale, a sweep measures three numbers (compare Kalra and Barkeshli 2026, arXiv 2605.21486):
 
-- The shift is the distance in octaves between the best values of the two scales.
+- The shift is the distance in octaves from the best value of the base to the best value of the other scale.
 - The regret is the loss in nats that the base's best value costs at the other scale, compared with the best value
   there.
 - The noise is the spread of the loss between seeds.
 
 A flat optimum shifts easily at no cost, and at a steep optimum a small shift is expensive. So both shift and regret
-are judged. Noise must not let a check pass, so their 95% bootstrap intervals are compared with their limits:
+are judged. A check must not pass only because of noise. So the 95% bootstrap intervals of the shift and the regret
+are compared with limits:
 
 - The check passes if the upper end of the regret is within its limit. It also passes if both ends of the shift and
   the lower end of the regret are within their limits.
@@ -182,8 +184,8 @@ def along(losses: Mapping[RunScale, LossGrid], axis: ScaleAxis) -> dict[RunScale
 def _exponents(family: ModelFamily, swept: SweptValue, losses: Mapping[RunScale, LossGrid]) -> list[MeasuredRow]:
     """Return a row for each axis with the exponent at which the best value changes with the scale.
 
-    The best values in ``losses`` are values before scaling. So the exponent with which the rule scales them is added
-    to their fitted exponent.
+    ``losses`` has the losses over values for the base, before the rule scales them. So the exponent of the rule is
+    added to the exponent that is fitted to the best values.
     """
     found = []
     for axis in AXES:

@@ -12,8 +12,9 @@ from leaven.documents.checks import CheckDocument, VerdictCurve, VerdictRow
 def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow], **more: Any) -> CheckDocument:
     """Return the document of a check. ``more`` contains the document's other fields.
 
-    The check passes if no row failed and at least one row passed. The field ``fault`` of the document is the module
-    whose row is farthest beyond its limit. Undecided rows are considered only if no row failed clearly.
+    The check passes if at least one row passed, and no row is failed or undecided. The field ``fault`` of the
+    document is the module of the failed row that is farthest beyond its limit. If no row failed, ``fault`` is the
+    module of the undecided row that is farthest beyond its limit.
     """
     failed = [row for row in rows if row.passed is False]
     return CheckDocument(

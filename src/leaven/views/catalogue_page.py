@@ -131,7 +131,7 @@ def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> s
 
 
 def _values_of(recipe: Recipe) -> dict[str, float]:
-    """Return a recipe's value for each chart, by the key of the chart.
+    """Return a mapping from the key of each chart, such as ``lr``, to the recipe's value in this chart.
 
     The lr and the init std are those of the hidden matrices, after the scaling rule is applied.
     """

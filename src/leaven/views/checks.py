@@ -79,7 +79,7 @@ def conclusion(check: CheckDocument) -> str:
 
 
 def _headers(check: CheckDocument, rows: Sequence[VerdictRow]) -> dict[str, str]:
-    """Return the header of each column, by the number that the column shows, such as ``regret``."""
+    """Return a mapping from the name of each measured number, such as ``regret``, to the header of its column."""
     known = {"start": "at step 0", "end": f"at step {check.settings.get('steps')}", "decay": "lr x decay"}
     ends = set()
     if check.check in SWEEPS:

@@ -88,7 +88,10 @@ def loss_table(demo: DemoDocument) -> Table:
 
 
 def seed_table(demo: DemoDocument) -> Table:
-    """Return a table of the losses at the base's best lr, with a row for each model and a column for each seed."""
+    """Return a table of losses at the best lr of the smallest model, with a column for each seed.
+
+    The rows are the smallest model, and the largest model under each of the two rules.
+    """
     result, base = demo.result, demo.models[0].width
     assert result is not None, "the demo has ended"
     lines = [

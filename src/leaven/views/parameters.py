@@ -1,7 +1,9 @@
 """Prepare the table of every parameter's init std, lr and other values for display.
 
-Layers with equal values share a row, and each value has a reason. The base is the scale (width, depth, batch, tokens)
-for which the hyperparameters are written; a scaling rule converts them to the recipe's own scale, the target.
+Layers with equal values share a row. Each value has a reason, which explains how the value follows from the recipe.
+
+The base is the scale (width, depth, batch, tokens) for which the recipe's hyperparameters are written. The target is
+the scale of the recipe's own run. A scaling rule converts the hyperparameters from the base to the target.
 """
 
 import math
@@ -100,8 +102,8 @@ def at_base(recipe: Recipe) -> Recipe | None:
 def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: str) -> str:
     """Return why a tensor's value differs from its base value: a formula such as ``m_in^-1 = 0.25``, or a sentence.
 
-    The formula is that of the factor by which the scaling rule multiplies the value. In it, m_in, m_out, m_H, m_L,
-    m_B and m_D are the ratios target / base of the tensor's fan in and fan out, the head dimension, the depth, the
+    The formula gives the factor by which the scaling rule multiplies the base value. The symbols m_in, m_out, m_H,
+    m_L, m_B and m_D are ratios target / base: of the tensor's fan in and fan out, the head dimension, the depth, the
     batch size and the tokens.
     """
     init = recipe.hyperparameters.init

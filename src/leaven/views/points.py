@@ -67,7 +67,10 @@ def at_start(trial: StudyTrial) -> bool:
 
 
 def share(trial: StudyTrial, state: StudyDocument) -> str:
-    """Return the share of a whole run that a trial trained, for example ``at 18%``, or "" if no trial is complete."""
+    """Return a trial's tokens as a percentage of the longest complete trial's tokens, for example ``at 18%``.
+
+    Return "" if no trial is complete, or if the given trial trained on no tokens.
+    """
     whole = max((other.tokens for other in state.trials if other.state == "complete"), default=0)
     return f"at {min(trial.tokens / whole, 1.0):.0%}" if whole and trial.tokens else ""
 
@@ -82,8 +85,8 @@ def workers(state: StudyDocument) -> dict[str, str]:
 def result(state: StudyDocument) -> list[str]:
     """Return lines about the best hyperparameters that a study found.
 
-    They say the loss, how certain the loss is, the gain over the starting values, and whether the gain is above the
-    noise. The study must have best hyperparameters.
+    The lines say the loss, how certain the loss is, the gain over the starting values, and whether the gain is above
+    the noise. The study must have best hyperparameters.
     """
     best, gain, noise = state.best, state.gain if state.moved else None, state.noise_floor
     assert best is not None
@@ -112,8 +115,8 @@ def repeats(state: StudyDocument) -> str:
 def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
     """Return lines about what a study found besides the best hyperparameters.
 
-    They say which few changes are as good as the best ones, which hyperparameters are at a limit of the search space,
-    which hyperparameters do not matter, and what more trials are expected to gain.
+    The lines say whether fewer changes give an equally good loss, which hyperparameters are at a limit of the search
+    space, which hyperparameters do not matter, and what more trials are expected to gain.
 
     ``budget`` is the number of trials that the search was allowed to run.
     """

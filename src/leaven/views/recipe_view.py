@@ -24,7 +24,10 @@ def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -
     others = by_label(parameter_table(beside).rows) if beside else {}
 
     def line(name: str, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
-        """Return a line of the parameter table. A cell is (range in ``beside``, range in the recipe, formula)."""
+        """Return a line of the parameter table, for the parameter ``name`` in all layers.
+
+        A cell is (range of values in ``beside``, range of values in the recipe, reason of the value).
+        """
         first, base = rows[0], others.get(name, [])
         cells = [
             (_range(base, quantity), _range(rows, quantity), f"{header}: {reason(recipe, table, first, quantity)}")
@@ -64,7 +67,8 @@ def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[s
 def _band(label: str, factors: Sequence[float], reach: int, text: str, state: str = "") -> Mapping[str, Any]:
     """Return a band of colours that shows the ``factors``, one for each layer.
 
-    ``text`` is next to the band, ``label`` in its tooltip. ``state`` is "left" if the value was not searched.
+    The page shows ``text`` next to the band, and ``label`` in the tooltip of the band. ``state`` is "left" if the
+    study left this multiplier out of its search.
     """
     layers = ", layer by layer" if len(set(factors)) > 1 else ""
     shown = ", ".join(map(numbers.ratio, factors if layers else factors[:1]))

@@ -15,7 +15,10 @@ Coloured = Sequence[tuple[RunView, str]]  # runs with the colours of their lines
 
 
 def run_charts(*runs: RunView) -> dict[str, Figure | None]:
-    """Return the charts by name. Each chart has the lines of all runs; it is None if no run recorded its quantity."""
+    """Return a mapping from the name of each chart, such as ``loss``, to the chart with the lines of all runs.
+
+    A chart is None if no run recorded the quantity that the chart shows.
+    """
     coloured = list(zip(runs, colours(len(runs)), strict=True))
     last = max(run.tokens for run in runs)
     log = charts.log_axis(min(run.steps[0]["tokens"] for run in runs), last, numbers.tick, most=8)

@@ -1,7 +1,7 @@
 """Draw the charts of a study: trials in order, loss curves, slices through the best point, cost, and a timeline.
 
-A point is a set of hyperparameter values; the start is the point of the recipe. The surrogate is the model that
-predicts the loss of a point.
+A point is a set of hyperparameter values. The start is the point from which the search began, with the values of the
+recipe. The surrogate is a model that is fitted to the trials and predicts the loss of a point.
 """
 
 import math
@@ -90,8 +90,9 @@ def hover(trial: StudyTrial, study: StudyView) -> str:
 def search(study: StudyView) -> Figure:
     """Draw the losses of all trials in order, with a line through the lowest loss so far.
 
-    To the right of the trials is the loss of the best hyperparameters, with its interval. It is a mean over fresh
-    seeds, if there are any. A band around this loss shows the noise between seeds.
+    To the right of the trials is the loss of the best hyperparameters, with its interval. If these hyperparameters
+    were run again with fresh seeds, the loss is the mean of these runs. A band around the loss shows the noise
+    between seeds.
     """
     low, top = window(study)
     first, last = study.trials[0].number, study.trials[-1].number
@@ -264,8 +265,8 @@ def curves(study: StudyView, known: Curves, title: str) -> Figure:
 def front(study: StudyView) -> Figure | None:
     """Draw the final losses of trials over their tokens, and the Pareto front as a line with steps.
 
-    A trial that was evaluated after several durations has a dot for each of them. Return None if all trials have
-    about the same duration.
+    A trial that was evaluated after several durations has a dot for each duration. Return None if the trials of the
+    front have about the same duration.
     """
     tokens = [one.tokens for one in study.front]
     if len(tokens) < 2 or max(tokens) <= SAME * min(tokens):
@@ -294,7 +295,10 @@ def front(study: StudyView) -> Figure | None:
 
 
 def timeline(study: StudyView) -> Figure | None:
-    """Draw a row for each worker, with a bar from the start to the end of each trial. None without known times."""
+    """Draw a row for each worker, with a bar from the start to the end of each trial.
+
+    Return None if no trial has a recorded time.
+    """
     names = points.workers(study)
     bars = [
         (name, trial, trial.ended - trial.seconds, trial.seconds)

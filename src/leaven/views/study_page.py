@@ -53,7 +53,7 @@ def study_page(study: StudyView) -> str:
 def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str, Any]]:
     """Return the charts of a search, and the context of the macros in ``search.html.j2``.
 
-    Both are empty until a trial has completed.
+    The charts and the context are empty until a trial has completed.
     """
     if study.start_loss is None:
         return {}, {}
@@ -89,8 +89,8 @@ def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
 def changes(study: StudyView) -> Mapping[str, Any] | None:
     """Return the table of the changed hyperparameters, with their starting values and their best values.
 
-    If there are equally good values with fewer changes, the table has a column for them. Return None if no best
-    values are known, or if they are the starting values.
+    If other values with fewer changes are equally good, the table has a column for these values. Return None if no
+    best values are known, or if the best values are the starting values.
     """
     moved, fewer = (
         {path: to for path, to in (point or {}).items() if abs(to) > points.UNMOVED}
@@ -109,7 +109,7 @@ def changes(study: StudyView) -> Mapping[str, Any] | None:
 
 
 def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
-    """Return the rows of the table of trials: complete trials first, then the others, each group sorted by loss."""
+    """Return the rows of the table of trials: first the complete and then the incomplete trials, sorted by loss."""
     names, best = points.workers(study), study.best_trial
     ended = [trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None]
     lowest = best.loss if best else min(ended, default=None)

@@ -164,8 +164,8 @@ def _spreads(
 ) -> Facts:
     """Return lines with the median and range of each quantity that the laws predict.
 
-    The first line has the numbers of parameters that the laws were given. If a law has several forms, only the main
-    form counts.
+    The first line has the model size N that was given to the laws, without all embeddings or without the input
+    embedding. If a law has several forms, only the main form counts.
     """
     own = [law for law in laws if law.form_of is None]
     by_kind = [(kind, [law for law in own if law.batch_kind == kind]) for kind in _KINDS]
@@ -195,9 +195,10 @@ def _spreads(
 
 
 def _spread(rows: Sequence[LawRow | OptimumRow], key: str, show: Callable[[float], str]) -> list[str]:
-    """Describe the values that laws predict for ``key``: median, range, and range of laws inside their fitted range.
+    """Describe the values that laws predict for ``key``: their median and range.
 
-    Laws that do not predict the value are left out.
+    A law extrapolates if it was fitted to runs of other sizes. If only some of the laws extrapolate, the range over
+    the other laws is also described. Laws that do not predict ``key`` are left out.
     """
     found = [value for row in rows if (value := getattr(row, key))]
     inside = [value for row in rows if row.in_range and (value := getattr(row, key))]

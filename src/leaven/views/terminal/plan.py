@@ -87,7 +87,10 @@ def _ramp(plan: PlanDocument) -> list[Cell]:
 
 
 def _start(choice: RampChoice) -> str:
-    """Return the first batch size of a ramp, and its speed as a share of the full speed. Only 1 is shown as 100%."""
+    """Return the first batch size of a ramp, and its speed as a percentage of the full speed, as text.
+
+    A speed that is just below the full speed is shown as 99%, not rounded to 100%.
+    """
     share = choice.share if choice.share >= 1 else min(choice.share, 0.99)
     return f"{format_quantity(choice.start_tokens)} tokens: {share:.0%}"
 

@@ -49,7 +49,10 @@ def parameters_screen(shown: ShowDocument) -> Iterator[RenderableType]:
 
 
 def transfer_screen(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield the parameter table. If a study chose the values, also yield how many more tokens would gain as much."""
+    """Yield the parameter table and, if a study chose the values, what the gain of the study is worth.
+
+    The worth is a multiple of the run's tokens: without the study, training on that many tokens would gain as much.
+    """
     yield from parameters_screen(shown)
     if shown.worth:
         worth = [f"{row.times:.2f}" if math.isfinite(row.times) else "any number of" for row in shown.worth]

@@ -110,7 +110,7 @@ class TuneScreen(LiveScreen):
 
     @property
     def _best(self) -> StudyTrial | None:
-        """The trial of the search with the lowest loss, of those that are shown."""
+        """The search trial with the lowest loss among the trials that the screen shows."""
         found = [
             (trial.loss, trial)
             for trial in self._state.trials
