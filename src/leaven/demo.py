@@ -58,7 +58,7 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return the runs that repeat ``lr`` with more seeds at the largest width, under both scaling rules."""
+        """Return the runs that repeat ``lr`` with more seeds at the largest width, under COPIED and under MOVED."""
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]
@@ -202,8 +202,8 @@ def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) 
 
 
 def result_of(demo: DemoDocument) -> DemoResult:
-    """Return the result of a finished demo: the losses of both scaling rules at the base's best lr, and their
-    difference."""
+    """Return the result of a finished demo: the losses of the widest model at the base's best lr under COPIED and
+    under MOVED, and the difference between these losses."""
     base, widest = demo.models[0].width, demo.models[-1].width
     lr = best(curves(demo)[MOVED, base])
     copied, moved = (demo.losses(rule, widest)[lr] for rule in (COPIED, MOVED))
@@ -256,7 +256,8 @@ def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
 
 
 def paired(first: list[float], second: list[float]) -> tuple[float, float]:
-    """Return the mean of ``first`` - ``second`` over seeds, and half the width of its 95% interval (Student's t)."""
+    """Return the mean over seeds of ``first`` - ``second``, and half the width of the mean's 95% confidence interval
+    (Student's t)."""
     differences = [a - b for a, b in zip(first, second, strict=True)]
     spread = statistics.stdev(differences) / math.sqrt(len(differences))
     return statistics.fmean(differences), t95(len(differences) - 1) * spread

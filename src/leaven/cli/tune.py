@@ -170,7 +170,10 @@ def tune(
 
 
 def _with_laws(space: "Space") -> "Space":
-    """Return the search space with the best values that laws and published runs predict, and print these values."""
+    """Return the search space with prior knowledge: the optimal values that laws and published runs suggest.
+
+    The suggested values are also printed.
+    """
     from leaven.catalogue.expectations import expectations
     from leaven.catalogue.findings.case import Case
     from leaven.recipe.units import format_number
@@ -192,9 +195,10 @@ def _with_laws(space: "Space") -> "Space":
 
 
 def _as_of_stacks(space: "Space") -> "Space":
-    """Return the search space without the values that trials could not search with the obsolete option --stack.
+    """Return the search space of a study that was started with the obsolete option --stack, to resume the study.
 
-    An old study has this space, so the command that started the study can resume it.
+    With --stack, a process trained several trials at once. The trials needed one batch size, one duration and no
+    dropout, so the space does not contain batch size, duration and dropout.
     """
     from leaven.tuning.point import BATCH, DROPOUT, TOKENS
 

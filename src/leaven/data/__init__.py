@@ -1,2 +1,4 @@
-"""Turn text into tokens, and tokens into an endless stream of samples that does not depend on the layout of the
-run."""
+"""Turn text into tokens, and tokens into an endless stream of training samples.
+
+The stream does not depend on how a run is distributed over processes.
+"""

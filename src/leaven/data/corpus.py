@@ -214,7 +214,11 @@ def _surveys(parts: Sequence[SourcePart], path: Path | None, meter: Meter) -> li
 
 
 def _valid(entry: Any, stamp: list[int | str] | None) -> Survey | None:
-    """Return the survey in an entry of the cache, or None if the entry is damaged or has another ``stamp``."""
+    """Return the survey in a cache entry, or None if the file or split must be read again.
+
+    The file or split must be read again if it has changed (``stamp`` is None or differs from the stamp in the entry),
+    if it was not read to its end, or if the entry is damaged.
+    """
     try:
         if stamp is None or entry["stamp"] != stamp or entry["survey"]["broken"]:
             return None

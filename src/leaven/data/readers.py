@@ -55,7 +55,8 @@ class File:
     def stamp(self) -> list[int | str] | None:
         """Return a value that changes when the content of the file changes.
 
-        Return None if the file is missing, or if it changed so recently that its next change may not be noticed.
+        Return None if the file is missing, or if it changed less than `SETTLED_NS` ns ago. So soon after a change,
+        another change may leave the value the same.
         """
         try:
             found = self.path.stat()

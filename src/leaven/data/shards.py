@@ -127,7 +127,8 @@ def _open(folder: Path, dtype: np.dtype[Any]) -> Shards | None:
 def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> dict[Path, str]:
     """Write the missing shards of a folder, and then its index. The caller must hold the lock of the folder.
 
-    Return the files that were complete before and are damaged now, each with a phrase that says what is wrong.
+    Return the files of finished shards that were missing or damaged and are now rebuilt, each with a phrase that says
+    what was wrong.
     """
     records: dict[int, ShardRecord] = {}
     for entry in storage.read_json_lines(folder / "shards.jsonl").documents:
@@ -209,7 +210,8 @@ def _damage(
 ) -> dict[Path, str]:
     """Return the damaged files of a shard, each with a phrase that says what is wrong with the file.
 
-    ``checked_ns`` is the time of the last check in ns. The checksum of a file that is older is not compared again.
+    ``checked_ns`` is the time of the last check in ns. If a file was modified before that time, only its size is
+    checked, and not its checksum.
     """
     damage = {}
     for split in SPLITS:

@@ -1,8 +1,8 @@
 """Define an endless stream of samples, and mix the streams of several sources. Sample n depends only on the tokens of
 the sources, their proportions, the window length, the seed and n.
 
-A stream has no state to save or to fast-forward. In every layout, each rank reads the samples that it needs by their
-numbers, and a resumed run continues with the next number.
+Therefore a stream has no state to save or to fast-forward. However a run is distributed over processes, each rank
+reads the samples that it needs by their numbers. A resumed run continues with the next number.
 
 Shapes: N samples, T = seq_len.
 """
@@ -108,9 +108,9 @@ def _period(
     The length of the period is the common denominator of the proportions, so each source has a whole number of
     samples in a period. The order follows Tijdeman 1980, "The chairman assignment problem". For each sample, the
     algorithm considers the sources that are at least 1/(2k - 2) samples behind their share, where k is the number of
-    sources. Of these sources, it picks the one that would be the first to fall 1 - 1/(2k - 2) samples behind. Then
-    the number of samples that a source has contributed to the first n always differs from its share of n by at most
-    1 - 1/(2k - 2).
+    sources. Of these sources, it picks the one that would be the first to fall 1 - 1/(2k - 2) samples behind.
+    As a result, the number of a source's samples among the first n differs from the source's share of n by at most
+    1 - 1/(2k - 2), for every n.
     """
     size, k = lcm(*(share.denominator for share in proportions)), len(proportions)
     quotas = [int(share * size) for share in proportions]

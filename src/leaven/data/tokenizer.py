@@ -197,9 +197,9 @@ def parallel_tokenizers() -> Iterator[None]:
 def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
     """Return the number of UTF-8 bytes of each token id. Special tokens, for example end-of-text, have 0 bytes.
 
-    The numbers are exact for byte-level tokenizers. For tokenizers that write spaces as "▁" (SentencePiece), they are
-    exact except for the space that some of them add before a text. Return None for all other tokenizers, because
-    their tokens do not determine the text.
+    The numbers are exact for byte-level tokenizers. Some tokenizers that write spaces as "▁" (SentencePiece) add a
+    space before a text. This space is counted, although it is not in the text. Return None for all other tokenizers,
+    because the exact text cannot be recovered from their tokens.
     """
     given: Tokenizer = _library().Tokenizer.from_file(str(tokenizer))
     decoder = given.decoder.__getstate__().decode() if given.decoder else ""

@@ -90,8 +90,8 @@ def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[
 def shapes_apart(apart: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Return a context manager in which every shape inference of DTensor runs inside the context ``apart()``.
 
-    To infer the shape of a result, DTensor runs the operation on fake tensors of the unsharded shapes. Measurements
-    use ``apart`` to leave out these operations.
+    To infer the shape of a result, DTensor runs the operation on fake tensors of the unsharded shapes. A measurement
+    of memory passes a context ``apart`` in which it does not count the fake tensors.
     """
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 

@@ -20,8 +20,9 @@ class Exchange:
     """Exchanges values in rounds: every process sends a value to the first process, which then sends one answer to
     all processes.
 
-    All processes must construct the exchange at the same point, in their main threads. In each round, all of them
-    must call :meth:`gather`, if values are needed, and then :meth:`broadcast`.
+    All processes must construct the exchange at the same point of the program, in their main threads. In each round,
+    every process calls first :meth:`gather` and then :meth:`broadcast`. If the first process needs no values, all
+    processes leave out :meth:`gather`.
     """
 
     def __init__(self, group: ProcessGroup = SINGLE_PROCESS, timeout: timedelta = timedelta(minutes=30)) -> None:
@@ -39,7 +40,7 @@ class Exchange:
 
     def gather(self, value: Any) -> list[Any]:
         """Send a JSON value to the first process. On the first process, return the values of all processes by rank,
-        with None for a process whose value did not arrive in time. On the others, return an empty list."""
+        with None for a process whose value did not arrive in time. On all other processes, return an empty list."""
         if self.group.size == 1:
             return [value]
         if not self.group.is_first:
@@ -55,7 +56,7 @@ class Exchange:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Return the JSON value of the first process on all processes. This ends the round.
+        """Return, on every process, the JSON value that the first process passed, and end the round.
 
         Raises:
             ProcessLost: if the first process does not answer within twice the timeout.
@@ -75,10 +76,10 @@ class Exchange:
         self._until = time.monotonic() + seconds
 
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
-        """Wait until all keys are in the store. Return whether they are there in time.
+        """Wait until all keys are in the store. Return True then, or False if the time limit is over first.
 
-        The time limit is ``timeouts`` times the timeout of the exchange. The store is polled, because
-        :meth:`shorten_timeout` could not shorten a wait inside the store.
+        The time limit is ``timeouts`` times the timeout of the exchange. This method polls the store, because
+        :meth:`shorten_timeout` could not shorten a call of the store that waits.
         """
         until, pause = time.monotonic() + timeouts * self._timeout, 0.002
         while not self._store.check(keys):

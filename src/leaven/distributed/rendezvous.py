@@ -19,10 +19,10 @@ _PAUSE = 0.02  # s between two polls of the store
 def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Return a store with a new key prefix. Only the ``size`` processes of this start of the run share it.
 
-    Each process writes a new random word. The first process proposes a prefix together with the words of all ranks
-    that it has read. Another process agrees if the proposal contains its own word. When all have agreed, the first
-    process confirms the proposal. A proposal with the word of a dead process is never confirmed, because the living
-    process of the same rank does not agree.
+    Each process writes a new random word. The first process reads one word for each rank, and proposes a prefix
+    together with the words that it has read. Another process agrees if the proposal contains its own word. When all
+    processes have agreed, the first process confirms the proposal. If a word comes from a dead process, the living
+    process of the same rank does not agree, so the proposal is never confirmed.
 
     Raises:
         TimeoutError: if ranks are missing; the message names them.

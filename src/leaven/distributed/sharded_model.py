@@ -161,10 +161,10 @@ class ShardedModel:
         return self.group.all_reduce_(loss if self._counts_loss else torch.zeros_like(loss))
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return the 2-norms of each group of tensors over all processes: a tensor for each group, with the norms of
-        all parameters in the order of the parameter table.
+        """Return one tensor for each of ``groups``, with a 2-norm for each parameter in the order of the parameter
+        table. Each norm covers the blocks of all processes.
 
-        A group, for example the gradients, contains one tensor for each parameter of this process, in the order of
+        A group has one tensor (for example the gradient) for each parameter of this process, in the order of
         ``leaves``.
         """
         mine = [norms(tensors) for tensors in groups]
@@ -215,7 +215,8 @@ class ShardedModel:
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
-    """Yield pairs of a flag and an item; the flag says whether the item is the last. This reads one item ahead."""
+    """Yield pairs of a flag and an item; the flag says whether the item is the last. To know this, the function reads
+    the next item before it yields an item."""
     items = iter(items)
     for ahead in items:
         item = ahead

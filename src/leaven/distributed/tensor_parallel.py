@@ -108,8 +108,8 @@ class LocalNorm(ParallelStyle):
 
 
 def _gathered_first(arguments: int) -> ParallelStyle:
-    """Return the parallel style of a module with this number of arguments. The first is gathered over the
-    sequence."""
+    """Return the parallel style of a module that takes this number of ``arguments``. The first argument is gathered
+    over the sequence, and the others are passed unchanged."""
     rest = (None,) * (arguments - 1)
     return PrepareModuleInput(
         input_layouts=(Shard(SEQUENCE), *rest),

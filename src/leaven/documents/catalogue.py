@@ -72,7 +72,7 @@ class FindingRow(Entry):
     runs: list[str]  # ids of published runs that support the finding
     did_so: list[str]  # ids of published runs whose value is at least as far outside
     alike: list[str]  # ids in did_so whose runs use AdamW, pre-norm and about the size, lr and batch of the recipe
-    mends: list[dict[str, Any]]  # corrections, the best first; each has new values by path, null removes a value
+    mends: list[dict[str, Any]]  # corrections, the best first: new values by path, where null removes a value
     check: str  # name of the check
     source: str
 
@@ -97,10 +97,10 @@ class BeyondRange(Entry):
 
 class LrAtBatch(Entry):
     batch_tokens: Number
-    ratio: float  # batch_tokens / the batch size for which the law predicts its lr
+    ratio: float  # batch_tokens divided by lr_batch_tokens, the batch size for which the law predicts its lr
     square_root: float  # the law's lr times the square root of ratio
     linear: float  # the law's lr times ratio
-    surge: float  # lr by the surge rule for Adam (Li et al. 2024), which falls above the gradient noise scale
+    surge: float  # lr by the surge rule for Adam (Li et al. 2024): highest if batch_tokens is the noise scale
     own: float | None  # the law's lr times ratio^lr_batch_exponent; null if the law has no such exponent
 
 
@@ -126,7 +126,7 @@ class LawRow(Document, schema="law/1"):
     lr_batch_tokens: Number | None  # the batch size for which lr is predicted
     lr_batch_exponent: float | None  # exponent of the batch size in the law for lr
     at_batch: LrAtBatch | None = None  # lr at --batch-tokens, by several rules
-    batch_ratio: float | None = None  # --batch-tokens / batch_tokens, the batch size that the law predicts
+    batch_ratio: float | None = None  # --batch-tokens divided by the batch size that the law predicts
 
 
 class OptimumRow(Document, schema="optimum/1"):

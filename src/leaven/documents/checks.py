@@ -7,9 +7,9 @@ from leaven.documents import Document, Entry, Number
 
 class VerdictRow(Entry):
     module: str  # module or parameter; in a sweep, the hyperparameter whose best value is compared
-    axis: str  # width, depth, batch, tokens or bookkeeping; in a sweep, the two model sizes that are compared
-    slope: float | None  # the number in parts that is judged; if several are, the one that failed most clearly
-    limit: float | None  # how far slope may be from the value or range that the scaling rule allows, usually 0
+    axis: str  # width, depth, batch, tokens, or bookkeeping (computed from the rule); in a sweep, two model sizes
+    slope: float | None  # the judged number, e.g. an exponent; if several fail, the one farthest beyond its limit
+    limit: float | None  # how far slope may be from the value (usually 0) or the range that a correct rule gives
     passed: bool | None  # null if the row is measured but not judged
     parts: dict[str, float | None] = {}  # all numbers of the row by column
     note: str = ""  # the usual cause of a failure, or why the row is not judged

@@ -94,7 +94,7 @@ class RampChoice(Entry):
     """A batch ramp (a growing batch size at the start of a run), and its cost."""
 
     start_tokens: int  # first batch size in tokens
-    increment_tokens: int | None  # tokens by which the batch grows each time; null for the stages of batch.stages
+    increment_tokens: int | None  # tokens by which the batch grows each time; null if batch.stages lists the sizes
     over_tokens: int  # length of the ramp in tokens
     share: float  # throughput at the first batch size / throughput at the full batch size
     hours: float  # time that the ramp takes
@@ -117,7 +117,7 @@ class RampPlan(Entry):
     micro_batches: list[RampMicroBatch]  # the fastest micro-batch by batch size, from the recommended start
     points: list[RampPoint]  # speeds by batch size, from the smallest to the full batch
     choices: list[RampChoice]  # ramps with different first batch sizes
-    own: RampChoice | None  # the ramp or the stages in the recipe; null if it has neither
+    own: RampChoice | None  # the ramp or the stages in the recipe; null if the recipe has neither
 
     @property
     def chosen(self) -> RampChoice:
@@ -126,8 +126,8 @@ class RampPlan(Entry):
 
 
 class Comparison(Entry):
-    asked: float  # value of the requested layout
-    chosen: float  # value of the chosen layout
+    asked: float  # seconds or GiB of the requested layout
+    chosen: float  # seconds or GiB of the chosen layout
 
 
 class Explanation(Entry):
@@ -174,7 +174,7 @@ class PlanDocument(Document, schema="plan/1"):
     pareto: list[CandidateRow]  # layouts that no other layout beats in both time and memory
     untrained: CandidateRow | None  # a faster layout that leaven can plan and export but not train
     ramp: RampPlan
-    not_: list[str] = Field(alias="not")  # why neighbouring layouts were not chosen
+    not_: list[str] = Field(alias="not")  # why layouts that differ in one setting (e.g. tp) were not chosen
     cautions: list[str]
     calibration: CalibrationRow | None  # correction that the planned times include; null if there is none
     explain: Explanation | None = None  # why the layout given with --explain was not chosen
@@ -256,7 +256,7 @@ class TimeFit(Entry):
 
     cluster: str
     seconds: float  # planned training time
-    text_tokens: int | None  # tokens of a text that is too short for the given time; null if the text is long enough
+    text_tokens: int | None  # tokens of the text, if the text is too short for the given time; otherwise null
 
 
 class NewRecipe(Document, schema="new/1"):
@@ -285,7 +285,7 @@ class AdoptedRecipe(Document, schema="new-from-weights/1"):
 
 
 class NoiseFitRow(Entry):
-    """A power law of the tokens trained so far, fitted to the gradient noise scale that was measured in a run."""
+    """A power law that gives the gradient noise scale after a number of tokens, fitted to measurements in a run."""
 
     points: int  # number of measurements
     from_tokens: int  # tokens trained before the first measurement
@@ -299,7 +299,7 @@ class RampDocument(Document, schema="ramp/1"):
     """The result of ``leaven bench RECIPE --noise-from RUN``: a batch ramp from the measured noise scale."""
 
     noise: NoiseFitRow
-    multiple: float  # largest allowed batch size / noise scale
+    multiple: float  # largest allowed batch size, divided by the noise scale
     stages: list[dict[str, int]]  # from_tokens: tokens trained before the stage; tokens: batch size of the stage
     set: list[str]  # arguments of --set that put the ramp into a recipe; empty if no ramp is proposed
     steps: int  # optimizer steps with this ramp
