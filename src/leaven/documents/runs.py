@@ -38,11 +38,14 @@ class Totals(Entry):
 
 
 class WorthRow(Entry):
-    """What the gain of a study is worth for a larger run, if only a share of the gain survives the transfer."""
+    """The gain of a study, translated into the training tokens that would lower the loss as much.
 
-    share: float  # share of the gain that survives
+    Only a part of the gain may survive the transfer to a larger run. Each row assumes that a different part survives.
+    """
+
+    share: float  # part of the gain that is assumed to survive, from 0 to 1
     gain: float  # surviving gain in nats per token
-    times: Number  # training on this many times as many tokens would gain as much, by a published loss law
+    times: Number  # factor on the training tokens that would gain as much, by a published loss law
 
 
 class ShowDocument(Document, schema="show/1"):
@@ -96,7 +99,7 @@ class Outlook(Entry):
     flops: float  # cost of the further trials, at the mean cost of a trial
     gain: float | None  # expected gain of the further trials in nats; null if too few trials have run
     pair: tuple[str, str] | None = None  # recipe paths of the two values that matter most for the gain so far
-    pair_share: float = 0.0  # predicted share of the gain so far if only these two values are changed
+    pair_share: float = 0.0  # predicted gain if only `pair` is changed / predicted gain of all changed numbers
 
 
 class TuneDocument(Document, schema="tune/1"):
@@ -232,7 +235,10 @@ class DemoModel(Entry):
 
 
 class DemoRun(Entry):
-    """A training run of the demo. At the smallest width, both rules train alike, so only complete-d-p is run."""
+    """A training run of the demo with the scaling rule standard or complete-d-p.
+
+    At the smallest width, the two rules give the same run, so only complete-d-p is run.
+    """
 
     rule: str  # standard keeps the hyperparameters of the smallest width; complete-d-p scales them to this width
     width: int
@@ -270,7 +276,7 @@ class DemoDocument(Document, schema="demo/2"):
     tokens: int  # training tokens of each run
     models: list[DemoModel]  # from the smallest width, the base, to the largest
     lrs: list[float]  # the learning rates that are tried, as values at the smallest width
-    seeds: int  # number of seeds of each learning rate at the smallest width, and of the best one at the largest
+    seeds: int  # seeds of each learning rate at the smallest width, and of the best learning rate at the largest
     machine: dict[str, Any]  # processor, cores, memory and versions
     corpus: DemoCorpus  # size of the text
     runs: list[DemoRun] = []  # empty until the demo has finished
@@ -283,7 +289,7 @@ class DemoDocument(Document, schema="demo/2"):
     def losses(self, rule: str, width: int) -> dict[float, list[float]]:
         """Return the losses of a rule at a width: for each learning rate, a list of losses in the order of the seeds.
 
-        At the smallest width, both rules have the same losses.
+        At the smallest width, the losses do not depend on the rule.
         """
         found: dict[float, list[float]] = {}
         for run in sorted(self.runs, key=lambda run: run.seed):

@@ -87,7 +87,10 @@ class Architecture:
         return name if name.startswith((prefix, self.ends["unembedding"])) else prefix + name
 
     def misfits(self, shape: ModelShape) -> dict[str, Any]:
-        """Return a supported value for each key of a model shape whose value this architecture does not support."""
+        """Return the keys of a model shape whose values this architecture does not support.
+
+        Each key is mapped to a supported value.
+        """
         implied, found = _implied(shape.n_heads, shape.d_model), {}
         for key, value in shape.model_dump().items():
             default = implied.get(key, ModelShape.model_fields[key].default)
@@ -99,7 +102,11 @@ class Architecture:
         return found
 
     def config(self, shape: ModelShape) -> Config:
-        """Return the config.json for a model shape, with the rotary keys of transformers 4 and 5."""
+        """Return the config.json for a model shape.
+
+        Versions 4 and 5 of transformers have different keys for rotary positions. The result has the keys of both
+        versions.
+        """
         values = shape.model_dump()
         written = {theirs: values[ours] for ours, several in self.keys.items() for theirs in several}
         written |= {theirs: self.words[shape.activation][0] for theirs in self.keys.get("activation", ())}
@@ -203,9 +210,9 @@ class Architecture:
 
 
 def _implied(heads: int, width: int) -> dict[str, int]:
-    """Return the sizes that config.json may leave out: key/value heads, head dimension and d_ff.
+    """Compute default key/value heads, head dimension and d_ff from the number of heads and the width.
 
-    They follow from the number of heads and the width.
+    A config.json may leave out these sizes.
     """
     return {"n_kv_heads": heads, "d_head": width // heads, "d_ff": 4 * width}
 
@@ -247,10 +254,11 @@ def module_names() -> Mapping[str, set[str]]:
 
 
 def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
-    """Return the architecture that represents a model shape with the fewest changes, and these changes.
+    """Return the architecture that represents a model shape with the fewest changes, and the changes.
 
-    A model without biases can be stored in an architecture that has biases: they are set to zero. ``trained`` says
-    that the stored model will be trained. Training changes these biases, so they then count as a change.
+    The changes map keys of the shape to new values. An architecture with biases can store a model without biases,
+    with zeros as biases. ``trained`` says that the stored model will be trained. Training would change the zeros, so
+    the added biases then count as a change.
     """
     changes = []
     for architecture in ARCHITECTURES:

@@ -165,7 +165,7 @@ def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale
 
 @torch.no_grad()
 def fold(model: nn.Module) -> nn.Module:
-    """Fold a parametrized model's multipliers into its weights, in place, and remove them.
+    """Fold a parametrized model's multipliers into its weights, in place, and remove the multipliers.
 
     The outputs stay the same up to rounding. The lr, eps and weight decay of the old parameter groups are wrong for
     the folded weights, so do not train the folded model with them. Fold a copy, or fold after training.

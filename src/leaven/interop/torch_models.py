@@ -195,7 +195,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return the AdamW parameter groups of a parametrized model, with the parameters that the model has now.
 
     Raises:
-        InputError: if the model is not parametrized, or the names of its parameters have changed since then.
+        InputError: if the model is not parametrized, or parameters were added or removed after :func:`parametrize`.
     """
     target = unwrapped(model, "groups: model")
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)

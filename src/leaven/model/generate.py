@@ -25,7 +25,7 @@ class Sampling:
 
     temperature: float = 1.0  # at 0, the most likely token is chosen
     top_k: int = 0  # keep only this number of most likely tokens; 0 keeps all
-    top_p: float = 1.0  # of these, keep the fewest most likely tokens with at least this total probability
+    top_p: float = 1.0  # after top_k, keep the fewest most likely tokens with at least this total probability
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:  # also refuses NaN

@@ -37,11 +37,11 @@ class WholeVocabulary:
     """Computes the loss of a chunk of tokens in a process that has all tokens and the whole vocabulary."""
 
     def gather(self, hidden_ND: Tensor) -> Tensor:
-        """Return the hidden states of all tokens. ``hidden_ND`` contains those of this process's tokens."""
+        """Return the hidden states of all tokens, given the hidden states of this process's tokens."""
         return hidden_ND
 
     def scatter(self, grad_ND: Tensor) -> Tensor:
-        """Return the gradient of this process's hidden states, given that of the result of :meth:`gather`."""
+        """Return the gradient of the input of :meth:`gather`, given the gradient of the result of :meth:`gather`."""
         return grad_ND
 
     def loss(
@@ -80,9 +80,10 @@ def cross_entropy(
 
     Products are computed in the dtype ``compute`` (default: the dtype of ``hidden``), so the logits are rounded to
     this dtype once (docs/concepts/choices.md measures the effect). Everything else is computed in fp32 or wider.
-    ``factor`` is applied before gradients are rounded to ``compute``, as a loss scale must be. With ``repeatable``,
-    the backward pass may run twice, for example to compute the gradients of inputs and weights separately. This needs
-    memory for a second gradient of the weight. ``vocabulary`` says how processes share the tokens and the vocabulary.
+    ``factor`` is applied before gradients are rounded to ``compute``, so it can be a loss scale, which keeps small
+    fp16 gradients from being rounded to 0. With ``repeatable``, the backward pass may run twice, for example to
+    compute the gradients of inputs and weights separately. This needs memory for a second gradient of the weight.
+    ``vocabulary`` says how processes share the tokens and the vocabulary.
     """
     if not torch.is_grad_enabled():
         # Without this, the gradient of the weight, which is most of the work, would be computed and not used.

@@ -272,9 +272,9 @@ def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
 def alibi_slopes(n_heads: int) -> list[float]:
     """Return the ALiBi slopes: 2^(-8 i / n) for the i-th of n heads if n is a power of two.
 
-    For other n, let p be the largest power of two below n. The first p heads get the slopes for p heads. The others
-    get the first, third, fifth, ... of the slopes for 2 p heads (Press et al. 2021, arXiv 2108.12409, and their
-    released code).
+    For other n, let p be the largest power of two below n. The first p heads get the slopes of a model with p heads.
+    The remaining n - p heads get the first, third, fifth, ... of the slopes of a model with 2 p heads (Press et al.
+    2021, arXiv 2108.12409, and their released code).
     """
     power = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]

@@ -213,8 +213,8 @@ def _parsed(path: Path) -> dict[str, Any]:
 def _accelerator(name: str, values: dict[str, Any], sources: Mapping[str, str], file: str) -> Accelerator:
     """Return the accelerator that a TOML table describes; ``sources`` maps short names of sources to full names.
 
-    If the table has several faults, the error reports one of them. An unknown key comes before a missing key, because
-    an unknown key is often a misspelling of the missing key.
+    If the table has several faults, the error reports one of them. An unknown key is reported rather than a missing
+    key, because the unknown key is often a misspelling of the missing key.
     """
     try:
         entry = _Entry.model_validate(values)

@@ -44,8 +44,9 @@ class ParameterSettings:
     def folded(self, factor: float, decoupled: bool) -> "ParameterSettings":
         """Return the settings after a factor on the parameter's output is folded into the parameter.
 
-        With these settings, ``factor`` times the parameter trains like the parameter with ``factor`` on its output.
-        ``decoupled`` is true for the decoupled weight decay of AdamW, and false if the decay is part of the gradient.
+        The old parameter is p, and its output is multiplied by ``factor``. The new parameter is ``factor`` x p. With
+        the returned settings, the new parameter trains like the old parameter. ``decoupled`` is true for the
+        decoupled weight decay of AdamW, and false if the decay is part of the gradient.
         """
         return replace(
             self,
@@ -106,9 +107,10 @@ class ResolvedRecipe:
 
     @cached_property
     def micro_batch(self) -> int:
-        """The number of sequences in one forward pass of a rank.
+        """The number of sequences in one forward pass of a data-parallel rank.
 
-        It is at most the recipe's micro-batch (1 for ``auto``), and divides a rank's share of every batch size.
+        This number is at most the recipe's micro-batch (1 for ``auto``). It divides the number of sequences that a
+        rank processes per step, for every batch size of the run.
 
         Raises:
             InputError: if a batch does not divide over the data-parallel ranks.
@@ -187,9 +189,10 @@ def compare(
 
 
 def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str, str]:
-    """Return both lists of numbers as texts. A text is a single number, or the lowest and the highest number.
+    """Return a text for the numbers ``ours`` and a text for the numbers ``theirs``.
 
-    Numbers have at least four digits, and more if the two texts would otherwise be equal.
+    A text is the lowest and the highest number, such as "0.01 .. 0.02", or one number if all numbers are equal.
+    Numbers are rounded to four digits, or to more digits if the two texts would otherwise be equal.
     """
 
     def text(values: Sequence[float], digits: int) -> str:
@@ -203,8 +206,9 @@ def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str,
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[LossRow]]:
     """Return a model shape that a target supports, and a loss for each value that had to be replaced.
 
-    ``holds`` lists the supported values of each key of ``[model]``. Other values are replaced by the first value of
-    the list. For the key ``d_attention``, "d_model" in the list means its default (None).
+    ``holds`` maps keys of ``[model]`` to lists of supported values. A value that is not in the list of its key is
+    replaced by the first value in the list. For the key ``d_attention``, "d_model" in the list stands for None, the
+    default.
     """
     losses, changes = [], {}
     for key, held in holds.items():

@@ -71,7 +71,9 @@ class Draft:
         return validated(ModelShape, values, f"{self.origin}: not a shape that leaven supports")
 
     def finish(self, name: str, shape: ModelShape) -> Imported:
-        """Return the recipe, with lists of its unknown and unread values. Estimate a missing duration, batch or lr.
+        """Return the recipe, the values that are missing in the files, and the keys that no recipe can represent.
+
+        If the number of training tokens, the batch size or the lr is missing, it is estimated.
 
         Raises:
             InputError: if the values are not a valid recipe.
@@ -110,17 +112,17 @@ class Draft:
 class Settings:
     """The settings of another trainer: the given values, and the trainer's defaults for the other settings.
 
-    A row of ``table`` has these keys:
+    ``table`` describes each setting with these keys:
 
-    - ``kind``: "count", "number", "word", "switch" or "table";
-    - ``default``: the default value; a number without a default is required;
+    - ``kind``: "count" (a whole number), "number", "word" (a string), "switch" (on or off) or "table";
+    - ``default``: the trainer's default; a count or number without a default must be given;
     - ``path``: the key of a recipe that has the same meaning;
-    - ``values``: for a word, the recipe's value for each word; for a switch, the recipe's values for off and on;
+    - ``values``: the recipe's value for each possible word, or the recipe's two values for off and on;
     - ``optional``: if true, ``path`` is set only if the setting is given, and never to the default.
     """
 
     origin: str  # the imported file, for messages
-    table: Mapping[str, Mapping[str, Any]]  # a row for each setting
+    table: Mapping[str, Mapping[str, Any]]  # description of each setting, by name
     default: str  # the reason of a recipe value that is a default; {} stands for the name of the setting
     prefix: str = ""  # text before the name of a setting, such as "--"
     suffix: str = ""  # text after the names of settings in a reason
@@ -167,8 +169,8 @@ class Settings:
     def choice(self, name: str, known: Mapping[str, str] | Sequence[bool]) -> Any:
         """Return leaven's equivalent for the value of a setting.
 
-        ``known`` maps each supported value to its equivalent. For a switch, it is the pair of equivalents of off and
-        on.
+        ``known`` maps each supported value to leaven's equivalent. For a switch, ``known`` is the pair (equivalent of
+        off, equivalent of on).
         """
         if not isinstance(known, Mapping):  # the equivalents of a switch: off, on
             return known[self[name]]

@@ -1,9 +1,11 @@
 """Exports recipes as configurations of other trainers.
 
-A target is a trainer to which recipes are exported. Its table ``targets/NAME.toml`` lists the supported model shapes,
-its names for schedules, and its Jinja templates. Losses are values of the recipe that the target cannot represent:
-some are in the table or in ``targets/common.toml``, the others are found by comparing the recipe's parameter table
-with the settings that the target would give each parameter (:mod:`.per_parameter`).
+A target is a trainer to which recipes are exported. The file ``targets/NAME.toml`` lists the model shapes that a
+target supports, the target's names for schedules, and the Jinja templates of the exported files.
+
+A loss is a value of the recipe that the target cannot represent. Some losses are listed in the target's file or in
+``targets/common.toml``. Other losses are found by comparing the recipe's model shape with the supported shapes, and
+the recipe's parameter table with the settings that the target would give each parameter (:mod:`.per_parameter`).
 """
 
 import json
@@ -223,7 +225,10 @@ def _json(value: Any) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """Return a value as YAML: its JSON text, but 1.0e-08 for 1e-08, which YAML 1.1 reads as a string."""
+    """Return a value as YAML.
+
+    The text is JSON, but 1e-08 is written as 1.0e-08, because YAML 1.1 reads 1e-08 as a string.
+    """
     text = _json(value)
     return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
 

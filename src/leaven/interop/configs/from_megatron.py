@@ -146,10 +146,10 @@ def _kind(given: Settings, draft: Draft) -> None:
 
 
 def _modules(given: Settings, draft: Draft, n_layers: int, *, tied: bool, learned: bool) -> None:
-    """Set the multipliers of modules in the draft.
+    """Set the modules' multipliers of the init std and of the lr in the draft.
 
-    Embeddings and the last matrices of branches get a multiplier of the init std, and embedding and unembedding get
-    one of the lr.
+    The last matrices of branches get a multiplier of the init std. With --embedding-init-method-std, embeddings also
+    get a multiplier of the init std. With --decoupled-lr, embedding and unembedding get a multiplier of the lr.
     """
 
     def multiply(quantity: str, modules: Sequence[str], value: float, why: str) -> None:

@@ -101,10 +101,10 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield two candidates for nanotron. Both have the same lr, betas and eps for all parameters.
+    """Yield two candidates for nanotron, which has one lr, one pair of betas and one eps for all parameters.
 
-    The last matrices of branches have the initial std of the other matrices, divided by sqrt(2 n_layers) in the first
-    candidate (``NUM_LAYERS``) and unchanged in the second (``NONE``).
+    In the first candidate (``NUM_LAYERS``), the initial std of the last matrices of branches is the initial std of
+    the other matrices divided by sqrt(2 n_layers). In the second (``NONE``), all matrices have the same initial std.
     """
     recipe, base = run.recipe, replace(run.hidden, multiplier=1.0)
     vector = base if recipe.hyperparameters.decay_norm_and_bias else replace(base, weight_decay=0.0)
@@ -116,8 +116,8 @@ def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for litgpt.
 
-    All parameters, including gains, have the same lr and weight decay. litgpt fixes the initial stds, and
-    1 / attention scale^2 is rounded to a whole number.
+    All parameters, including gains, have the same lr and weight decay. litgpt fixes the initial stds. Its setting for
+    1 / attention scale^2 must be a whole number, so the recipe's value is rounded.
     """
     base, width = replace(run.hidden, multiplier=1.0), run.recipe.model.d_model
     matrix = replace(base, init_std=math.sqrt(2 / 5 / width))
@@ -130,10 +130,10 @@ def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> It
 def _alike(
     run: ResolvedRecipe, matrix: ParameterSettings, end: ParameterSettings, vector: ParameterSettings
 ) -> dict[str, ParameterSettings]:
-    """Return the settings of all parameters by name.
+    """Return the settings of all parameters, by name.
 
-    They are ``end`` for the last matrices of branches and ``matrix`` for other matrices. Gains and biases have
-    ``vector`` with the initial values of the recipe.
+    The last matrices of branches have the settings ``end``, and other matrices have ``matrix``. Gains and biases have
+    ``vector``, but with the initial values of the recipe.
     """
     return {
         row.name: replace(vector, init_mean=row.init_mean, init_std=0.0)
@@ -175,8 +175,8 @@ TORCHTITAN_SHARED_START = {"attention.key": "attention.value", "norm.key": "norm
 def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for torchtitan: the recipe's settings, for an equivalent model without multipliers.
 
-    Key matrices have the initial values of value matrices, and the gains of key norms have those of query norms,
-    because torchtitan initialises each of these pairs alike.
+    torchtitan initialises key matrices like value matrices, and the gains of key norms like the gains of query norms.
+    So the recipe's initial values of key matrices and key norms are not used.
     """
     given: dict[str, ParameterSettings] = {}
     starts: dict[str, list[float]] = {}
@@ -238,8 +238,8 @@ def identifier(name: str) -> str:
 def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for transformers.
 
-    The query, key and value parts of a fused matrix have separate initial stds. All their other settings are those of
-    the query.
+    Some architectures fuse the query, key and value matrices into one matrix. Each part of the fused matrix has its
+    own initial std. All other settings of the fused matrix are the settings of the query matrix.
     """
     assert architecture is not None
     # Biases that the recipe does not have start at 0.
