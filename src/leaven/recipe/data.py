@@ -18,7 +18,7 @@ class DataSource(Part):
     """One of several sources of text."""
 
     source: str  # where the text is: python-stdlib, tiny-shakespeare, a path or glob, or hf://org/dataset
-    weight: float = Field(default=1.0, gt=0)  # share of the samples, relative to the sum of all weights
+    weight: float = Field(default=1.0, gt=0)  # the source provides weight / (sum of all weights) of the samples
     text: str = "text"  # key (.jsonl) or column (.parquet, hf://) that contains the text
 
 
@@ -65,6 +65,9 @@ class Data(Part):
 
     @property
     def proportions(self) -> tuple[Fraction, ...]:
-        """Return each source's share of the samples as an exact fraction: a weight of 0.1 is exactly a tenth."""
+        """Return the fraction of the samples that each source provides: its weight / the sum of all weights.
+
+        The fraction is exact: a weight of 0.1 counts as 1/10, not as the nearest binary number.
+        """
         weights = [Fraction(repr(source.weight)) for source in self.sources]
         return tuple(weight / sum(weights) for weight in weights)

@@ -9,7 +9,10 @@ class InputError(ValueError):
 
 
 class Settled(InputError):
-    """An input error that all processes of a run raise together, so that only one process prints it."""
+    """An input error that every process of a run raises with the same message.
+
+    Only the first process prints the message.
+    """
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -159,8 +159,8 @@ def render(recipe: Recipe, template: str = "") -> str:
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
     """Return ``rows``, a list of tables, without the defaults that the template omits.
 
-    ``own`` has the values that are not defaults, and ``stated`` has the values in the template. If ``rows`` is not a
-    list of tables, it is returned unchanged.
+    ``own`` is the same list without defaults, and ``stated`` is the list in the template. If ``rows`` is not a list
+    of tables, it is returned unchanged.
     """
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows
@@ -259,7 +259,7 @@ def written_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error.
 
     Raises:
-        InputError: if the path exists already or cannot be written. Nothing is written.
+        InputError: if the path exists already or cannot be written. In this case nothing is written.
     """
     require_free(path)
     make_folder(path.absolute().parent)

@@ -18,7 +18,7 @@ Profile = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
 
 
 class Multipliers(Part):
-    """The factors by which the values of one module, such as ``mlp.out``, differ from the global values."""
+    """Factors on the hyperparameters for one module of the model, such as ``mlp.out``."""
 
     lr: Positive = 1.0
     init_std: NonNegative = 1.0
@@ -70,7 +70,10 @@ class Clip(Part):
 
     @staticmethod
     def read(value: Any) -> Any:
-        """Return a plain number as clipping in global mode with this number as limit, and other values unchanged."""
+        """Convert a plain number to a table with mode ``global`` and this number as ``limit``.
+
+        Any other value is returned unchanged.
+        """
         return {"mode": "global", "limit": value} if isinstance(value, int | float | str) else value
 
     def written(self) -> Any:

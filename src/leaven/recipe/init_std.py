@@ -200,9 +200,9 @@ SCALES_BRANCHES = frozenset({"completep", "complete-d-p"})
 def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None:
     """Check that a named init and a scaling rule do not both change the init between base and target.
 
-    ``wider`` and ``deeper`` state whether the base has another width or depth. Every rule but ``standard`` scales the
-    init with the width. A rule with the branch multiplier L^-alpha counts the depth L twice if the named init also
-    lowers the std of the branch's last matrix.
+    ``wider`` states whether base and target differ in width, and ``deeper`` whether they differ in depth. Every rule
+    except ``standard`` scales the init with the width. Some rules multiply each residual branch by depth^-alpha. Such
+    a rule counts the depth twice if the named init also lowers the std of the branch's last matrix.
 
     Raises:
         ValueError: if both would change the init; the message names both and says what to do.

@@ -20,12 +20,13 @@ class Layout(Part):
     cp: int = Field(default=1, gt=0)  # context-parallel degree; for ``leaven plan`` and exports, not for training
     ep: int = Field(default=1, gt=0)  # expert-parallel degree within dp x cp; for ``leaven plan`` and exports only
     zero: int = Field(default=0, ge=0, le=3)  # ZeRO stage
-    dp_replicate: int = Field(default=1, gt=0)  # replicas (HSDP); ZeRO shards each over dp / dp_replicate ranks
+    # Number of replicas (HSDP); ZeRO shards each replica over dp / dp_replicate ranks.
+    dp_replicate: int = Field(default=1, gt=0)
     schedule: Pipeline = "1f1b"
     stages_per_rank: int = Field(default=1, gt=0)  # pipeline stages on each rank
     recompute: Recompute = "none"  # activation checkpointing: which activations the backward pass recomputes
     compile: bool = False  # torch.compile for each block: costs a minute, speeds up steps, changes the last bits
-    timeout_seconds: int = Field(default=600, gt=0)  # the run ends if a process keeps the others waiting this long
+    timeout_seconds: int = Field(default=600, gt=0)  # the run ends if a process does not answer for this long
 
     @model_validator(mode="after")
     def _validate_combination(self) -> "Layout":

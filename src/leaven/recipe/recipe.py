@@ -93,7 +93,8 @@ class Stability(Part):
     max_rollbacks: int = Field(default=3, gt=0)  # rollbacks for one spike; after that the run stops
     rollback_lr: float = Field(default=1.0, gt=0, le=1)  # factor on the lr after a rollback
     rollback_lr_tokens: int | None = Field(default=None, gt=0)  # tokens over which the lr rises to its full value
-    checkpoint_every_tokens: int | None = Field(default=None, gt=0)  # interval; None: a tenth of the run
+    # Tokens between checkpoints; None: 1/10 of the run.
+    checkpoint_every_tokens: int | None = Field(default=None, gt=0)
     keep: int = Field(default=2, gt=0)  # number of newest checkpoints that are kept
     # The first checkpoint of each interval of this length is never deleted.
     keep_every_tokens: int | None = Field(default=None, gt=0)
@@ -114,7 +115,7 @@ class EvaluationSettings(Part):
     """How often the validation loss is computed, and on how many tokens. It is always computed at the end."""
 
     tokens: int = Field(default=131_072, gt=0)  # tokens of one evaluation, spread evenly over the held-out text
-    every_tokens: int | None = Field(default=None, gt=0)  # tokens between evaluations; None: a tenth of the run
+    every_tokens: int | None = Field(default=None, gt=0)  # tokens between evaluations; None: 1/10 of the run
 
 
 Octaves = Annotated[float, Field(ge=-64, le=64)]  # n octaves are a factor of 2^n

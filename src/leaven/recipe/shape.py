@@ -172,8 +172,10 @@ class ModelShape(Part):
 
     @property
     def roles(self) -> dict[str, Role]:
-        """Return the role of each module, by the module's name. Of the several roles of ``biases``, return the
-        last."""
+        """Return the role of each module, by the module's name.
+
+        The module ``biases`` contains parameters with different roles; for it, return the role of the last parameter.
+        """
         return {parameter.module: parameter.role for parameter in self.parameters()}
 
     @property

@@ -51,7 +51,8 @@ def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
 def _nearest(found: Sequence[ModuleStart]) -> list[dict[str, Any]]:
     """Return the published inits and their distances from the recipe's init, nearest first.
 
-    A distance is the mean of abs(log2(std ratio)), in octaves, over the modules in which neither std is 0.
+    A distance is the mean over the modules of abs(log2(std in the recipe / std in the published init)), in octaves.
+    Modules in which one of the two stds is 0 are left out.
     """
     away = []
     for name in COMPARED:
@@ -74,7 +75,8 @@ def describe(
 ) -> ShowDocument:
     """Return the result of ``leaven show`` and ``leaven transfer``: the values that a recipe's parameters get.
 
-    ``warnings`` and ``worth`` are included in the result as they are.
+    The result also contains ``warnings`` about the recipe, and ``worth``: estimates of what the gain of a tuning
+    study is worth for a larger run.
     """
     table, model, tuned = parameter_table(recipe), recipe.model, recipe.hyperparameters
     found, clip = starts(recipe, table), tuned.grad_clip

@@ -9,11 +9,12 @@ NAME`` prints one. All tables differ from the papers in these points:
   decay scale with the fan in of the tensor, because each output sums as many products as the fan in, and Adam changes
   each weight by about lr. eps scales with the fan out, because the gradient falls with the width of the tensor's
   output. If all widths grow together, both ratios are m_N.
-- **Shared QK gains.** The gradient of a QK-norm gain that all heads share is a sum over the heads, so it does not
-  fall with the width. The fan out of such a gain is therefore the head dimension, and its eps does not change with
-  the width. QK-norm gains that are separate for each head are treated as other norms inside the blocks.
-- **Decay of gains and biases.** The hyperparameter ``decay_norm_and_bias`` decides whether they have weight decay. It
-  is off by default, as in nanoGPT and OLMo 2: decay pulls a gain towards 0 and not towards its neutral value 1.
+- **Shared QK gains.** If all heads share a QK-norm gain, its gradient is a sum over the heads. With more heads, each
+  term falls, but the sum does not. So eps does not change with the number of heads: the fan out of a shared gain is
+  the head dimension. QK-norm gains that are separate for each head are treated as other norms inside the blocks.
+- **Decay of gains and biases.** Gains and biases have weight decay only if the hyperparameter ``decay_norm_and_bias``
+  is true. The default is false, as in nanoGPT and OLMo 2: decay pulls a gain towards 0 and not towards its neutral
+  value 1.
 
 ``complete-d-p`` differs from Table 1 of its paper in one cell, the eps of the final norm, where the paper has 1. The
 gradient of this gain falls as 1 / width (measured exponent -1.05 at initialisation, -0.91 after 150 steps), so its

@@ -1,7 +1,8 @@
 """The parameter table: init std, lr, weight decay, betas, eps and forward multiplier of every parameter.
 
 Each value is the hyperparameter x the factor of the scaling rule x the multiplier of the module x the multiplier for
-the depth of the block. Only the betas are raised to a power instead. Nothing else in leaven computes these values.
+the depth of the block. The betas are an exception: they are raised to a power instead
+(:meth:`leaven.scaling.apply.Factors.beta`). No other file of leaven computes the values in this table.
 """
 
 import math
@@ -199,13 +200,14 @@ def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
 
 
 def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
-    """Return the factors on the weights with which a model without multipliers computes the same function.
+    """Return factors on the weights that replace the multipliers of the forward pass.
 
-    The result maps names of parameters to factors; factors of 1 are left out. Each multiplier is moved into a weight
-    that has the same effect. The multiplier of a residual branch goes into the last matrix of the branch.
-    The multiplier of the attention logits goes into the gain of the query norm, or into the query matrix if there is
-    no such norm. The multiplier of the logits goes into the unembedding, or into the final norm if embeddings are
-    tied.
+    With the weights multiplied by these factors, a model without multipliers computes the same function. The result
+    maps names of parameters to factors; factors of 1 are left out.
+
+    The multiplier of a residual branch goes into the last matrix of the branch. The multiplier of the attention
+    logits goes into the gain of the query norm; in a model without query norm, it goes into the query matrix. The
+    multiplier of the logits goes into the unembedding; in a model with tied embeddings, it goes into the final norm.
     """
     rows = table.multipliers
     places = {"norm.final": rows.pop("embedding.weight")} if shape.tied_embeddings else {}

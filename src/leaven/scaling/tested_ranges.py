@@ -58,7 +58,10 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
 
 
 def _caution(about: str, value: float, limit: float, message: str | None = None, **facts: Any) -> CautionRow:
-    """Return a warning. ``message`` is the key of the warning's text in ``messages.toml``, by default ``about``."""
+    """Return the warning that ``value`` is outside ``limit``. ``about`` says which quantity the value is.
+
+    ``message`` is the key of the text in ``messages.toml``, by default ``about``. ``facts`` are used in the text.
+    """
     facts |= {"value": value, "limit": limit}
     text = sentence("warnings", message or about, facts, Path(__file__).parent)
     return CautionRow(about=about, value=value, limit=limit, message=text)
@@ -161,8 +164,8 @@ def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn about large initial logits, and about a matrix in a block with an initial std far above sqrt(1 / (3 d)).
 
     d is the width. For the last matrix of a residual branch, the std includes the multiplier of the branch. The final
-    norm gives activations of RMS 1. So the RMS of the logits is sqrt(d) times the std and the forward multiplier of
-    the unembedding.
+    norm gives activations of RMS 1. So the RMS of the logits is sqrt(d) x s x m, where s is the std of the
+    unembedding and m is the forward multiplier of the unembedding.
     """
     readout = next(row for row in table.rows if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING})
     logits = readout.init_std * math.sqrt(recipe.model.d_model) * readout.multiplier

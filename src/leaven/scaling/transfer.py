@@ -2,8 +2,8 @@
 
 The hyperparameters stay as they are written for the recipe's base. The scaling rule computes the values of each
 parameter from them. Warm-up and batch ramp keep their share of the run. The first batch and the increment of a batch
-ramp keep their share of the full batch. They are rounded to whole sequences, and so are batch stages. To round only
-once, transfer directly from the base and not from a scale in between.
+ramp keep their share of the full batch. The batches of ramps and stages are rounded to whole sequences. To round
+only once, transfer directly from the base and not from a scale in between.
 
 :func:`transfer_like` puts the hyperparameters of a tuned recipe into another recipe.
 """
@@ -139,9 +139,14 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     """Return ``target`` with ``[hyperparameters]`` and ``[scaling]`` of ``tuned``, a recipe that ``leaven tune``
     wrote.
 
-    Other values that the study searched are transferred, too. The warm-up keeps its share of the run. The tokens keep
-    their ratio to the tokens of the base, and the batch keeps its ratio to the batch with which the study began. All
-    others are copied. Values that the study did not search stay as in the target.
+    If the study of ``tuned`` searched values outside these two tables, they are transferred, too:
+
+    - The warm-up keeps its share of the run.
+    - The training tokens of ``target`` are multiplied by the ratio of tuned tokens to tokens of the base.
+    - The batch of ``target`` is multiplied by the ratio of tuned batch to the batch with which the study began.
+    - Every other value that the study searched is copied.
+
+    Values that the study did not search stay as in ``target``.
 
     Raises:
         InputError: if the two models differ in more than their sizes, or if the run is too short for Adam's moments.
@@ -195,8 +200,9 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
     """Return the batch in tokens with which the study of ``tuned`` began.
 
-    If ``tuned`` has as many training tokens as its base, this is the batch of the base. Otherwise it is the batch
-    with which ``tuned`` takes as many steps as the target, because ``leaven new`` writes that batch.
+    If ``tuned`` has as many training tokens as its base, this is the batch of the base. Otherwise assume that
+    ``leaven new`` wrote the recipe with which the study began. It chooses the batch so that the small run has as many
+    steps as the target, so return the batch that gives ``tuned`` this number of steps.
     """
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens
@@ -225,9 +231,9 @@ def _require_moments(recipe: Recipe) -> None:
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
-    """Return the table ``[scaling.base]`` with which a recipe of the model ``target`` has the base of ``recipe``.
+    """Return the base of ``recipe`` as a table ``[scaling.base]`` for a recipe whose model is ``target``.
 
-    The table contains d_ff, d_head and n_kv_heads only if they do not follow from the proportions of the target.
+    d_ff, d_head and n_kv_heads of the base are left out if they follow from the proportions of ``target``.
     """
     base, shape = recipe.base, recipe.base_shape
     proportions = ("d_ff", "d_head", "n_kv_heads")
@@ -241,10 +247,10 @@ def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
 
 
 def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, Any]:
-    """Return the recipe's table ``[batch]`` for a batch of ``tokens`` tokens and a run that is ``longer`` times as
-    long.
+    """Return the recipe's table ``[batch]``, changed to a batch of ``tokens`` tokens.
 
-    A batch ramp or batch stages are scaled in proportion.
+    A batch ramp or batch stages are scaled in proportion to the batch and to the run length. ``longer`` is the new
+    run length divided by the run length of the recipe.
     """
     batch, seq_len = recipe.batch, recipe.model.seq_len
     larger = tokens / batch.tokens

@@ -87,7 +87,10 @@ def find(roots: list[Path]) -> Iterator[Found]:
 
 
 def tag(found: list[Found]) -> str:
-    """Return an HTTP ETag for a page about these folders. It changes when a file in one of the folders changes."""
+    """Return an HTTP ETag for a page about the folders ``found``.
+
+    The ETag changes when a file that the page shows changes.
+    """
     digest = hashlib.blake2b(digest_size=12)
     for each in found:
         digest.update(f"{each.address}\n".encode())

@@ -205,8 +205,8 @@ def read_checkpoint(
     """Find the newest undamaged checkpoint. Return it, or None if there is none, together with the paths of all
     damaged checkpoints that are newer. With ``tokens``, consider only the checkpoint at that token count.
 
-    ``rewinds`` are the run's returns to earlier checkpoints; checkpoints that these have undone are ignored. All
-    processes of a group must call this function with the same ``rewinds``. Each process verifies a share of the
+    ``rewinds`` are the run's returns to earlier checkpoints; checkpoints that such a return has undone are ignored.
+    All processes of a group must call this function with the same ``rewinds``. Each process verifies a share of the
     files, and all processes get the same result.
 
     Raises:

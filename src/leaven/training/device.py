@@ -127,8 +127,9 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 def device_peak(device: torch.device, compute: str) -> Peak:
     """Return the peak speed of a device from its data sheet. If it is unknown, measure it once per process.
 
-    A measured peak is at least the measured peak of fp32, because a device that only emulates ``compute`` may be
-    slower than with fp32. Without this bound, a CPU without fp16 showed MFUs of up to 227%.
+    A measured peak is the higher of the speeds with ``compute`` and with fp32, because a device that only emulates
+    ``compute`` may be slower with ``compute``. When only ``compute`` was measured, a CPU without fp16 showed MFUs of
+    up to 227%.
     """
     known = known_peak(device, compute)
     if known is not None:

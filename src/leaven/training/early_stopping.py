@@ -3,9 +3,9 @@ torch.
 
 A trial is compared with the baseline, the best trial so far, at equal token counts and only if both have the same
 schedule. A trial with a high learning rate starts behind and may still win. So a trial may be behind the baseline by
-a margin: the amount by which the baseline's own loss still falls after this token count. The margin is wide while the
-learning rate is high, and narrows as the learning rate decays. The constants were chosen on the curves of one set of
-trials and tested on another set (benchmarks/early_stopping.py, docs/log.md).
+a margin: the amount by which the baseline's own loss falls from this token count to the end of the baseline's run.
+The margin is wide while the learning rate is high, and narrows as the learning rate decays. The constants were chosen
+on the curves of one set of trials and tested on another set (benchmarks/early_stopping.py, docs/log.md).
 """
 
 import math

@@ -127,7 +127,7 @@ class Training:
             raise StopRequested
 
     def abandon_step(self) -> None:
-        """Clean up after StopRequested has interrupted a step, so that the state is that before the step."""
+        """Clean up after StopRequested has interrupted a step, so that the state is the same as before it."""
         self.sharded.drop_gradients()
         self.sharded.train(True)
 
@@ -323,7 +323,7 @@ class Training:
 
 
 def check_trainable(recipe: Recipe, tokens: "TokenSet", group: ProcessGroup = SINGLE_PROCESS) -> None:
-    """Raise InputError if these processes cannot train this recipe on these tokens."""
+    """Raise InputError if the processes of ``group`` cannot train ``recipe`` on ``tokens``, the training text."""
     require_trainable(recipe, group.size)
     if recipe.start.folder is not None:
         require_start(recipe.model, recipe.start.folder)
