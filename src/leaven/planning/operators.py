@@ -1,7 +1,7 @@
 """Compute the time of the operators of one block on one accelerator.
 
-A matrix product is computed in tiles, one per multiprocessor at a time, at a fixed fraction of the device's best
-measured matmul rate. The fraction is smaller for widths that do not suit the tensor cores. A flash attention kernel
+A matrix product is computed in tiles, one per multiprocessor at a time, at a fraction of the device's best measured
+matmul rate. The fraction is smaller for widths that do not suit the tensor cores. A flash attention kernel
 runs at a fraction of the rate of matrix products. All other operators are limited by the memory bandwidth. No kernel
 takes less time than a kernel launch. The fractions (constants below) are the same for every device; their sources are
 in docs/evidence/planner-accuracy.md.
