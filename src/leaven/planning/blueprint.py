@@ -205,7 +205,10 @@ def attention_rows(
 def mlp_rows(
     name: str, d: int, width: int, *, gated: bool, bias: bool = False, stored: int = 1, passed: int = 1
 ) -> list[Matmul]:
-    """Return the matrix products of an MLP, or of ``stored`` routed experts if a token uses ``passed`` of them."""
+    """Return the matrix products of an MLP, or of several routed experts, each of which is an MLP.
+
+    ``stored`` is the number of experts, and ``passed`` is the number of experts that a token uses.
+    """
     inputs = ("gate", "in") if gated else ("in",)
     return [
         *(Matmul(f"{name}.{side}", d, width, "column", bias, stored, passed) for side in inputs),

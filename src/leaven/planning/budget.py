@@ -3,8 +3,8 @@
 A scaling law gives the best number of parameters N for a budget of C = 6 N D FLOPs, where D is the number of tokens.
 But the FLOPs that a cluster delivers in the given time depend on N. So N is found by iteration: N -> shape (as
 ``leaven new`` builds it) -> fastest layout -> FLOPs in the given time -> N. The speed changes slowly with N, so a few
-iterations suffice if they start from the speed of a similar size. Sizes within 5% of each other use the same layout
-and speed, which are planned only once.
+iterations suffice if they start from the speed of a similar size. To save time, a layout is planned once for all
+sizes within 5% of each other.
 """
 
 import math

@@ -76,8 +76,8 @@ class CalibrationRecord(BaseModel):
 def predicted(model: ModelShape, how: Arrangement, accelerator: str, compute: str) -> StepCost | None:
     """Return the planned time and memory of a step that leaven trains, or None if the step cannot be planned.
 
-    The memory excludes the device's context and fragmentation, because runs do not measure these. No error is raised,
-    because an error would stop the training run that calls this function.
+    Only the memory of tensors is planned, because runs do not measure the memory of the device context or the memory
+    lost to fragmentation. No error is raised, because an error would stop the training run that calls this function.
     """
     try:
         cluster = parse_cluster("cpu" if accelerator == "cpu" else f"{how.layout.ranks}x{accelerator}")
@@ -129,11 +129,12 @@ def calibration(
     processor model) and dtype. Predictions are computed again with the current planner. ``params`` is the
     model's number of parameters. ``step_seconds`` is the uncorrected time of a step; it is copied to the result.
 
-    - A run is near if its parameters are within a factor of 4 and its kinds of parallelism, recomputation and
-      compilation are the same. If there are near runs, only they are used.
-    - Otherwise all runs within a factor of 16 in parameters are used. Much smaller models are left out, because
-      kernel launches dominate their step time.
-    - The weight of a run is 1 / (1 + log2 of the ratio of parameters + number of layout features that differ).
+    - A run is similar if its number of parameters is within a factor of 4 of ``params``, and it has the same kinds of
+      parallelism, recomputation and compilation as ``layout``. If any runs are similar, only similar runs are used.
+    - If no run is similar, all runs within a factor of 16 of ``params`` are used. Models of other sizes are left out:
+      kernel launches dominate the step time of much smaller models.
+    - In the median, the weight of a run is 1 / (1 + log2 of the ratio of parameters + number of layout features that
+      differ). The layout features are the kinds of parallelism, recomputation and compilation.
     """
     found, device = [], processor() if accelerator == "cpu" else None
     for record in records:
@@ -175,8 +176,8 @@ def calibration(
 def weighted_median(values: list[tuple[float, float]]) -> float:
     """Return the weighted median of (value, weight) pairs.
 
-    At most half of the weight lies below the median and at most half above it. If two values satisfy this, their mean
-    is returned.
+    At most half of the total weight lies below the median and at most half above it. If two neighbouring values are
+    medians in this sense, their mean is returned.
 
     >>> weighted_median([(1.0, 1.0), (9.0, 1.0)]), weighted_median([(1.0, 1.0), (2.0, 1.0), (9.0, 1.5)])
     (5.0, 2.0)

@@ -18,7 +18,8 @@ def bandwidth(ranks: int, stride: int, cluster: Cluster) -> float:
     """Return the bandwidth that a collective reaches on one rank of a group, in bytes/s.
 
     If the group is inside a node, the limit is the link between GPUs, such as NVLink. If the group spans several
-    nodes, the limit is the total bandwidth of the NICs of its members in one node, but at most that of the link.
+    nodes, the members of the group in one node share their NICs. The limit is then the total bandwidth of these NICs
+    or the bandwidth of the link, whichever is lower.
     """
     accelerator = cluster.accelerator
     gb_s = accelerator.link_gb_s
@@ -45,7 +46,7 @@ def ring(size: float, ranks: int, stride: int, cluster: Cluster, messages: int =
 def all_reduce(size: float, ranks: int, stride: int, cluster: Cluster, messages: int = 1) -> float:
     """Return the seconds of an all-reduce of ``size`` bytes, which sends twice the bytes of a reduce-scatter.
 
-    The latency is that of two rings or of a tree over the nodes, whichever is lower, as NCCL chooses.
+    NCCL can send the bytes around a ring or along a tree of nodes. The latency is the lower of the two latencies.
     """
     if ranks == 1:
         return 0.0
@@ -73,8 +74,8 @@ def all_to_all(size: float, ranks: int, stride: int, cluster: Cluster) -> float:
 def hop(size: float, span: int, cluster: Cluster) -> float:
     """Return the seconds that a rank needs to send ``size`` bytes to other ranks of its group.
 
-    ``span`` is the number of consecutive ranks among which the group lies. If it is larger than a node, the message
-    goes over the network.
+    ``span`` is the length of the range of rank numbers that the group covers: ranks in the group x stride. If
+    ``span`` is more than the GPUs of a node, the bytes go over the network.
     """
     across = span > cluster.accelerator.node_size
     gb_s = cluster.accelerator.network_gb_s if across else cluster.accelerator.link_gb_s

@@ -132,7 +132,11 @@ def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, .
 
 
 def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
-    """Return the values to compare with ``own``: all other words, or the next lower and the next higher number."""
+    """Return the values of a layout key that are compared with ``own``, the value in the chosen layout.
+
+    For a number such as tp, these are the nearest lower and the nearest higher of ``values``. For a word such as
+    ``full``, all other ``values`` are returned.
+    """
     if isinstance(own, str):
         return [value for value in values if value != own]
     lower, higher = [n for n in values if n < own], [n for n in values if n > own]
@@ -246,9 +250,9 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _fewer_gpus(job: Job) -> int | None:
-    """Return the largest number of GPUs below that of the cluster with which some layout fits, or None.
+    """Return the largest number of GPUs, smaller than the cluster, on which some layout fits; None if there is none.
 
-    The numbers that are tried are dp x tp x pp, where dp divides the batch, the model allows tp, and every pipeline
+    Numbers of the form dp x tp x pp are tried, where dp divides the batch, the model allows tp, and every pipeline
     stage has at least one layer and one micro-batch.
     """
     model, node = job.model, job.cluster.accelerator.node_size

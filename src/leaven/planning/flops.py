@@ -53,9 +53,9 @@ def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
     """Return the FLOPs of training on one token, with full attention and with recomputation.
 
     ``full`` recomputation repeats the forward pass of all blocks (equation 3 of Narayanan 2021). ``selective``
-    repeats only the forward pass of attention without its projections. For sequence length s and width h, it raises
-    the term s/(6h) for attention in the formula of Korthikanti 2022 (arXiv 2205.05198) by s/(18h). The paper prints
-    s/(3h) with recomputation, an increase that is three times as large.
+    repeats only the forward pass of attention without its projections: 4 s h FLOPs per layer and token, for sequence
+    length s and width h. The formula of Korthikanti 2022 (arXiv 2205.05198) adds 12 s h instead: in units of 72 h^2,
+    its term for attention grows from s/(6h) to s/(3h).
     """
     forward = forward_flops(model)
     again = {"none": 0.0, "selective": forward.attention, "full": forward.matrices + forward.attention}

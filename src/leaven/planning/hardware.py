@@ -139,7 +139,8 @@ def find_accelerator(name: str) -> Accelerator:
 def known_device(name: str) -> Accelerator | None:
     """Return the accelerator for a name that a driver reports, such as ``NVIDIA H100 80GB HBM3``, or None.
 
-    If several accelerators match, the one whose memory is in the name is returned, otherwise the first.
+    If several accelerators match, the first whose memory size is in the name is returned. If the name has the memory
+    size of none of them, the first match is returned.
     """
     words = set(_words(name))
     if words & {"LAPTOP", "MOBILE", "MAX"}:  # slower boards of the same name
@@ -161,7 +162,10 @@ def _words(name: str) -> list[str]:
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Return whether the words ``own`` contain all words ``wanted``, also if words are joined (``RTX4090``)."""
+    """Return whether the words ``own`` of an accelerator's name contain all words ``wanted``.
+
+    The first words of the name may also be joined, as in ``RTX4090``.
+    """
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
     return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)

@@ -182,7 +182,8 @@ class Exploration:
     def untrained(self) -> LayoutCandidate | None:
         """The best layout that fits but that leaven cannot train, or None if it is not worth mentioning.
 
-        It is worth mentioning if it is over 2% faster than all layouts that leaven can train, or if there are none.
+        It is worth mentioning if it is over 2% faster than every layout that leaven can train, or if leaven can train
+        no layout that fits.
         """
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
@@ -292,8 +293,8 @@ def ranked(candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """Return the candidates sorted by speed, the fastest first.
 
     Times within about 1% count as equal. Candidates of equal time are sorted by these criteria, the most important
-    first: leaven can train the layout, the pipeline has enough micro-batches, lower ZeRO stage, fewer replicas and
-    stages, larger micro-batch up to 8,192 tokens, less memory.
+    first: leaven can train the layout, the pipeline has enough micro-batches, lower ZeRO stage, smaller product of
+    ``dp_replicate`` and ``stages_per_rank``, larger micro-batch (from 8,192 tokens on, all are equal), less memory.
     """
     fastest = min((candidate.time.step for candidate in candidates), default=0.0)
 

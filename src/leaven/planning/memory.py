@@ -205,8 +205,9 @@ def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16
 def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
     """Return the pipeline ranks that may need the most memory.
 
-    These are the first rank, the last rank, and the earliest rank of each group of ranks with the same blocks: later
-    ranks of a group have fewer micro-batches in flight.
+    The result has the first rank, the last rank, and one rank for each distinct set of blocks on the other ranks. If
+    several ranks have the same blocks, the earliest is taken, because later ranks never have more micro-batches in
+    flight.
     """
     firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
     return (0, *({*firsts.values(), pp - 1} - {0}))

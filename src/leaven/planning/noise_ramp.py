@@ -63,10 +63,11 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
 
 
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
-    """Propose a batch ramp, of which each stage begins when ``multiple`` x the noise scale reaches its batch size.
+    """Propose a batch ramp in stages, whose batch size is at most ``multiple`` x the noise scale.
 
-    The batch size doubles from stage to stage, up to the full batch. The first stage has the largest batch size that
-    is within the limit from the start, or one sequence. The caller adds the commands to run next.
+    The batch size doubles from stage to stage, up to the full batch. Each stage begins when ``multiple`` x the noise
+    scale reaches the batch size of the stage. The first stage has the largest batch size that is allowed at the start
+    of training. If none is allowed, its batch is one sequence. The caller adds the commands to run next.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len

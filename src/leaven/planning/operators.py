@@ -1,9 +1,10 @@
 """Compute the time of the operators of one block on one accelerator.
 
-A matrix product is computed in tiles, one per multiprocessor at a time, at a share of the best measured matmul rate.
-The rate is lower for widths that do not suit the tensor cores. A flash attention kernel runs at another share of this
-rate. All other operators are limited by the memory bandwidth. No kernel takes less time than a kernel launch. The
-shares below are the same for every device; their sources are in docs/evidence/planner-accuracy.md.
+A matrix product is computed in tiles, one per multiprocessor at a time, at a fraction of the device's best measured
+matmul rate. The fraction is smaller for widths that do not suit the tensor cores. A flash attention kernel
+runs at a fraction of the rate of matrix products. All other operators are limited by the memory bandwidth. No kernel
+takes less time than a kernel launch. The fractions (constants below) are the same for every device; their sources are
+in docs/evidence/planner-accuracy.md.
 """
 
 from dataclasses import dataclass
@@ -113,7 +114,8 @@ def block_operators(
 def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
     """Return the matrix products of a block in groups that have the same input.
 
-    Query, key and value are one group, gate and in of an MLP another. Every other product is a group of its own.
+    Query, key and value are one group. The two input projections of a gated MLP (``gate`` and ``in``) are another
+    group. Every other product is a group of its own.
     """
     groups: dict[tuple[object, ...], tuple[Matmul, ...]] = {}
     for row in block.matmuls:

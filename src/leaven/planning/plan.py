@@ -128,8 +128,8 @@ class ClusterPlan:
     def document(self, asked: str | None = None, price: Price | None = None, share: float = SHARE) -> PlanDocument:
         """Return the document of ``leaven plan``, without the commands to run next.
 
-        ``asked`` is the text of ``--explain``, ``price`` the price of a GPU-hour, and ``share`` the least throughput
-        at the start of a batch ramp, as a share of the full batch's throughput.
+        ``asked`` is the text of ``--explain``, and ``price`` is the price of a GPU-hour. A planned batch ramp starts
+        at a batch size with at least the fraction ``share`` of the full batch's throughput.
         """
         model, code, cluster, chosen = self.job.model, self.job.code, self.job.cluster, self.chosen
         how = chosen.arrangement

@@ -2,8 +2,8 @@
 
 Small batches are slow: each rank has few micro-batches, so a pipeline is idle for most of the step, and the work done
 once per step (gradient exchange, optimizer) is spread over few tokens. The layout stays the same during the run, but
-small batches may have smaller micro-batches, because a rank has fewer sequences and smaller micro-batches fill a
-pipeline better. :mod:`leaven.recipe.batch` computes which step has which batch.
+small batches may have smaller micro-batches: a rank has fewer sequences, and dividing them into more micro-batches
+keeps a pipeline busier. :mod:`leaven.recipe.batch` computes which step has which batch.
 """
 
 from itertools import groupby
@@ -32,8 +32,8 @@ class RampThroughput:
     def step(self, sequences: int) -> tuple[Arrangement, float]:
         """Return the fastest arrangement for a batch of ``sequences`` sequences, and its seconds per step.
 
-        The micro-batch is at most that of the full batch. If ranks get different numbers of sequences, the rank with
-        the most sequences sets the time.
+        The micro-batch size is at most the micro-batch size at the full batch. If ranks get different numbers of
+        sequences, the rank with the most sequences sets the time.
         """
         if sequences not in self._steps:
             layout, most = self.full.layout, self.full.micro_batch
@@ -139,7 +139,8 @@ def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) ->
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
     """Return the smallest increment that divides the batch into at most 64 increments; all numbers are in sequences.
 
-    The increment is a multiple of dp x micro-batch if this allows at least eight increments, otherwise of dp alone.
+    The increment is a multiple of dp x micro-batch if the batch has at least eight times dp x micro-batch sequences
+    and is a multiple of dp x micro-batch. If not, the increment is a multiple of dp.
     """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
@@ -147,10 +148,10 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return the ramp starts to compare.
+    """Return the ramp starts whose costs are compared in the plan.
 
-    These are ``start`` and, for each of 1, 1/2, 1/4, ... of the full batch, the smallest of ``starts`` that is at
-    least as large.
+    The result has ``start`` and, for each of the fractions 1, 1/2, 1/4, ... of the full batch, the smallest of
+    ``starts`` that is not below the fraction.
     """
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]

@@ -67,11 +67,15 @@ class Timeline:
 def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
     """Return the passes of a rank in order; ``micro_batches`` includes the padding of :func:`arrangement.scheduled`.
 
-    Rank r of p, with v stages, first runs only forward passes: all of them with GPipe, (v - 1) p + 2 (p - 1 - r) with
-    an interleaved schedule, otherwise (v - 1) p + p - 1 - r. Then forward and backward passes alternate, and the
-    remaining backward passes come last. If v > 1, micro-batches run in rounds of p. With zero-bubble, rank r runs r
-    more ``input`` passes between the ``input`` and the ``weight`` pass of a micro-batch, so that all ranks end
-    together.
+    A rank first runs only forward passes. Then forward and backward passes alternate, and the remaining backward
+    passes come last. Below, r is the rank, p the number of pipeline ranks, and v the number of stages per rank. If
+    v > 1, micro-batches run in rounds of p.
+
+    - GPipe runs all forward passes first.
+    - An interleaved schedule runs (v - 1) p + 2 (p - 1 - r) forward passes first.
+    - Every other schedule runs (v - 1) p + p - 1 - r forward passes first.
+    - A zero-bubble schedule delays the ``weight`` pass of a micro-batch until r more ``input`` passes have run, so
+      that all ranks end together.
     """
     p, v = layout.pp, layout.stages_per_rank
     passes = v * micro_batches

@@ -51,7 +51,8 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
 def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ...]:
     """Return the number of blocks of each stage by the rule ``work`` of :func:`stage_layers`.
 
-    ``weights`` has the number of weights in each block that a token uses, ``unembedding`` that of the unembedding.
+    ``weights`` has one number for each block: the matrix weights that a token uses in the block. ``unembedding`` is
+    the number of weights in the unembedding. FLOPs are proportional to these numbers.
     """
     share, done, layers = (sum(weights) + unembedding) / stages, 0, [0] * stages
     stage = 0
@@ -114,9 +115,10 @@ def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
     """Return the largest number of micro-batches whose activations a pipeline rank keeps at the same time.
 
     Rank r of p keeps all micro-batches under GPipe, p - r under 1F1B, and p under zero-bubble, which delays the
-    gradients of weights. With v stages per rank, it keeps the activations of 2 (p - r - 1) + (v - 1) p + 1
-    forward passes through one stage (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). This number is divided by
-    v, because a stage has 1/v of the rank's blocks. torch's schedules keep the same numbers.
+    gradients of weights. Under interleaved 1F1B with v stages per rank, it keeps the activations of
+    2 (p - r - 1) + (v - 1) p + 1 forward passes through one stage (Narayanan et al. 2021, arXiv 2104.04473, section
+    2.2). The result is this number divided by v, because a stage has 1/v of the rank's blocks. torch's schedules keep
+    the same numbers.
     """
     p, v = layout.pp, layout.stages_per_rank
     if layout.schedule == "gpipe":

@@ -163,6 +163,6 @@ def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
 
 
 def _line(one: ComparedRow) -> str:
-    """Return the key of the message that describes a compared value."""
+    """Return the key in messages.toml of the line that compares one hyperparameter with published runs."""
     kind = "beta" if one.what.startswith("beta") else "value"
     return f"{kind} outside" if one.factor > _ROUNDING else kind

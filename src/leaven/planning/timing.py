@@ -3,13 +3,14 @@
 The time of a block is the time of its operators (operators.py) and of its communication (collectives.py). A training
 code is a program such as Megatron-LM, whose communication is described in training_codes.py:
 
-- Gradients: under ZeRO 0 and 1 they are exchanged once per step, during the last backward pass if the training code
-  overlaps the two. Under ZeRO 2 and 3 they are scattered during the backward pass of every micro-batch.
+- Gradients: under ZeRO 0 and 1 they are exchanged once per step. Some training codes overlap the exchange with the
+  last backward pass. Under ZeRO 2 and 3 gradients are scattered during the backward pass of every micro-batch.
 - Weights: under ZeRO 3 they are gathered in the compute dtype during every pass. Under ZeRO 1 and 2 they are gathered
   once per step. A training code that shards the weights from ZeRO 1 on gathers them in the compute dtype during the
   first forward pass. Other training codes gather them after the update, in the dtype in which they are stored.
-- Parameters outside the blocks, which are the root unit of FSDP: under FSDP their exchange overlaps with nothing,
-  because the first operator waits for their weights, and their gradients come last.
+- Parameters outside the blocks (embedding, last norm, unembedding): FSDP exchanges them together, as its root unit.
+  This exchange does not overlap with compute. The first operator of a pass waits for the weights of the root unit,
+  and the gradients of the root unit are complete only at the end of the backward pass.
 
 Stragglers, congestion and a slow host are not modelled.
 """
@@ -258,7 +259,10 @@ def _data_parallel(
     hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
 
     def over(collective: Callable[..., float], of_each: float) -> float:
-        """Return the seconds of ``collective`` on ``of_each`` bytes for each parameter of all blocks and experts."""
+        """Return the seconds of a collective over the parameters of all blocks and experts.
+
+        ``of_each`` is the number of bytes per parameter.
+        """
         of_experts = collective(of_each * held.experts, expert_sharers, tp * ep, cluster, messages)
         return collective(of_each * blocks, sharers, tp, cluster, messages) + (of_experts if held.experts else 0.0)
 

@@ -77,8 +77,8 @@ def _require_ranks(recipe: Recipe, processes: int) -> None:
 def _noise_refusal(recipe: Recipe) -> str | None:
     """Return why the gradient noise scale cannot be measured, or None if it can.
 
-    The measurement compares the gradient of the whole batch with that of its first micro-batch, summed over all
-    processes.
+    The measurement compares the gradient of the first micro-batch with the gradient of the whole batch. Each of the
+    two gradients is summed over all processes.
     """
     if recipe.stability.noise_scale_every_tokens is None:
         return None

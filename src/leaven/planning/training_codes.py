@@ -57,7 +57,9 @@ class TrainingCode:
     flash_attention: bool = True  # attention uses a flash kernel, which does not write scores to memory
     sequence_parallel: bool = False  # tensor-parallel ranks split the sequence outside attention and MLP
     gathered_inputs: bool = False  # with sequence_parallel: the gathered inputs of attention and MLP are saved
-    selective: Selective = "core"  # recompute="selective" repeats attention cores, or all but every second product
+    # What selective recomputation repeats. core: scores, softmax and weighted sum of attention; products: everything
+    # except attention and every second matrix product, as in torchtitan.
+    selective: Selective = "core"
     # Loss.
     logit: int = 14  # peak bytes per logit
     sharded_logit: int | None = None  # ``logit`` with a vocabulary sharded over tensor-parallel ranks; None: the same
@@ -106,7 +108,10 @@ class TrainingCode:
 
 
 def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
-    """Yield (name, training code) for each entry of a TOML file. Every group of values in it must have a source."""
+    """Yield (name, training code) for each table of a TOML file.
+
+    Each inline table of values, such as ``activations``, must have a key ``source``: where the values come from.
+    """
     adapter, values = TypeAdapter(TrainingCode), dict[str, dict[str, Any]]()
     for name, groups in tomllib.loads(path.read_text(encoding="utf-8")).items():
         values[name] = dict(values.get(groups.pop("like", ""), {}))
@@ -145,8 +150,8 @@ def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[Sta
     ``matrices`` is how many of the ``params`` parameters are in matrices of blocks, for which Muon stores less.
 
     In fp32 with Adam a parameter needs 4 + 4 + 8 = 16 bytes, so 7B parameters need 112 GB. In bf16 with fp32 master
-    weights it needs 2 + 2 + 4 + 8 = 16 bytes, too. A common rule of thumb gives 20 bytes ("the optimizer is three
-    times the weights"), which would need a master copy of weights that are already in fp32.
+    weights it needs 2 + 2 + 4 + 8 = 16 bytes, too. A common rule of thumb gives 20 bytes in fp32: "the optimizer is
+    three times the weights". It wrongly adds a master copy, although the weights are already in fp32.
     """
     moments, lean = code.optimizer - code.master, 0.0 if code.optimizer_of_matrices is None else matrices
     of_matrices = (code.optimizer_of_matrices or 0) - code.master

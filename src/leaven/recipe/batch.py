@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 from leaven.recipe.base import Part
 
 Count = Annotated[int, Field(gt=0)]
-# The hyperparameters while the batch is smaller than the full batch. fixed: those of the full batch; scaled: those
-# that the scaling rule computes for the smaller batch.
+# Hyperparameters while the batch is smaller than the full batch. fixed: they stay as for the full batch; scaled: the
+# scaling rule computes them for the smaller batch.
 RampRule = Literal["fixed", "scaled"]
 
 
@@ -76,7 +76,7 @@ class Batch(Part):
 
     @property
     def rule(self) -> RampRule:
-        """Return the rule of the ramp or of the stages: ``fixed`` or ``scaled``."""
+        """Return whether hyperparameters are ``fixed`` while the batch grows or ``scaled`` with the batch size."""
         return self.ramp.rule if self.ramp else self.stages_rule or "fixed"
 
     @property
@@ -118,9 +118,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The batch size of every step. It depends on the tokens consumed before the step. The last size has no end."""
+    """The batch size of every step, which depends on the number of tokens consumed before the step.
 
-    sizes: tuple[tuple[int, int], ...]  # pairs (tokens consumed before its first step, batch size in tokens)
+    The last batch size lasts for any number of steps, because the schedule does not know the length of the run.
+    """
+
+    sizes: tuple[tuple[int, int], ...]  # pairs (tokens consumed before the batch size applies, batch size in tokens)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
