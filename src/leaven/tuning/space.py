@@ -6,21 +6,23 @@ octave doubles a value. ``point.py`` lists the values with other units. The sets
 - ``global`` has the nine values that apply to all modules: lr, init_std, residual (the multiplier of the residual
   branches), weight_decay, beta1, beta2, eps, warm-up and batch.
 - ``global-full`` adds clipping, dropout, min_lr_ratio, decay_ratio and the choices of decay and optimizer.
-- ``per-module`` has 25 to 35 values. lr, init_std and residual of each module mattered most among the values that
-  Mlodozeniec et al. 2025 (arXiv 2512.22382) tuned. The set also has two points of an lr profile over depth, which
-  gained less in that paper, and the global weight_decay, beta1, beta2 and eps.
-- ``per-module-full`` has every quantity by module and over depth, about 90 values. In that paper a separate lr for
-  each layer and module gained almost nothing.
+- ``per-module`` has 25 to 35 values: lr, init_std and residual of each module, two points of an lr profile over
+  depth, and the global weight_decay, beta1, beta2 and eps. Among the values that Mlodozeniec et al. 2025
+  (arXiv 2512.22382) tuned, lr, init_std and residual of each module mattered most. The lr profile gained less.
+- ``per-module-full`` has every quantity by module and over depth, about 90 values. In the same paper, a separate lr
+  for each layer and module gained almost nothing.
 
-If multiplying some values by c and dividing others by c gives the same model, the loss has a valley without a unique
-minimum. Then no single value of this group has an optimum or an importance, and a search that moves each value by its
-slope goes twice as far as it should. So ``per-module`` leaves out one value of each such group:
+Some values can replace each other: multiplying one by c and dividing another by c gives the same model. The loss then
+has a valley without a unique minimum, so neither of the two values has an optimum of its own. A search that corrects
+each of the two by itself makes the same correction twice. So ``per-module`` leaves out values that other values can
+replace:
 
-- It leaves out the global value of a quantity if its multipliers in all modules are searched, because together they
-  have the same effect. Start such a search at the best global values.
-- It leaves out the middle point of a depth profile, because the multipliers of the blocks' modules set the mean.
-- It leaves out the init_std of a module if its lr and residual together have the same effect
-  (:func:`_scaled_by_others`).
+- It leaves out the global value of a quantity if the multipliers of this quantity in all modules are searched. Moving
+  all these multipliers together has the same effect. Start such a search at the best global values.
+- It leaves out the middle point of a depth profile, because the multipliers of the modules in the blocks already set
+  the mean over depth.
+- It leaves out the init_std of a module if other searched values, such as the module's lr and residual, together have
+  the same effect (:func:`_scaled_by_others`).
 """
 
 import math
@@ -71,10 +73,10 @@ class Bounds:
 
     low: float  # in the unit of the value
     high: float
-    near: float  # the box in which a search begins: octaves or tenths (steps of 0.1) around the recipe's value
+    near: float  # a search begins within this distance of the recipe's value, in octaves or tenths (steps of 0.1)
     scale: float  # octaves or tenths from the recipe to a typical optimum
     why: str  # the reason for the bounds, shown to the user
-    of_run: bool = False  # whether low and high are shares of data.tokens
+    of_run: bool = False  # whether low and high are fractions of data.tokens
     natural: tuple[bool, bool] = (False, False)  # whether values below low, and above high, are impossible
 
 
@@ -280,14 +282,14 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
     """Return the modules whose init_std need not be searched, because other searched values have the same effect.
 
     With Adam, multiplying the init_std and lr of a matrix by c multiplies the matrix by c throughout the training,
-    except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). This factor c can be
-    without effect on the output of the model:
+    except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). In two cases the
+    factor c need not change the output of the model:
 
-    - For the matrices of queries and keys, if queries and keys are normalised: the norm removes the factor.
-    - For the last matrix of a residual branch, and for other matrices on which the branch's output depends linearly:
-      the branch's residual multiplier can be divided by c.
+    - The matrices of queries and keys, if queries and keys are normalised. The norm removes the factor.
+    - The last matrix of a residual branch, and other matrices on which the output of the branch depends linearly.
+      Dividing the branch's residual multiplier by c undoes the factor.
 
-    In a model with biases, the biases would have to be scaled, too, so the result is empty.
+    The result is empty for a model with biases, because a factor on a matrix does not scale the bias with it.
     """
     if model.bias:
         return set()
@@ -313,7 +315,7 @@ def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
 
 
 def _why_not_searched(recipe: Recipe, path: str) -> str | None:
-    """Return the reason why a value cannot be searched, or None if it can."""
+    """Return the reason why the value at a path cannot be searched, or None if a search is possible."""
     value, quantity, decay = point.value_at(recipe, path), quantity_of(path), recipe.schedule.decay
     reason = None
     if value is None:
@@ -337,7 +339,7 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
 
 
 def _fixed(recipe: Recipe, path: str) -> str | None:
-    """Return the reason why a value cannot move within its bounds, or None if it can."""
+    """Return the reason why the value at a path cannot move within its bounds, or None if it can move."""
     if path in CHOICES or any(reach(recipe, path, side)[0] for side in (0, 1)):
         return None
     return f"{point.value_at(recipe, path):g} cannot move within its bounds: {bounds_of(path).why}"
@@ -347,8 +349,8 @@ def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> D
     """Return the dimension of a searched value: its start, range and unit.
 
     ``ends`` is the range that the recipe's ``[tuning]`` gives (lowest and highest distance from the recipe's value).
-    If it is None, the range extends to the bounds. If the value is already beyond a bound, the range ends at the
-    value.
+    If ``ends`` is None, the range extends to the bounds. If the recipe's value is already beyond a bound, the range
+    ends at the recipe's value.
     """
     value = point.value_at(recipe, path)
     if isinstance(value, str):

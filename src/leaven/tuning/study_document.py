@@ -113,7 +113,7 @@ class Best:
     number: int  # number of the first trial at this point
     loss: float
     interval: Interval
-    fresh: int = 0  # number of runs that were not used to choose the point; with 0 the loss is probably too low
+    fresh: int = 0  # number of runs that were not used to choose the point; if it is 0, the loss is probably too low
     runs: int = 1  # number of runs whose mean is the loss
 
     @property
@@ -196,7 +196,7 @@ class Answer(BaseModel):
     def fewer(self) -> dict[str, float] | None:
         """The point with the fewest changes that equals the best point within the noise.
 
-        It is None if this point is the best point itself, or if there is none that was run again with fresh seeds.
+        The result is None if this point is the best point itself, or if no such point was run again with fresh seeds.
         """
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
@@ -221,7 +221,7 @@ class StudyDocument(Answer):
     method: str
     space: tuple[str, ...]  # paths of the searched values
     trials: tuple[StudyTrial, ...]
-    radius: float | None = None  # of the trust region: share of the uncertainty by which a proposal moves
+    radius: float | None = None  # a proposal's random move as a fraction of the best point's uncertainty
     stalled: bool = False  # whether the search stopped early because several rounds gained less than the noise
     durations: tuple[int, ...] = ()  # compared run lengths in tokens; each trial trains all of them
     front: tuple[Front, ...] = ()
@@ -286,12 +286,12 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """Return by which factor the tokens of ``target`` would have to grow to gain as much as a study did.
+    """Return by what factor the run ``target`` would need more tokens to lower its loss as much as a study did.
 
-    A published loss law gives the factor. A larger model may keep only a part of the study's gain, so there is one
-    row for each share of the gain in ``SHARES``. ``answer`` is the best.toml of the study. The list is empty if
-    ``answer`` is another file or is not in a study's folder, if the study measured no gain, or if the law does not
-    cover runs of the target's length.
+    ``answer`` is the best.toml of the study, and its gain is the loss that tuning saved. A larger model may keep only
+    a part of the gain, so there is one row for each part in ``SHARES`` (all, a half and a quarter). A published loss
+    law converts the gain to tokens. The list is empty if ``answer`` is not the best.toml of a study, if the study
+    measured no gain, or if the law does not cover runs as long as ``target``.
     """
     try:
         study = StudyDocument.model_validate_json(read_text(answer.parent / "study.json"))

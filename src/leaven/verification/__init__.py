@@ -1,7 +1,8 @@
 """Checks that test a scaling rule by training small models.
 
 A family makes the models of one recipe (recipe_family.py, small_models.py) or of a user's factory function
-(foreign.py) at any scale. There are three kinds of checks, listed with the calls that they make::
+(foreign.py) at any scale. There are three kinds of checks. The names of the checks are on the left, and the calls
+that carry them out are on the right::
 
     coordinates, gradients    SizeCheck.of(recipe, ...) -> family.build(scale, seed) -> record -> judge
     transfer, duration,       sweep(family, ...), equivalence(family, ...)
@@ -9,5 +10,5 @@ A family makes the models of one recipe (recipe_family.py, small_models.py) or o
     equivalence
     memory                    check_memory(recipe, ranks) -> dry_run(recipe, rank)
 
-The first two kinds return a CheckDocument (verdict.py), and ``memory`` returns a MemoryCheckDocument.
+The check ``memory`` returns a MemoryCheckDocument. All other checks return a CheckDocument (verdict.py).
 """

@@ -41,8 +41,9 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Only tensors of the type ``of`` and parameters are recorded. Each has a part: its use, such as weights or
     gradients. :meth:`within` sets the part of new tensors, and :meth:`mark` changes the part of existing tensors, for
-    example of gradients. Gathered or cast weights, and the buffers of collectives and updates, are recognised by the
-    operation that creates them. All other tensors count as activations.
+    example of gradients. The tracker recognises some parts by the operation that creates the tensor: weights that
+    were gathered from other ranks or cast, and buffers for communication or for measuring an update. All other
+    tensors count as activations.
 
     The tracker does not change the computation, with one exception: a number that is read from a fake tensor, which
     has no data, is 1.

@@ -17,13 +17,14 @@ each residual branch by L^-alpha. Under a right rule, the RMS of these outputs m
 - Over depth at alpha below 1, outputs of the matrices inside blocks: the rule lowers their lr as L^(alpha-1), so they
   learn less. The output of a norm must not fall, because the norm passes on what the stream has learnt.
 
-If d grows, the attention logits *must* fall with the width at the start. With query . key / sqrt(d) they have the
-same size at every d only until training has aligned queries and keys, and then grow as sqrt(d). This growth takes
-more steps than a check has (the slope was +0.1 after 40 steps).
+If d grows, the attention logits *must* fall with the width at the start. This detects a model that divides
+query . key by sqrt(d), as is usual, instead of d. The logits of such a model have the same size at every d before
+training, and grow as sqrt(d) only after training has aligned queries and keys. This growth takes more steps than a
+check has (the slope was +0.1 after 40 steps), so the start is judged.
 
 Over depth, a module inside the blocks is measured in the middle block, and the stream after the last block. A mean
-over all blocks would be biased by the first block, whose input is still the embedding. Its weight would be one half
-at depth 2 but one sixteenth at depth 16, so every slope would be too high by 0.15.
+over all blocks would be biased by the first block, whose input is still the embedding. The first block would make up
+one half of the mean at depth 2 but one sixteenth at depth 16, so every slope would be too high by 0.15.
 
 The check cannot detect errors in weight decay, in clipping, or in an eps far below the gradient. It also cannot
 detect a readout that learns too slowly, or any error that shows only after many steps.
@@ -94,10 +95,10 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     them would change less than at depth 4, by a factor of 2^0.25."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes along which models grow: those of every size check and, if both width and depth vary, the
-        width at the largest depth.
+        """Return the axes along which models grow.
 
-        This additional axis has two widths. It finds errors of a rule that show only where width and depth both grow.
+        If both width and depth vary, there is one axis more than in other size checks: the smallest and the largest
+        width at the largest depth. This axis finds errors of a rule that show only where width and depth both grow.
         """
         axes = super().axes()
         if len(axes) < 2:

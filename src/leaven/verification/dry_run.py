@@ -42,9 +42,9 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
     """Return the memory that one rank of a recipe's layout uses in a training step.
 
     The second step is measured, because the optimizer state does not exist before the end of the first step. The
-    model is not compiled. ``device`` is the device whose kernels are measured. With "cpu", attention is computed
-    block by block, and the loss over fewer tokens at a time. Call this function only once in a process, and only if
-    the process has no process group.
+    model is not compiled. ``device`` is the device on which the recipe is to be trained. It decides how attention and
+    the loss are computed: on "cpu", attention is computed block by block, and the loss of fewer tokens is computed at
+    a time. Call this function only once in a process, and only if the process has no process group.
     """
     layout, group = recipe.layout, SINGLE_PROCESS
     if layout.ranks > 1:

@@ -1,16 +1,17 @@
 """The duration check: does the best lr change with the tokens of a run as the scaling rule says?
 
 The check sweeps the lr at several durations (run lengths in tokens), and fits the exponent of the best lr over the
-tokens. The other hyperparameters (weight decay, eps, the betas) follow the rule in every run. Two groups of control
-runs without a sweep measure what the rule gains. In the first group the lr does not follow the rule, in the second
-group nothing does.
+tokens. The other hyperparameters (weight decay, eps, the betas) follow the rule in every run of the sweep. Two groups
+of control runs without a sweep measure what the rule gains. In the first group, all hyperparameters except the lr
+follow the rule. In the second group, no hyperparameter follows the rule.
 
-The rule is derived for gradients that are mostly noise. So the check also trains with twice the batch on the same
-tokens, under the batch rule, at the best lr for the recipe's own duration. According to McCandlish et al. 2018
-(arXiv 1812.06162, equation 2.11), the tokens needed for a loss are proportional to 1 + x, where x is the batch
-divided by the critical batch. So doubling the batch acts like shortening the run by log2((1 + 2x) / (1 + x)) octaves
-(halvings): 0 if gradients are only noise, 1 if only the number of steps counts, and 0.585 at the critical batch. The
-sweep measures how much loss a doubling of the tokens gains.
+The rule is derived for gradients that are mostly noise. To test this assumption, the check also trains with twice the
+batch on the same tokens, under the batch rule, at the best lr for the recipe's own duration. According to McCandlish
+et al. 2018 (arXiv 1812.06162, equation 2.11), the tokens needed to reach a given loss are proportional to 1 + x,
+where x is the batch divided by the critical batch. So a doubled batch needs (1 + 2x) / (1 + x) times the tokens. The
+log2 of this ratio, in octaves (doublings) of tokens, is 0 if gradients are only noise, 1 if only the number of steps
+counts, and 0.585 at the critical batch. To measure it, the check divides the rise of the loss from doubling the batch
+by the drop of the loss from doubling the tokens, which the sweep measures.
 """
 
 import math
@@ -63,11 +64,10 @@ def duration(
 
 
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
-    """Return the recipe keys and values by which the exponent that a duration check measured is written into a
-    recipe.
+    """Return recipe keys and their values that write the result of a duration check, an exponent, into a recipe.
 
-    ``document`` is the result of the check in the folder ``run``. Return None if the exponent was not measured, if it
-    has no interval, or if an optimum is at the edge of a grid.
+    ``document`` is the result of the check in the folder ``run``. Return None if the check measured no exponent or no
+    interval of the exponent, or if an optimum is at the edge of the grid of lrs.
     """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
     edge = any("edge" in row.note for row in document.rows)
@@ -125,7 +125,8 @@ def _regime(
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
     """Return rows that compare longer runs under the rule with two groups of control runs.
 
-    In the first group the lr stays as in the short run, in the second group all hyperparameters do.
+    In the first group, the lr is the same as in the short run. In the second group, all hyperparameters are the same
+    as in the short run.
     """
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     settings = {}

@@ -82,8 +82,7 @@ class ForeignFamily:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
     def value(self, quantity: Quantity) -> float:
-        """Return the value of a quantity in the unit of this family: 1 for the lr, which is counted in multiples of
-        the factory's own lr.
+        """Return 1, which stands for the factory's own lr. In this family, lrs are multiples of the factory's own lr.
 
         Raises:
             InputError: if the quantity is not the lr.
@@ -95,8 +94,8 @@ class ForeignFamily:
         return 1.0
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """Return 0, because values are multiples of the factory's own value, which the factory scales itself by its
-        argument ``ratios``."""
+        """Return 0, because a value is a multiple of the factory's own value and need not be scaled. The factory
+        scales its own value by its argument ``ratios``."""
         return 0.0
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:

@@ -6,24 +6,27 @@ properties of a scaling rule are judged:
 - AdamW divides by ``sqrt(v) + eps``, so eps has the same effect at every scale if it scales like the gradient. For
   each group of parameters, the exponent of the gradient's RMS must equal that of eps. In large models the gradients
   are smaller, and eps matters first in the embedding and the hidden weights (Everett et al. 2024, arXiv 2407.05872).
-- AdamW shrinks a weight by the share lr x weight_decay in each step. The exponent of this share must be 0. If a rule
-  lowers the lr with the width and keeps the weight decay, the decay vanishes in wide models, and activations do not
-  show this soon.
+- AdamW shrinks a weight by the fraction lr x weight_decay in each step. The exponent of lr x weight_decay must be 0.
+  If a rule lowers the lr with the width and keeps weight_decay, wide models have almost no decay. This error shows in
+  activations only after many steps.
 - Every parameter must change in training. Gains and biases must change by the same amount at every scale, because
   Adam changes each entry by about the lr in a step.
 
 :mod:`leaven.verification.invariants` checks what follows from the optimizer's settings alone.
 
-All heads share the gain of a query or key norm, so its gradient is a sum over heads. At the start, the terms of this
-sum have independent signs. After about 150 steps their signs agree, and the exponent is 0, like that of the gain's
-eps. So these gains are judged over width only in a check of at least 150 steps.
+Gains of query and key norms are an exception over width. All heads share such a gain, so its gradient is a sum over
+heads. At the start, the terms of this sum have independent signs. After about 150 steps the signs agree, and the
+gradient has the exponent 0, which is also the exponent of eps for these gains. So a check with fewer than 150 steps
+does not compare the gradients of these gains with eps over width.
 
-If alpha is below 1 (the rule multiplies residual branches by L^-alpha, where L is the depth), two quantities may fall
-with the depth by up to L^(alpha-1). The first is lr x weight_decay, because the lr inside blocks falls and the
-published rules keep the weight decay (with ``scale_decay_with_depth`` it grows). The second is the gradients inside
-blocks at the end of the training, because the gradient of a gain is in part proportional to what the block has
-learnt. At alpha = 1/2 the exponent of eps is -0.50; the exponent of the pre-MLP gain's gradient was -0.59 on text and
--0.90 on a Markov chain that is learnt quickly.
+The rule multiplies residual branches by L^-alpha, where L is the depth. If alpha is below 1, two quantities may fall
+with the depth by up to L^(alpha-1):
+
+- lr x weight_decay, because the rule lowers the lr inside blocks, and the published rules keep weight_decay. (A rule
+  with ``scale_decay_with_depth`` raises weight_decay to make up for the lower lr.)
+- Gradients inside blocks at the end of the training, because the gradient of a gain is in part proportional to what
+  the block has learnt. For example, at alpha = 1/2 the exponent of eps is -0.50. The gradient of the gain before the
+  MLP had the exponent -0.59 on text, and -0.90 on a Markov chain that is learnt quickly.
 """
 
 import math

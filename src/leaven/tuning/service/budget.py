@@ -40,7 +40,8 @@ class Budget:
 
     @property
     def label(self) -> str:
-        """A text that distinguishes the confirmation runs of this budget from the runs of a later, larger budget."""
+        """This budget as text, such as ``100 trials``. The text is stored with confirmation runs and distinguishes
+        them from the confirmation runs of a later, larger budget."""
         return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
 
     @property
@@ -54,10 +55,11 @@ class Budget:
         return FINALS[:2] if self.size < FEW else FINALS
 
     def finals(self, runs: Sequence[Evaluation], now: float) -> tuple[int, int]:
-        """Return (finalists, runs of each) for the confirmation.
+        """Return how many finalists (best points) are run again to confirm them, and how many runs each of them gets.
 
-        The result is the most expensive pair in ``FINALS`` that both the share reserved for confirmation and the
-        remaining budget allow.
+        The result is the most expensive pair in ``FINALS`` whose runs cost at most ``RESERVED`` (1/8) of the budget
+        and at most what is left of the budget. With fewer than ``FEW`` (24) runs in the budget, only the two cheapest
+        pairs are allowed.
         """
         affordable = min(min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
         return max(final for final in self._finals if runs_to_confirm(*final) <= max(affordable, 0))

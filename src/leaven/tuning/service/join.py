@@ -69,14 +69,15 @@ def join_study(
 ) -> tuple[optuna.Study, Axes, float | None]:
     """Return (study, axes, noise) of the study called ``name``. If it does not exist, create it.
 
-    A new study gets this command's settings and prior knowledge. A stored study keeps the knowledge with which it was
-    created, because laws and the earlier study may have changed since then; the returned axes contain it.
+    A new study gets this command's settings and prior knowledge. A stored study keeps the prior knowledge with which
+    it was created, even if scaling laws or the earlier study would give other knowledge now. The returned axes
+    contain the knowledge of the stored study.
 
     Args:
         what: the name of the study in messages.
         instead: what to do if the study has other settings, in messages.
-        own_noise: whether ``noise`` must equal the noise of the stored study. If false, and the stored study was
-            created with the trials of an earlier study, the stored noise replaces ``noise``.
+        own_noise: if true, ``noise`` must equal the noise of the stored study. If false, a stored study that was
+            created with the trials of an earlier study keeps its noise, and this noise is returned.
         recipe: the recipe that all commands on the study must share.
         shared: further settings that all commands on the study must share.
 

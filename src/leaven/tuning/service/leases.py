@@ -76,11 +76,11 @@ class Leases:
         _here.discard(self.node)
 
     def dead(self, owners: set[str]) -> set[str]:
-        """Return those of the commands ``owners`` (ids) that are dead.
+        """Return the ids in ``owners`` that belong to dead commands.
 
-        A command on another machine is dead if its heartbeat has not changed for the lease time. This time is added
-        up over the calls of this method, and each call adds at most a quarter of the lease time. So call it
-        regularly.
+        A command on another machine is dead if its heartbeat has not changed for the lease time. To measure this
+        time, call this method regularly. Each call adds the time since the last call, but at most a quarter of the
+        lease time.
         """
         # Capped, so that a pause of this process or of the store does not make other commands count as dead.
         now = self._clock()

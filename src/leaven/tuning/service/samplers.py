@@ -1,4 +1,7 @@
-"""Optuna's samplers as search methods, which sample a box that grows during the search; and Optuna's importances."""
+"""Search methods that use Optuna's samplers, and PED-ANOVA, which is Optuna's measure of importance.
+
+The samplers draw points from a box that grows during the search.
+"""
 
 import math
 import warnings
@@ -55,21 +58,21 @@ def distributions(axes: Axes) -> Distributions:
 
 
 class SeededSampler(BaseSampler):
-    """The Optuna sampler of the search methods other than ``trust-region``. It samples a growing box (:func:`box`).
+    """The Optuna sampler of the search methods other than ``trust-region``.
 
-    Each proposal has a seed of its own, made from the seed of the search and the index of the proposal. With a single
-    random stream, two commands with the same seed would draw the same proposals, and so would a command that resumes.
-    The distributions in the store span the whole space. Optuna's sampler gets only the current box, which is computed
-    from the finished trials.
+    The distributions in the store span the whole space. Optuna's sampler gets only the current box (:func:`box`),
+    which is computed from the finished trials.
 
-    For CMA-ES, which stays near the start by itself, the box covers the whole space and is symmetric around the
-    start. CMA-ES begins with the same start and the same width as a trust-region search. It is separable (its
-    covariance is diagonal), because a few hundred trials do not determine a full covariance in 90 dimensions. CMA-ES
-    does not support choices: in each proposal, a choice takes the level of the best trial with probability 1/2, and
-    otherwise a random level.
+    Each proposal has its own random seed, made from the seed of the search and the index of the proposal. So commands
+    with the same seed of the search draw different proposals, and a resumed search does not repeat its proposals.
 
-    A trust-region search does not use this sampler. A grid search uses it to sample at random after all points of the
-    grid have run (``search_plan.py``).
+    CMA-ES begins with the same start and the same width as a trust-region search, and stays near the start by itself.
+    So its box does not grow: it covers the whole space and is symmetric around the start. CMA-ES uses a diagonal
+    covariance, because a few hundred trials do not determine a full covariance in 90 dimensions. CMA-ES cannot sample
+    a choice (a value with a list of levels). Each proposal gives a choice the level of the best trial with
+    probability 1/2, and otherwise a random level.
+
+    A grid search uses this sampler to sample at random after all points of the grid have run (``search_plan.py``).
     """
 
     def __init__(self, method: str, axes: Axes, seed: int) -> None:
@@ -157,7 +160,10 @@ def run_index(trial: FrozenTrial) -> int:
 
 
 def _farthest(axes: Axes) -> float:
-    """Return the largest distance from the start to a bound of the space. The unit is the scale of each value."""
+    """Return the largest distance from the start to a bound of the space, over all searched values.
+
+    The distance along a value is divided by the value's scale, its typical distance from the start to an optimum.
+    """
     low, high = axes.ends
     return float((np.maximum(-low, high) / axes.scale).max())
 

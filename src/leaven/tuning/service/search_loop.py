@@ -14,10 +14,10 @@ starts one:
 - Every command keeps increasing a counter in the store, its heartbeat. A command of another machine whose heartbeat
   has not changed for ``lease_seconds`` is dead (``leases.py``), and other commands retry its trials.
 - If the process of a run dies in trial NUMBER, the run is retried once, by a new trial with the job ``retry:NUMBER``.
-  If the retry dies too, the run has failed. A trial that its owner released (Ctrl-C) is run again in the same way,
-  but does not count as dead.
-- A diverged run is marked by a user attribute. Optuna's samplers need a finite loss, so the worst finite loss so far
-  is stored. leaven counts the loss of the run as infinite (``trial_log.py``).
+  If the process of the retry dies too, the run has failed. If a command is stopped by Ctrl-C, it releases its trials.
+  Released trials are run again in the same way, but do not count as deaths.
+- A diverged run is marked by a user attribute. Optuna's samplers need a finite loss, so the store gets the worst
+  finite loss so far. leaven itself counts the loss of a diverged run as infinite (``trial_log.py``).
 """
 
 import math

@@ -1,14 +1,15 @@
-"""Decide the next run of a search from the runs so far (``trial_log.py``). The next run is the first one of these
-that is still to be done:
+"""Decide the next run of a search from the runs so far (``trial_log.py``).
+
+The next run is of the first kind in this list that still has runs to do:
 
 1. The retry of a run whose process died.
-2. The start, with several seeds, to measure the noise (the standard deviation of the loss between seeds). In a grid
-   search, the points of the grid follow.
-3. The next proposal of the search. Proposals end when only the budget that is reserved for confirmation is left, or
-   when several rounds gained less than the noise.
-4. One of the best few points (the finalists), again, with a fresh seed. The first trial of this kind stores the
-   number of finalists, which then holds for all commands.
-5. The best finalist or the start, again, to confirm the gain (``algorithm/answer.py``).
+2. Runs of the start with several seeds, which measure the noise (the standard deviation of the loss between seeds).
+   In a grid search, the points of the grid follow.
+3. Proposals of the search. They end when only the budget that is reserved for confirmation is left, or when several
+   rounds gained less than the noise.
+4. Repeated runs of the best few points (the finalists) with fresh seeds. The first of these runs stores the number of
+   finalists, which then holds for all commands.
+5. Repeated runs of the best finalist and of the start, to confirm the gain (``algorithm/answer.py``).
 """
 
 import itertools
@@ -113,8 +114,8 @@ class SearchPlan:
         ``turn`` is the index of the next proposal of the search.
 
         Raises:
-            NothingFound: if no run has a finite loss, and ``DIVERGENCES`` runs have ended, or ``DEATHS`` runs have
-                failed and none has ended.
+            NothingFound: if no run completed, although at least ``DIVERGENCES`` (100) runs diverged or were pruned;
+                or if no run has a result, and the processes of at least ``DEATHS`` (8) runs died.
         """
         states = [run.state for run in runs]
         if "waiting" in states:
@@ -163,11 +164,14 @@ class SearchPlan:
         return self.budget.left(runs, now) >= more + (self.budget.reserved(runs, now) if self._confirms(runs) else 0)
 
     def _confirms(self, runs: Sequence[Evaluation]) -> bool:
-        """Return whether the search is to end with runs of the best points with fresh seeds.
+        """Return whether the search is to end with confirmation runs: runs of the best points with fresh seeds.
 
-        The result is False if the noise is 0, or if all finished runs diverged. In a trust-region search it is also
-        False if the best point is still the start. If the budget is below ``SMALL`` runs, a trust-region search also
-        does without such runs if the noise is unknown, or if the gain is so large that it is accepted without them.
+        The result is False if the noise is 0, or if runs have finished but none has completed. In a trust-region
+        search, the result is also False in these cases:
+
+        - The best point is still the start.
+        - The budget is below ``SMALL`` runs, and the noise is unknown.
+        - The budget is below ``SMALL`` runs, and the gain is large enough to be accepted without confirmation.
         """
         noise, _ = self.noise_of(runs)
         if noise == 0 or (any(run.finished for run in runs) and not any(run.state == "complete" for run in runs)):
@@ -179,10 +183,11 @@ class SearchPlan:
         return self.budget.size >= SMALL or (noise is not None and self._fitted(runs).in_doubt)
 
     def _rerun(self, runs: Sequence[Evaluation], few: int, each: int, now: float) -> TrialRequest | None:
-        """Return the next run of a finalist with a fresh seed. Each of ``few`` finalists gets ``each`` runs.
+        """Return the next run of a finalist with a fresh seed.
 
-        The next best point takes the place of a finalist that diverges. Return None if all these runs have been
-        started, if the budget is used, or if there are no more points.
+        ``few`` is the number of finalists, and ``each`` is the number of runs of one finalist. If a finalist
+        diverges, the next best point replaces it. Return None if all runs of the finalists have been started, if the
+        budget is used up, or if no point is left.
         """
         reruns: dict[int | None, list[Evaluation]] = {}
         for run in runs:
@@ -241,11 +246,11 @@ class SearchPlan:
         return next(dict(run.params) for run in runs if run.finished and tuple((run.octaves or {}).values()) == point)
 
     def baseline(self, runs: Sequence[Evaluation], point: Mapping[str, float]) -> Baseline | None:
-        """Return the best run so far. A run at ``point`` is pruned if its loss falls far behind the loss curve of
-        the best run.
+        """Return the loss curve with which a new run at ``point`` is compared, to prune it if it falls far behind.
 
-        Only runs with the same choices are compared, because a choice (such as the schedule) changes the shape of the
-        loss curve. Return None if there is no such run, or while too few runs measure the noise.
+        It is the curve of the best completed run that has the same choices as ``point``, because a choice (such as
+        the schedule) changes the shape of a loss curve. Return None if no such run has completed, or if too few runs
+        measure the noise.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(runs)

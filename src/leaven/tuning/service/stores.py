@@ -1,10 +1,12 @@
 """Open the store of a study: an Optuna storage in a file or on a server, which retries each call while it is
 unreachable.
 
-A call may succeed just before the connection breaks. Its retry must not take effect a second time. So every new trial
-has a unique id (a ticket), by which a retry finds the trial that it has created before. A retry may set a trial to
-the state that the trial already has. All other calls can be repeated, except for taking a trial off Optuna's queue,
-which leaven does not use.
+If the connection breaks just after a call has changed the store, leaven does not learn that the call succeeded, and
+retries it. The retry must not change the store a second time:
+
+- Every new trial has a unique id (a ticket). Before a retry creates a trial, it looks for a trial with this id.
+- If a retry ends a trial that has ended already, with the same state and values, this is not an error.
+- All other calls that leaven makes can be repeated without harm.
 """
 
 import errno

@@ -151,6 +151,6 @@ def jobs_of(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
 
 
 def region_of(runs: Sequence[Evaluation], axes: Axes, noise: float | None = None) -> Region:
-    """Return the trust region that follows from the finished ones of the ``runs``."""
+    """Return the trust region that follows from ``runs``. Runs without a result are ignored."""
     ended, points, losses = results(runs, axes)
     return region(axes, points, losses, noise, np.array([run.seed for run in ended], np.int64))
