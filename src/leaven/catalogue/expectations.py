@@ -1,7 +1,8 @@
 """Predict the best lr, batch, weight decay and init std of a recipe from laws and published runs.
 
 ``leaven tune --prior laws`` starts from these predictions, which use the same runs and laws as ``leaven new``. A
-predicted value is compared with the recipe's value after its scaling rule, which the matrices inside the blocks get.
+recipe's scaling rule converts the recipe's hyperparameters for each parameter of the model. A prediction is stated
+relative to the converted hyperparameter of the matrices inside the blocks.
 """
 
 import math
@@ -18,8 +19,10 @@ from leaven.catalogue.starter.optimizer import lr_evidence
 
 @dataclass(frozen=True)
 class Expectation:
-    """The expected best value of a hyperparameter, compared with its present value, which the matrices inside the
-    blocks get from the recipe and its scaling rule."""
+    """How far the expected best value of a hyperparameter is from the recipe's value, and how certain that is.
+
+    The recipe's value is the one that the scaling rule gives the matrices inside the blocks.
+    """
 
     octaves: float  # log2(expected value / the recipe's value)
     deviation: float  # standard deviation of log2(value) over the values of the laws and runs

@@ -44,7 +44,10 @@ class PublishedGroup(Provenance):
 
 
 class Lineage(PublishedGroup):
-    """The lineage of a run: a group of runs that copied one another's learning rate, and together have one vote."""
+    """The lineage of a run: the group of runs that copied one another's learning rate.
+
+    A lineage counts as one run when leaven combines the values of published runs, for example to their median.
+    """
 
     name: str
     note: str | None = None
@@ -52,8 +55,10 @@ class Lineage(PublishedGroup):
 
 class Params(PublishedGroup):
     precision: Literal["exact", "rounded", "nominal"]
-    shape_check: str | None = None  # why the count by shape differs; "skip: ..." if it cannot be compared
-    shape_excess: int | None = None  # parameter count by shape, minus the published count
+    # Why the parameter count computed from the shape differs from the published count; "skip: ..." if the two counts
+    # cannot be compared.
+    shape_check: str | None = None
+    shape_excess: int | None = None  # parameter count computed from the shape, minus the published count
 
 
 class LayerwiseScaling(Part):
@@ -263,7 +268,8 @@ class TunedBase(PublishedGroup):
     start_loss: float  # loss with the values from which the search started, mean over seeds
     start_runs: int
     values: dict[str, float]  # best values, by path of a recipe
-    intervals: dict[str, _Pair]  # by path: range whose loss is within the noise of the best; other values are fixed
+    # By path: the range in which the loss is within the noise of the best loss, if only this value varies.
+    intervals: dict[str, _Pair]
     at_end: Texts = ()  # paths of values that are best at the edge of their search range: the optimum may lie beyond
 
 

@@ -44,8 +44,8 @@ class Point(NamedTuple):
 class Power(Part):
     """A power law: coefficient * (N / per)^params * (D / per)^tokens * C^compute * L^loss * unit.
 
-    N is the number of parameters, D the training tokens, C the training FLOPs and L the loss. ``per`` is the unit in
-    which the law counts N and D, for example 1e6.
+    N is the number of parameters, D the number of training tokens, C the training FLOPs and L the loss. ``per`` is
+    1e6 if the law counts N and D in millions. ``unit`` converts a batch that the law counts in sequences to tokens.
     """
 
     coefficient: float
@@ -53,7 +53,7 @@ class Power(Part):
     tokens: float = 0.0  # exponent of D
     compute: float = 0.0  # exponent of C
     loss: float = 0.0  # exponent of L
-    unit: float = 1.0  # converts sequences to tokens: 512 for a law in sequences of 512 tokens
+    unit: float = 1.0  # for example 512 if the law counts a batch in sequences of 512 tokens
     per: float = 1.0
 
     def at(self, point: Point) -> float:
@@ -127,7 +127,7 @@ class FrontierLine(Part):
 
 
 class Fitted(Part):
-    """The ranges to which a law was fitted, each as (lowest, highest). (0, inf) means that the source states none."""
+    """The ranges to which a law was fitted, each as (lowest, highest); (0, inf) if the source states no range."""
 
     params: Range = ANY
     tokens: Range = ANY
@@ -135,9 +135,9 @@ class Fitted(Part):
     tokens_per_param: Range = ANY
 
     def beyond(self, params: float, tokens: float, compute: float) -> list[BeyondRange]:
-        """Return the ranges that do not contain a run, the most distant one first.
+        """Return the ranges that do not contain a run, each with the factor by which the run is above or below it.
 
-        Each has the factor by which the run is above or below the range.
+        The range with the largest factor comes first.
         """
         found: list[BeyondRange] = []
         for axis, value, (lowest, highest) in (
@@ -195,10 +195,11 @@ class Law(Sourced):
 
 
 class Frontier(Sourced):
-    """A law about the best number of parameters N for a budget of 6 N D training FLOPs, where D is the tokens.
+    """A law about the best number of parameters for a budget of training FLOPs.
 
-    Such laws disagree: at Gopher's budget Chinchilla's first approach gives 67B, and its third approach 40B. The fit
-    of the third approach did not converge. Its replication by Besiroglu et al. (2024) is close to the first approach.
+    The budget is 6 N D FLOPs for N parameters and D tokens. Published laws disagree: for Gopher's budget, approach 1
+    of the Chinchilla paper predicts 67B parameters, and approach 3 predicts 40B. The paper's fit for approach 3 did
+    not converge. Besiroglu et al. (2024) repeated this fit, and their result is close to approach 1.
     """
 
     sizes: FrontierLine | LossLaw
@@ -227,7 +228,7 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
     """Return what each law predicts for a run of ``tokens`` tokens with ``params`` parameters.
 
     Laws that count parameters without the embeddings use ``params_non_embedding`` if it is given, else ``params``.
-    Above 1B, ``params`` is a good approximation of this count, but for GPT-2 124M it is 45% too high.
+    Above 1B parameters the two counts are nearly equal, but for GPT-2 124M ``params`` is 45% larger.
 
     >>> [round(r.batch_tokens) for r in evaluate(1e9, 20e9) if r.law == "Step Law 2025"]
     [441892]
@@ -295,14 +296,16 @@ def critical_batch(laws: Iterable[LawRow]) -> float:
 
 
 def lr_at_batch(law: LawRow, batch_tokens: float, noise: float) -> LrAtBatch | None:
-    """Return a law's lr converted to another batch by four rules, which disagree. None if the law predicts no lr.
+    """Return a law's lr converted to another batch by four rules. Return None if the law predicts no lr.
+
+    The results of the four rules disagree:
 
     - ``square_root``: for Adam below the critical batch (the SDE of Malladi et al. 2022, arXiv 2205.10287)
-    - ``linear``: for SGD below the critical batch (McCandlish et al. 2018); for AdamW it keeps the timescale of
-      weight decay in tokens
-    - ``surge``: for Adam; the lr rises with the batch up to the gradient noise scale (``noise``, in tokens) and falls
-      above it (arXiv 2405.14578)
-    - ``own``: with the exponent that was fitted to the law's own data; None if there is no such exponent
+    - ``linear``: for SGD below the critical batch (McCandlish et al. 2018). With AdamW, this rule does not change the
+      timescale of weight decay in tokens.
+    - ``surge``: for Adam. The lr rises with the batch up to the gradient noise scale (``noise``, in tokens), and
+      falls for larger batches (arXiv 2405.14578).
+    - ``own``: with the exponent that was fitted to the law's own data; None if no exponent was fitted
     """
     if law.lr is None or law.lr_batch_tokens is None:
         return None

@@ -1,8 +1,9 @@
 """Fill in the message templates of the files ``messages.toml`` and ``checks.toml``.
 
 A template is one part or a list of parts. A part has fields as in ``str.format``. If a field is None or unknown, the
-whole part is left out. Besides Python's formats, a field may have one of these formats. ``each``, ``range`` and
-``count`` are for votes: a vote is the value of one published run or one law, with its name.
+whole part is left out. Besides Python's formats, a field may have one of the formats below. ``each``, ``range`` and
+``count`` are for votes. A vote is the value of one published run or law, with its name. The chosen value is the
+median of the votes, or the most frequent vote.
 
 - ``q``: a quantity, such as ``1.50 B``
 - ``n DIGITS``: a number with this many significant digits

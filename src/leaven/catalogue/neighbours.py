@@ -1,7 +1,7 @@
 """Find the neighbours of a model, which are the published runs nearest in size, and combine their values.
 
-A lineage is a group of runs that copied one another's learning rate. It has one vote: the value of its nearest run.
-``leaven new`` and ``leaven recipes check`` use the same neighbours.
+A lineage is a group of runs that copied one another's learning rate. Each lineage has one vote, which is the value of
+the lineage's nearest run. ``leaven new`` and ``leaven recipes check`` use the same neighbours.
 """
 
 import math
@@ -65,10 +65,12 @@ def nearest(
 ) -> list[tuple[PublishedRun, float]]:
     """Return the published runs nearest to a model, each with its distance.
 
-    A factor of 2 in parameters is a distance of 1. Only runs within ``factor`` of the model's size are returned,
-    or all runs if none is within it. Runs that fit the wanted ``stack`` (norm placement, QK-norm, optimizer) come
-    first, and nearer runs before farther ones. Then the first run of each lineage is moved to the front. A run is
-    left out if its lr cannot be compared with an lr of the stack's optimizer (by default AdamW), such as a muP lr.
+    A factor of 2 in parameters is a distance of 1. Only runs within ``factor`` of the model's size are returned.
+    Runs that fit ``stack`` (the wanted norm placement, QK-norm and optimizer) come before runs that do not, and
+    nearer runs before farther runs. If no run is within ``factor``, runs of all sizes are returned, ordered by
+    distance alone. In this order, the first run of each lineage (runs that copied one another's lr) is then moved to
+    the front. A run is left out if its lr, such as a muP lr, cannot be compared with an lr of the stack's optimizer
+    (by default AdamW).
 
     Raises:
         InputError: if ``params`` or ``tokens`` is not above 0, if ``factor`` is below 1, or if no run of this kind
@@ -135,10 +137,10 @@ def most_common(by: Mapping[str, Any]) -> Votes | None:
 
 
 def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Votes:
-    """Return the votes ``by`` together with their geometric median, which is exp(median of the logarithms).
+    """Return the values ``by`` of runs or laws together with their geometric median, exp(median of the logarithms).
 
-    With ``weights``, it is a weighted median: half of the total weight is below it. Half of the weight of a vote
-    counts as below that vote, and the logarithms are interpolated linearly between votes. Equal weights give the
+    With ``weights``, the median is weighted: half of the total weight is below the median. Half of a value's own
+    weight counts as below that value, and logarithms are interpolated linearly between values. Equal weights give the
     ordinary median.
     """
     if weights is None:
@@ -170,7 +172,11 @@ class Neighbours:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the runs that vote, nearest in size first: those within `FACTOR`, but at least `NEAREST` runs."""
+        """Return the runs whose values count, the nearest in size first.
+
+        All runs within `FACTOR` of the model's size count. If they are fewer than `NEAREST`, the nearest `NEAREST`
+        runs count.
+        """
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
 
@@ -199,7 +205,7 @@ class Neighbours:
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
-        """Return the published values at a path of a recipe, of which the most frequent one is chosen.
+        """Return the published values at a path of a recipe, with the most frequent value as the chosen one.
 
         In a tie, the value of the nearest run is chosen. Return None if no run publishes a value.
         """
@@ -208,8 +214,9 @@ class Neighbours:
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
         """Return the weight of each run's vote, by run id.
 
-        A weight is 1 at the model's size and falls linearly with the logarithm of the size ratio, to 0 at `FACTOR`
-        (farther if fewer than `NEAREST` runs are near). All weights are 1 if there is a reference or no run is near.
+        A run of the model's size has weight 1. The weight falls linearly with the logarithm of the size ratio, and is
+        nearly 0 at the ratio `FACTOR`. If fewer than `NEAREST` runs are within `FACTOR`, the weight reaches 0 at a
+        larger ratio. All weights are 1 if there is a reference run, or if no run is within `FACTOR`.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)
@@ -228,9 +235,11 @@ class Neighbours:
 def neighbours(
     params: int, tokens: int, *, qk_norm: bool | None = None, reference: PublishedRun | None = None
 ) -> Neighbours:
-    """Return the neighbours of a model: of each lineage the nearest dense run with an lr comparable to AdamW's.
+    """Return the neighbours of a model: one dense run of each lineage, with an lr comparable to AdamW's.
 
-    Runs with AdamW, pre-norm and the given QK-norm come first.
+    Of a lineage (runs that copied one another's lr), a run within `FACTOR` of the model's size is preferred, then a
+    run with AdamW, pre-norm and the given QK-norm, then the nearest run. The neighbours are in the same order. If no
+    run at all is within `FACTOR`, only the distance counts.
     """
     stack = Stack("pre", qk_norm, "adamw")
     ranked = [run for factor in (FACTOR, math.inf) for run, _ in nearest(params, tokens, factor=factor, stack=stack)]

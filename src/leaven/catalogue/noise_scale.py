@@ -28,17 +28,17 @@ def gradient_noise(small: Any, small_squared: Any, big: Any, big_squared: Any) -
 
 
 def tokens_over_least(batch: float, critical: float) -> float:
-    """Return the tokens that a run with this batch size needs to reach a loss, divided by those with a tiny batch.
+    """Return the tokens that a run with this batch size needs to reach a loss, relative to a tiny batch.
 
-    ``critical`` is the critical batch size; both are in tokens (arXiv 1812.06162, section 2.3).
+    The batch size ``batch`` and the critical batch size ``critical`` are in tokens (arXiv 1812.06162, section 2.3).
     """
     return 1 + batch / critical
 
 
 def steps_over_least(batch: float, critical: float) -> float:
-    """Return the steps that a run with this batch size needs to reach a loss, divided by those with a huge batch.
+    """Return the steps that a run with this batch size needs to reach a loss, relative to a huge batch.
 
-    ``critical`` is the critical batch size; both are in tokens (arXiv 1812.06162, section 2.3).
+    The batch size ``batch`` and the critical batch size ``critical`` are in tokens (arXiv 1812.06162, section 2.3).
     """
     return 1 + critical / batch
 
@@ -46,8 +46,8 @@ def steps_over_least(batch: float, critical: float) -> float:
 def surge_lr(batch: float, noise: float) -> float:
     """Return the best lr of Adam at ``batch``, divided by its best lr at a batch as large as ``noise``.
 
-    ``noise`` is the gradient noise scale; both are in tokens. The lr grows about as the square root of the batch up
-    to the noise scale, and falls above it (Li et al. 2024, arXiv 2405.14578).
+    ``batch`` and the gradient noise scale ``noise`` are in tokens. The best lr grows about as the square root of the
+    batch up to the noise scale, and falls for larger batches (Li et al. 2024, arXiv 2405.14578).
     """
     ratio = math.sqrt(noise / batch)
     return 2 / (ratio + 1 / ratio)

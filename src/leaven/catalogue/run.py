@@ -32,7 +32,7 @@ _BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(number of residual layers)")
 def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """Return the optimizers whose learning rates can be compared with those of ``optimizer``.
 
-    These are Adam and AdamW for each other, and for any other optimizer only itself.
+    Adam and AdamW can be compared with each other. Any other optimizer can be compared only with itself.
     """
     return ("adam", "adamw") if optimizer in ("adam", "adamw") else (optimizer,)
 
@@ -170,11 +170,11 @@ class PublishedRun(Part):
 
     @property
     def lr_comparable(self) -> bool:
-        """Return whether the lr is for Adam or AdamW in the standard parametrisation, so not for muP."""
+        """Return whether the lr is for Adam or AdamW, in the standard parametrisation and not in muP."""
         return self.comparable_lr(same_lr_meaning("adamw"))
 
     def comparable_lr(self, optimizers: tuple[Optimizer, ...]) -> bool:
-        """Return whether the lr is for one of these optimizers in the standard parametrisation, so not for muP."""
+        """Return whether the lr is for one of ``optimizers``, in the standard parametrisation and not in muP."""
         schedule = self.schedule
         return bool(schedule and schedule.peak_lr and not schedule.parametrisation) and self.optimizer in optimizers
 
@@ -191,8 +191,8 @@ class PublishedRun(Part):
     def warmup_fraction(self) -> float | None:
         """Return the share of the run's tokens that the warm-up takes.
 
-        A warm-up published in steps is converted with the final batch. If the batch grew, the result is the published
-        share, or None if no share is published.
+        A warm-up published in steps is converted to tokens with the run's batch. This is not possible if the batch
+        grew. The result is then the share that the source states, or None if the source states no share.
         """
         schedule, tokens, batch = self.schedule, self.tokens, self.batch_tokens
         if schedule is None:
@@ -247,7 +247,7 @@ class PublishedRun(Part):
     def residual_init_std(self) -> float | None:
         """Return the init std of the matrices that write to the residual stream.
 
-        Return None if it is not known or differs from layer to layer (``mitchell``).
+        Return None if the std is not known, or if it differs from layer to layer (as with the init ``mitchell``).
         """
         init, n_layers = self.init, self.arch.n_layers
         if init is None or init.residual_std is not None or init.std is None:

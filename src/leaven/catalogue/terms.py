@@ -27,9 +27,10 @@ def _clip(recipe: Recipe) -> float | None:
 
 
 def _optimizer(recipe: Recipe) -> str:
-    """Return the optimizer's name, which is `L2_DECAY` for ``adam`` with weight decay.
+    """Return the optimizer's name, or `L2_DECAY` for ``adam`` with weight decay.
 
-    In a recipe ``adam`` adds the decay to the gradient, while papers that write Adam mean AdamW.
+    The name "adam" alone would look equal to the Adam of a published run. But ``adam`` in a recipe adds the decay to
+    the gradient, and papers that write Adam mean AdamW.
     """
     tuned = recipe.hyperparameters
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer

@@ -40,7 +40,7 @@ VERBS = {
 
 
 class Verbs(TyperGroup):
-    """The ``leaven`` command. It imports the file of a subcommand, such as ``train``, only when this is called."""
+    """The ``leaven`` command, which imports the file of a subcommand only when that subcommand is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)

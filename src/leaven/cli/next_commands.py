@@ -1,8 +1,8 @@
-"""Choose the commands that leaven suggests after its result, or with ``--json`` under the key ``next``.
+"""Choose the commands that leaven suggests after the result of a command (with ``--json``, under the key ``next``).
 
-The order is new -> recipes check -> tune -> transfer -> recipes check -> plan -> train -> report. ``leaven new``
-chooses the names of files: OUT.toml is the recipe of the large model (the target), OUT-proxy.toml the recipe of a
-small model (the proxy) that is tuned instead, and OUT-tuned.toml the target with the tuned values.
+The order of the commands is new -> recipes check -> tune -> transfer -> recipes check -> plan -> train -> report.
+``leaven new`` chooses the names of files: OUT.toml is the recipe of the large model (the target), and OUT-proxy.toml
+the recipe of a small model (the proxy) that is tuned instead. OUT-tuned.toml is the target with the tuned values.
 """
 
 import shlex
@@ -27,7 +27,10 @@ def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[st
 
 
 def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands after a passed ``check coordinates``: tune the proxy, or without a proxy to tune, train."""
+    """Return the commands after a passed ``check coordinates``: tune the proxy.
+
+    If there is no proxy, or it is already tuned, return the command that trains the recipe.
+    """
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
         return tune(path, recipe, read_recipe(target) if target.exists() else None, overrides)
@@ -41,7 +44,10 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def after_tune(path: Path, study: Path) -> list[str]:
-    """Return the commands after a study: transfer the best values to the target, or without a target, train."""
+    """Return the commands after a tuning study: transfer the best values to the target, and write a report.
+
+    If there is no target, check and train the best recipe of the study instead of transferring its values.
+    """
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
     report = _line("report", study, "-o", study / "report.html")
@@ -86,7 +92,7 @@ def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Seque
 
 
 def plan_of_new(path: Path, cluster: Cluster | None) -> str:
-    """Return the command that plans a new recipe on a cluster, or without a cluster on this machine's CPU."""
+    """Return the command that plans a new recipe on ``cluster``, or on this machine's CPU if ``cluster`` is None."""
     return _line("plan", path, "--gpus", *((cluster,) if cluster else ("cpu", "--measure")))
 
 
@@ -96,7 +102,7 @@ def after_plan_of_run(id: str, cluster: str) -> list[str]:
 
 
 def after_budget(found: BudgetDocument) -> list[str]:
-    """Return the command after ``plan --budget``: write a recipe for the middle one of the listed sizes."""
+    """Return the command after ``plan --budget``: write a recipe for the size in the middle of the printed list."""
     middle = found.rows[len(found.rows) // 2]
     params, tokens = (format_quantity(count).replace(" ", "") for count in (middle.params, middle.tokens))
     return [f"leaven new {params}.toml --params {params} --tokens {tokens} --gpus {found.cluster}"]

@@ -1,7 +1,7 @@
 """Compare a recipe with published runs and report unusual values, for ``leaven recipes check``.
 
-To add a check, write its limits and its message in ``checks.toml``, a function in ``quantities.py`` that computes the
-compared value (if the keys of ``checks.toml`` do not suffice), and a test in ``tests/catalogue``.
+To add a check, write its limits and its message in ``checks.toml``, and a test in ``tests/catalogue``. If no key of
+``checks.toml`` can state the value to compare, also write a function in ``quantities.py`` that computes this value.
 """
 
 import math
@@ -32,8 +32,9 @@ def findings(
 ) -> list[FindingRow]:
     """Return the findings of all checks, the most severe first, each with changes of the recipe that remove it.
 
-    A suggested change is dropped if its finding remains, or if another check then gives a worse finding than before
-    that is more than a note. Changes that cause the fewest new notes come first.
+    Each suggested change is tried on the recipe. The change is dropped if the finding remains, or if it makes the
+    finding of another check worse than before and worse than a note. Changes that cause the fewest new notes come
+    first.
 
     Args:
         rows_of: a function that returns the rows of a recipe's parameter table.
@@ -71,7 +72,7 @@ def findings(
 def find(check: Check, case: Case) -> FindingRow | None:
     """Return the finding of one check, or None if the value is usual or the check does not apply to the recipe.
 
-    Its suggested changes are not tested yet: they may not remove the finding.
+    The changes that the finding suggests are not tested yet: they may not remove the finding.
     """
     read = _read(check, case)
     if read is None:
@@ -124,7 +125,7 @@ def find(check: Check, case: Case) -> FindingRow | None:
 
 
 def _read(check: Check, case: Case) -> Check | None:
-    """Return the check with its values for this recipe filled in, or None if it does not apply to the recipe."""
+    """Return the check with its compared value and suggestions for a recipe, or None if it does not apply."""
     if not case.neighbours and check.far_from_runs == "skip":
         return None
     read: Check | None = check.read(case)
@@ -133,7 +134,11 @@ def _read(check: Check, case: Case) -> Check | None:
 
 
 def _end(written: float | str, facts: Mapping[str, float]) -> float:
-    """Return a limit as a number. In a limit like ``1.5 most`` or ``least / 2``, the word is a key of ``facts``."""
+    """Return a limit as a number.
+
+    A limit may be written like ``1.5 most`` or ``least / 2``. The word is then a key of ``facts``, and stands for the
+    number at this key.
+    """
     if not isinstance(written, str):
         return written
     product, _, divisor = written.partition(" / ")

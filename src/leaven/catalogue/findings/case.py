@@ -1,7 +1,7 @@
 """The data of a check: :class:`Check` is one check, :class:`Case` is the recipe to check.
 
-A recipe's hyperparameters are compared with published runs after its scaling rule: the values that the matrices
-inside the blocks get.
+A recipe's scaling rule converts the hyperparameters in the recipe for each parameter of the model. Checks compare the
+converted hyperparameters of the matrices inside the blocks with published runs.
 """
 
 import math
@@ -48,8 +48,9 @@ def farthest(rows: Sequence[Any], quantity: str, bounds: Bounds) -> Any:
 class Check:
     """A check of ``checks.toml``, and what it compares for one recipe.
 
-    ``checks.toml`` gives the first group of fields. For a recipe, :meth:`read` and the function of `quantities` that
-    has the check's name set the second group. A check without limits gives a note whenever it applies to the recipe.
+    ``checks.toml`` gives the fields up to ``far_from_runs``. The fields from ``value`` on are set for one recipe, by
+    :meth:`read` and by the function of `quantities` that has the check's name. A check without limits gives a note
+    whenever it applies to the recipe.
     """
 
     name: str
@@ -138,8 +139,8 @@ class Case:
     def neighbours(self) -> tuple[PublishedRun, ...]:
         """Return at most five published runs within a factor of 4 of the recipe's size, one of each lineage.
 
-        A lineage is a group of runs that copied one another's lr. Runs with pre-norm, AdamW and the recipe's value of
-        ``qk_norm`` come first, and nearer runs before farther ones.
+        A lineage is a group of runs that copied one another's lr. Runs with pre-norm, AdamW and the recipe's
+        ``qk_norm`` come before all other runs. Among equals, the run nearest in size comes first.
         """
         return neighbours(self.params, self.tokens, qk_norm=self.recipe.model.qk_norm).close[:VOTES]
 
@@ -197,10 +198,11 @@ class Case:
         return min(known), max(known)
 
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
-        """Return the change of the recipe after which the matrices inside the blocks get ``wanted`` as ``quantity``.
+        """Return the change of hyperparameter ``quantity`` that gives the matrices inside the blocks ``wanted``.
 
-        The written value is rounded to two digits by ``to``: ``math.ceil`` if the matrices must get at least
-        ``wanted``, ``math.floor`` if at most. A beta is rounded to the nearest value with three digits instead.
+        The new value in the recipe differs from ``wanted``, because the scaling rule converts it for the matrices. It
+        is rounded to two digits by ``to``: ``math.ceil`` if the matrices must get at least ``wanted``, ``math.floor``
+        if they must get at most ``wanted``. A beta is rounded to the nearest number with three digits instead.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)
@@ -230,7 +232,7 @@ class Case:
     def with_tokens(self, tokens: int) -> Suggestion:
         """Return the change of the recipe to a run of ``tokens`` tokens.
 
-        A warm-up that is longer than the run is shortened to 1% of it.
+        A warm-up that is longer than the new run is shortened to 1% of the new run.
         """
         longer = self.recipe.schedule.warmup_tokens > tokens
         return {"data.tokens": tokens} | ({"schedule.warmup_tokens": tokens // 100} if longer else {})

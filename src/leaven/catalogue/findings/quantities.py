@@ -40,9 +40,11 @@ def size(check: Check, case: Case) -> Check | None:
 def lr(check: Check, case: Case) -> Check | None:
     """Compare the lr with the lrs of the nearest published runs.
 
-    The finding is "outside" if the lr is above or below all these lrs, and differs from their median by more than a
-    factor of 3. Published runs have one lr for all parameters. If the scaling rule gives the embedding another lr
-    than the matrices inside the blocks, the lr between these two that is nearest to the published median is compared.
+    The finding is "outside" if the lr is above or below the lrs of all these runs, and differs from the median of
+    their lrs by more than a factor of 3.
+
+    Published runs have one lr for all parameters, but the scaling rule may give the embedding and the matrices inside
+    the blocks two different lrs. The compared lr is then the number between the two that is nearest to the median.
     """
     known = case.near(attrgetter("peak_lr"))
     if not known:
@@ -132,8 +134,8 @@ def l2_decay(check: Check, case: Case) -> Check | None:
 def timescale(check: Check, case: Case) -> Check | None:
     """Compare the timescale of weight decay with the best timescale that the Power Lines law predicts.
 
-    The timescale is batch / (lr x decay x tokens), a share of the run. GPT-NeoX-20B has 33 times the best timescale,
-    all other published runs have 0.34 to 10.9 times.
+    The timescale is batch / (lr x decay x tokens), a share of the run. The compared value is the timescale divided by
+    the best timescale: 33 for GPT-NeoX-20B, and 0.34 to 10.9 for the other published runs.
     """
     decay = case.hidden("weight_decay")
     if not decay or case.recipe.hyperparameters.optimizer == "adam":
@@ -320,8 +322,9 @@ def ramp_length(check: Check, case: Case) -> Check | None:
 def warm_up(check: Check, case: Case) -> Check:
     """Compare the length of the warm-up: 0.1% to 10% of the run is usual.
 
-    A shorter warm-up gives a note if it has at least 2,000 steps, as in most runs. Otherwise the finding is "outside"
-    or worse. A longer warm-up gives a note, unless its share of the run is larger than in every published run.
+    For a warm-up below 0.1% of the run, the finding is a note if the warm-up has at least 2,000 steps, and "outside"
+    or worse if it has fewer steps. For a warm-up above 10% of the run, the finding is "outside" or worse if every
+    published run spent a smaller share on its warm-up, and a note if not.
     """
     value, batches = case.recipe.schedule.warmup_tokens, case.recipe.batches
     taken, longest = batches.first_step_at(value), case.published(attrgetter("warmup_fraction"))[1]
@@ -350,10 +353,10 @@ def final_lr(check: Check, case: Case) -> Check:
 
 
 def init_std(check: Check, case: Case) -> Check | None:
-    """Compare the init std with sqrt(1 / (3 d_model)), the std of MT-NLG 530B and BLOOM-176B.
+    """Compare the init std with sqrt(1 / (3 d_model)), the init std of MT-NLG 530B and BLOOM-176B.
 
-    The largest usual formula, 1 / sqrt(d_model), gives 1.73 times this std. BigScience's 104B model diverged at 3.7
-    times.
+    The compared value is the ratio of the two stds. The largest usual formula, 1 / sqrt(d_model), has a ratio of
+    1.73. BigScience's 104B model had a ratio of 3.7 and diverged.
     """
     tuned, std, unit = case.recipe.hyperparameters, case.init_std, usual_std(case.recipe.model.d_model)
     if not std:

@@ -1,7 +1,8 @@
-"""Choose the scale for which the hyperparameters are written: the proxy, a tuned base, or the target itself.
+"""Choose the model and run length for which the hyperparameters of a starter recipe are written (its base).
 
-The target is the model that the user requests, and the proxy is a smaller model to tune first. Tuned bases are small
-recipes in ``catalogue/bases`` that leaven tuned; they are used if no published run is near the target's size.
+The base is a proxy, a tuned base or the target. The target is the model that the user requests. A proxy is a smaller
+model to tune first. A tuned base is a small recipe in ``catalogue/bases`` that leaven tuned, for targets without a
+published run near their size. The scaling rule converts the hyperparameters from the base to the target.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ SAME_DURATION = 4.0
 
 @dataclass(frozen=True)
 class StarterBase:
-    """The scale for which the hyperparameters of a starter recipe are written."""
+    """The model, run length and batch for which the hyperparameters of a starter recipe are written."""
 
     scale: StarterScale  # model and tokens
     batch_tokens: int
@@ -35,12 +36,10 @@ class StarterBase:
 
 
 def choose_base(draft: StarterDraft, request: StarterRequest, at: StarterScale, batch: int) -> StarterBase:
-    """Return the scale (model size, batch and tokens) at which the hyperparameters are chosen.
+    """Return the base: a small recipe that leaven tuned, a proxy that is worth tuning, or the target itself.
 
-    This is a tuned base, a proxy that is worth tuning, or the target itself. The scaling rule moves the
-    hyperparameters from this scale to the target.
-
-    ``at`` and ``batch`` are the scale and the batch of the target.
+    The hyperparameters of the starter recipe are written for the base. ``at`` gives the model and the run length of
+    the target, and ``batch`` its batch.
     """
     if at.reference:
         if request.proxy:
@@ -79,8 +78,8 @@ def tuned_bases() -> tuple[Recipe, ...]:
 def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | None:
     """Return the largest tuned base for a model, and the model's shape at the base's width and depth.
 
-    A tuned base is a small recipe that leaven tuned. It has at most half the model's parameters, and about as many
-    tokens per parameter as the run of ``tokens`` tokens. Return None if there is no such base.
+    A tuned base is a small recipe that leaven tuned. The returned base has at most half the model's parameters, and
+    about as many tokens per parameter as the model's run of ``tokens`` tokens. Return None if no tuned base fits.
     """
     each = tokens / model.params
     for base in reversed(tuned_bases()):

@@ -33,8 +33,8 @@ MOST_INCREMENTS = 16
 def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, float], dict[str, float]]:
     """Return the starts and the lengths of published batch ramps, as two mappings from run ids.
 
-    A start is the first batch as a share of the last, and a length is a share of the run. Only the largest run of
-    each model family counts.
+    A start is the first batch as a share of the last batch, and a length is the ramp's share of the run. Of each
+    model family, such as Pythia, only the largest run with a published ramp is included.
     """
     starts: dict[str, tuple[str, float]] = {}
     lengths: dict[str, tuple[str, float]] = {}
@@ -106,7 +106,8 @@ def batch_evidence(at: StarterScale) -> Evidence:
 def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
     """Choose and return the batch in tokens.
 
-    It is the batch of the reference run (``--from``), else a value between those of laws and of published runs.
+    The batch is that of the reference run (``--from``). Without a reference run, the batch is a mean of the batches
+    that laws predict and that published runs used, but at most the critical batch.
 
     Raises:
         InputError: if the run is too short for the batch of the reference run.
@@ -142,9 +143,11 @@ def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
 
 
 def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
-    """Choose whether and how the batch grows: as in the reference run, else as in most families near this size.
+    """Choose whether and how the batch grows.
 
-    Families are groups of published models, such as Pythia.
+    With a reference run (``--from``), the batch grows as in that run. Without a reference run, a batch above
+    `LARGEST_CONSTANT` grows. A smaller batch grows if the batch grew in most published model families (such as
+    Pythia) near this size.
     """
     near, run, seq_len = at.near, at.reference, at.model.seq_len
     starts, lengths = batch_ramps()
@@ -204,16 +207,17 @@ def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
 def _divisible(sequences: int, gpus: int) -> int:
     """Return a number of sequences within 1/32 of ``sequences`` that splits evenly over many of the GPUs.
 
-    It is a multiple of the largest power of two that divides ``gpus`` and is at most ``sequences`` / 16.
+    The result is a multiple of the largest power of two that divides ``gpus`` and is at most ``sequences`` / 16.
     """
     unit = math.gcd(gpus, 1 << max(sequences // 16, 1).bit_length() - 1)
     return max(round(sequences / unit), 1) * unit
 
 
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
-    """Return the number of sequences nearest to ``wanted`` tokens, and at most ``most`` tokens, that splits evenly.
+    """Return a batch in sequences: as near as possible to ``wanted`` tokens, and at most ``most`` tokens.
 
-    It is 2^k or 3 x 2^k; if the number of GPUs has an odd factor, it is this factor times 2^k.
+    The result is 2^k or 3 x 2^k, so that it splits evenly over GPUs. If the number of GPUs has an odd factor, the
+    result is this factor times 2^k.
     """
     odd = gpus
     while odd % 2 == 0:

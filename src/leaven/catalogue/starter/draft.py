@@ -52,7 +52,7 @@ class StarterScale:
         Args:
             laws: the value of each law, by the law's name.
             of_run: a function that returns the value of a published run.
-            own: the value of the reference run, which replaces those of all other runs; None: use the other runs.
+            own: the value of the reference run, which is used instead of the published runs; None: use these runs.
         """
         inside = sum(law.in_range is True for law in self.laws if law.law in laws)
         if own and self.reference:
@@ -74,9 +74,9 @@ class Evidence:
 
     @property
     def weight(self) -> float:
-        """Return the weight of the laws: 1/2 if all are within their fitted range, 1/4 if none is.
+        """Return the weight of the laws in :attr:`middle`; the weight of the published runs is 1 minus this weight.
 
-        The published runs have the rest of the weight, which is 1 in total.
+        The weight is 1/2 if all laws are within their fitted ranges, and 1/4 if no law is within its range.
         """
         return (1 + self.inside / len(self.laws.by)) / 4
 
@@ -88,7 +88,7 @@ class Evidence:
 
     @property
     def spread(self) -> float:
-        """Return the largest value by a law or run, divided by the smallest."""
+        """Return the largest value of all laws and runs, divided by the smallest value."""
         return max(self.laws.high, self.runs.high) / min(self.laws.low, self.runs.low)
 
 
@@ -133,7 +133,8 @@ class StarterDraft:
     def decide(self, path: str, value: Any, message: str | None = None, **facts: Any) -> None:
         """Set a value and its reason.
 
-        ``message`` is the key of the reason in ``messages.toml``, by default the path; ``facts`` fill in its fields.
+        ``message`` is the key of the reason's text in ``messages.toml``, by default ``path``. ``facts`` fill in the
+        fields of the text.
         """
         set_path(self.document, path, value)
         self._open[path] = {"value": value, "reference": self.reference} | facts
@@ -146,10 +147,10 @@ class StarterDraft:
         self.step(title, evidence.sources, message)
 
     def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
-        """Finish a step; it contains the values that were decided since the previous step.
+        """Finish a step, which contains the values that were decided since the previous step.
 
-        The fields of the step's message are filled in from ``facts``, else from the facts of these values, else from
-        the recipe.
+        A field of the step's message is looked up in ``facts``, then in the facts given to :meth:`decide` since the
+        previous step, then in the recipe so far.
         """
         known: dict[str, Any] = dict(self.document)
         for decided in reversed(self._open.values()):

@@ -48,7 +48,8 @@ def batch_factor(batch: int, published: int | None) -> float:
 def lr_evidence(at: StarterScale, batch: int) -> Evidence:
     """Return the peak lrs that laws predict and that published runs used.
 
-    All lrs are converted to the size of ``at`` and to a batch of ``batch`` tokens, except the lr of a reference run.
+    The lrs are for the model size of ``at`` and for a batch of ``batch`` tokens: published lrs are converted to this
+    size and batch. Only the lr of a reference run is not converted.
     """
     run, params, critical = at.reference, at.model.params, critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws if law.law not in NO_VOTE}

@@ -83,10 +83,10 @@ def vocabulary(params: int, width: float, usual: float) -> int:
 def shape_of(params: int, usual: float, proportions: Proportions, fixed: dict[str, Any]) -> ModelShape:
     """Return the shape with about ``params`` parameters whose proportions are nearest to ``proportions``.
 
-    If no shape is within `TOLERANCE` of ``params``, return the shape nearest in size. Otherwise an error of 1% in
-    size counts as much as 3% in d_model / n_layers, or 0.6% in d_ff. An odd number of layers counts as much as 10% in
-    d_model / n_layers, because it cannot be halved for pipeline stages. A number of layers that is divisible by 2 but
-    not by 4 counts as much as 3%.
+    If no shape is within `TOLERANCE` of ``params``, return the shape nearest in size. Otherwise return the shape with
+    the fewest penalty points. A deviation of 1% gives 1 point in d_model / n_layers, 3 points in the number of
+    parameters, and 5 points in d_ff / d_model. An odd number of layers gives 10 points, because such layers cannot be
+    halved for pipeline stages. A number of layers that is divisible by 2 but not by 4 gives 3 points.
 
     Args:
         usual: widths within a factor of 3 of this width are tried.
@@ -222,9 +222,9 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near the size, without runs from before the year `RECENT`.
+    """Return the newest run of each lineage near the model's size, without runs from before the year `RECENT`.
 
-    If no run is left, return the neighbours.
+    A lineage is a group of runs that copied one another's lr. If no run is left, return the neighbours' runs.
     """
     newest = first_of_each(reversed(sorted(of_size(near.params), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
@@ -248,10 +248,10 @@ def _lengths(near: Neighbours) -> Votes:
 
 
 def _seq_len(request: StarterRequest, near: Neighbours) -> int:
-    """Return the requested sequence length, else that of the reference run, else one from recent published runs.
+    """Return the requested sequence length, or without a request the sequence length of the reference run.
 
-    From these runs, the median is taken. It is shortened until about `SEQUENCES_A_BATCH` sequences fit into the batch
-    that laws predict, and rounded to a power of two.
+    Without a reference run, take the median sequence length of recent published runs. Shorten it until about
+    `SEQUENCES_A_BATCH` sequences fit into the batch that laws predict, and round it to a power of two.
     """
     if request.seq_len:
         return request.seq_len

@@ -6,11 +6,11 @@ The method:
   rate, betas, decay and init are chosen for the *base*: a smaller model to tune first (the proxy), or the target
   itself if tuning is not worth its cost. The scaling rule then converts them for the target.
 - The evidence is empirical laws and published runs. Each lineage (runs that copied one another's lr) has one vote.
-  The lineages within a factor of 4 of the size vote, but at least the nearest three; runs farther away have less
-  weight.
-- Values are converted before they are averaged: a published lr to the size and batch of the new recipe, a published
-  batch to its tokens, and a law's lr to its batch.
-- All laws together weigh as much as all published runs together; laws outside their fitted range weigh less.
+  The lineages within a factor of 4 of the target's size vote. If these are fewer than three, the nearest three
+  lineages vote. The farther a run is from this size, the less weight its vote has.
+- Values are converted before they are averaged. A published lr is converted to the size and batch of the new recipe,
+  a published batch to the tokens of the new recipe, and the lr of a law to the batch of the new recipe.
+- All laws together have as much weight as all published runs together. Laws outside their fitted range have less.
 """
 
 from collections.abc import Iterator
