@@ -26,8 +26,8 @@ class ManualRewind:
     skip_tokens: int = 0  # tokens of data to skip after the checkpoint, rounded up to whole sequences
 
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
-        """Return whether this rewind has been done already, so that the run only resumes. This is the case if the
-        run's last manual rewind had the same arguments, and the recipe has not changed since."""
+        """Return whether this rewind has been done already. It has been done if the run's last manual rewind had the
+        same arguments, and the recipe has not changed since. Then the run is resumed without another rewind."""
         returns = [event for event in run.events() if event["event"] == "rewind"]
         return bool(returns) and returns[-1]["asked"] == asdict(self) and not changes_of(run.recipe(), recipe)
 

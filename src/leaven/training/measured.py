@@ -154,7 +154,7 @@ def _seconds(recipe: Recipe, sequences: int, flops: float) -> float:
 
 def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) -> bool:
     """Return whether a step is estimated to fit into memory and to be short (:data:`SHORT_SECONDS`). The time does
-    not matter for models with at most two layers."""
+    not matter for models with at most two layers, because their depth is not reduced further."""
     needed = needed_memory(recipe, how.micro_batch, device.type) + LEAVEN_BF16.weights * recipe.model.params
     quick = _seconds(recipe, how.micro_batch * how.grad_accumulation, flops) <= SHORT_SECONDS
     return needed <= SHARE[device.type] * free_memory(device) and (quick or recipe.model.n_layers <= 2)

@@ -184,8 +184,8 @@ def fitting(recipe: Recipe, device: torch.device, candidates: list[int], weights
 def choose_micro_batch(training: "Training") -> Choice:
     """Choose the micro-batch of a new run by timing, or by a rule of thumb if the run is short.
 
-    Model, optimizer, random state and position do not change: the losses are the same as if the recipe had contained
-    this micro-batch from the start.
+    The model, the optimizer, the random state and the position in the data do not change. So the losses are the same
+    as if the recipe had contained this micro-batch from the start.
 
     Raises:
         InputError: if no micro-batch fits into memory.
@@ -297,8 +297,8 @@ def trial_step(training: "Training", size: int) -> float | None:
 
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
-    """On CUDA, allocate memory for ``copies`` copies of the parameters, as a step does. On other devices, return
-    None. On a CPU, allocated memory would take no space until it is written to."""
+    """Allocate memory for ``copies`` copies of the parameters, as a real step does, and return it. Only on CUDA:
+    on other devices, return None. (On a CPU, allocated memory takes no space until it is written to.)"""
     if training.device.type != "cuda":
         return None
     n_parameters = sum(leaf.numel() for leaf in training.sharded.leaves)

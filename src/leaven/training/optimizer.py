@@ -57,9 +57,9 @@ class Optimizer:
 
     If a batch ramp scales the betas, beta at step i is beta ** (1 / h_i), where h_i is the half-life of the moment at
     step i divided by the half-life at the full batch. Adam's bias correction must then divide by 1 minus the product
-    of the betas of all steps so far. torch divides by 1 - beta_now ** n, where n is torch's step count and beta_now
-    is the beta of the current step, which has half-life h_now. The two divisors are equal for n = h_now x sum(1 /
-    h_i). When the batch changes, :meth:`recount` sets torch's step count to this n.
+    of the betas of all steps so far. But torch divides by 1 - beta_now ** n, where n is torch's step count and
+    beta_now = beta ** (1 / h_now) is the beta of the current step. The two divisors are equal if n is
+    h_now x sum(1 / h_i). When the batch changes, :meth:`recount` sets torch's step count to this n.
     """
 
     adam: torch.optim.Adam
@@ -119,14 +119,15 @@ class Optimizer:
 class Clipper:
     """Clips gradients in place, without waiting for the device.
 
-    In mode ``running`` the limit is relative to the running norm. The running norm is the root of an exponential
-    average of the squared gradient norms of earlier steps, with a bias correction as in Adam. When the batch size
-    changes, the step count of this average is converted as for Adam (:class:`Optimizer`).
+    Mode ``global`` limits the norm of all gradients together, and mode ``per-module`` the norm of each module in each
+    block. In mode ``running``, the limit of the global norm is a multiple of the running norm. The running norm is
+    the root of an exponential average of the squared norms of earlier steps, after clipping, with a bias correction
+    as in Adam. When the batch size changes, the step count of this average is converted as in :class:`Optimizer`.
     """
 
     limit: float  # largest norm that is not clipped; in mode ``running`` in units of the running norm
     model: ShardedModel
-    parts: Tensor | None = None  # in mode ``per-module``: clipping group of each table row, (rows,)
+    parts: Tensor | None = None  # in mode ``per-module``: for each table row, the number of its module, (rows,)
     running: Tensor | None = None  # in mode ``running``: mean square of norms and number of steps, (2,) in float64
     beta: float = 0.0  # beta of the exponential average of the running norm, at the full batch
 

@@ -19,8 +19,8 @@ def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
 
 
 def changeable(path: str) -> bool:
-    """Return whether a run that goes back to an earlier checkpoint (``--rewind-to``) can get another value at a
-    dotted path of its recipe."""
+    """Return whether the value at a dotted path of the recipe may change when a run goes back to an earlier
+    checkpoint (``--rewind-to``)."""
     section, *keys = path.split(".")
     if section == "hyperparameters" and keys[0] in {"modules", "depth"}:
         return keys[-1] in HYPERPARAMETERS
@@ -33,8 +33,8 @@ def describe_changes(changes: list[Difference]) -> str:
 
 
 def recorded_changes(changes: list[Difference], recipe: Recipe) -> dict[str, Any]:
-    """Return the fields with which an event in events.jsonl records changes of a run's recipe. ``recipe`` is the new
-    recipe."""
+    """Return the fields ``changes`` and ``recipe`` of an event in events.jsonl that records a change of the run's
+    recipe. The argument ``recipe`` is the new recipe."""
     listed = [{"path": path, "before": before, "after": after} for path, before, after in changes]
     return {"changes": listed, "recipe": recipe.model_dump(mode="json", exclude_none=True)}
 

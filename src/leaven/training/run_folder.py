@@ -132,8 +132,11 @@ class RunFolder:
             yield
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
-        """Write ``recipe`` as the run's recipe, and return it with a reason for each change in its ``why``. A reason
-        states the old value and ``since`` when the new value applies, for example "1,000 tokens"."""
+        """Write ``recipe`` as the run's recipe, with a reason for each change in its ``why``. Return what is written.
+
+        A reason states the old value, and the time from which the new value applies: ``since``, for example
+        "1,000 tokens".
+        """
         why = {path: f"since {since}; before: {brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:

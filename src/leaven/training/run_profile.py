@@ -1,5 +1,5 @@
-"""Measures the time and memory of a run's steps. The run writes them next to the planner's prediction in its
-``plan.json``, and adds them to the calibration history (:mod:`leaven.planning.calibration`)."""
+"""Measures the time and memory of a run's steps. The measurements are written to the run's ``plan.json``, next to
+the planner's predictions, and added to the calibration history (:mod:`leaven.planning.calibration`)."""
 
 import json
 import time
@@ -40,10 +40,10 @@ ENOUGH = 10
 
 
 class RunProfile(Callback):
-    """Measures the step time and peak memory of a run between a start and the next stop. For each batch size,
-    ``plan.json`` gets a row.
+    """Measures the step time and peak memory of a run, from a start (or resumption) of the run to its next stop.
 
-    A new row replaces the row of an earlier start if the new row covers at least as many steps.
+    ``plan.json`` gets a row for each batch size. A new row replaces the row that an earlier start has written for the
+    same settings (:func:`_key`), but only if the new row covers at least as many steps.
     """
 
     def __init__(self, run: RunFolder, training: Training, memory_before: int, keep_history: bool) -> None:
@@ -65,8 +65,8 @@ class RunProfile(Callback):
 
     def write(self) -> list[CalibrationRecord]:
         """Write the rows of this and all earlier starts to ``plan.json``. Return the records of this start: one for
-        each batch size that was trained, and one for the batch size of the next step. If the file cannot be written,
-        the run continues without it."""
+        each batch size that was trained, and one for the batch size of the next step if that size is new. If the file
+        cannot be written, the run continues without it."""
         if not self._run.writes:
             return []
         sizes = dict.fromkeys((*self._seen, self._training.next_batch_tokens))
@@ -106,8 +106,8 @@ def record_of(
     by: Literal["run", "measurement"],
     steps: int,
 ) -> CalibrationRecord:
-    """Return a record of the predicted and the measured cost of a step. ``measured`` is the median over ``steps``
-    steps."""
+    """Return a record of the predicted and the measured cost of a step. The ``measured`` time is the median over
+    ``steps`` steps."""
     accelerator = accelerator_of(device)
     return CalibrationRecord(
         by=by,
@@ -130,7 +130,7 @@ def record_of(
 
 
 def _key(record: CalibrationRecord) -> tuple[object, ...]:
-    """Return the values that identify a row of ``plan.json``. Two starts with equal values share one row."""
+    """Return the values that identify a row of ``plan.json``. Records with equal values share one row."""
     return record.device, record.threads, record.layout, record.compute, record.batch_tokens, record.micro_batch
 
 

@@ -80,7 +80,7 @@ class QuantityMonitor:
 
     floor: float  # lower limit of the standard deviation
     values: list[float] = field(default_factory=list)  # the last :data:`LEVEL` values that were not suspicious
-    distances: list[float] = field(default_factory=list)  # absolute distance of each value from the level before it
+    distances: list[float] = field(default_factory=list)  # distance of each value from the usual level at its step
     total: float = 0.0  # cumulative sum of deviations
     since: int | None = None  # step at which the sum last rose above 0; None while the sum is 0
 
@@ -180,8 +180,8 @@ class SpikeDetector:
         return Anomaly(min(self.since or onset, onset), step.step, why, numbers)
 
     def limits(self, step: int) -> Limits:
-        """Return the upper limits for a step. They are computed only from metrics at least two steps older, so that
-        they are the same whether or not the loop reads the metrics of each step one step late."""
+        """Return the upper limits for a step. The limits depend only on steps at least two steps earlier, because the
+        metrics of the step before may not have been read yet."""
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,8 +244,11 @@ def oldest_checkpoint(
     """
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
-        """Return the token counts of the checkpoints that exist when the metrics of ``step`` are read. ``there`` are
-        the token counts that the latest rewind before this step has left, or [0]."""
+        """Return the token counts of the checkpoints that exist when the metrics of ``step`` are read.
+
+        ``there`` are the token counts of the checkpoints that the latest rewind before this step has not undone, or
+        [0] without a rewind. ``good_tokens`` are the tokens trained before the anomaly that is found at ``step``.
+        """
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]

@@ -151,7 +151,7 @@ class Telemetry:
         return host, self._mark()
 
     def _mark(self) -> torch.cuda.Event | None:
-        """Record a timing event in the queue of a CUDA device, and return it; None on other devices."""
+        """Record a timing event in the queue of a CUDA device, and return it. On other devices, return None."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

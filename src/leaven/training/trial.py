@@ -3,10 +3,11 @@ trial so far). :class:`WorkerPool` runs several trials at once in worker process
 
 A trial that takes longer than a minute writes checkpoints, from which another process can resume it bit for bit.
 
-A trial of several durations trains one trunk, which is the run with the longest duration. It can do so because wsd
-runs of different durations are identical until the shortest of them starts its cooldown (Hägele et al. 2024, arXiv
-2405.18392). At that point the state is copied, the cooldown is trained and evaluated, and the trunk continues from
-the copy. So k durations cost one run of the longest duration and k - 1 cooldowns.
+A trial of several durations trains the run with the longest duration (the trunk), and for each shorter duration only
+the cooldown. This is enough because with the wsd schedule (warm-up, stable lr, cooldown), runs of different durations
+are identical until the shortest of them starts its cooldown (Hägele et al. 2024, arXiv 2405.18392). When the trunk
+reaches the cooldown of a shorter duration, the state is copied, this cooldown is trained and evaluated, and the trunk
+continues from the copy. So k durations cost one run of the longest duration and k - 1 cooldowns.
 """
 
 import json

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class Validation(Callback):
-    """Computes the validation loss at a fixed interval in tokens. In a run with several processes, each validation is
-    followed by a comparison of their speed and memory, which shows a slow process."""
+    """Computes the validation loss at a fixed interval in tokens. In a run with several processes, the speed and
+    memory use of the processes are compared after each validation, which shows a slow process."""
 
     def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
         self.trainer, self.training = trainer, trainer.training

@@ -1,15 +1,18 @@
-"""Read the trials of an earlier study, which a new search uses as prior knowledge (``--from-study``).
+"""Reads the trials of an earlier study, which a new search uses as prior knowledge (``--from-study``).
 
-The new search may have another model size, or search other values. Both recipes must have the same base (the scale at
-which hyperparameters apply unchanged) and the same scaling rule, so that equal hyperparameters mean the same at every
-size. Each trial becomes a point of the new search: for each value, the distance from the recipe of the new search.
+The new search may have another model size, or search other values. The recipes of the study and of the search must
+have the same scaling rule and the same base (the model size, batch and run length for which the hyperparameters are
+written). Then equal hyperparameters mean the same at every size.
 
-- The distance of a module's multiplier includes the distance of the global value, because a study that doubled the
-  global lr has doubled the lr of every module. So global values of the earlier study inform a search by module.
+Each trial of the study becomes a point of the new search: for each value, its distance from the new search's recipe.
+
+- If the new search varies a multiplier of a module but not the global hyperparameter, the distance of the multiplier
+  includes that of the global hyperparameter. For example, a study that doubled the global lr has doubled the lr of
+  every module. So a study of global hyperparameters also informs a search of multipliers.
 - The warm-up is compared as a share of the run's tokens.
-- Batch and tokens are chosen for each model size, and no rule scales them. So their distance is measured from the
-  start of the earlier study. But if a study chose the batch or tokens of the new recipe, the distance of this value
-  is measured from the best point of the earlier study.
+- The batch size and the run's tokens are chosen for each model size, and no rule scales them. So their distance is
+  measured within the earlier study, from the start of that study. But if the new recipe's batch size or tokens were
+  found by a study, the distance of that value is measured from the best point of the earlier study.
 """
 
 import json
@@ -37,12 +40,12 @@ def earlier_trials(folder: Path, space: Space) -> tuple[EarlierTrials, float | N
     """Return (trials, noise): the finished trials of the study in ``folder`` as points of ``space``, and the standard
     deviation of the loss between seeds in this study. The noise is None if too few runs measured it.
 
-    The first columns of the points are the distances of the values of ``space``. The other columns are the distances,
-    divided by their scales, of the numbers that only the earlier study searched.
+    The first columns of the points are the distances of the values of ``space``. The other columns are numbers that
+    only the earlier study searched. Their distances are divided by the typical distance of an optimum (``scale``).
 
     Raises:
-        InputError: if the folder has no readable study, if that study has another base or scaling rule or too few
-            finished trials, or if it has a value of 0 that the new search moves.
+        InputError: if the folder has no readable study, if the study has another base or scaling rule or too few
+            finished trials, or if a distance cannot be computed, usually because a value is 0 or missing.
     """
     what, recipe = f"--from-study {folder}", space.recipe
     document, centre = _read(folder, what)
@@ -92,7 +95,7 @@ def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float])
     """Return the distance from the value at ``path`` in ``space.recipe`` to the value in ``there``, the recipe of a
     trial.
 
-    ``since`` has the distances of ``batch.tokens`` and ``data.tokens`` by path.
+    ``since`` maps ``batch.tokens`` and ``data.tokens`` to their distances, which are returned as they are.
     """
     here = space.recipe
     if path in since:

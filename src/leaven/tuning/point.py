@@ -1,25 +1,27 @@
-"""Convert points of a search space to recipes.
+"""Converts points of a search space to recipes.
 
 A point is one candidate of a search. It maps the path of each searched value to the distance of this value from the
-value in the recipe. So the recipe itself, the start of the search, has the distance 0 everywhere. The distances are
-called ``octaves``. A study's store has the same numbers as the ``params`` of a trial.
+value in the recipe. So the recipe itself, the start of the search, has the distance 0 everywhere. The code calls
+distances ``octaves``, whatever their unit. A study's store has the same numbers as the ``params`` of a trial.
 
-In the unit ``octave``, a distance of 1 doubles a value. Some values have further rules:
+Most distances are in octaves: a distance of 1 doubles the value. Some values have further rules:
 
 - ``beta1`` and ``beta2``: at distance x, beta becomes ``beta ** 2^x``. A distance of 1 halves the half-life of the
   moment: 1 - beta about doubles, and beta stays within (0, 1). A multiplier of a beta, for a module or over depth, is
   an exponent of the global beta, so a distance of 1 doubles the exponent.
 - ``schedule.warmup_tokens`` and ``data.tokens`` are rounded to whole tokens, at least one.
 - ``batch.tokens`` is rounded to whole sequences; a batch ramp or batch stages are scaled in proportion. The sequences
-  and their order stay the same, so a larger batch means fewer steps. The scaling rule adapts lr, betas, eps and decay
-  to the batch, as in :func:`leaven.scaling.transfer.transfer`. For this, a recipe without a base (the scale for which
-  its values were chosen) gets its present scale as the base. With ``rule = "standard"`` nothing is adapted. For
-  ``data.tokens`` the scaling rule and the base apply in the same way.
+  and their order stay the same, so a larger batch means fewer steps.
+- When ``batch.tokens`` or ``data.tokens`` changes, the scaling rule adapts lr, betas, eps and weight decay, as in
+  :func:`leaven.scaling.transfer.transfer`. (With ``rule = "standard"`` nothing is adapted.) The scaling rule needs a
+  base: the model size, batch and run length for which the hyperparameters are written. If the recipe has no base, its
+  size, batch and run length before the change become the base.
 - ``hyperparameters.depth.lr[2]`` and other points of a depth profile: a profile of one point is first replaced by
   three equal points (fewer if the model has fewer blocks).
 
-In the unit ``tenth``, for values that may be 0 (``TENTHS``), a distance of 1 adds 0.1. For a choice (``CHOICES``) the
-distance is the index of a level: 0 is the level in the recipe, and the other levels follow in their order.
+Values that may be 0 (``TENTHS``), such as dropout, have distances in tenths: a distance of 1 adds 0.1. A choice has
+several options, called levels (``CHOICES``). The distance is then the index of a level: the recipe's own level has
+index 0, and the other levels follow in the order of ``CHOICES``.
 """
 
 import math

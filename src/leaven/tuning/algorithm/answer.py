@@ -1,17 +1,20 @@
-"""The answer of a search: which point is the best, what its loss is, and which points are run to confirm it.
+"""Determines the answer of a search: the best point, its loss, and the points that are run again to confirm it.
+
+The noise is the standard deviation of the loss between seeds. The start is the recipe that the search varies.
 
 1. The lowest of many noisy losses is partly luck. So the best few points (the finalists) are run again with fresh
-   seeds, which the search did not use. The point with the lowest mean of these runs is chosen. A point that diverges
-   with any seed cannot be chosen. If there is only one finalist and it diverges, or if there are no runs with fresh
-   seeds, the point of the search with the lowest predicted loss is chosen.
-2. The chosen point must be better than the start by more than the noise (the standard deviation of the loss between
-   seeds), over the seeds that both were run with. Otherwise the start is the answer: the search found nothing better.
-   Without confirmation runs (3.) the point must be better by 2.5 times the noise, because a difference of only the
-   noise is often chance.
-3. The lowest of several means is partly luck, too: for three equal points with two runs each, the lowest mean is too
-   low by 0.6 times the noise. So a point chosen among several is run again with new seeds, and so is the start. Over
-   these confirmation runs, too, the point must be better than the start by more than the noise. The reported loss and
-   gain come from these runs. If only one point was run with fresh seeds, it needs no confirmation.
+   seeds, which the search did not use. The finalist with the lowest mean loss of these runs is chosen. A point that
+   diverges with any seed cannot be chosen. If there is only one finalist and it diverges, or if there are no runs
+   with fresh seeds, the point of the search with the lowest predicted loss is chosen.
+2. The loss of the chosen point must be lower than the loss of the start by more than the noise. The losses are
+   compared over the seeds that both points were run with. If the gain is smaller, the answer is the start: the search
+   found nothing better. A point without confirmation runs (see 3.) must gain more than 2.5 times the noise, because a
+   gain of only the noise is often chance.
+3. The lowest of several means is partly luck, too. For example, if three equally good points have two runs each,
+   their lowest mean is on average 0.6 times the noise too low. So a point that was chosen among several finalists is
+   run again with new seeds, and so is the start. In these confirmation runs, too, the point must gain more than the
+   noise. The reported loss and gain come from the confirmation runs. A point that was the only finalist needs no
+   confirmation runs.
 
 The answer is a pure function of the trials. Predicted losses come from a surrogate (a quadratic regression) fitted to
 all trials. ``sensitivity.py`` computes how much each searched value contributes.
@@ -72,11 +75,12 @@ def answer(
 ) -> Answer:
     """Return the answer of a search from its ``trials``.
 
-    The importance of a searched value is computed around the best point: only this value is changed, to each setting
-    that was tried. The standard deviation of the predicted losses, divided by the sum of these standard deviations
-    over all values, is the importance. This is first-order fANOVA with the surrogate in place of a random forest.
-    Optuna's importance (PED-ANOVA) is also reported. If there are about as many values as trials, Optuna's importance
-    hardly correlates with the true one (docs/concepts/search.md).
+    The importance of a searched value is its share of the variation of the loss around the best point. Only this
+    value is changed, to each setting that was tried, and the standard deviation of the predicted losses is computed.
+    The importance is this standard deviation, divided by the sum of the standard deviations of all searched values.
+    The method is first-order fANOVA with the surrogate in place of a random forest. Optuna's importance (PED-ANOVA)
+    is also reported. If about as many values are searched as there are trials, Optuna's importance hardly correlates
+    with the true importance (docs/concepts/search.md).
 
     Args:
         noise: standard deviation of the loss between runs of one point; by default measured from the trials.
@@ -143,10 +147,10 @@ def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Be
 
     A point is as good as ``point`` if neither its measured nor its predicted loss is higher by more than the noise.
     Only points with ``RERUNS`` or more runs with fresh seeds are considered, and only if none of these runs diverged.
-    All runs of the start count as fresh, because the start was not chosen by its losses. If there is no other such
-    point, the result is ``point``.
+    All runs of the start count as fresh, because the start was not chosen by its losses. If no other point is as
+    good, the result is ``point`` itself.
 
-    The result is a pair: the point as a Best, and its octaves from the start (D,).
+    The result is a pair: the point as a Best, and the point as an array of distances from the start in octaves (D,).
     """
     fresh: dict[Point, dict[int, float]] = {}
     for run, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
@@ -238,14 +242,16 @@ class FittedTrials:
     def finalists(self, *, by_surrogate: bool = True) -> list[Point]:
         """Return the points to run with fresh seeds, the most promising first.
 
-        In a trust-region search, trials are ranked by their predicted losses (:attr:`predicted`), in this order:
+        A trust-region search compares points by their predicted losses (:attr:`predicted`). The order is:
 
         1. the best trial;
-        2. the point with the lowest predicted loss in the trust region, but with the values that gain less than the
-           noise reset to the start; this point may never have been run;
-        3. the same point without such resets;
-        4. the other trials;
-        5. outliers, to which the surrogate was not fitted.
+        2. the minimum of the surrogate in the trust region, simplified: as many values as possible are reset to the
+           start, as long as the loss stays within the noise (:func:`fewest_changes`);
+        3. the minimum without these resets;
+        4. the other trials, the lowest predicted loss first;
+        5. the outliers, to which the surrogate was not fitted.
+
+        Points 2 and 3 may never have been run.
 
         In other searches (``by_surrogate`` is false), trials are ranked by their losses. The list is empty if every
         trial diverged.
@@ -314,8 +320,8 @@ def confirm(
 
 
 def to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
-    """Return the best point if it needs confirmation runs. Return None if it is the start, or was the only
-    finalist."""
+    """Return the best point if it needs confirmation runs. Return None if the best point is the start or was the
+    only finalist."""
     runs = _Runs.of(trials, paths)
     chosen = runs.chosen(noise or 0.0)
     return None if chosen is None or chosen == runs.start or runs.alone(chosen) else chosen
@@ -327,9 +333,9 @@ class _Runs:
     infinite."""
 
     start: Point
-    at_start: Losses  # runs of the start in the search; empty if one diverged and another point can be chosen
+    at_start: Losses  # runs of the start in the search; empty if the start diverged and another point can be chosen
     start_again: Losses  # ``at_start`` and the confirmation runs of the start
-    choosing: Mapping[Point, Losses]  # runs of the best few points with fresh seeds
+    choosing: Mapping[Point, Losses]  # runs of the finalists with fresh seeds
     confirming: Mapping[Point, Losses]  # confirmation runs
     candidates: Mapping[Point, Losses]  # points that can be chosen: none of their runs diverged
     predicted: Mapping[Point, float]  # predicted losses; empty if runs with fresh seeds are compared
@@ -374,7 +380,7 @@ class _Runs:
         return chosen in self.choosing and len(self.choosing) == 1
 
     def refuted(self, noise: float) -> set[Point]:
-        """Return the points that their confirmation runs did not confirm: the gain over the start is at most
+        """Return the points whose confirmation runs failed: in these runs, the gain over the start is at most
         ``noise``."""
         beside = [
             point
@@ -384,8 +390,8 @@ class _Runs:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def chosen(self, noise: float) -> Point | None:
-        """Return the candidate with the lowest mean or predicted loss, leaving out those that :meth:`refuted`
-        returns.
+        """Return the candidate with the lowest loss: the predicted loss if there is one, else the mean of its runs.
+        Candidates whose confirmation runs failed (:meth:`refuted`) are left out.
 
         Return the start if this candidate is not better than the start by more than ``noise``, or if no candidate is
         left. Return None if no candidate is left and the start has no run.

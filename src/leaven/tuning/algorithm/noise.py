@@ -65,9 +65,9 @@ def noise_between_seeds(
 ) -> tuple[float | None, int]:
     """Return the noise between seeds and its degrees of freedom. ``given`` is the noise that the user gave, or None.
 
-    ``paths`` are the searched values. Noise is measured at points that were run again. Of these points, the runs of
-    the search itself do not count, because their low losses are the reason why the points were run again. All runs of
-    the start count. Pruned trials have no final loss and do not count.
+    ``paths`` are the searched values. The noise is measured from all runs of the start, and from the runs with which
+    the search repeats its best points. The first run of a best point does not count: the point was selected because
+    the loss of this run is low. Pruned trials have no final loss and do not count.
     """
     if given is not None:
         return given, GIVEN

@@ -1,12 +1,14 @@
 """Converts knowledge from before a search to priors of the surrogate's coefficients (``surrogate.Prior``).
 
-b is the slope at the start, H the matrix of curvatures, and h the typical curvature, as in ``surrogate.py``.
+The surrogate (``surrogate.py``) is a quadratic regression of the loss. b is its slope at the start of the search, H
+the matrix of its curvatures, and h the typical curvature. A step is the typical distance of an optimum from the
+start.
 
 - An *expectation* from laws and published runs says that the optimum of value i is m_i +- w_i steps from the start.
-  So b = -H m + e, with e_i ~ N(0, (w_i h)^2) and unknown H.
-- An *earlier search*, of another model size or other values, gives the posterior of its own surrogate. Because the
-  losses of two searches differ, the standard deviation of each coefficient is widened by one of ``DIFFERENCES`` times
-  h. The difference with the highest evidence is used.
+  The slope at the optimum is 0, so b = -H m + e, with e_i ~ N(0, (w_i h)^2) and unknown H.
+- An *earlier search*, of another model size or other values, gives the posterior of its own surrogate. The losses of
+  two searches differ, so (d h)^2 is added to the variance of each coefficient. Each d in ``DIFFERENCES`` gives a
+  prior. The surrogate then uses the prior with the highest evidence.
 """
 
 from dataclasses import dataclass
@@ -31,8 +33,9 @@ DIFFERENCES = 0.3, 0.8  # standard deviations between the coefficients of two se
 class EarlierTrials:
     """The finished trials of an earlier search.
 
-    The first D columns of ``points`` are the values of the new search, in octaves from its start. The last E columns
-    are values that only the earlier search had, in steps.
+    A column of ``points`` has the distances of one value from the recipe of the new search. The first D columns are
+    the values of the new search, in octaves. The last E columns are the values that only the earlier search varied,
+    in steps (octaves divided by the typical distance of an optimum from the start).
     """
 
     points: Array  # (n, D + E)

@@ -1,19 +1,21 @@
-"""Computes how much each searched value contributes to the gain of the best point. Also estimates the gain of a
-larger budget, and of two values alone.
+"""Computes how much each searched value contributes to the gain of the best point. Also estimates how much a larger
+budget would gain, and how much a search of only two values would gain.
 
-A point A is *within the noise* of a point B if A's predicted loss plus one standard deviation (two if many values
-move) exceeds B's loss by less than the noise floor, the smallest difference of losses that counts.
+A point A is *within the noise* of a point B if A is very probably not worse than B by more than the noise floor, the
+smallest difference of losses that counts. This holds if the predicted loss of A minus that of B, plus one standard
+deviation of this difference, is at most the noise floor. If A and B may differ in many values, two standard
+deviations are added.
 
-The gain that is still possible is estimated with quadratics that are drawn from the posterior of the surrogate. For
-each quadratic, the difference between its value at the best point and its minimum in the trust region is computed.
-The estimate is the median of these differences. For few values (at most ``DESIGNED``) this estimate is too high: the
-prior has one typical curvature, and so expects the same gain from values with little effect. But a search of few
-values shows how fast it converges, so the estimate is limited to what the second half of the trials has gained.
+The gain that is still possible is the loss at the best point minus the minimum of the loss in the trust region. It is
+computed for each of several quadratics that are drawn from the posterior of the surrogate, and the estimate is the
+median. If at most ``DESIGNED`` values are searched, the median is too high: the prior has one typical curvature for
+all values, so it expects a gain even from values with little effect. In such a small search, the second half of the
+trials shows how fast the search converges. So the estimate is then at most the gain of the second half.
 
-After n trials, the gain that is still possible is about proportional to 1 / n. So n further trials gain half of it.
-On landscapes with a known optimum, the mean of this estimate is within a factor of two of the true gain for 9 and 25
-values, and several times too high for 2 to 4 values. For a single search the estimate is a guess
-(docs/concepts/search.md).
+After n trials, the gain that is still possible is about proportional to 1 / n. So n further trials are expected to
+bring half of the possible gain. On test functions with a known optimum, this expected gain is on average within a
+factor of two of the true gain for 9 and 25 values, and several times too high for 2 to 4 values. For a single search
+the estimate is a guess (docs/concepts/search.md).
 """
 
 import itertools
@@ -37,7 +39,7 @@ CANDIDATES = 12  # values among which the best pair is searched: those with the 
 
 
 def cost_of(now: Region, x: Array, best: Array) -> tuple[float, float]:
-    """Return (difference, its standard deviation): the predicted loss at ``x`` minus that at ``best``."""
+    """Return the predicted loss at ``x`` minus that at ``best``, and the standard deviation of this difference."""
     here, there = now.belief(np.array([x, best]))
     return float(here - there), float(now.deviation(x[None], best)[0])
 
@@ -148,11 +150,11 @@ def further_gain(
 
 
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
-    """Find the two values that alone bring the largest share of the predicted gain. Return (index, index, share).
+    """Return the two values that bring the most of the predicted gain if only these two change, as (index, index,
+    share). The share is the part of the predicted gain that they bring, at most 1.
 
-    All other values stay at the start. Only numbers are considered, not choices. The share is at most 1. Return None
-    if fewer than three numbers are searched, if there are fewer than ``PER_VALUE`` trials for each value, or if the
-    gain is not above the noise.
+    Only numbers are considered, not choices such as the optimizer. Return None if fewer than three numbers are
+    searched, if there are fewer than ``PER_VALUE`` trials for each value, or if the gain is not above the noise.
 
     Args:
         points: (n, D), the trials. The two values stay between the settings that were tried.

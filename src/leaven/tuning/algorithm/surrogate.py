@@ -1,23 +1,25 @@
 """The surrogate: a Bayesian quadratic regression of the loss on all finished trials.
 
 A search that only asks whether a trial beat the best learns one bit from each trial. A regression learns as much from
-a bad trial as from a good one. With x in steps from the start (octaves divided by the scale of each value),
+a bad trial as from a good one. The regression is
 
     y = a + sum_i b_i x_i + sum_i h_ii x_i^2 / 2 + sum_{i<j} h_ij x_i x_j + error,
 
     b_i ~ N(0, h^2),   h_ii ~ N(h, h^2),   h_ij ~ N(0, (r h)^2),   error ~ N(0, noise^2 + (k (y - lowest))^2),
 
-where y is the loss of a trial, h the typical curvature, noise the standard deviation of the loss between seeds, and
-lowest the lowest loss. This prior expects the optimum about one step from the start along each value. Along
-directions in which no trial has moved, the minimum stays at the start. The interactions h_ij are fitted only for up
-to ``MOST_WITH_INTERACTIONS`` columns: more values have too many pairs for the trials of a search. r = 8 / D^2, but at
-most 1/2, where D is the number of values: interactions are common, but with more values each has fewer trials.
+where x_i is the distance of value i from the start in steps (a step is the typical distance of an optimum), y the
+loss of a trial, h the typical curvature, noise the standard deviation of the loss between seeds, and lowest the
+lowest loss. This prior expects the optimum about one step from the start along each value. Along directions in which
+no trial has moved, the minimum stays at the start. The interactions h_ij are fitted only for up to
+``MOST_WITH_INTERACTIONS`` columns: more values have too many pairs for the trials of a search. r is 8 / D^2 for D
+values, but at most 1/2: interactions are common, but the more values there are, the fewer trials each pair has.
 
 A loss far above the lowest one says little about the optimum, because the loss is quadratic only near the optimum. So
 the error grows with the excess over the lowest loss; k is ``MODEL_ERROR``. h is chosen to maximise the evidence (the
-likelihood with a, b and h_ij integrated out). The noise is given, because a noise fitted in this way to few trials is
-often too large and hides the optimum. The model is a Gaussian process with a quadratic kernel and a mean function;
-Rasmussen and Williams 2006, sections 2.1, 2.7 and 5.4.1. docs/log.md compares the constants with others.
+likelihood with a, b and h_ij integrated out). The noise is an argument: if it were also chosen to maximise the
+evidence, it would often be too large after few trials and hide the optimum. The model is a Gaussian process with a
+quadratic kernel and a mean function (Rasmussen and Williams 2006, sections 2.1, 2.7 and 5.4.1). docs/log.md compares
+the constants with other settings.
 
 Knowledge from before the search, from laws or from an earlier study (``prior.py``), gives further priors of the
 coefficients. The prior with the highest evidence is used, so knowledge that the trials contradict is dropped.
