@@ -1,0 +1,147 @@
+"""Measure whether cheap runs inform expensive ones: `python -m benchmarks.fidelity FOLDER [--cases 6] [--trials 24]`.
+
+On real training, three ways to spend the FLOPs of so many full trials on the global values:
+
+- `none`: all of them at full size;
+- `shorter`: half of them on runs with a quarter of the tokens, then, from their answer and knowing their trials
+  (`leaven transfer`, `leaven tune --from-study`), the other half at full size;
+- `narrower`: likewise, with runs of half the width and a quarter of the tokens.
+
+A case is a seed and a start: lr, init std and weight decay are each moved by up to two octaves. What each way answers
+is trained with fresh seeds at full size. Differences are paired by case. Every run is kept in FOLDER: run the command
+again to resume.
+"""
+
+import argparse
+import json
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import as_completed
+from pathlib import Path
+
+from benchmarks.tuning.__main__ import mean
+
+from leaven.data.tokens import prepare
+from leaven.planning.flops import flops_per_token
+from leaven.recipe.files import read_recipe, write_text
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.transfer import transfer
+from leaven.training.trial import WorkerPool, train_trial
+from leaven.tuning.point import BATCH
+from leaven.tuning.service.study import Study
+from leaven.tuning.space import space
+
+PROXY = Path(__file__).with_name("tuning") / "proxy.toml"
+# About 57,000 parameters, 20 tokens for each, 1,120 steps.
+SIZE = {
+    "model.n_layers": 2,
+    "model.d_model": 32,
+    "model.n_heads": 2,
+    "model.n_kv_heads": 2,
+    "model.d_ff": 88,
+    "batch.tokens": 1024,
+    "data.tokens": 1_146_880,
+    "schedule.warmup_tokens": 114_688,
+    "precision.compute": "fp32",
+}
+CHEAP = {"none": None, "shorter": (1, 4), "narrower": (2, 4)}  # divisors of width and tokens
+SHARE = 0.5  # of the FLOPs, for the cheap runs
+MOVED = ("hyperparameters.lr", "hyperparameters.init_std", "hyperparameters.weight_decay")
+OCTAVES = 2.0
+FRESH = range(1001, 1006)
+
+
+def start_of(case: int) -> Recipe:
+    """The start of a case, which is its own base."""
+    recipe = read_recipe(PROXY).replace(SIZE | {"data.seed": case})
+    draw = random.Random(case)
+    octaves = {path: draw.uniform(-OCTAVES, OCTAVES) for path in MOVED}
+    values = {path: getattr(recipe.hyperparameters, path.split(".")[1]) * 2**by for path, by in octaves.items()}
+    scale = {
+        "width": recipe.model.d_model,
+        "depth": recipe.model.n_layers,
+        "batch_tokens": recipe.batch.tokens,
+        "tokens": recipe.data.tokens,
+    }
+    return recipe.replace(values | {"scaling.base": scale})
+
+
+def study(folder: Path, recipe: Recipe, flops: float, workers: int, earlier: Path | None = None) -> Recipe:
+    """The answer of a study with so many FLOPs; its start if every trial diverged."""
+    tokens = prepare(recipe.data, recipe.model.vocab_size)
+    values = space(recipe, "global").without(BATCH, "of equal FLOPs the smallest batch makes most")
+    with Study(folder, recipe, values, "trust-region", tokens, from_study=earlier) as searcher:
+        state = searcher.run(None, workers, flops=flops, stop_at_noise=False)
+    loss = "nothing" if state.best is None else f"{state.best.loss:.4f}"
+    spent = sum(trial.flops for trial in state.trials) / flops
+    print(f"  {folder.name}: {len(state.trials)} trials, {spent:.2f} of the FLOPs, answer {loss}", flush=True)
+    return recipe if state.best is None else read_recipe(folder / "best.toml")
+
+
+def answer_of(folder: Path, way: str, start: Recipe, trials: int, workers: int) -> Recipe:
+    flops = trials * start.data.tokens * flops_per_token(start.model)
+    divisors = CHEAP[way]
+    if divisors is None:
+        return study(folder / way, start, flops, workers)
+    width, model = start.model.d_model // divisors[0], start.model
+    small = transfer(start, width=width, tokens=start.data.tokens // divisors[1])
+    found = study(folder / f"{way}-cheap", small, SHARE * flops, workers)
+    large = transfer(found, width=model.d_model, tokens=start.data.tokens)
+    return study(folder / way, large, (1 - SHARE) * flops, workers, folder / f"{way}-cheap")
+
+
+def train(folder: Path, answers: dict[str, Recipe], workers: int) -> dict[str, list[float]]:
+    """Losses of the answers with the fresh seeds."""
+    results = folder / "fresh.jsonl"
+    known = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    losses = {(way, seed): loss for way, seed, loss in known}
+    missing = [(way, seed) for way in answers for seed in FRESH if (way, seed) not in losses]
+    with WorkerPool(workers) as pool:
+        futures = {
+            pool.submit(train_trial, answers[way].replace({"data.seed": seed})): (way, seed) for way, seed in missing
+        }
+        for future in as_completed(futures):
+            losses[futures[future]] = future.result().loss
+            with results.open("a") as file:
+                file.write(json.dumps([*futures[future], future.result().loss]) + "\n")
+    return {way: [losses[way, seed] for seed in FRESH] for way in answers}
+
+
+def table(found: Sequence[dict[str, list[float]]]) -> list[str]:
+    """The mean loss of every way over all cases, and its difference to `none`."""
+    lines = ["| way | loss | against none | by case |", "|---|---|---|---|"]
+    for way in ("start", *CHEAP):
+        means = [statistics.fmean(case[way]) for case in found]
+        paired = [each - statistics.fmean(case["none"]) for each, case in zip(means, found, strict=True)]
+        each = ", ".join(f"{difference:+.3f}" for difference in paired)
+        against = "" if way == "none" else mean(paired, "+.4f")
+        lines.append(f"| {way} | {statistics.fmean(means):.4f} | {against} | {'' if way == 'none' else each} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--trials", type=int, default=24)
+    parser.add_argument("--cases", type=int, default=6)
+    asked = parser.parse_args()
+    found = []
+    for case in range(asked.cases):
+        folder = asked.folder / f"case-{case}"
+        folder.mkdir(parents=True, exist_ok=True)
+        start = start_of(case)
+        answers = {"start": start}
+        for way in CHEAP:
+            answers[way] = answer_of(folder, way, start, asked.trials, asked.workers)
+        found.append(train(folder, answers, asked.workers))
+        assert all(math.isfinite(loss) for losses in found[-1].values() for loss in losses)
+        lines = table(found)
+        write_text(asked.folder / "table.md", "\n".join(lines) + "\n")
+        print("\n".join(lines), flush=True)
+
+
+if __name__ == "__main__":
+    main()
