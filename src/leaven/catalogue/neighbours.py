@@ -201,7 +201,10 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return the votes ``by`` (values by run id) with their weighted median; nearer runs have more weight."""
+        """Return the values ``by`` (run id -> value) together with their weighted median.
+
+        The closer a run is to the recipe in size and tokens, the more weight it has.
+        """
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:

@@ -40,10 +40,10 @@ class Totals(Entry):
 class WorthRow(Entry):
     """The gain of a study, translated into the training tokens that would lower the loss as much.
 
-    Only a part of the gain may survive the transfer to a larger run. Each row assumes that a different part survives.
+    Only a fraction of the gain may survive the transfer to a larger run. Each row assumes another fraction.
     """
 
-    share: float  # part of the gain that is assumed to survive, from 0 to 1
+    share: float  # fraction of the gain that is assumed to survive, from 0 to 1
     gain: float  # surviving gain in nats per token
     times: Number  # factor on the training tokens that would gain as much, by a published loss law
 

@@ -3,8 +3,8 @@ import torch.
 
 A rewind returns the run to an earlier state, automatically after a spike (:mod:`leaven.training.spikes`) or manually
 (:mod:`leaven.training.manual_rewind`). The list of rewinds and the number of trained tokens determine which part of
-the data is skipped, how far the lr is lowered, and which checkpoints have been undone. The result of a run does not
-depend on the checkpoint from which it continued after a rewind.
+the data is skipped, how far the lr is lowered, and which checkpoints have been undone. If the run continues from a
+checkpoint before the target of the rewind, it repeats the steps in between, so the result is the same.
 """
 
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ What ``leaven train`` does from start to end:
    size. The loop (``loop.py``) reads the result of a step only after it has started the next one, so that the device
    never waits.
 5. Callbacks act around the steps. The step log (``step_metrics.py``) writes one line to metrics.jsonl with the loss,
-   the lr of the hidden matrices, norms and speed. The run profile (``run_profile.py``) compares time and memory with
+   the lr of one hidden matrix, norms and speed. The run profile (``run_profile.py``) compares time and memory with
    the plan and writes plan.json. The validation loss is computed in ``validation.py``, and checkpoints are saved in
    ``checkpoint.py``. The spike guard (``spikes.py``) rolls back to an earlier checkpoint, skips the steps or ends the
    run. ``rewind.py`` determines what data a rewind skips and how it lowers the lr.

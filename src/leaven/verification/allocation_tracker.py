@@ -39,11 +39,11 @@ BytesByPart = Counter[str]
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context manager that records the memory of tensors that are created inside the context.
 
-    Only tensors of the type ``of`` and parameters are recorded. Each has a part: its use, such as weights or
-    gradients. :meth:`within` sets the part of new tensors, and :meth:`mark` changes the part of existing tensors, for
-    example of gradients. The tracker recognises some parts by the operation that creates the tensor: weights that
-    were gathered from other ranks or cast, and buffers for communication or for measuring an update. All other
-    tensors count as activations.
+    It records parameters, and tensors of the class that is passed as ``of``. Each tensor has a part: its use, such as
+    weights or gradients. :meth:`within` sets the part of new tensors, and :meth:`mark` changes the part of existing
+    tensors, for example of gradients. The tracker recognises some parts by the operation that creates the tensor:
+    weights gathered from other ranks, weights cast to another dtype, and buffers for communication or for measuring
+    an update. All other tensors count as activations.
 
     The tracker does not change the computation, with one exception: a number that is read from a fake tensor, which
     has no data, is 1.

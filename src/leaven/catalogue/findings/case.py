@@ -80,7 +80,10 @@ class Check:
     sure: bool = True  # whether the limits hold at this size; if not, a finding is a note at most
 
     def read(self, case: "Case") -> "Check":
-        """Return the check with value, suggestions and facts for one recipe, as its entry in ``checks.toml`` says."""
+        """Return a copy of this check that has the value, suggestions and facts of the recipe of ``case``.
+
+        The entry of the check in ``checks.toml`` determines how they are computed.
+        """
         value, facts = None, {}
         if self.hidden:
             value, facts["where"] = case.hidden(self.hidden), "the matrices inside the blocks have"

@@ -215,7 +215,7 @@ def _schedule(given: Settings, length: int, draft: Draft) -> None:
     duration, batch = draft.values.get("data.tokens"), draft.values.get("batch.tokens")
 
     def span(prefix: str) -> int | None:
-        """Return the tokens of --PREFIX-samples or --PREFIX-iters, or None if the number is unknown."""
+        """Return --PREFIX-samples or --PREFIX-iters, converted to tokens, or None if neither can be converted."""
         if f"{prefix}-samples" in given:
             return int(given[f"{prefix}-samples"] * length)
         return int(given[f"{prefix}-iters"] * batch) if f"{prefix}-iters" in given and batch is not None else None

@@ -223,7 +223,7 @@ class SearchPlan:
         return [self.axes.params(np.array(point)) for point in points if point not in excluded]
 
     def _confirming(self, runs: Sequence[Evaluation], now: float) -> Iterator[TrialRequest]:
-        """Yield confirmation runs of the chosen point and of the start, with the same seeds for both."""
+        """Yield confirmation runs of the chosen point and of the search's start. Both get the same seeds."""
         point = to_confirm(runs, list(self.axes.start), self.noise_of(runs)[0])
         if point is None or self.budget.left(runs, now) < 1:
             return

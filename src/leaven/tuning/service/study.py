@@ -13,15 +13,15 @@ What ``leaven tune`` does from start to end:
    (``training/early_stopping.py``). Pruning begins once the noise is known from 3 seeds, or is given.
 3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). It is measured by running
    the start 3 times (2 times with fewer than 24 trials, once with fewer than 12), and by every other point that is
-   run again.
-4. The last trials run the best point with fresh seeds: once with 16 to 23 trials, twice with 24 to 63. From 64
-   trials on, the best 2 or 3 points are run twice, and then the chosen point and the start with 2 more seeds. With
-   8 to 15 trials the best point is run once more, if the noise is known and the gain is in doubt. The runs with
-   fresh seeds choose the answer. Its loss is the mean of the runs that confirm it, if there are any, else of the
-   runs that chose it. The 95% interval is mean +- t x noise / sqrt(runs); without fresh seeds there is none
-   (``algorithm/answer.py``).
+   run again. If the noise is given, the start is run once.
+4. If the search has found a better point than the start, the last trials run this point with fresh seeds: once with
+   16 to 23 trials, twice with 24 to 63. From 64 trials on, the best 2 or 3 points are run twice, and then the chosen
+   point and the start with 2 more seeds. With 8 to 15 trials the best point is run once more, if the noise is known
+   and the gain is in doubt. The runs with fresh seeds choose the answer, which is the start if the gain is not above
+   the noise. Its loss is the mean of the runs that confirm it, if there are any, else of the runs that chose it. The
+   95% interval is mean +- t x noise / sqrt(runs); without fresh seeds there is none (``algorithm/answer.py``).
 5. :meth:`Study.state` makes the study's document (``study_document.py``) from the trials.
-6. :meth:`Study.save` writes the document, study.json, whenever trials end. Once the search has ended, it also writes
+6. :meth:`Study.save` writes the document, study.json, when trials end. Once the search has ended, it also writes
    best.toml and fewest.toml, with a reason for every searched value. The folder also contains the recipe at the start
    (centre.toml) and the checkpoints of running trials.
 7. ``leaven tune`` prints a line for each trial, and at the end the result of the search: the best values, their loss
