@@ -74,10 +74,14 @@ def study(folder: Path, recipe: Recipe, flops: float, workers: int, earlier: Pat
     values = space(recipe, "global").without(BATCH, "of equal FLOPs the smallest batch makes most")
     with Study(folder, recipe, values, "trust-region", tokens, from_study=earlier) as searcher:
         state = searcher.run(None, workers, flops=flops, stop_at_noise=False)
-    loss = "nothing" if state.best is None else f"{state.best.loss:.4f}"
     spent = sum(trial.flops for trial in state.trials) / flops
-    print(f"  {folder.name}: {len(state.trials)} trials, {spent:.2f} of the FLOPs, answer {loss}", flush=True)
-    return recipe if state.best is None else read_recipe(folder / "best.toml")
+    print(f"  {folder.name}: {len(state.trials)} trials, {spent:.2f} of the FLOPs, answer", end=" ")
+    if state.best is None:
+        print("none: every trial diverged", flush=True)
+        return recipe
+    changes = (f"{path.split('.')[-1]} x{2**octaves:.2g}" for path, octaves in state.octaves.items() if octaves)
+    print(f"{state.best.loss:.4f}: {', '.join(changes) or 'the start'}", flush=True)
+    return read_recipe(folder / "best.toml")
 
 
 def answer_of(folder: Path, way: str, start: Recipe, trials: int, workers: int) -> Recipe:
@@ -110,14 +114,20 @@ def train(folder: Path, answers: dict[str, Recipe], workers: int) -> dict[str, l
 
 
 def table(found: Sequence[dict[str, list[float]]]) -> list[str]:
-    """The mean loss of every way over all cases, and its difference to `none`."""
-    lines = ["| way | loss | against none | by case |", "|---|---|---|---|"]
+    """The loss of every way in every case, with its difference to `none` and the standard error over fresh seeds."""
+    cases = " | ".join(f"case {case}" for case in range(len(found)))
+    lines = [f"| way | {cases} | mean | against none |", "|---" * (len(found) + 3) + "|"]
     for way in ("start", *CHEAP):
-        means = [statistics.fmean(case[way]) for case in found]
-        paired = [each - statistics.fmean(case["none"]) for each, case in zip(means, found, strict=True)]
-        each = ", ".join(f"{difference:+.3f}" for difference in paired)
-        against = "" if way == "none" else mean(paired, "+.4f")
-        lines.append(f"| {way} | {statistics.fmean(means):.4f} | {against} | {'' if way == 'none' else each} |")
+        cells, against = [], []
+        for case in found:
+            paired = [loss - other for loss, other in zip(case[way], case["none"], strict=True)]
+            against.append(statistics.fmean(paired))
+            error = statistics.stdev(paired) / math.sqrt(len(paired))
+            difference = "" if way == "none" else f" ({against[-1]:+.3f} ± {error:.3f})"
+            cells.append(f"{statistics.fmean(case[way]):.3f}{difference}")
+        average = statistics.fmean(loss for case in found for loss in case[way])
+        interval = "" if way == "none" else mean(against, "+.4f")
+        lines.append(f"| {way} | {' | '.join(cells)} | {average:.3f} | {interval} |")
     return lines
 
 
