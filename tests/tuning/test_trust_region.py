@@ -255,6 +255,20 @@ def test_proposals_stay_in_the_space_and_the_trust_region_and_do_not_diverge() -
     np.testing.assert_allclose(now.predicted[1:], OPTIMUM[1:], atol=0.3)
 
 
+def test_a_proposal_depends_on_the_seed_and_the_results_in_their_order() -> None:
+    points = np.random.default_rng(0).normal(0, 0.5, (8, 2))
+    losses = np.where(np.arange(8) == 5, np.inf, (points**2).sum(1))
+
+    def proposed(order: list[int], seed: int = 0) -> list[float]:
+        proposal: list[float] = look(points[order], losses[order]).proposal(np.random.default_rng(seed)).tolist()
+        return proposal
+
+    order = list(range(8))
+    assert proposed(order) == proposed(order)
+    assert proposed(order) != proposed(order, seed=1)
+    assert proposed(order[::-1]) != proposed(order)
+
+
 def test_results_in_any_order_lead_to_the_minimum() -> None:
     """Six workers, whose trials end in random order."""
     chance = np.random.default_rng(0)

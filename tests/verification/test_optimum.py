@@ -23,6 +23,12 @@ def test_the_optimum_is_the_vertex_between_grid_points():
     assert parabola(-6.3).optimum() == pytest.approx(-6.3)
 
 
+def test_shift_and_regret_of_two_parabolas():
+    octaves, regret = shift(parabola(-6.5), parabola(-7.5))
+    assert (octaves.value, *octaves.ends) == (pytest.approx(-1),) * 3
+    assert regret.value == pytest.approx(0.05)
+
+
 def test_the_optimum_of_an_asymmetric_curve_is_its_lowest_point():
     # A slow fall, a steep rise and a plateau, like real losses over lrs; the lowest point is the fifth.
     losses = dict(zip(LRS, ([loss] * 2 for loss in (4.58, 4.17, 3.81, 3.60, 3.49, 3.61, 3.65)), strict=True))

@@ -153,7 +153,7 @@ def slopes_check() -> CheckDocument:
 
 
 def write_losses_check(folder: Path) -> Path:
-    """Write the folder of a transfer check, as :func:`leaven.verification.runs.keep` leaves it."""
+    """Write the folder of a transfer check, as :meth:`leaven.verification.runs.RunStore.keep` leaves it."""
     lrs = (0.25, 0.5, 1.0, 2.0, 4.0)
     parts = {"best lr, base": 1.0, "best lr, target": 0.5, "shift": -1.0, "regret": 0.03, "noise": None}
     scales = "64x2 -> 256x2"

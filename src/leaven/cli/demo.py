@@ -47,4 +47,4 @@ def demo(
             document = run_demo(run, "quick" if quick else size, source, workers or cores(), stop)
         except ChecksStopped:
             exit_interrupted(f"stopped; run the same command again to resume from {run}")
-    print_document(document, demo_summary(document), json_output)
+    print_document(document, demo_summary(document), json_output, document.next)

@@ -94,7 +94,7 @@ def usual_std(width: int) -> float:
 
 _GPT2 = Formula("0.02", lambda at: 0.02)
 _SMALL = Formula("sqrt(2 / (5 d))", lambda at: math.sqrt(2 / (5 * at.d)))
-_MT_NLG = Formula("sqrt(1 / (3 d))", lambda at: math.sqrt(1 / (3 * at.d)))
+_MT_NLG = Formula("sqrt(1 / (3 d))", lambda at: usual_std(at.d))
 _LECUN = Formula("1 / sqrt(d)", lambda at: at.d**-0.5)
 _FAN_IN = Formula("1 / sqrt(f)", lambda at: at.f**-0.5)
 _ZERO = Formula("0", lambda at: 0.0)

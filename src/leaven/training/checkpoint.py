@@ -45,7 +45,6 @@ FORMAT, FORMAT_OF_MANY = 2, 3
 """The format number in ``state.json`` if one process wrote the checkpoint, and if several processes wrote it. The
 second format also lists the parts of each tensor."""
 _KINDS = ("model", "optimizer")
-_NAME = "tokens-*"  # damaged ones are renamed to damaged-tokens-*
 UNFINISHED = ".tokens-*.tmp"
 
 
