@@ -197,7 +197,7 @@ def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) 
     for rule, name in ((COPIED, "copied"), (MOVED, "moved")):
         wide = recipe_at(base.replace({"scaling.rule": rule}), size.widths[-1])
         write_recipe(wide.replace({"name": name}), folder / f"{name}.toml")
-    following = [f"leaven show {folder / 'moved.toml'}", "leaven new mine.toml --params 1B --tokens 20B"]
+    following = [f"leaven show --rule {MOVED}", "leaven new mine.toml --params 1B --tokens 20B"]
     return document.model_copy(update={"result": result_of(document), "next": following})
 
 

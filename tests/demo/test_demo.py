@@ -149,7 +149,7 @@ def test_a_killed_demo_resumes_and_its_losses_are_those_of_another_order(tmp_pat
     assert (tmp_path / "killed/runs/runs.jsonl").read_bytes().startswith(whole)
     assert "nats below" in again.stdout or "nats ABOVE" in again.stdout
     assert f"page  {tmp_path / 'killed/report.html'}" in again.stdout
-    assert f"leaven show {tmp_path / 'killed/moved.toml'}" in again.stdout
+    assert "leaven show --rule complete-d-p" in again.stdout
     alone = [*COMMAND, str(tmp_path / "alone"), "--workers", "1", "--json"]
     other = json.loads(subprocess.run(alone, capture_output=True, text=True, check=True).stdout)
     mine = json.loads((tmp_path / "killed/demo.json").read_text())
