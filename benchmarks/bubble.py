@@ -18,7 +18,7 @@ import torch
 from tests.conftest import TINY
 from tests.distributed.pool import Pool
 
-from leaven.distributed.lean_stage import LeanStage
+from leaven.distributed.pipeline import LeanStage
 from leaven.distributed.process_group import join_process_group
 from leaven.distributed.sharded_model import ShardedModel
 from leaven.planning.arrangement import bubble

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from leaven.distributed.compat import local_offset, pretend
-from leaven.distributed.lean_stage import LeanStage
+from leaven.distributed.pipeline import LeanStage
 
 
 def places(rank: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

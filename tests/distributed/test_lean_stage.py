@@ -11,7 +11,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_layouts import layout
 from torch.distributed.tensor import DTensor
 
-from leaven.distributed.lean_stage import LeanStage, received
+from leaven.distributed.pipeline import LeanStage, received
 from leaven.distributed.process_group import join_process_group
 from leaven.model.transformer import Stage
 from leaven.recipe.recipe import Recipe

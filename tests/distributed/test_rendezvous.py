@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from leaven.distributed.rendezvous import private_store
+from leaven.distributed.process_group import private_store
 
 SHORT = timedelta(seconds=0.1)
 

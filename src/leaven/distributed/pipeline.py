@@ -5,16 +5,19 @@ between stages. The first stage uses the tokens, and the last stage uses the tar
 numbers, which keep attention within a document.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import schedules
+from torch.distributed import P2POp
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from leaven.distributed.lean_stage import LeanStage
+from leaven.distributed.compat import reduce_with_backward, stage_backward
 from leaven.distributed.process_group import ProcessGroup
 from leaven.model.transformer import Stage
 from leaven.planning.arrangement import scheduled
@@ -33,13 +36,13 @@ seq_len)."""
 
 
 def stage_numbers(layout: Layout, rank: int) -> list[int]:
-    """Return the numbers of the stages that a pipeline rank runs: rank, rank + pp, rank + 2 pp and so on (Narayanan
-    et al. 2021, arXiv 2104.04473, section 2.2)."""
+    """Return the stages of a pipeline rank: rank, rank + pp, rank + 2 pp, ... (Narayanan et al. 2021, arXiv
+    2104.04473, section 2.2)."""
     return [rank + layout.pp * turn for turn in range(layout.stages_per_rank)]
 
 
 class Pipeline:
-    """The pipeline stages of this process, with the connections to the other pipeline ranks."""
+    """Runs micro-batches through the stages of this process, and exchanges activations with other pipeline ranks."""
 
     def __init__(self, stages: Sequence[Stage], layout: Layout, group: ProcessGroup, device: torch.device) -> None:
         assert group.mesh is not None
@@ -81,8 +84,7 @@ class Pipeline:
     def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Return the same sum as :meth:`forward_backward` without computing gradients.
 
-        This method does not call the ``eval`` method of torch's schedules, because ``eval`` changes the state that
-        the schedules keep for training.
+        The ``eval`` method of torch's schedules is not used: it changes the state that they keep for training.
         """
         total = self._nothing().double()
         for inputs, targets, documents in micro_batches:
@@ -102,8 +104,8 @@ class Pipeline:
         return total
 
     def _schedule_for(self, count: int, shape: torch.Size) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        """Return the schedule for ``count`` micro-batches of this shape. Only one schedule exists at a time, because
-        schedules keep state in their stages, and two schedules with the same stages would silently lose gradients."""
+        """Return the schedule for ``count`` micro-batches of this shape. Only one schedule exists at a time: two
+        schedules with the same stages would silently lose gradients, because stages have state."""
         if self._built_for != (count, shape):
             passed_on = torch.empty(self._passed_on(shape), device="meta")
             tokens, loss = torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
@@ -133,9 +135,85 @@ class Pipeline:
         return self._schedule
 
     def _passed_on(self, shape: torch.Size) -> tuple[int, int, int]:
-        """Return the shape of the activations that are sent between stages: (B, positions of this tensor-parallel
-        rank, D)."""
+        """Return the shape of the activations that stages send: (B, positions of this tensor-parallel rank, D)."""
         return shape[0], shape[1] // self._tp, self.stages[0].model.shape.d_model
 
     def _nothing(self) -> Tensor:
         return torch.zeros((), device=self.device)
+
+
+class LeanStage(PipelineStage):
+    """A :class:`PipelineStage` that frees buffers, gradients and parameters after each micro-batch.
+
+    torch's PipelineStage keeps parameters gathered and gradients unsharded until the end of a step, so that ZeRO 2
+    and 3 need the same memory as ZeRO 1. Before torch 2.15 it also allocates receive buffers for all micro-batches at
+    the start. Here a receive buffer is freed at the end of its micro-batch's backward pass. With ``zero`` 2,
+    gradients are reduce-scattered after each micro-batch. With ``zero`` 3, parameters are also resharded after each
+    micro-batch. The cost is an additional reduce-scatter for each micro-batch, and with ``zero`` 3 also an additional
+    all-gather.
+
+    This class does not work with the zero-bubble schedule, because the second half of that schedule's backward pass
+    needs memory that this class frees in the first half. Layouts with the zero-bubble schedule and ``zero`` 2 or 3
+    are refused.
+    """
+
+    def __init__(self, *arguments: Any, zero: int, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.zero = zero
+
+    @contextmanager
+    def _only_shapes(self) -> Iterator[None]:
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def _prepare_forward_infra(self, *arguments: Any, **named: Any) -> Any:
+        with self._only_shapes():
+            return super()._prepare_forward_infra(*arguments, **named)
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
+        with self._only_shapes():
+            return super()._create_grad_recv_info(act_send_info)
+
+    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[P2POp]:
+        for info in received(recv_infos):
+            info.buffer = _reallocated(info.buffer, self.device)
+        return super()._get_recv_ops(recv_infos)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *arguments, **named)
+        for infos in (self.args_recv_info, self.grad_recv_info):
+            for info in received(infos.get(bwd_chunk_id, ())):
+                info.buffer = _reallocated(info.buffer, torch.device("meta"))
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
+        stage = self.submod
+        if self.zero < 2 or not isinstance(stage, FSDPModule):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        assert backward_type == "full"
+        reduce_with_backward(stage, True)
+        stage.set_reshard_after_backward(self.zero == 3)
+        stage.set_requires_gradient_sync(True)
+        stage.set_requires_all_reduce(last_backward)  # between replicas, once a step
+        of = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
+        return stage_backward(*of), None
+
+    def start_gradient_reduction(self) -> None:
+        """Start the reduction of gradients at the end of a step. Only torch 2.15 and later call this method."""
+        assert isinstance(self.submod, FSDPModule)
+        reduce_with_backward(self.submod, False)
+        super().start_gradient_reduction()  # type: ignore[misc]
+
+
+def received(infos: Iterable[Any]) -> list[Any]:
+    """Return torch's receive infos that have a buffer. Those of the first stage, which receives no input, have
+    none."""
+    return [info for info in infos if getattr(info, "buffer", None) is not None]
+
+
+def _reallocated(buffer: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)

@@ -1,5 +1,4 @@
-"""Defines the group of processes of a run, with the rank of this process and the collectives that are used outside
-the model."""
+"""Defines the group of processes of a run: how processes join it, and the collectives outside the model."""
 
 import json
 import os
@@ -9,21 +8,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from secrets import token_hex
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from leaven.distributed.rendezvous import private_store
 from leaven.recipe.errors import InputError, ProcessLost, Settled
 from leaven.recipe.layout import Layout
 
 AXES = ("pp", "replicate", "shard", "tp")
 """The axes of the device mesh, from the slowest link to the fastest. Data parallelism has two axes: ranks along
 "replicate" have the same pieces of parameters and optimizer states, ranks along "shard" have different pieces."""
+
+STORE_POLL_SECONDS = 0.02  # pause between two polls of the store
 
 T = TypeVar("T")
 
@@ -152,6 +154,55 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
         raise
     finally:
         dist.destroy_process_group()
+
+
+def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a store with a new key prefix. Only the ``size`` processes of this start of the run share it.
+
+    When torchrun restarts the processes of a run, it keeps the old key-value store. In that store, the new processes
+    would read entries of dead processes, for example addresses, and would hang or fail to connect.
+
+    Each process writes a new random word. The first process reads one word for each rank, and proposes a prefix
+    together with the words that it has read. Another process agrees if the proposal contains its own word. When all
+    processes have agreed, the first process confirms the proposal. If a word comes from a dead process, the living
+    process of the same rank does not agree, so the proposal is never confirmed.
+
+    Raises:
+        TimeoutError: if ranks are missing; the message names them.
+    """
+    word, until = token_hex(8), time.monotonic() + timeout.total_seconds()
+    store.set(f"hello/{rank}", json.dumps(word))
+    if rank == 0:
+        return _propose(store, word, size, until)
+    while time.monotonic() < until:
+        proposal = _read(store, "proposal")
+        if proposal is not None and proposal["words"][rank : rank + 1] == [word]:
+            store.set(f"agreed/{rank}", json.dumps(proposal["name"]))
+            if _read(store, "confirmed") == proposal["name"]:
+                return PrefixStore(proposal["name"], store)
+        time.sleep(STORE_POLL_SECONDS)
+    raise TimeoutError("rank 0 did not connect")
+
+
+def _propose(store: Any, word: str, size: int, until: float) -> Any:
+    proposal: dict[str, Any] = {"words": [], "name": ""}
+    while time.monotonic() < until:
+        words = [word, *(_read(store, f"hello/{rank}") for rank in range(1, size))]
+        if None not in words and words != proposal["words"]:
+            proposal = {"words": words, "name": token_hex(8)}
+            store.set("proposal", json.dumps(proposal))
+        if proposal["name"] and all(_read(store, f"agreed/{rank}") == proposal["name"] for rank in range(1, size)):
+            store.set("confirmed", json.dumps(proposal["name"]))
+            return PrefixStore(proposal["name"], store)
+        time.sleep(STORE_POLL_SECONDS)
+    others = range(1, size)
+    late = [rank for rank in others if _read(store, f"hello/{rank}") is None]
+    late = late or [rank for rank in others if _read(store, f"agreed/{rank}") != proposal["name"]]
+    raise TimeoutError(f"rank {', '.join(map(str, late))} did not connect")
+
+
+def _read(store: Any, key: str) -> Any:
+    return json.loads(store.get(key)) if store.check([key]) else None
 
 
 def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:

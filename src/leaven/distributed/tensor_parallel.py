@@ -9,9 +9,12 @@ reduce-scatters.
 """
 
 from copy import copy, deepcopy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,8 +36,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.func import functional_call
 
-from leaven.distributed.compat import quiet_about_views
-from leaven.distributed.loss import sharded_cross_entropy
+from leaven.distributed.compat import all_gather, quiet_about_views, reduce_scatter
+from leaven.model.loss import IGNORED, WholeVocabulary, cross_entropy
 from leaven.model.transformer import Stage
 
 SEQUENCE = 1  # the dimension T of (B, T, D)
@@ -171,3 +174,56 @@ def _slice_bias(block: nn.Module, mesh: DeviceMesh) -> None:
         return x, norm, sliced
 
     block.attention.register_forward_pre_hook(mine)  # type: ignore[union-attr]
+
+
+def sharded_cross_entropy(
+    hidden_BtD: Tensor, weight: DTensor, targets_BT: Tensor, *, group: dist.ProcessGroup, **how: Any
+) -> Tensor:
+    """Return the loss of :func:`leaven.model.loss.cross_entropy` over the tokens of all ranks. It is the same on
+    every rank.
+
+    ``hidden_BtD`` contains the positions of this rank, and ``targets_BT`` contains all positions. ``weight`` is
+    sharded by its rows, the vocabulary. ``how`` is passed to :func:`leaven.model.loss.cross_entropy`, which works on
+    chunks of n tokens. So a rank stores the logits of one chunk at a time, and only for its V vocabulary entries.
+    Ranks exchange three numbers for each token.
+    """
+    # Each rank has consecutive positions, so the gathered order is (rank, B, t).
+    targets_BRt = targets_BT.view(len(targets_BT), dist.get_world_size(group), -1)
+    vocabulary = SlicedVocabulary(group)
+    return cross_entropy(hidden_BtD, weight.to_local(), targets_BRt.transpose(0, 1), vocabulary=vocabulary, **how)
+
+
+@dataclass(frozen=True)
+class SlicedVocabulary(WholeVocabulary):
+    """Computes the loss of a chunk of tokens when each rank has a slice of the vocabulary."""
+
+    group: dist.ProcessGroup
+
+    def gather(self, hidden_ND: Tensor) -> Tensor:
+        return all_gather(hidden_ND, self.group)
+
+    def scatter(self, grad_ND: Tensor) -> Tensor:
+        return reduce_scatter(grad_ND, self.group)  # each rank has the gradient from its slice of the vocabulary
+
+    def loss(
+        self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        compute, size = logits_nV.dtype, logits_nV.shape[1]
+        logits_nV = logits_nV.to(weight.dtype)
+        highest_n = logits_nV.amax(-1)
+        dist.all_reduce(highest_n, dist.ReduceOp.MAX, self.group)
+        # The target's logit is on one rank; the others add 0.
+        place_n1 = (targets_n - dist.get_rank(self.group) * size)[:, None]
+        mine_n1 = (place_n1 >= 0) & (place_n1 < size)
+        place_n1 = place_n1.clamp(0, size - 1)
+        target_n = torch.where(mine_n1, logits_nV.gather(1, place_n1), 0)[:, 0]
+        p_nV = logits_nV.sub_(highest_n[:, None]).exp_()  # in place: logits are by far the largest tensors
+        sums_2n = torch.stack((p_nV.sum(-1), target_n))
+        dist.all_reduce(sums_2n, group=self.group)
+        normaliser_n, target_n = sums_2n
+        counts_n = targets_n != IGNORED
+        loss = torch.where(counts_n, normaliser_n.log() + highest_n - target_n, 0).sum()
+        if not learns:
+            return loss, None
+        g_nV = p_nV.div_(normaliser_n[:, None]).scatter_add_(1, place_n1, -mine_n1.to(weight.dtype))
+        return loss, g_nV.mul_((counts_n * weight)[:, None]).to(compute)
