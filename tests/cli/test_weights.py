@@ -13,7 +13,7 @@ from tests.cli.conftest import Verb
 from tests.conftest import TINY
 
 import leaven as package
-from leaven.interop.model_card import model_card
+from leaven.interop.weights import model_card
 from leaven.recipe.files import parse_recipe, read_recipe
 from leaven.training.run_folder import RunFolder
 

@@ -1,4 +1,4 @@
-"""Writes and reads weights in Hugging Face's format, without the ``transformers`` library.
+"""Writes and reads models in Hugging Face's format, without the ``transformers`` library.
 
 leaven's models multiply branches and logits by constant factors (forward multipliers); the Hugging Face architectures
 here do not. So weights are multiplied by these factors when they are written, and divided by them when they are read
@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from leaven import __version__
 from leaven.data.tokenizer import given_tokenizer
 from leaven.distributed.pieces import Piece, cut
 from leaven.interop.architectures import (
@@ -26,14 +27,17 @@ from leaven.interop.architectures import (
     read_json,
 )
 from leaven.interop.configs.draft import TOKENS_PER_PARAMETER, Draft, likely_batch, likely_lr
+from leaven.interop.configs.export import environment
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import written_folder
-from leaven.recipe.recipe import Recipe
+from leaven.recipe.recipe import Recipe, flatten
 from leaven.recipe.shape import ModelShape
+from leaven.recipe.units import format_quantity
 from leaven.scaling.table import ParameterTable, folding
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5 * 10**9
+STDLIB_LICENCE = "PSF-2.0 (the source code of Python's standard library)"
 # Keys of a model shape that may differ between a recipe and its start weights, because no tensor depends on them.
 _FREE = {"seq_len", "dropout", "rope_theta"}
 
@@ -139,6 +143,54 @@ def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
     rows = [shape[0] // stored.heads for shape in stored.parts.values()]
     by_head = torch.split(joined.reshape(stored.heads, -1, *joined.shape[1:]), rows, dim=1)
     return [part.flatten(0, 1) for part in by_head]
+
+
+def model_card(
+    recipe: Recipe,
+    text: str,
+    *,
+    architecture: str,
+    tokens: int,
+    dtype: str,
+    events: Iterable[Mapping[str, Any]],
+    licence: str | None = None,
+) -> str:
+    """Return the model card of a run's checkpoint as Markdown.
+
+    Args:
+        text: the text of the recipe file.
+        architecture: the name of the model's class in transformers.
+        tokens: the number of tokens that the checkpoint was trained on.
+        dtype: the dtype of the exported weights.
+        events: the events of the run; the card shows the last validation loss at or before the checkpoint.
+        licence: the licence of the data.
+    """
+    measured = [each for each in events if each["event"] == "validation" and each["tokens"] <= tokens]
+    if licence is None and [source.source for source in recipe.data.sources] == ["python-stdlib"]:
+        licence = STDLIB_LICENCE
+    return (
+        environment("")
+        .get_template("model_card.md.j2")
+        .render(
+            recipe=recipe,
+            text=text.strip(),
+            architecture=architecture,
+            tokens=tokens,
+            finished=tokens >= recipe.data.tokens,
+            dtype=dtype,
+            validation=measured[-1] if measured else None,
+            licence=licence,
+            version=__version__,
+            values=flatten(recipe.model_dump()),
+            quantity=format_quantity,
+            cell=_cell,
+        )
+    )
+
+
+def _cell(value: object) -> str:
+    """Return a value as text for a cell of a Markdown table: on one line, with ``|`` escaped."""
+    return " ".join(str(value).split()).replace("|", "\\|")
 
 
 # Read

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from leaven.interop.architectures import Architecture, holding
-from leaven.interop.model_card import model_card
-from leaven.interop.weights import write_huggingface
+from leaven.interop.weights import model_card, write_huggingface
 from leaven.recipe.files import read_text
 from leaven.training.load import LoadedRun
 

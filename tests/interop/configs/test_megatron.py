@@ -7,8 +7,8 @@ import pytest
 from tests.interop.configs.recipes import FAMILIES, NEOX, PER_MODULE, megatron_like, transferred
 
 from leaven.documents.runs import LossRow
-from leaven.interop.configs import shell
 from leaven.interop.configs.export import export
+from leaven.interop.configs.from_megatron import parse_flags
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
 
@@ -40,7 +40,7 @@ FLAGS: dict[str, Any] = {
 def flags_of(recipe: Recipe) -> dict[str, Any]:
     """Return the exported flags as argparse reads them, by the table above."""
     read = {}
-    for name, words in shell.parse(export("megatron", recipe).files[""], "args").items():
+    for name, words in parse_flags(export("megatron", recipe).files[""], "args").items():
         kind = FLAGS[name]
         if kind is None:
             assert words == []

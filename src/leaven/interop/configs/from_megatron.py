@@ -7,13 +7,13 @@ branches. The imported recipe has multipliers for these modules. Its scaling rul
 
 import math
 import re
+import shlex
 import tomllib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from leaven.interop.architectures import validated
-from leaven.interop.configs import shell
 from leaven.interop.configs.draft import Draft, Imported, Settings, as_number
 from leaven.interop.configs.export import target
 from leaven.recipe.batch import Batch, BatchSchedule
@@ -56,14 +56,14 @@ def _read_flags(text: str, draft: Draft) -> Settings:
     """
     origin = draft.origin
     flags = Settings(origin, TABLE["flags"], default="Megatron's default of --{}", prefix="--")
-    for flag, words in shell.parse(text, origin).items():
+    for flag, words in parse_flags(text, origin).items():
         name = flag.replace("_", "-")
         name = TABLE["aliases"].get(name, name)
         for unsupported, what in TABLE["unsupported"].items():
             if fnmatchcase(name, unsupported):
                 raise InputError(f"{origin}: --{flag}: leaven does not have {what}")
         kind = flags.table[name]["kind"] if name in flags.table else None
-        unset = [variable for word in words[:1] for variable in shell.open_variables(word)]
+        unset = [variable for word in words[:1] for variable in open_variables(word)]
         if kind is None:
             draft.unread.append(f"--{flag}")
         elif kind == "switch":
@@ -174,7 +174,7 @@ def _batch_and_duration(given: Settings, length: int, draft: Draft) -> None:
     elif "global-batch-size" in given:
         draft.set("batch.tokens", given["global-batch-size"] * length, "--global-batch-size x --seq-length")
         words = given["rampup-batch-size"].split()
-        if words and (len(words) != 3 or any(shell.open_variables(word) for word in words)):
+        if words and (len(words) != 3 or any(open_variables(word) for word in words)):
             draft.unknown.append(f"--rampup-batch-size {' '.join(words)}: needs START INCREMENT SAMPLES as numbers")
         elif words:
             label = f"{given.origin}: --rampup-batch-size"
@@ -258,3 +258,80 @@ def _layout(given: Settings, draft: Draft, ranks: int | None) -> None:
             f"--ranks {ranks}: tp x pp x cp is {each} in {given.origin}; --ranks must be a multiple of that"
         )
     draft.set("layout.dp", ranks // each, f"--ranks {ranks} / (tp x pp x cp)")
+
+
+# Shell scripts -----------------------------------------------------------------------------------------------------
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
+_COMMANDS = re.compile(r"\$\(\(.*?\)\)|\$\(.*?\)|`[^`]*`", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::?-([^}]*))?\}|([A-Za-z_]\w*))")
+_OPEN = re.compile(r"\$\{?(\w+)")
+_COMMAND = "$_COMMAND_"
+_ENDS = {"&&", "||", "|", ";", "&", "(", ")"}
+
+
+def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
+    """Return the flags in a shell script or a list of flags, each with the words after its last occurrence.
+
+    The parser supports comments, backslashes, quotes, arrays (``ARGS=( ... )``) and variables that the file itself
+    sets. It does not run commands. A word with the output of a command, or with a variable that the file does not
+    set, contains a $.
+
+    Raises:
+        InputError: if a quote is not closed, or there is no flag.
+    """
+    flags: dict[str, list[str]] = {}
+    variables: dict[str, str] = {}
+    joined = re.sub(r"\\\r?\n", " ", text)
+    try:
+        words = _words(_COMMANDS.sub(_COMMAND, joined))
+    except ValueError as error:
+        raise InputError(f"{origin}: cannot be split into words as a shell does: {error}") from None
+    current: list[str] | None = None
+    while words:
+        word = words.pop(0)
+        assigned = _ASSIGNMENT.fullmatch(word)
+        if assigned and not word.startswith("-"):
+            name, value = assigned.groups()
+            current = None
+            if value.lstrip("(").lstrip().startswith("--"):
+                words[:0] = _words(value.lstrip("("))
+            elif value not in {"", "("}:
+                variables[name] = _expand(value, variables)
+        elif word in _ENDS:
+            current = None
+        elif word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            current = flags[name.rstrip(")")] = [_expand(value, variables)] if equals else []
+        elif current is not None:
+            bare = word if "$" in word else word.rstrip(")")
+            if bare:
+                current.append(_expand(bare, variables))
+    if not flags:
+        raise InputError(f"{origin}: contains no --flag; give a Megatron script or argument list")
+    return flags
+
+
+def _words(text: str) -> list[str]:
+    # A comment begins where a word could: shlex would cut a#b too.
+    lexer = shlex.shlex(re.sub(r"(?m)(^|\s)#.*$", r"\1", text), posix=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    return [word.rstrip(";") or word for word in lexer]
+
+
+def _expand(word: str, variables: dict[str, str]) -> str:
+    def one(match: re.Match[str]) -> str:
+        name = match[1] or match[3]
+        return variables.get(name, match[2] if match[2] is not None else match[0])
+
+    for _ in range(8):  # a variable may name another
+        expanded = _VARIABLE.sub(one, word)
+        if expanded == word:
+            break
+        word = expanded
+    return word
+
+
+def open_variables(word: str) -> list[str]:
+    """Return the unset variables in a word."""
+    return ["the output of a command" if name == _COMMAND[1:] else f"${name}" for name in _OPEN.findall(word)]
