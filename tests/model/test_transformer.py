@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from leaven.distributed.sharded_model import ShardedModel
 from leaven.model.initialise import build_model, fill
 from leaven.model.transformer import Transformer, alibi_slopes
 from leaven.recipe.init_std import INITS
@@ -223,16 +222,3 @@ def test_initial_rows_do_not_depend_on_the_number_of_rows() -> None:
     assert torch.equal(whole, longer[:512])
     assert not torch.equal(whole[:256], whole[256:])
 
-
-def test_a_process_holds_each_parameter_once(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ends of a pipeline have a tied embedding. Here one process has the same stage twice."""
-    monkeypatch.setattr("leaven.distributed.sharded_model.stage_numbers", lambda *_: (0, 0))
-    with pytest.raises(AssertionError):
-        ShardedModel(
-            tiny.model,
-            parameter_table(tiny),
-            seed=0,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            layout=tiny.layout,
-        )

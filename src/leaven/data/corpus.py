@@ -44,7 +44,6 @@ class Meter:
         self._done = self._next = 0
 
     def advance(self, n_bytes: int) -> None:
-        """Add ``n_bytes`` to the bytes that have been processed."""
         self._done += n_bytes
         if self._progress and self._done >= self._next:
             self._progress(self._stage, self._done, self._total)
@@ -93,12 +92,10 @@ class Corpus:
 
     @property
     def n_documents(self) -> int:
-        """The number of documents that are not blank."""
         return sum(survey.documents for survey in self.surveys)
 
     @property
     def n_bytes(self) -> int:
-        """The number of UTF-8 bytes of the documents that are not blank."""
         return sum(survey.bytes for survey in self.surveys)
 
     @property
@@ -183,11 +180,7 @@ def open_corpora(
 
 
 def _surveys(parts: Sequence[SourcePart], path: Path | None, meter: Meter) -> list[Survey]:
-    """Return the counts and hashes of each part (a file or a split of a data set).
-
-    Counts and hashes of unchanged parts come from the cache file ``path``. A part that could not be read to its end
-    is always read again.
-    """
+    """Return the survey of each part. Surveys of unchanged parts come from the cache file ``path``."""
     known: dict[str, Any] = {}
     if path is not None:
         try:
@@ -214,11 +207,8 @@ def _surveys(parts: Sequence[SourcePart], path: Path | None, meter: Meter) -> li
 
 
 def _valid(entry: Any, stamp: list[int | str] | None) -> Survey | None:
-    """Return the survey in a cache entry, or None if the file or split must be read again.
-
-    The file or split must be read again if it has changed (``stamp`` is None or differs from the stamp in the entry),
-    if it was not read to its end, or if the entry is damaged.
-    """
+    """Return the survey in a cache entry. Return None, so that the part is read again, if the part has changed or was
+    not read to its end, or if the entry is damaged."""
     try:
         if stamp is None or entry["stamp"] != stamp or entry["survey"]["broken"]:
             return None
@@ -228,7 +218,6 @@ def _valid(entry: Any, stamp: list[int | str] | None) -> Survey | None:
 
 
 def _survey(part: SourcePart, meter: Meter) -> Survey:
-    """Read a file or a split of a data set from beginning to end, and return its counts and hashes."""
     digest = blake2b(digest_size=16)
     documents = n_bytes = corrupt = highest = 0
     lowest, left = 2**64, part.size
@@ -256,8 +245,7 @@ def _survey(part: SourcePart, meter: Meter) -> Survey:
 
 
 def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> str:
-    """Return a line that counts the documents and files that could not be read and names the first few, or "" if all
-    could be read.
+    """Return a line about the documents and files that could not be read, or "" if all could be read.
 
     Raises:
         InputError: if more than ``corrupt_share`` of the documents or of the files could not be read.

@@ -127,8 +127,7 @@ def _open(folder: Path, dtype: np.dtype[Any]) -> Shards | None:
 def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> dict[Path, str]:
     """Write the missing shards of a folder, and then its index. The caller must hold the lock of the folder.
 
-    Return the files of finished shards that were missing or damaged and are now rebuilt, each with a phrase that says
-    what was wrong.
+    Return the files of finished shards that had to be rebuilt, each with a phrase that says what was wrong.
     """
     records: dict[int, ShardRecord] = {}
     for entry in storage.read_json_lines(folder / "shards.jsonl").documents:
@@ -208,10 +207,9 @@ def _record(entry: dict[str, Any]) -> ShardRecord:
 def _damage(
     folder: Path, shard: int, record: ShardRecord, dtype: np.dtype[Any], checked_ns: int = 0
 ) -> dict[Path, str]:
-    """Return the damaged files of a shard, each with a phrase that says what is wrong with the file.
+    """Return the damaged files of a shard, each with a phrase that says what is wrong.
 
-    ``checked_ns`` is the time of the last check in ns. If a file was modified before that time, only its size is
-    checked, and not its checksum.
+    The checksum is compared only if the file was modified after ``checked_ns``, the time of the last check in ns.
     """
     damage = {}
     for split in SPLITS:
@@ -242,8 +240,7 @@ def _checksum(tokens: NDArray[Any]) -> str:
 
 
 def _fingerprint(folder: Path, records: list[ShardRecord], dtype: np.dtype[Any]) -> str:
-    """Return a hash of the tokens of both splits. The tokens are hashed as one sequence of 32-bit numbers for each
-    split, so it does not matter where they are cut into shards."""
+    """Return a hash of the tokens of both splits, as 32-bit numbers. It does not depend on the cuts into shards."""
     of_splits = blake2b(digest_size=16)
     for split in SPLITS:
         content = blake2b(digest_size=16)

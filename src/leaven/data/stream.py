@@ -75,9 +75,7 @@ class Mixture:
 
     streams: tuple[Stream, ...]  # all with the same seq_len
     proportions: tuple[Fraction, ...]  # share of each stream; the shares add up to 1
-    skip: tuple[
-        tuple[int, int], ...
-    ] = ()  # half-open ranges of the mixture's sample numbers to leave out, disjoint and sorted
+    skip: tuple[tuple[int, int], ...] = ()  # as in `Stream`, of the mixture's sample numbers
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
         """Return samples ``first`` to ``first + count - 1`` of the mixture, [count, seq_len + 1] token ids."""
@@ -139,8 +137,8 @@ def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray
 
 
 def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-    """Return windows that are spread evenly over the tokens, [N, T + 1]. Together they have at most ``limit_tokens``
-    targets, but there is at least one window.
+    """Return windows that are spread evenly over the tokens, [N, T + 1]: as many as ``limit_tokens`` targets allow,
+    and at least one.
 
     Raises:
         InputError: if the tokens do not fill one window.

@@ -68,7 +68,7 @@ class Encoder:
         raise InputError(f"the tokenizer has no end-of-text token; add one of {', '.join(_END_OF_TEXT_NAMES)} to it")
 
     def encode(self, pieces: Sequence[TextPiece]) -> tuple[Encoded, Encoded]:
-        """Encode pieces of text. Return the tokens of the training pieces, and those of the validation pieces."""
+        """Return the tokens of the training pieces, and those of the validation pieces."""
         # Text that looks like a special token is encoded as ordinary text.
         self.tokenizer.encode_special_tokens = True
         encodings = self.tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
@@ -168,8 +168,7 @@ def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
 def pieces(document: TextDocument) -> Iterator[TextPiece]:
     """Yield a document in pieces that end at line ends if possible.
 
-    Several cores can encode the pieces of a long document at the same time. Encoding a whole document as one piece
-    would need a hundred bytes of memory per token.
+    Several cores can encode them at the same time. A whole document would need a hundred bytes of memory per token.
     """
     text, start = document.text, 0
     while len(text) - start > PIECE_CHARACTERS:

@@ -155,8 +155,7 @@ def _tokenizer(
 ) -> tuple[Path, Encoder]:
     """Return the path of a tokenizer in the cache, and its encoder.
 
-    The tokenizer is ``given`` or, if that is None, a tokenizer trained on the text of ``corpora``. If a tokenizer was
-    trained on the same text before, it comes from the cache.
+    The tokenizer is ``given`` or, if that is None, one trained on ``corpora`` now or before.
     """
     if given is not None:
         return _keep(folder, given)
@@ -184,8 +183,7 @@ def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
 
 
 def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
-    """Return the path and the encoder of the tokenizer whose hash is in the file ``name``. Return None if the file or
-    the tokenizer is missing or damaged."""
+    """Return the tokenizer whose hash is in the file ``name``, or None if either is missing or damaged."""
     from tokenizers import Tokenizer
 
     try:

@@ -37,8 +37,8 @@ def reduce_scatter(everything: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_with_backward(stage: FSDPModule, each: bool) -> None:
-    """Set when FSDP reduces the gradients of a pipeline stage: in each backward pass if ``each`` is true, otherwise
-    when a separate call at the end of the step starts the reduction."""
+    """Make FSDP reduce the gradients of a pipeline stage in each backward pass. If ``each`` is false, a separate call
+    at the end of the step starts the reduction."""
     if hasattr(stage, "set_manual_backward_finalization"):  # from torch 2.15 on
         stage.set_manual_backward_finalization(not each)
     stage.set_is_last_backward(each)

@@ -39,8 +39,8 @@ class Exchange:
         return f"{self._nonce}-{self._round}"
 
     def gather(self, value: Any) -> list[Any]:
-        """Send a JSON value to the first process. On the first process, return the values of all processes by rank,
-        with None for a process whose value did not arrive in time. On all other processes, return an empty list."""
+        """Send a JSON value to the first process, which gets the values of all processes by rank: None for a value
+        that did not arrive in time. The other processes get an empty list."""
         if self.group.size == 1:
             return [value]
         if not self.group.is_first:
@@ -76,10 +76,9 @@ class Exchange:
         self._until = time.monotonic() + seconds
 
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
-        """Wait until all keys are in the store. Return True then, or False if the time limit is over first.
+        """Wait for the keys, for at most ``timeouts`` times the timeout. Return whether all are in the store.
 
-        The time limit is ``timeouts`` times the timeout of the exchange. This method polls the store, because
-        :meth:`shorten_timeout` could not shorten a call of the store that waits.
+        The store is polled, because :meth:`shorten_timeout` could not shorten a call of the store that waits.
         """
         until, pause = time.monotonic() + timeouts * self._timeout, 0.002
         while not self._store.check(keys):

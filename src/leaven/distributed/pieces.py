@@ -38,13 +38,14 @@ class Piece:
 
     @property
     def place(self) -> Place:
-        """The position of the block in the whole tensor."""
         return Place(self.shape, self.offset)
 
 
 def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
-    """Return the block of a tensor that this process stores. The process owns the block (counts and saves it) if
-    ``owned`` is true and the process is the first along every axis of the mesh that replicates the block."""
+    """Return the block of a tensor that this process stores.
+
+    Of the processes that have the same block, the first along each axis of the mesh owns it, if ``owned`` is true.
+    """
     if not isinstance(tensor, DTensor):
         return Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), owned)
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -55,7 +56,7 @@ def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
 
 
 def cut(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """Return a view of a part of the tensor: the block of size ``shape`` that begins at ``offset``."""
+    """Return a view of the block of size ``shape`` that begins at ``offset``."""
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         tensor = tensor.narrow(dim, start, length) if length else tensor.narrow(dim, 0, 0)
     return tensor

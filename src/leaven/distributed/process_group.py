@@ -95,8 +95,7 @@ class ProcessGroup:
         return values[0]
 
     def heartbeat(self, activity: str) -> None:
-        """Record in the store what this process is doing now. If this process dies, the error message of the other
-        processes contains the last ``activity``."""
+        """Record what this process is doing. If it dies, the error of the other processes contains ``activity``."""
         if self.store is not None:
             self.store.set(f"heartbeat/{self.rank}", json.dumps([time.time(), activity]))
 
@@ -224,7 +223,6 @@ def rank() -> int:
 
 
 def _is_connection_error(error: BaseException | None) -> bool:
-    """Return whether the error or one of its causes comes from a connection between processes."""
     if error is None:
         return False
     connection = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

@@ -85,8 +85,6 @@ class ShardedModel:
                     self.held.append(Held(table[name], piece, parameter, leaf))
         place = {row.name: number for number, row in enumerate(table.rows)}
         self.held.sort(key=lambda held: place[held.row.name])
-        # A rank with both ends of the pipeline would have a tied embedding twice.
-        assert len({held.row.name for held in self.held}) == len(self.held)
         if device.type != "meta":  # meta tensors have no values
             initialise_pieces(self.pieces, table, seed)
         self.rows = [held.row for held in self.held]
@@ -120,8 +118,8 @@ class ShardedModel:
         """Run all micro-batches forward and backward, and accumulate their gradients. Return ``factor`` times the sum
         of this process's losses, a scalar. :meth:`total` sums the result over all processes.
 
-        ``after_first`` is called after the first micro-batch, when gradients contain only the contribution of this
-        micro-batch. With pipeline parallelism, it is never called.
+        ``after_first`` is called once, when gradients are those of the first micro-batch. With pipeline parallelism,
+        it is never called.
         """
         for stage in self.stages:
             stage.factor = factor
@@ -215,8 +213,7 @@ class ShardedModel:
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
-    """Yield pairs of a flag and an item; the flag says whether the item is the last. To know this, the function reads
-    the next item before it yields an item."""
+    """Yield (whether this is the last item, item). The next item is read before an item is yielded."""
     items = iter(items)
     for ahead in items:
         item = ahead
@@ -227,8 +224,7 @@ def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
 
 
 def _both_ends(group: ProcessGroup) -> dist.ProcessGroup | None:
-    """Return the group that contains this process and the process at the other end of its pipeline, or None if this
-    process is not at an end."""
+    """Return the group of this process and the one at the other end of its pipeline; None if it is not at an end."""
     assert group.mesh is not None
     ranks = group.mesh.mesh
     pairs = torch.stack((ranks[0].flatten(), ranks[-1].flatten()), dim=1)
@@ -252,8 +248,8 @@ def build_stage(
     device: torch.device,
     group: ProcessGroup = SINGLE_PROCESS,
 ) -> Stage:
-    """Build the pipeline stage with the layers ``layers[0]`` to ``layers[1] - 1``, and distribute it over the ranks.
-    Parameters are not initialised."""
+    """Build the stage with the layers ``layers[0]`` to ``layers[1] - 1``, distributed over the ranks. Its parameters
+    have no values yet."""
     first, last = layers
     with torch.device("meta"):
         model = Transformer(shape, table.multipliers, table.attention_scale)
@@ -316,8 +312,7 @@ def units(stage: nn.Module) -> list[FSDPModule]:
 
 
 def initialise_pieces(held: list[Piece], table: ParameterTable, seed: int) -> None:
-    """Fill the blocks of parameters that this process stores with initial values. The values are the same as in a run
-    with a single process."""
+    """Fill the blocks of this process with initial values, the same as in a run with a single process."""
     for piece in held:
         row = table[piece.name]
         fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)

@@ -44,8 +44,7 @@ SEQUENCE = 1  # the dimension T of (B, T, D)
 
 
 class PositionTable(ParallelStyle):
-    """The parallel style of a table of learned positions. The table is replicated, and each rank returns the rows for
-    its part of the sequence."""
+    """The style of a table of learned positions. It is replicated; a rank returns the rows of its part of the sequence."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def whole(_: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Any:
@@ -111,8 +110,7 @@ class LocalNorm(ParallelStyle):
 
 
 def _gathered_first(arguments: int) -> ParallelStyle:
-    """Return the parallel style of a module that takes this number of ``arguments``. The first argument is gathered
-    over the sequence, and the others are passed unchanged."""
+    """Return the style of a module with this number of ``arguments``; the first is gathered over the sequence."""
     rest = (None,) * (arguments - 1)
     return PrepareModuleInput(
         input_layouts=(Shard(SEQUENCE), *rest),
@@ -146,8 +144,8 @@ ENDS: dict[str, ParallelStyle] = {
 
 
 def shard_tensors(stage: Stage, mesh: DeviceMesh) -> None:
-    """Split every module of a stage over tensor-parallel ranks as the tables ``BLOCK`` and ``ENDS`` of this module
-    define. The stage must be on the meta device."""
+    """Split the modules of a stage over tensor-parallel ranks by the tables ``BLOCK`` and ``ENDS``. The stage must be
+    on the meta device."""
     quiet_about_views()
     model = stage.model
     by_head = dict.fromkeys(("norm.query", "norm.key"), LocalNorm(Shard(0))) if model.shape.qk_norm_per_head else {}

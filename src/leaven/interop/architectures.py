@@ -210,15 +210,11 @@ class Architecture:
 
 
 def _implied(heads: int, width: int) -> dict[str, int]:
-    """Compute default key/value heads, head dimension and d_ff from the number of heads and the width.
-
-    A config.json may leave out these sizes.
-    """
+    """Return the sizes that a config.json may leave out, computed from the number of heads and the width."""
     return {"n_kv_heads": heads, "d_head": width // heads, "d_ff": 4 * width}
 
 
 def _require(key: str, value: Any, kind: Any) -> None:
-    """Raise InputError if the value of ``key`` has the wrong type."""
     wanted, fits = _KINDS.get(kind, _KINDS[str])  # a Literal is a word
     if not fits(value):
         raise InputError(f"config.json: {key} = {value!r} must be {wanted}")
@@ -241,10 +237,7 @@ ARCHITECTURES = tuple(Architecture(**table) for table in _TABLE["architecture"])
 
 
 def module_names() -> Mapping[str, set[str]]:
-    """Map each of leaven's modules, such as ``attention.out``, to its names in all architectures, such as ``o_proj``.
-
-    A name is the last part of the module's path.
-    """
+    """Map each of leaven's modules, such as ``attention.out``, to its names elsewhere, such as ``o_proj``."""
     names = {module: set(several) for module, several in _TABLE["names"].items()}
     for architecture in ARCHITECTURES:
         for module, path in [*architecture.block.items(), *architecture.ends.items()]:
@@ -256,9 +249,8 @@ def module_names() -> Mapping[str, set[str]]:
 def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
     """Return the architecture that represents a model shape with the fewest changes, and the changes.
 
-    The changes map keys of the shape to new values. An architecture with biases can store a model without biases,
-    with zeros as biases. ``trained`` says that the stored model will be trained. Training would change the zeros, so
-    the added biases then count as a change.
+    The changes map keys of the shape to new values. A model without biases can be stored with biases of 0. If the
+    stored model will be ``trained``, these biases count as a change, because training changes the zeros.
     """
     changes = []
     for architecture in ARCHITECTURES:
@@ -311,7 +303,6 @@ def read_config(path: Path) -> HuggingFaceModel:
 
 
 def _named(config: Config) -> Architecture:
-    """Return the architecture that a config.json names."""
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InputError(f"config.json: architectures = {names!r} must be a list of names")

@@ -105,10 +105,9 @@ def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[Para
 
 
 def rescale_attention(model: nn.Module, structure: ModelStructure, factor: float) -> list[LogitScale]:
-    """Return the new scale of query . key of each attention module, as (module, attribute, new value).
+    """Return the attention modules whose scale of query . key changes, as (module, attribute, new value).
 
-    The new scale is ``factor`` times the present scale. If ``factor`` is 1, the list is empty. The model is not
-    changed.
+    The new scale is ``factor`` times the present one. The model is not changed.
 
     Raises:
         InputError: if ``factor`` is not 1, but the number of attention modules with an attribute for the scale is not
@@ -237,7 +236,7 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
 
 
 def _factors(target: nn.Module) -> Factors:
-    """Return a mapping from each parameter that folding changes to the factor by which it is multiplied."""
+    """Return the parameters that folding changes, each with the factor by which it is multiplied."""
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
     if rows is None:
         raise InputError(f"{type(target).__name__} has no multipliers to fold; call leaven.parametrize on it first")
@@ -272,10 +271,7 @@ def _factors(target: nn.Module) -> Factors:
 
 
 def _require_scalable(module: nn.Module) -> None:
-    """Raise InputError if a module's output is not proportional to its parameters.
-
-    For example, a norm that multiplies by 1 + gain has an output that is not proportional to the gain.
-    """
+    """Refuse a module whose output is not proportional to its parameters, such as a norm with the factor 1 + gain."""
     parameters = list(module.parameters(recurse=False))
     if is_linear(module) or any(isinstance(each, DTensor) or each.is_meta for each in parameters):
         return

@@ -126,8 +126,7 @@ class Classifier:
         return Role.QK_NORM if shared and site.parameter.ndim == 1 else Role.HIDDEN_NORM
 
     def _is_readout(self, site: ParameterSite) -> bool:
-        """Return whether a parameter belongs to the unembedding: it comes after the blocks, and its fan out is a
-        vocabulary size in both models."""
+        """Return whether a parameter comes after the blocks, and its fan out is a vocabulary size in both models."""
         return (
             site.after_blocks
             and site.shape[0] in self.model.vocabularies
@@ -135,7 +134,6 @@ class Classifier:
         )
 
     def _require_width(self, site: ParameterSite) -> None:
-        """Raise InputError if the last dimension of a parameter does not grow like the width."""
         if self._ratio(site) != self.model.width / self.base.width:
             self._refuse(
                 site, f"its last dimension does not grow like the width, {self.base.width} -> {self.model.width}"
@@ -181,8 +179,7 @@ class Classifier:
     # Branches: each needs one last matrix, which gets its multiplier.
 
     def _check_branches(self, classified: Mapping[str, Parameter]) -> None:
-        """Raise InputError unless each block has a branch, and each branch has exactly one matrix that writes to the
-        residual stream."""
+        """Require that each block has a branch, and each branch one matrix that writes to the residual stream."""
         branches: dict[tuple[str, int, str], dict[str, list[ParameterSite]]] = {}
         for site in self.model.sites:
             found = classified[site.name]
@@ -218,10 +215,7 @@ class Classifier:
                     )
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
-        """Raise InputError. The message advises the user to classify the parameter.
-
-        It suggests ``modules`` as module names or, if there are none, the roles that fit the parameter.
-        """
+        """Raise InputError with the advice to classify the parameter: as one of ``modules``, else with a role."""
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
         hint = f"classify it, e.g. {option}={{{site.name!r}: {may_be[0]!r}}}{others}" if may_be else _NO_RULE

@@ -45,7 +45,6 @@ class ParameterSite:
 
     @property
     def is_bias(self) -> bool:
-        """Whether the parameter is a bias, judged by its name."""
         return self.name.endswith(".bias")
 
     @property
@@ -188,10 +187,10 @@ def _plain(name: str) -> str:
 
 
 def _stacks(model: nn.Module) -> dict[str, list[str]]:
-    """Return a mapping from the path of each list of blocks in a model to the keys of its blocks.
+    """Return the keys of the blocks in each list of blocks, by the path of the list.
 
     A list of blocks is an ``nn.ModuleList``, or an ``nn.Sequential`` whose members are of one type. All its members
-    have submodules. Lists inside a list of blocks are not included.
+    have submodules, and it is not inside another list of blocks.
     """
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():
@@ -212,7 +211,7 @@ def _stacks(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _label(name: str, stacks: Mapping[str, list[str]]) -> tuple[str, int | None]:
-    """Return (name with "*" in place of the block's number, block's number or None) for a parameter's name."""
+    """Return a parameter's name with "*" in place of the block's number, and this number or None."""
     for path, keys in stacks.items():
         if name.startswith(f"{path}."):
             key, _, rest = name.removeprefix(f"{path}.").partition(".")

@@ -106,10 +106,7 @@ def write_huggingface(
 
 
 def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
-    """Assign tensors to files, and return a mapping from each file name to its tensors.
-
-    A file has at most ``limit`` elements, unless it contains a single tensor that is larger.
-    """
+    """Return the tensors of each file, by name. A file has at most ``limit`` elements, or one larger tensor."""
     shards: list[list[Stored]] = []
     room = 0
     for each in stored:
@@ -124,10 +121,8 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
 
 
 def _folded(stored: Stored, weights: Mapping[str, Tensor], factors: Mapping[str, float]) -> Tensor:
-    """Return a Hugging Face tensor: leaven's weights, each multiplied by its factor from ``factors``.
-
-    A bias that leaven's model does not have is zero.
-    """
+    """Return a Hugging Face tensor, made of leaven's weights times their factors. Biases that leaven's model does not
+    have are 0."""
     parts = [
         weights[name].detach().cpu() * factors.get(name, 1.0) if name in weights else torch.zeros(shape)
         for name, shape in stored.parts.items()
@@ -189,7 +184,6 @@ def model_card(
 
 
 def _cell(value: object) -> str:
-    """Return a value as text for a cell of a Markdown table: on one line, with ``|`` escaped."""
     return " ".join(str(value).split()).replace("|", "\\|")
 
 

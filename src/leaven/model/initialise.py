@@ -67,7 +67,6 @@ def fill(
 
 
 def name_seed(seed: int, *path: str | int) -> int:
-    """Derive a 63-bit seed from ``seed`` and ``path``. The names and numbers in ``path`` identify what the new seed
-    is used for."""
+    """Derive a 63-bit seed from ``seed`` and ``path``, which says what the new seed is for."""
     text = ":".join(map(str, (seed, *path)))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1

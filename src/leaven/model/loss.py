@@ -24,9 +24,9 @@ products."""
 def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
     """Return two tensors [B, T]: the document number of each input token, and the targets.
 
-    In each row of ``windows``, [B, T + 1], all tokens but the last are inputs, and the target of an input is the next
-    token. Documents are counted from 0 in each row, and a document includes its end-of-text token. After an
-    end-of-text token, the next token begins an unrelated document, so its target is `IGNORED`.
+    In each row of ``windows``, [B, T + 1], the target of a token is the next token. Documents are counted from 0 in
+    each row, and a document includes its end-of-text token. The target of an end-of-text token is `IGNORED`, because
+    the next token begins an unrelated document.
     """
     ends_BT = windows[:, :-1] == end_of_text
     documents_BT = ends_BT.cumsum(1) - ends_BT.long()

@@ -260,8 +260,7 @@ class Positions:
 
 
 def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
-    """Return the position of each token in its document, (B, T). If ``documents_BT`` is None, return the position of
-    each token in its sequence, (T,). Positions start at 0."""
+    """Return the position of each token in its document, (B, T), or without documents in its sequence, (T,)."""
     place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     if documents_BT is None:
         return place_T

@@ -42,11 +42,9 @@ class ParameterSettings:
     multiplier: float = 1.0  # constant factor on the output of the matrix
 
     def folded(self, factor: float, decoupled: bool) -> "ParameterSettings":
-        """Return the settings after a factor on the parameter's output is folded into the parameter.
+        """Return the settings with which the parameter ``factor`` x p trains like p with an output times ``factor``.
 
-        The old parameter is p, and its output is multiplied by ``factor``. The new parameter is ``factor`` x p. With
-        the returned settings, the new parameter trains like the old parameter. ``decoupled`` is true for the
-        decoupled weight decay of AdamW, and false if the decay is part of the gradient.
+        ``decoupled`` is true for the decoupled weight decay of AdamW, and false if decay is part of the gradient.
         """
         return replace(
             self,
@@ -189,10 +187,9 @@ def compare(
 
 
 def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str, str]:
-    """Return a text for the numbers ``ours`` and a text for the numbers ``theirs``.
+    """Return the two lists of numbers as texts, such as "0.01 .. 0.02" (lowest and highest) or "0.01".
 
-    A text is the lowest and the highest number, such as "0.01 .. 0.02", or one number if all numbers are equal.
-    Numbers are rounded to four digits, or to more digits if the two texts would otherwise be equal.
+    Numbers have four digits, or more if the two texts would otherwise be equal.
     """
 
     def text(values: Sequence[float], digits: int) -> str:
@@ -206,9 +203,8 @@ def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str,
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[LossRow]]:
     """Return a model shape that a target supports, and a loss for each value that had to be replaced.
 
-    ``holds`` maps keys of ``[model]`` to lists of supported values. A value that is not in the list of its key is
-    replaced by the first value in the list. For the key ``d_attention``, "d_model" in the list stands for None, the
-    default.
+    ``holds`` maps keys of ``[model]`` to supported values; the first replaces any other value. For ``d_attention``,
+    "d_model" stands for None, the default.
     """
     losses, changes = [], {}
     for key, held in holds.items():

@@ -71,9 +71,7 @@ class Draft:
         return validated(ModelShape, values, f"{self.origin}: not a shape that leaven supports")
 
     def finish(self, name: str, shape: ModelShape) -> Imported:
-        """Return the recipe, the values that are missing in the files, and the keys that no recipe can represent.
-
-        If the number of training tokens, the batch size or the lr is missing, it is estimated.
+        """Return the recipe. If the number of training tokens, the batch size or the lr is missing, it is estimated.
 
         Raises:
             InputError: if the values are not a valid recipe.
@@ -167,12 +165,9 @@ class Settings:
         return f"{self.origin}: {self.prefix}{name}"
 
     def choice(self, name: str, known: Mapping[str, str] | Sequence[bool]) -> Any:
-        """Return leaven's equivalent for the value of a setting.
-
-        ``known`` maps each supported value to leaven's equivalent. For a switch, ``known`` is the pair (equivalent of
-        off, equivalent of on).
-        """
-        if not isinstance(known, Mapping):  # the equivalents of a switch: off, on
+        """Return leaven's equivalent for the value of a setting. ``known`` maps values to equivalents; for a switch,
+        it is the pair (off, on)."""
+        if not isinstance(known, Mapping):
             return known[self[name]]
         if self[name] not in known:
             raise InputError(f"{self.label(name)} {self[name]}: leaven supports only {', '.join(known)}")
@@ -211,7 +206,7 @@ def as_number(value: Any, label: str) -> float:
 
 
 def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
-    """Return (batch in tokens, reason): the batch by the Step Law, rounded to whole sequences."""
+    """Return the batch in tokens by the Step Law, in whole sequences, and the reason."""
     laws = evaluate(shape.params, tokens, params_non_embedding=shape.params_non_embedding)
     step_law = next(law for law in laws if law.law == "Step Law 2025")
     assert step_law.batch_tokens is not None
@@ -222,7 +217,7 @@ def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 
 def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
-    """Return (peak lr, reason): the peak lr of the published run that is nearest in size."""
+    """Return the peak lr of the published run that is nearest in size, and the reason."""
     neighbour = next(run for run, _ in nearest(shape.params, tokens, limit=99) if run.peak_lr is not None)
     assert neighbour.peak_lr is not None
     return neighbour.peak_lr, f"the peak of {neighbour.id}, the published run nearest in size"

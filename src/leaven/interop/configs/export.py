@@ -225,10 +225,7 @@ def _json(value: Any) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """Return a value as YAML.
-
-    The text is JSON, but 1e-08 is written as 1.0e-08, because YAML 1.1 reads 1e-08 as a string.
-    """
+    """Return a value as JSON, but 1e-08 as 1.0e-08, because YAML 1.1 reads 1e-08 as a string."""
     text = _json(value)
     return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
 

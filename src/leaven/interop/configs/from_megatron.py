@@ -49,11 +49,7 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
 
 
 def _read_flags(text: str, draft: Draft) -> Settings:
-    """Return the known flags of a script. Unknown flags and unset variables are added to the draft.
-
-    Raises:
-        InputError: if a flag is for an unsupported kind of model, or has no value.
-    """
+    """Return the known flags of a script. Unknown flags and unset variables are added to the draft."""
     origin = draft.origin
     flags = Settings(origin, TABLE["flags"], default="Megatron's default of --{}", prefix="--")
     for flag, words in parse_flags(text, origin).items():
@@ -79,10 +75,7 @@ def _read_flags(text: str, draft: Draft) -> Settings:
 
 
 def _sizes(given: Settings, draft: Draft) -> None:
-    """Set the head dimension, key/value heads, d_ff and vocabulary size in the draft.
-
-    Each of them follows from several flags, or from the absence of a flag.
-    """
+    """Set the sizes that follow from several flags: head dimension, key/value heads, d_ff and vocabulary."""
     origin, heads, width = given.origin, given["num-attention-heads"], given["hidden-size"]
     own_head_size = "kv-channels" in given or "kv-channels" in given.unset
     if width % heads and not own_head_size:
@@ -146,11 +139,8 @@ def _kind(given: Settings, draft: Draft) -> None:
 
 
 def _modules(given: Settings, draft: Draft, n_layers: int, *, tied: bool, learned: bool) -> None:
-    """Set the modules' multipliers of the init std and of the lr in the draft.
-
-    The last matrices of branches get a multiplier of the init std. With --embedding-init-method-std, embeddings also
-    get a multiplier of the init std. With --decoupled-lr, embedding and unembedding get a multiplier of the lr.
-    """
+    """Set the modules' multipliers in the draft: of the init std for the last matrices of branches and, with
+    --embedding-init-method-std, for embeddings; with --decoupled-lr, of the lr for embedding and unembedding."""
 
     def multiply(quantity: str, modules: Sequence[str], value: float, why: str) -> None:
         for module in modules:
