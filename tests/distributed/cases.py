@@ -59,23 +59,14 @@ def train(recipe: Recipe, tokens: TokenSet, steps: int, dtype: str = "float64") 
     }
 
 
-def save(recipe: Recipe, tokens: TokenSet, steps: int, folder: Path) -> list[float]:
-    """Train some steps, then save a checkpoint. Returns the losses."""
+def train_and_save(recipe: Recipe, tokens: TokenSet, steps: int, start: Path | None, end: Path) -> list[float]:
+    """Train some steps, from the checkpoint ``start`` if given, and save ``end``. Returns the losses."""
     with dtype_of("float64"), join_process_group(recipe.layout, torch.device("cpu")) as group:
         training = Training(recipe, tokens, device="cpu", group=group)
+        if start is not None:
+            training.restore(whole_checkpoint(start, group=group))
         losses = [training.step().loss for _ in range(steps)]
-        write_checkpoint(folder, training.checkpoint(), Exchange(group))
-    return losses
-
-
-def resume(recipe: Recipe, tokens: TokenSet, steps: int, folder: Path, then: Path) -> list[float]:
-    """Train some steps from a checkpoint, then save another one. Returns the losses."""
-    with dtype_of("float64"), join_process_group(recipe.layout, torch.device("cpu")) as group:
-        training = Training(recipe, tokens, device="cpu", group=group)
-        found = whole_checkpoint(folder, group=group)
-        training.restore(found)
-        losses = [training.step().loss for _ in range(steps)]
-        write_checkpoint(then, training.checkpoint(), Exchange(group))
+        write_checkpoint(end, training.checkpoint(), Exchange(group))
     return losses
 
 

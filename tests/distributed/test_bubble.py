@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from benchmarks.bubble import MICRO_BATCHES, RANKS, SCHEDULES, MeasuredPass, alive, order, small, theory, traced
+from benchmarks.bubble import MICRO_BATCHES, RANKS, SCHEDULES, alive, order, small, theory, traced
 from tests.distributed.pool import Pool
 
 from leaven.planning.schedule import order as planned
@@ -28,13 +28,3 @@ def test_order_bubble_and_live_micro_batches_are_those_planned(name: str, ranks:
         assert seen == planned(recipe.layout, rank, MICRO_BATCHES)
     if name in ALIVE:
         assert [alive(rank) for rank in passes] == ALIVE[name]
-
-
-def test_the_bubble_of_a_small_gpipe_schedule() -> None:
-    """Two ranks, two micro-batches, GPipe: F F . B B against . F F B B by the second, 9 slots of which 3 are idle."""
-
-    def rank(stage: int) -> list[MeasuredPass]:
-        kinds = [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)]
-        return [MeasuredPass(stage, micro_batch, kind, 0, 0) for kind, micro_batch in kinds]
-
-    assert order([rank(0), rank(1)]) == Fraction(3, 9)

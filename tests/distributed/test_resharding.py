@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.distributed.cases import resume, save
+from tests.distributed.cases import train_and_save
 from tests.distributed.conftest import SingleProcess
 from tests.distributed.pool import Pool
 from tests.distributed.test_layouts import (
@@ -54,30 +54,16 @@ def test_any_layout_resumes_from_any_other(
     tiny: Recipe,
     tmp_path: Path,
 ) -> None:
-    losses, expected = follow(ranks, single_process, tiny, changes, chain, tmp_path)
-    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-12)
-
-
-def follow(
-    ranks: Pool,
-    single_process: SingleProcess,
-    tiny: Recipe,
-    changes: dict[str, Any],
-    chain: list[dict[str, Any]],
-    folder: Path,
-) -> tuple[list[float], list[float]]:
-    """Return the losses of two steps in each layout of a chain, and the losses of one uninterrupted process."""
+    """Two steps in each layout of a chain have the losses of one uninterrupted process."""
     changes = COMMON | ONE | changes
     expected = single_process(tiny.replace(changes), 2 * len(chain) - 1, "float64")["losses"]
     losses: list[float] = []
     for number, how in enumerate(chain):
         recipe = tiny.replace(changes | how)
         tokens = prepare(recipe.data, recipe.model.vocab_size)
-        folders = folder / str(number - 1), folder / str(number)
-        work = (save, recipe, tokens, 2, folders[1]) if number == 0 else (resume, recipe, tokens, 2, *folders)
-        function, *arguments = work
+        work = recipe, tokens, 2, tmp_path / str(number - 1) if number else None, tmp_path / str(number)
         if recipe.layout.ranks == 1:
-            losses += function(*arguments)
+            losses += train_and_save(*work)
         else:
-            losses += ranks(recipe.layout.ranks, function, *arguments)[0]
-    return losses, expected
+            losses += ranks(recipe.layout.ranks, train_and_save, *work)[0]
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-12)

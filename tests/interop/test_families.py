@@ -13,6 +13,7 @@ from leaven.scaling.table import ParameterRow
 
 KEPT = {"lr": 0.01, "weight_decay": 0.1}  # no init: the model keeps its values
 TUNED = KEPT | {"init_std": 0.1}
+MITCHELL = KEPT | {"init": "mitchell"}
 BRANCHES = {
     "llama": ("model.layers", "self_attn.o_proj", "mlp.down_proj"),
     "qwen3": ("model.layers", "self_attn.o_proj", "mlp.down_proj"),
@@ -194,17 +195,6 @@ def test_attention_scale_when_the_head_dimension_grows(build: Build) -> None:
     assert [module.scaling for module in kept.modules() if hasattr(module, "scaling")] == scales
 
 
-def test_tied_llama_is_one_parameter_and_scales_its_logits() -> None:
-    torch.manual_seed(0)
-    model = llama(64, 2, tied=True).double().eval()
-    before = logits(model, tokens())
-    found = leaven.parametrize(model, base=llama(32, 2, tied=True), hyperparameters=KEPT)
-    assert rows_of(model)["model.embed_tokens.weight"].role is Role.TIED_EMBEDDING
-    assert "lm_head.weight" not in rows_of(model)
-    assert len(found) == len({id(group) for group in found})
-    torch.testing.assert_close(logits(model, tokens()), before / 2)
-
-
 @pytest.mark.parametrize(
     ("build", "into", "out"),
     [
@@ -220,29 +210,6 @@ def test_each_tensor_has_its_own_ratios(build: Build, into: str, out: str) -> No
     assert (rows[out].lr, rows[out].eps) == pytest.approx((0.01 / 4, 1e-8 / 2))
     assert (rows[into].lr, rows[into].eps) == pytest.approx((0.01 / 2, 1e-8 / 4))
     assert rows[out].shape == (64, 256)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_initial_values_follow_rule_seed_and_name(family: str) -> None:
-    models = []
-    for _ in range(2):
-        model = FAMILIES[family](64, 2)
-        leaven.parametrize(model, base=FAMILIES[family](32, 2), hyperparameters=TUNED, initialise=True, seed=3)
-        models.append(model)
-    other = dict(models[1].named_parameters())
-    for name, parameter in models[0].named_parameters():
-        assert torch.equal(parameter, other[name])
-        match rows_of(models[0])[name].role:
-            case Role.HIDDEN_WEIGHT:
-                assert parameter.std().item() == pytest.approx(0.1 / 2**0.5, rel=0.1)
-            case Role.UNEMBEDDING:
-                assert parameter.std().item() == pytest.approx(0.1 / 2, rel=0.1)
-            case Role.EMBEDDING | Role.TIED_EMBEDDING:
-                assert parameter.std().item() == pytest.approx(0.1, rel=0.1)
-            case Role.HIDDEN_NORM | Role.QK_NORM | Role.FINAL_NORM:
-                assert torch.equal(parameter, torch.ones_like(parameter))
-            case _:
-                assert not parameter.any()
 
 
 def test_frozen_parameters_keep_their_values() -> None:
@@ -277,3 +244,31 @@ def test_blooms_embedding_norm_scales_like_the_embedding() -> None:
         assert row.lr == pytest.approx(0.01 / 2)  # sqrt(2 / 8); independent of depth
         assert row.eps == rows["word_embeddings.weight"].eps == pytest.approx(1e-8 * 2 / 2)
         assert row.weight_decay == 0
+
+
+def test_a_named_init_draws_the_stds_of_its_formula() -> None:
+    model = llama(64, 4)
+    leaven.parametrize(model, base=llama(32, 2), hyperparameters=MITCHELL, rule="standard", initialise=True)
+    values = dict(model.named_parameters())
+    d, d_ff = 64, 192
+    for layer in range(4):
+        block = f"model.layers.{layer}"
+        for name, std in {
+            "self_attn.q_proj": d**-0.5,
+            "mlp.up_proj": d**-0.5,
+            "self_attn.o_proj": (2 * d * (layer + 1)) ** -0.5,
+            "mlp.down_proj": (2 * d_ff * (layer + 1)) ** -0.5,
+        }.items():
+            tensor = values[f"{block}.{name}.weight"]
+            assert tensor.std().item() == pytest.approx(std, rel=5 / (2 * tensor.numel()) ** 0.5)
+    assert torch.equal(values["model.norm.weight"], torch.ones(d))
+
+
+def test_depth_scaled_init_is_smaller_for_gated_mlps() -> None:
+    found = {}
+    for build, name in ((llama, "model.layers.1.mlp.up_proj.weight"), (gpt2, "transformer.h.1.mlp.c_fc.weight")):
+        model, tuned = build(64, 2), MITCHELL | {"init": "depth-scaled"}
+        leaven.parametrize(model, base=build(32, 2), hyperparameters=tuned, rule="standard", initialise=True)
+        found[build] = dict(model.named_parameters())[name].std().item()
+    assert found[llama] == pytest.approx(0.02 / 2, rel=0.05)
+    assert found[gpt2] == pytest.approx(0.02, rel=0.05)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.interop.families import FAMILIES, Build, Home, gpt2, llama, logits, loss_of, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import leaven
@@ -106,19 +105,14 @@ def test_compiled_and_pickled_models_fold_too() -> None:
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])
-def test_sharded_models_fold_in_place(build: Build, tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model, base = build(64, 3, heads=4), build(32, 2, heads=4)
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        leaven.parametrize(model, base=base, hyperparameters=TUNED, rule="completep")
-        wanted = outputs(model)
-        with pytest.raises(InputError, match="sharded over processes; call leaven.fold"):
-            leaven.save_folded(model, tmp_path)
-        leaven.fold(model)
-        torch.testing.assert_close(outputs(model), wanted, rtol=1e-4, atol=1e-5)
-    finally:
-        dist.destroy_process_group()
+def test_sharded_models_fold_in_place(build: Build, one_rank: DeviceMesh, tmp_path: Path) -> None:
+    model = fully_shard(build(64, 3, heads=4), mesh=one_rank)
+    leaven.parametrize(model, base=build(32, 2, heads=4), hyperparameters=TUNED, rule="completep")
+    wanted = outputs(model)
+    with pytest.raises(InputError, match="sharded over processes; call leaven.fold"):
+        leaven.save_folded(model, tmp_path)
+    leaven.fold(model)
+    torch.testing.assert_close(outputs(model), wanted, rtol=1e-4, atol=1e-5)
 
 
 class OnePlus(nn.Module):

@@ -193,6 +193,24 @@ def test_weights_of_transformers_give_the_same_logits(tiny: Recipe, tmp_path: Pa
         assert_same_function(model, theirs)
 
 
+@pytest.mark.parametrize("left_out", [None, "embd_pdrop", "attn_pdrop", "resid_pdrop"])
+def test_dropout_acts_in_the_same_places_as_in_gpt2(tiny: Recipe, tmp_path: Path, left_out: str | None) -> None:
+    """The same seed draws the same masks in the same order, so training logits are equal; without one of the three
+    rates they are not."""
+    foreign("gpt2", tmp_path)
+    shape = read_huggingface(tmp_path).shape
+    assert shape.dropout == 0.1
+    model = Transformer(shape)
+    start(model, tiny.replace({"model": shape.model_dump(), "scaling.base": None}), tmp_path)
+    changed = {left_out: 0.0} if left_out else {}
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, **changed).train()
+    torch.manual_seed(7)
+    expected = theirs(token_ids()).logits
+    torch.manual_seed(7)
+    found = model.train()(token_ids())
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4) is (left_out is None)
+
+
 def test_checkpoints_of_older_versions_are_read(tiny: Recipe, tmp_path: Path) -> None:
     """GPT-2 on the Hub has no head and contains masks; old configs have old rope keys and lack defaults."""
     theirs = foreign("gpt2", tmp_path)

@@ -1,16 +1,19 @@
 """Sampling tokens: compared with the distributions and the greedy search of ``transformers``."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
+from tests.interop.test_weights import foreign, start
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from leaven.interop.weights import read_huggingface
 from leaven.model.generate import Sampling, generate
 from leaven.model.transformer import Transformer
 from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 
 SHAPE = ModelShape(n_layers=2, d_model=16, n_heads=2, n_kv_heads=2, d_head=8, d_ff=32, vocab_size=60, seq_len=12)
@@ -65,37 +68,15 @@ def drawn(made: Transformer, tokens: list[int], seed: int = 0, **how: Any) -> li
     return list(generate(made, tokens, generator=torch.Generator().manual_seed(seed), **options))
 
 
-def test_greedy_search_equals_that_of_transformers() -> None:
+def test_greedy_search_equals_that_of_transformers(tiny: Recipe, tmp_path: Path) -> None:
     """Their model has the same weights and a key-value cache; ours has no cache."""
-    ours = model(seq_len=40)
-    config = transformers.LlamaConfig(
-        vocab_size=60,
-        hidden_size=16,
-        num_attention_heads=2,
-        num_hidden_layers=2,
-        intermediate_size=32,
-        rms_norm_eps=1e-6,
-        eos_token_id=59,
-        pad_token_id=59,
-    )
-    theirs = transformers.LlamaForCausalLM(config).eval()
-    weights = dict(ours.named_parameters())
-    names = {"gate": "gate_proj", "in": "up_proj", "out": "down_proj"}
-    with torch.no_grad():
-        theirs.model.embed_tokens.weight.copy_(weights["embedding.weight"])
-        theirs.model.norm.weight.copy_(weights["norm.final.weight"])
-        theirs.lm_head.weight.copy_(weights["unembedding.weight"])
-        for layer, block in enumerate(theirs.model.layers):
-            at = f"layers.{layer}"
-            block.input_layernorm.weight.copy_(weights[f"{at}.norm.attention.weight"])
-            block.post_attention_layernorm.weight.copy_(weights[f"{at}.norm.mlp.weight"])
-            for side in ("query", "key", "value", "out"):
-                matrix = getattr(block.self_attn, f"{side[0]}_proj").weight
-                matrix.copy_(weights[f"{at}.attention.{side}.weight"])
-            for side, name in names.items():
-                getattr(block.mlp, name).weight.copy_(weights[f"{at}.mlp.{side}.weight"])
-    expected = theirs.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=30, do_sample=False, use_cache=True)
-    found = drawn(ours, [3, 1, 4], sampling=Sampling(temperature=0), max_tokens=30)
+    theirs = foreign("llama", tmp_path)
+    shape = read_huggingface(tmp_path).shape
+    ours = Transformer(shape).eval()
+    start(ours, tiny.replace({"model": shape.model_dump(), "scaling.base": None}), tmp_path)
+    expected = theirs.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=29, do_sample=False, use_cache=True)
+    how = {"vocabulary": 320, "end": theirs.config.eos_token_id, "max_tokens": 29}
+    found = drawn(ours, [3, 1, 4], sampling=Sampling(temperature=0), **how)
     assert found == expected[0, 3:].tolist()
     assert len(set(found)) > 3
 

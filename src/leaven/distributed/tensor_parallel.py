@@ -44,7 +44,7 @@ SEQUENCE = 1  # the dimension T of (B, T, D)
 
 
 class PositionTable(ParallelStyle):
-    """The style of a table of learned positions. It is replicated; a rank returns the rows of its part of the sequence."""
+    """The style of a replicated table of learned positions: a rank returns the rows of its part of the sequence."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def whole(_: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Any:
