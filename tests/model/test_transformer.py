@@ -41,6 +41,7 @@ FAMILIES = {
         "n_kv_heads": 6,
     },
     "bloom": {"norm": "layernorm", "activation": "gelu", "positions": "alibi", "bias": True, "n_kv_heads": 6},
+    "opt": {"norm": "layernorm", "activation": "relu", "positions": "learned", "bias": True, "n_kv_heads": 6},
     "squared_relu": {"activation": "squared_relu", "qk_norm": True, "norm": "layernorm"},
     "wide heads, relu": {"d_head": 8, "d_attention": 48, "activation": "relu"},
     "another eps": {"norm_eps": 0.03, "qk_norm": True},
