@@ -1,4 +1,4 @@
-"""Weights in Hugging Face's format, compared with ``transformers``: logits equal to 1e-5 in fp32, 1e-10 in float64."""
+"""Weights in Hugging Face's format, compared with ``transformers``: logits equal to 1e-5, or 1e-10 in float64."""
 
 import json
 from collections.abc import Iterator
