@@ -37,7 +37,7 @@ from leaven.training.rewind import Rewind, undone
 from leaven.training.run_folder import checkpoints, tokens_of
 
 if TYPE_CHECKING:
-    from leaven.training.step_metrics import Step
+    from leaven.training.metrics import Step
     from leaven.training.trainer import RunTrainer
 
 

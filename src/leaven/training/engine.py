@@ -30,11 +30,11 @@ from leaven.training.checkpoint import Checkpoint, Progress
 from leaven.training.checkpoint_tensors import part
 from leaven.training.device import DTYPES, default_device, keep_freed_memory, require_device
 from leaven.training.loop import Diverged, passes
+from leaven.training.metrics import Step, Telemetry
 from leaven.training.micro_batch import even, rule_of_thumb
 from leaven.training.optimizer import MOMENTS, Clipper, LossScale, NoiseScale, Optimizer
 from leaven.training.rewind import Rewind, lr_factor, skipped
 from leaven.training.spikes import Limits
-from leaven.training.step_metrics import Step, Telemetry
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet

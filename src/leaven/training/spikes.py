@@ -35,7 +35,7 @@ from leaven.training.loop import Callback
 from leaven.training.rewind import Rewind, position
 
 if TYPE_CHECKING:
-    from leaven.training.step_metrics import Step
+    from leaven.training.metrics import Step
     from leaven.training.trainer import RunTrainer
 
 LEVEL = 32

@@ -1,30 +1,29 @@
 """Trains a recipe in a run folder.
 
-What ``leaven train`` does from start to end:
+What ``leaven train recipe.toml`` does, in order. The files in bold are the path of a step; open the others for the
+question that they are named with.
 
-1. The recipe is read and checked (``recipe/files.py``), and its text is tokenised or read from the cache
-   (``data/tokens.py``). Sample n of the token stream depends only on the seed and n, so the stream has no state to
-   save.
-2. :func:`train` checks the run folder (``run_folder.py``), builds the run's state (``engine.py``) and chooses the
-   micro-batch (``micro_batch.py``); a resumed run keeps its micro-batch. Initial values are drawn from the parameter
-   table and the seed. The table also gives each parameter its lr: base lr x multiplier of its module x multiplier of
-   its depth x factor of the scaling rule (``scaling/table.py``). For example, complete-d-p gives a hidden matrix the
-   factor I^-1 L^(alpha-1) B^(1/2) D^-t, where I, L, B and D are the ratios of its fan in, the depth, the batch and
-   the tokens to those of the base model.
-3. If the folder has a checkpoint, the run continues from the newest undamaged one (``checkpoint.py``).
-4. :class:`RunTrainer` takes optimizer steps (``Training.issue`` in ``engine.py``, which ends in AdamW's step in
-   ``optimizer.py``). In each step, the lr of every parameter is multiplied by the value of the lr schedule at the end
-   of this step, by a factor that recent rewinds have lowered and, while the batch grows, by a factor of the batch
-   size. The loop (``loop.py``) reads the result of a step only after it has started the next one, so that the device
-   never waits.
-5. Callbacks act around the steps. The step log (``step_metrics.py``) writes one line to metrics.jsonl with the loss,
-   the lr of one hidden matrix, norms and speed. The run profile (``run_profile.py``) compares time and memory with
-   the plan and writes plan.json. The validation loss is computed in ``validation.py``, and checkpoints are saved in
-   ``checkpoint.py``. The spike guard (``spikes.py``) rolls back to an earlier checkpoint, skips the steps or ends the
-   run. ``rewind.py`` determines what data a rewind skips and how it lowers the lr.
-6. While the run trains, ``leaven train`` shows its metrics and events (``views/terminal/training.py``).
-   :class:`RunTrainer` returns the result as a ``TrainDocument``, and the command prints its validation loss, tokens,
-   steps and time, and the commands to type next.
+1. **cli/train.py** reads and checks the recipe, and tokenises the text or reads it from the cache. Sample n of the
+   token stream depends only on the seed and n, so the stream has no state to save (``data/stream.py``).
+2. **trainer.py**, this file: :func:`train` checks the recipe against the run folder, builds the state of the run and
+   locks the folder. :class:`RunTrainer` restores the newest undamaged checkpoint, if there is one.
+   What is in the folder: ``run_folder.py``. How the micro-batch is chosen: ``micro_batch.py``.
+3. **loop.py** starts a step, and reads its result only after it has started the next one, so that the device never
+   waits. Callbacks act around the steps.
+4. **engine.py** is the step: ``Training.issue`` takes the next batch, runs forward and backward passes, and calls
+5. **optimizer.py**, which clips the gradients and updates the parameters with Adam. The lr of a parameter is the base
+   lr x multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). For
+   example, complete-d-p gives a hidden matrix the factor I^-1 L^(alpha-1) B^(1/2) D^-t, where I, L, B and D are the
+   ratios of its fan in, the depth, the batch and the tokens to those of the base model. Each step multiplies this by
+   the lr schedule at its end, by a factor that recent rewinds have lowered and, while the batch grows, by a factor of
+   the batch size.
+6. **metrics.py** measures the step, and writes metrics.jsonl, curves and the validation loss.
+7. **checkpoint.py** saves checkpoints while training continues. One file of a tensor for several processes:
+   ``checkpoint_tensors.py``.
+8. When is a loss spike detected, and what happens then? ``spikes.py``. Which data does a rewind skip, and how does it
+   lower the lr? ``rewind.py``. How do time and memory compare with the plan (plan.json)? ``profiling.py``.
+9. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. It returns a
+   ``TrainDocument``, which the command prints with the commands to type next (``views/terminal/training.py``).
 """
 
 import math
@@ -52,7 +51,7 @@ from leaven.training.device import (
 )
 from leaven.training.engine import StopRequested, Training
 from leaven.training.loop import Callback, Diverged, Loop
-from leaven.training.manual_rewind import ManualRewind
+from leaven.training.metrics import Step, StepLog, Validation
 from leaven.training.micro_batch import (
     Choice,
     as_started,
@@ -61,13 +60,10 @@ from leaven.training.micro_batch import (
     require_memory,
     with_micro_batch,
 )
-from leaven.training.recipe_changes import recorded_changes
-from leaven.training.rewind import Rewind
-from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
-from leaven.training.run_profile import RunProfile
+from leaven.training.profiling import RunProfile
+from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
+from leaven.training.run_folder import RunFolder, checkpoints, recorded_changes, tokens_of
 from leaven.training.spikes import SpikeGuard
-from leaven.training.step_metrics import Step, StepLog
-from leaven.training.validation import Validation
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
@@ -98,7 +94,7 @@ def train(
         stop: polled before every forward pass of a single process, and between the steps of several processes. When
             it returns True, the current step is abandoned, the state before that step is saved, and ``finished`` of
             the result is False.
-        log_to: writers of curves (:data:`leaven.training.step_metrics.WRITERS`).
+        log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
         back: a manual rewind to do before training. It is done only once: a repeated call resumes the rewound run.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
 
@@ -191,7 +187,7 @@ class RunTrainer:
     def start(self, **about: Any) -> None:
         """Restore the newest checkpoint, or start a new run. Log this as an event that contains the values ``about``.
         A new run saves a checkpoint before its first step, so that it can always roll back."""
-        rewinds = self.run.rewinds()
+        rewinds = rewinds_of(self.run)
         found = self._newest(rewinds)
         self._restore(found, rewinds)
         self.event(

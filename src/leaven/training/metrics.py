@@ -1,7 +1,5 @@
-"""Measures the metrics of an optimizer step without making the device wait for the host, and logs them.
-
-Each step has a line in metrics.jsonl and a point in the curves of TensorBoard, W&B or trackio.
-"""
+"""Measures the metrics of each step and the validation loss, and logs them: a line of metrics.jsonl for each step, an
+event for each validation, and the curves of TensorBoard, W&B or trackio."""
 
 import math
 import time
@@ -11,6 +9,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable
 from leaven.training.checkpoint import Progress
-from leaven.training.device import Peak, peak_memory
+from leaven.training.device import Peak, peak_memory, time_fixed_work
 from leaven.training.loop import Callback, StepResult
 
 if TYPE_CHECKING:
@@ -235,6 +234,51 @@ class StepLog(Callback):
         except Exception as error:  # writers raise errors of any class
             self._writers.pop(name, None)
             self.trainer.event("curves_lost", writer=name, why=f"{type(error).__name__}: {error}")
+
+
+class Validation(Callback):
+    """Computes the validation loss at a fixed interval in tokens. In a run with several processes, the speed and
+    memory use of the processes are compared after each validation, which shows a slow process."""
+
+    def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
+        self.trainer, self.training = trainer, trainer.training
+        recipe = self.training.recipe
+        self.every_tokens = recipe.evaluation.every_tokens or max(recipe.data.tokens // 10, 1)
+        self._bits_per_byte_factor = bits_per_byte_factor
+        self.owed = False  # whether a stop interrupted a validation
+
+    def on_due(self) -> None:
+        self.evaluate()
+
+    def evaluate(self) -> dict[str, Any]:
+        """Compute and log the validation loss. Return it as ``loss``, in nats per token, and as ``bits_per_byte``."""
+        trainer, training, factor = self.trainer, self.training, self._bits_per_byte_factor
+        trainer.group.heartbeat(f"in the validation after step {training.progress.step}")
+        self.owed = True
+        loss = training.evaluate()
+        self.owed = False
+        values = {"loss": loss, "bits_per_byte": loss * factor if factor else None}
+        trainer.event("validation", **values)
+        if trainer.group.size > 1:
+            self._compare_processes()
+        trainer.log.validation(values)
+        return values
+
+    def state(self) -> dict[str, Any]:
+        return {"owes_validation": True} if self.owed and not self.training.finished else {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.owed = state.get("owes_validation", False)
+
+    def _compare_processes(self) -> None:
+        """Log which process takes longest for a matmul of fixed size, and which process uses the most memory."""
+        device = self.training.device
+        measured = self.trainer.group.all_gather([time_fixed_work(device), peak_memory(device) / GIB])
+        seconds, memory = zip(*measured, strict=True)
+        slowest, fullest = seconds.index(max(seconds)), memory.index(max(memory))
+        ratio = max(seconds) / median(seconds)
+        self.trainer.profile.highest_memory = max(memory)
+        self.trainer.event("ranks", slowest=slowest, times_the_median=ratio, fullest=fullest, memory_gib=max(memory))
 
 
 def writers(log_to: str | None) -> tuple[str, ...]:
