@@ -131,10 +131,7 @@ def train(
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
-    """Exit if the run's last event is a stop, so that a restart by torchrun does not resume it.
-
-    A run stops when the user interrupts it or when it diverges. Then only the user may resume it.
-    """
+    """Exit if the run was interrupted or diverged: then torchrun must not restart it, only the user may."""
     last = (run.events() or [{"event": None}])[-1]
     if last["event"] == "stop":
         errors.print(

@@ -52,13 +52,8 @@ class LoadedRun:
 
     @property
     def end_of_text(self) -> int:
-        """The id of the token that separates documents."""
+        """Id of the token that separates documents."""
         return Encoder(self.tokenizer).end_of_text
-
-    @property
-    def vocabulary(self) -> int:
-        """The size of the tokenizer's vocabulary; the vocabulary of the model may be larger."""
-        return Encoder(self.tokenizer).vocab_size
 
 
 def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Tokenizer]":
@@ -145,7 +140,7 @@ def sample(
         [run.end_of_text, *given],
         sampling=sampling,
         generator=torch.Generator().manual_seed(name_seed(seed, "sample", number)),
-        vocabulary=run.vocabulary,
+        vocabulary=Encoder(tokenizer).vocab_size,  # the model's may be larger
         end=run.end_of_text,
         max_tokens=max_tokens,
     ):
@@ -165,8 +160,7 @@ def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: st
     architecture of the model.
 
     Args:
-        run: a run, loaded at the checkpoint to export.
-        folder: the folder to write; it must be new or empty.
+        folder: must be new or empty.
         dtype: number format of the weights: fp32, bf16 or fp16.
         licence: the licence of the training data, for the model card.
 

@@ -91,13 +91,9 @@ class Telemetry:
         lr_factor: float,
         measured: Sequence[Tensor | None],
     ) -> Callable[[], Step]:
-        """Start copying the measurements of a step to the host.
-
-        The measurements are the norms of the parameters and of their updates, and the scalars in ``measured``: loss,
-        gradient norm, whether the step was applied, loss scale and noise scale.
-
-        Return a function that waits for the measurements and returns the metrics.
-        """
+        """Start copying the measurements of a step to the host: the norms of parameters and updates, and the scalars
+        in ``measured`` (loss, gradient norm, whether the step was applied, loss scale and noise scale). Return a
+        function that waits for them and returns the metrics."""
         subtract_(self._before, self._model.leaves)
         updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.leaves))
         self._before = []
@@ -137,12 +133,11 @@ class Telemetry:
         return read
 
     def _per_module(self, sizes: Tensor) -> Tensor:
-        """Return the 2-norms of the modules, given the 2-norms of the parameters."""
         return sizes.new_zeros(len(self._modules)).index_add_(0, self._owners, sizes**2).sqrt()
 
     def _to_host(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start a copy to the host. Return the copy, and the CUDA event that marks its completion (None on other
-        devices). Waiting for this event does not wait for later steps."""
+        """Start a copy to the host. Return it, and on CUDA the event at its end: waiting for this event does not wait
+        for later steps."""
         if not values.is_cuda:
             return values.cpu(), None  # on mps this waits for the step
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -150,7 +145,6 @@ class Telemetry:
         return host, self._mark()
 
     def _mark(self) -> torch.cuda.Event | None:
-        """Record a timing event in the queue of a CUDA device, and return it. On other devices, return None."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -200,7 +194,6 @@ class StepLog(Callback):
         return {"batch_tokens": self.batch_tokens, "micro_batch": size}
 
     def validation(self, values: Mapping[str, float | None]) -> None:
-        """Add the results of a validation to the curves."""
         scalars = {f"validation/{key}": value for key, value in values.items() if value is not None}
         self._write(self.training.progress.step, self.training.tokens, scalars)
 
@@ -271,7 +264,6 @@ class Validation(Callback):
         self.owed = state.get("owes_validation", False)
 
     def _compare_processes(self) -> None:
-        """Log which process takes longest for a matmul of fixed size, and which process uses the most memory."""
         device = self.training.device
         measured = self.trainer.group.all_gather([time_fixed_work(device), peak_memory(device) / GIB])
         seconds, memory = zip(*measured, strict=True)

@@ -153,7 +153,7 @@ def record_of(
 
 
 def _key(record: CalibrationRecord) -> tuple[object, ...]:
-    """Return the values that identify a row of ``plan.json``. Records with equal values share one row."""
+    """Return the values that identify a row of ``plan.json``."""
     return record.device, record.threads, record.layout, record.compute, record.batch_tokens, record.micro_batch
 
 
@@ -169,8 +169,7 @@ def _row(record: CalibrationRecord) -> dict[str, Any]:
 
 
 def _rows(run: RunFolder) -> list[CalibrationRecord]:
-    """Return the records in ``plan.json`` from earlier starts of the run. If this file is missing or damaged, the
-    list is empty."""
+    """Return the records of earlier starts in ``plan.json``; none if it is missing or damaged."""
     try:
         return [
             CalibrationRecord.model_validate_json(json.dumps(row))
@@ -259,7 +258,6 @@ def measure(
 
 
 def _require_accelerator(device: torch.device, gpus: str) -> None:
-    """Raise InputError if this machine does not have the type of accelerator of the cluster ``gpus``."""
     wanted, here = parse_cluster(gpus).accelerator, accelerator_of(device)
     if here is None or here.name != wanted.name:
         name = "a processor (--gpus cpu)" if device.type == "cpu" else device_name(device)
@@ -270,8 +268,7 @@ def _require_accelerator(device: torch.device, gpus: str) -> None:
 
 
 def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, Arrangement]:
-    """Return the recipe, reduced to one device and a batch of one or two forward passes, and its arrangement (layout,
-    micro-batch and number of forward passes)."""
+    """Return the recipe, reduced to one device and a batch of one or two forward passes, and its arrangement."""
     seq_len, layout = recipe.model.seq_len, recipe.layout
     sequences = max(recipe.batch.tokens // seq_len // layout.dp, 1)
     size = min(rule_of_thumb(recipe, device.type), sequences)
@@ -290,21 +287,18 @@ def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, 
 
 
 def _seconds(recipe: Recipe, sequences: int, flops: float) -> float:
-    """Estimate how many seconds a step on ``sequences`` sequences takes."""
     return sequences * recipe.model.seq_len * flops_per_token(recipe.model) / (USUAL_SHARE * flops)
 
 
 def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) -> bool:
-    """Return whether a step is estimated to fit into memory and to be short (:data:`SHORT_SECONDS`). The time does
-    not matter for models with at most two layers, because their depth is not reduced further."""
+    """Return whether a step probably fits into memory and is short (:data:`SHORT_SECONDS`). A model with two layers
+    may take longer, because its depth is not reduced further."""
     needed = needed_memory(recipe, how.micro_batch, device.type) + LEAVEN_BF16.weights * recipe.model.params
     quick = _seconds(recipe, how.micro_batch * how.grad_accumulation, flops) <= SHORT_SECONDS
     return needed <= SHARE[device.type] * free_memory(device) and (quick or recipe.model.n_layers <= 2)
 
 
 def _extrapolated(depths: tuple[int, ...], costs: list[StepCost], full: int) -> StepCost:
-    """Return the cost at full depth, extrapolated linearly from the costs at two smaller depths."""
-
     def line(low: float, high: float) -> float:
         return high + (full - depths[1]) * max(high - low, 0.0) / (depths[1] - depths[0])
 
@@ -316,11 +310,8 @@ def _extrapolated(depths: tuple[int, ...], costs: list[StepCost], full: int) -> 
 def _measure_steps(
     recipe: Recipe, device: torch.device, memory_before: int, stop: Callable[[], bool], on_step: Callable[[], None]
 ) -> StepCost | None:
-    """Measure the time and memory of a step on random tokens. Return None if memory runs out.
-
-    Raises:
-        StopRequested: if ``stop()`` becomes true.
-    """
+    """Return the time and memory of a step on random tokens, or None if memory runs out. Raise StopRequested if
+    ``stop()`` becomes true."""
 
     def work() -> list[float]:
         training = Training(recipe, _random_tokens(recipe))
@@ -343,7 +334,7 @@ def _measure_steps(
 
 
 def _random_tokens(recipe: Recipe) -> TokenSet:
-    """Return random tokens for one batch. They replace real data, because step times do not depend on the text."""
+    """Return random tokens for one batch: step times do not depend on the text."""
     model = recipe.model
     length = recipe.batch.tokens + 1
     ids = ShardedTokens([np.random.default_rng(0).integers(model.vocab_size, size=length, dtype=np.uint32)])

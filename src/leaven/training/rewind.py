@@ -91,8 +91,8 @@ class ManualRewind:
     skip_tokens: int = 0  # tokens of data to skip after the checkpoint, rounded up to whole sequences
 
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
-        """Return whether this rewind has been done already. It has been done if the run's last manual rewind had the
-        same arguments, and the recipe has not changed since. Then the run is resumed without another rewind."""
+        """Return whether the run's last manual rewind had the same arguments, and the recipe has not changed since.
+        Then the run is resumed without another rewind."""
         returns = [event for event in run.events() if event["event"] == "rewind"]
         return bool(returns) and returns[-1]["asked"] == asdict(self) and not changes_of(run.recipe(), recipe)
 
@@ -110,8 +110,7 @@ class ManualRewind:
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record the rewind in the run folder. If the recipe has changed, also write the new recipe. The run uses the
-        new recipe from the checkpoint on."""
+        """Record the rewind and, if it has changed, the recipe in the run folder."""
         with locked_folder(run.path, "run folder"):
             changes = changes_of(run.recipe(), recipe)
             to_tokens, rewinds = self._target(run), rewinds_of(run)
@@ -126,7 +125,7 @@ class ManualRewind:
                 run.change_recipe(recipe, changes, f"{to_tokens:,} tokens, by --rewind-to")
 
     def _target(self, run: RunFolder) -> int:
-        """Return the token count of the checkpoint to which this request returns the run."""
+        """Return the token count of the checkpoint to return to."""
         from leaven.training.checkpoint import read_checkpoint  # imports this module, and torch
 
         to_here = Rewind(self.rewind_to, 0, 0)

@@ -106,11 +106,7 @@ class RunFolder:
             )
 
     def check_text(self, fingerprint: str) -> None:
-        """Check that the run, if it has begun, has been trained on the text with this ``fingerprint``.
-
-        Raises:
-            InputError: if the text has changed since the run began.
-        """
+        """Raise InputError if the run has begun on a text with another fingerprint."""
         before = next((event["text"] for event in self.events() if "text" in event), fingerprint)
         if before != fingerprint:
             raise InputError(
@@ -134,11 +130,8 @@ class RunFolder:
             yield
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
-        """Write ``recipe`` as the run's recipe, with a reason for each change in its ``why``. Return what is written.
-
-        A reason states the old value, and the time from which the new value applies: ``since``, for example
-        "1,000 tokens".
-        """
+        """Write ``recipe`` as the run's recipe, and return it with a reason for each change in its ``why``, such as
+        "since 1,000 tokens; before: 0.01"."""
         why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
@@ -230,7 +223,6 @@ class RunFolder:
         self._write()
 
     def _write(self) -> None:
-        """Write the lines that are still in memory, in order, until none is left or writing fails."""
         while self._waiting:
             path, line = self._waiting[0]
             try:
@@ -243,7 +235,6 @@ class RunFolder:
 
 
 def _documents(path: Path, key: str) -> list[dict[str, Any]]:
-    """Read a file with one JSON object per line, and return the objects that contain ``key``."""
     try:
         return [document for document in storage.read_json_lines(path).documents if key in document]
     except OSError as error:

@@ -1,24 +1,24 @@
 """Trains a recipe in a run folder.
 
-What ``leaven train recipe.toml`` does, in order. The files in bold are the path of a step; open the others for the
-question that they are named with.
+What ``leaven train recipe.toml`` does, in order. To follow a run, read the files in bold. Each other file answers one
+question:
 
 1. **cli/train.py** reads and checks the recipe, and tokenises the text or reads it from the cache. Sample n of the
    token stream depends only on the seed and n, so the stream has no state to save (``data/stream.py``).
 2. **trainer.py**, this file: :func:`train` checks the recipe against the run folder, builds the state of the run and
    locks the folder. :class:`RunTrainer` restores the newest undamaged checkpoint, if there is one.
-   What is in the folder: ``run_folder.py``. How the micro-batch is chosen: ``micro_batch.py``.
+   What is in the folder? ``run_folder.py``. How is the micro-batch chosen? ``micro_batch.py``.
 3. **loop.py** starts a step, and reads its result only after it has started the next one, so that the device never
    waits. Callbacks act around the steps.
-4. **engine.py** is the step: ``Training.issue`` takes the next batch, runs forward and backward passes, and calls
-5. **optimizer.py**, which clips the gradients and updates the parameters with Adam. The lr of a parameter is the base
-   lr x multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). For
+4. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes, clipping, update.
+5. **optimizer.py** clips the gradients and updates the parameters with Adam. The lr of a parameter is the base lr x
+   multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). For
    example, complete-d-p gives a hidden matrix the factor I^-1 L^(alpha-1) B^(1/2) D^-t, where I, L, B and D are the
    ratios of its fan in, the depth, the batch and the tokens to those of the base model. Each step multiplies this by
    the lr schedule at its end, by a factor that recent rewinds have lowered and, while the batch grows, by a factor of
    the batch size.
-6. **metrics.py** measures the step, and writes metrics.jsonl, curves and the validation loss.
-7. **checkpoint.py** saves checkpoints while training continues. One file of a tensor for several processes:
+6. **metrics.py** measures the step, writes it to metrics.jsonl and the curves, and computes the validation loss.
+7. **checkpoint.py** saves checkpoints while training continues. How is a tensor read that several processes saved?
    ``checkpoint_tensors.py``.
 8. When is a loss spike detected, and what happens then? ``spikes.py``. Which data does a rewind skip, and how does it
    lower the lr? ``rewind.py``. How do time and memory compare with the plan (plan.json)? ``profiling.py``.
@@ -137,8 +137,8 @@ def train(
 def _built(
     recipe: Recipe, tokens: "TokenSet", group: ProcessGroup, stop: Callable[[], bool]
 ) -> tuple[Training, Choice | None]:
-    """Build the model and optimizer of a run. Return this state, and how the micro-batch was chosen. The choice is
-    None if the recipe states the micro-batch, or if there are several processes.
+    """Return the initial state of a run, and how its micro-batch was chosen. The choice is None if the recipe states
+    the micro-batch, or if there are several processes.
 
     Raises:
         StopRequested: if ``stop`` returns True while micro-batches are timed.
@@ -157,8 +157,7 @@ def _built(
 
 
 class RunTrainer:
-    """Trains a run in its folder, from one start of the process to its stop. Training continues from the newest
-    checkpoint."""
+    """Trains a run in its folder, from one start of the process to its stop."""
 
     def __init__(  # noqa: PLR0917
         self,
@@ -228,22 +227,20 @@ class RunTrainer:
         return _summary(self.run, self.training.progress, result)
 
     def rearrange(self, changes: list[Difference]) -> None:
-        """Log that the run continues with another parallel layout or micro-batch, and write these changes into the
-        recipe of the run."""
+        """Record that the run continues with another parallel layout or micro-batch."""
         training = self.training
         training.recipe = self.run.change_recipe(training.recipe, changes, f"{training.tokens:,} tokens")
         self.event("layout", **recorded_changes(changes, training.recipe))
 
     def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:
-        """Restore the newest checkpoint that the rewind does not undo. The training time so far still counts. An
-        event with ``values`` records the rewind."""
+        """Restore the newest checkpoint that the rewind does not undo, and record an event with ``values``."""
         rewinds = (*self.training.rewinds, rewind)
         found = self._newest(rewinds)
         if found is None:
             self.fail(values | {"why": f"{values['why']}; no checkpoint is left to go back to"})
         # The rollback is final once this line is on the disk: if the run is killed later, it resumes rolled back.
         self.run.event("rollback", **values)
-        seconds = self.training.progress.seconds
+        seconds = self.training.progress.seconds  # the time of undone steps counts
         self._restore(found, rewinds)
         self.training.progress = replace(found.progress, seconds=seconds)
         names = [path.name for path in self.damaged]
@@ -265,13 +262,8 @@ class RunTrainer:
                 self._on_event("unwritten", values | {"why": self._unwritten})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
-        """Return the newest undamaged checkpoint that these rewinds have not undone, or None. Store the newer
-        checkpoints, which are all damaged, in ``self.damaged``.
-
-        Raises:
-            InputError: if all checkpoints are damaged. Nothing has been changed, so the user may still be able to
-                repair them.
-        """
+        """Return the newest undamaged checkpoint that these rewinds have not undone, or None. The newer ones are
+        stored in ``self.damaged``. Raise InputError if all are damaged: the user may be able to repair one."""
         found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group)
         if found is None and damaged:
             raise InputError(
@@ -282,7 +274,6 @@ class RunTrainer:
         return found
 
     def _restore(self, found: Checkpoint | None, rewinds: tuple[Rewind, ...]) -> None:
-        """Restore the training and its callbacks from a checkpoint, or to the start if ``found`` is None."""
         if found is not None:
             rewinds = max(rewinds, found.rewinds, key=len)  # a full disk may have kept events out of events.jsonl
             self.training.restore(found)
@@ -293,8 +284,8 @@ class RunTrainer:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, back: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Open the run folder for training. First wait until every process of ``group`` has read it. Then the first
-    process, which alone writes to the folder, does the rewind ``back``, if any, and locks the folder."""
+    """Open the run folder for training, once every process of ``group`` has read it. Only the first process locks it,
+    rewinds it and writes to it."""
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:
@@ -327,8 +318,8 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 def check(
     recipe: Recipe, folder: Path, back: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
-    """Check a recipe and a rewind against a folder. Return the run folder, the recipe with which the run will be
-    trained, and the rewind. The rewind is None if it has been done already.
+    """Check a recipe and a rewind against a folder. Return the run folder, the recipe to train (with the run's
+    micro-batch), and the rewind, or None if it has been done already.
 
     Raises:
         InputError: if the folder cannot be used for this run, or the rewind is not possible.
@@ -345,8 +336,8 @@ def check(
 def _summary(
     run: RunFolder, progress: Progress, finish: dict[str, Any] | None, unsaved: str | None = None
 ) -> TrainDocument:
-    """Return the result of a run so far, over all its starts. ``finish`` is the run's ``finish`` event, or None.
-    ``unsaved`` is the reason why the last state could not be saved, or None."""
+    """Return the result of a run over all its starts. ``finish`` is its ``finish`` event, and ``unsaved`` says why
+    the last state could not be saved."""
     # Each start may have measured another peak; the speed of all steps is divided by the latest.
     starts = [event for event in run.events() if event.get("peak_tflops")]
     metrics = run.metrics()
