@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from leaven.distributed.process_group import ProcessGroup
     from leaven.training.engine import Training
-    from leaven.training.step_metrics import Step
+    from leaven.training.metrics import Step
 
 Row = dict[str, Any]
 

@@ -15,6 +15,7 @@ from tests.cli.conftest import Verb, document
 import leaven.cli.train as verb
 import leaven.training.checkpoint as leaven_checkpoint
 from leaven.distributed.sharded_model import ShardedModel
+from leaven.training.rewind import rewinds_of
 from leaven.training.run_folder import RunFolder, checkpoints
 
 NO_NUMBERS = ("--set", "hyperparameters.lr=1e30", "--set", "hyperparameters.weight_decay=0")
@@ -58,7 +59,7 @@ def test_the_checkpoint_at_0_tokens_is_used(leaven: Verb, tiny_file: Path, tmp_p
     assert leaven("export", "weights", run, tmp_path / "weights", "--tokens", "0")[0] == 0
     lower = ("--rewind-to", "0", "--set", "hyperparameters.lr=0.002")
     assert leaven("train", tiny_file, "--run", run, *kept, *lower)[0] == 0
-    assert RunFolder(run).rewinds()[-1].to_tokens == 0
+    assert rewinds_of(RunFolder(run))[-1].to_tokens == 0
     assert RunFolder(run).finish()
 
 

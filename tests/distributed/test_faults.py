@@ -25,8 +25,8 @@ from leaven.recipe.errors import ProcessLost
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
+from leaven.training.metrics import Step
 from leaven.training.run_folder import RunFolder
-from leaven.training.step_metrics import Step
 from leaven.training.trainer import train
 
 TWO = layout(dp=2, zero=1) | {"batch.micro_batch": 2, "stability.checkpoint_every_tokens": 1_024}

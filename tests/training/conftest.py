@@ -10,8 +10,8 @@ from tests.conftest import TINY
 from leaven.data.tokens import TokenSet, prepare
 from leaven.model.transformer import Stage
 from leaven.recipe.files import parse_recipe
+from leaven.training.metrics import Step
 from leaven.training.run_folder import RunFolder
-from leaven.training.step_metrics import Step
 
 
 @pytest.fixture(autouse=True)

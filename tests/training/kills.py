@@ -21,8 +21,9 @@ from tests.training.planted import in_order, recipe, text
 
 from leaven.training.checkpoint import CheckpointManager, read_checkpoint
 from leaven.training.engine import Training
+from leaven.training.metrics import Step
+from leaven.training.rewind import rewinds_of
 from leaven.training.run_folder import RunFolder
-from leaven.training.step_metrics import Step
 from leaven.training.trainer import train
 
 KILLS = 20
@@ -77,7 +78,7 @@ def killed_at_random(folder: Path) -> dict[str, int]:
 
 def lost(run: RunFolder) -> int:
     """Steps that a resume has to do again: those since the last whole checkpoint."""
-    found, damaged = read_checkpoint(run.checkpoints, run.rewinds())
+    found, damaged = read_checkpoint(run.checkpoints, rewinds_of(run))
     assert not damaged
     lines = run.metrics()
     return (lines[-1]["step"] if lines else 0) - (found.progress.step if found else 0)

@@ -11,8 +11,8 @@ from tests.training.conftest import losses, scalars
 from leaven.data.tokens import TokenSet
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
+from leaven.training.metrics import writers
 from leaven.training.run_folder import RunFolder
-from leaven.training.step_metrics import writers
 from leaven.training.trainer import train
 
 TRACKER = """

@@ -222,7 +222,7 @@ def test_step_time_on_a_cpu_excludes_validation_and_checkpoints(
 
         monkeypatch.setattr(Training, name, slow)
 
-    monkeypatch.setattr("leaven.training.step_metrics.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("leaven.training.metrics.time", SimpleNamespace(perf_counter=clock))
     during("_batch", 10.0)  # each step asks once, and each validation
     during("checkpoint", 1_000.0)
     every = {"evaluation.every_tokens": 512, "stability.checkpoint_every_tokens": 768, "batch.micro_batch": 8}

@@ -13,8 +13,7 @@ from leaven.interop.weights import read_huggingface, recipe_from
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.training.export import export_run
-from leaven.training.load import load_run
+from leaven.training.load import export_run, load_run
 from leaven.training.trainer import Training, train
 
 

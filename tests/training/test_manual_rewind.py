@@ -10,7 +10,7 @@ from tests.training.planted import STEP, in_order, recipe, text
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.training import run_folder
-from leaven.training.manual_rewind import ManualRewind
+from leaven.training.rewind import ManualRewind
 from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
 from leaven.training.trainer import check, train
 

@@ -21,8 +21,8 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 from leaven.training.loop import Diverged
+from leaven.training.metrics import Step
 from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
-from leaven.training.step_metrics import Step
 from leaven.training.trainer import train
 
 NOISE = 0.01  # nats

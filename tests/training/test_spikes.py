@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tests.training.conftest import made_up
 
+from leaven.training.metrics import Step
 from leaven.training.spikes import ALLOWANCE, LEVEL, LIMIT, PATIENCE, Anomaly, Limits, QuantityMonitor, SpikeDetector
-from leaven.training.step_metrics import Step
 
 CALM = 2 * LEVEL
 

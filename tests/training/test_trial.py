@@ -16,9 +16,9 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.early_stopping import expected
 from leaven.training.engine import Training
+from leaven.training.metrics import Step
 from leaven.training.outcome import Baseline, Outcome
 from leaven.training.run_folder import checkpoints
-from leaven.training.step_metrics import Step
 from leaven.training.trial import cooldown_start, train_trial
 
 STEP = 256  # tokens

@@ -48,8 +48,7 @@ def weights(
 
     Its README.md is a model card with the recipe, the reasons for its values, the validation loss and the data.
     """
-    from leaven.training.export import export_run
-    from leaven.training.load import load_run
+    from leaven.training.load import export_run, load_run
 
     loaded = load_run(run, tokens)
     say_damaged(loaded.damaged)

@@ -147,7 +147,7 @@ def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: boo
     if not measure:
         return plan.calibrated(past_runs() if history else [], recipe.precision.compute)
 
-    from leaven.training.measured import measure as take_steps
+    from leaven.training.profiling import measure as take_steps
 
     with stop_on_signal() as stop, LiveScreen() as screen:
         found = take_steps(recipe, gpus, on_step=screen.counts("measuring"), stop=stop)

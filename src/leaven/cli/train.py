@@ -88,9 +88,9 @@ def train(
     from leaven.interop.weights import require_start
     from leaven.training.device import default_device
     from leaven.training.loop import Diverged
-    from leaven.training.manual_rewind import ManualRewind
+    from leaven.training.metrics import writers
+    from leaven.training.rewind import ManualRewind
     from leaven.training.run_folder import RunFolder
-    from leaven.training.step_metrics import writers
     from leaven.training.trainer import check, train
 
     layout_is_set = any(change.startswith("layout.dp=") for change in overrides or ())
@@ -103,7 +103,7 @@ def train(
         _exit_if_stopped_on_purpose(RunFolder(folder))
     curves = writers(log_to)
     back = ManualRewind(rewind_to, skip_tokens or 0) if rewind_to is not None else None
-    check(loaded, folder, back)
+    check(loaded, folder, back)  # before hours of tokenising; `train` checks again, because the folder may change
     warn([*(each.message for each in warnings(loaded)), *layout_cautions(loaded)])
     with join_process_group(loaded.layout, default_device()) as group:
         tokens = rank_zero_first(group, lambda: prepare_text(loaded.data, loaded.model.vocab_size))
@@ -131,10 +131,7 @@ def train(
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
-    """Exit if the run's last event is a stop, so that a restart by torchrun does not resume it.
-
-    A run stops when the user interrupts it or when it diverges. Then only the user may resume it.
-    """
+    """Exit if the run was interrupted or diverged: then torchrun must not restart it, only the user may."""
     last = (run.events() or [{"event": None}])[-1]
     if last["event"] == "stop":
         errors.print(

@@ -122,8 +122,7 @@ def choose(rows: Sequence[BenchSpeed], share: float, seq_len: int) -> BenchChoic
 
 
 def _measure(training: Training, micro_batch: int, batch: int) -> BenchSpeed | None:
-    """Take a few steps from the start of the data. Return the speed of the fastest step, not counting the first step.
-    Return None if memory runs out."""
+    """Return the speed of the fastest of a few steps, without the first; None if memory runs out."""
     tokens = batch * training.recipe.model.seq_len
     training.recipe = training.recipe.replace({"batch.tokens": tokens, "batch.micro_batch": micro_batch})
     training.progress = Progress()

@@ -37,7 +37,7 @@ from leaven.training.rewind import Rewind, undone
 from leaven.training.run_folder import checkpoints, tokens_of
 
 if TYPE_CHECKING:
-    from leaven.training.step_metrics import Step
+    from leaven.training.metrics import Step
     from leaven.training.trainer import RunTrainer
 
 
@@ -124,11 +124,8 @@ def write_checkpoint(
 
 
 def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
-    """Write this process's share of the tensors. Return a record of what was written.
-
-    The record contains the length and digest of each file and the position of each part in its tensor. It also lists
-    the tensors that this process holds but that other processes have to save.
-    """
+    """Write this process's share of the tensors. Return the length and digest of each file, the position of each part
+    in its tensor, and the tensors that this process holds but other processes have to save (``of_others``)."""
     folder.mkdir(parents=True, exist_ok=True)
     part: dict[str, Any] = {"files": {}}
     held = set(checkpoint.places)
@@ -151,12 +148,8 @@ def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> di
 
 
 def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequence[Any]) -> None:
-    """Check the files of all processes, write ``state.json``, and rename the folder into place.
-
-    Raises:
-        OSError: if a process could not write or does not answer.
-        ValueError: if the parts do not form whole tensors.
-    """
+    """Check the files of all processes, write ``state.json``, and rename the folder into place. Raise OSError if a
+    process failed, and ValueError if the parts do not form whole tensors."""
     errors = [
         (f"rank {rank}: " if len(parts) > 1 else "") + ("does not answer" if part is None else part["error"])
         for rank, part in enumerate(parts)
@@ -233,7 +226,6 @@ def read_checkpoint(
 
 
 def _read(folder: Path, group: ProcessGroup) -> Checkpoint:
-    """Read a checkpoint, after verifying the files that this process has to verify."""
     state = json.loads((folder / "state.json").read_bytes())
     if state.pop("blake2b") != _digest_of(state):
         raise ValueError(f"{folder / 'state.json'} is damaged")
@@ -277,9 +269,9 @@ then, the training has failed, and the other processes may be gone."""
 class Saved:
     """The result of writing a checkpoint."""
 
-    progress: Progress  # position of the run that is saved in the checkpoint
-    path: Path | None = None  # folder of the checkpoint; None if it could not be written
-    error: str | None = None  # why the checkpoint could not be written; None if it was written
+    progress: Progress  # the saved position of the run
+    path: Path | None = None  # its folder, if it was written
+    error: str | None = None  # why it was not written
 
 
 class CheckpointManager:
@@ -373,9 +365,8 @@ class CheckpointManager:
 def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
     """Return the token counts of the checkpoints to keep, in ascending order.
 
-    ``due`` are the token counts of all scheduled checkpoints, in ascending order. The function keeps the newest
-    ``keep`` checkpoints, the last checkpoint at or before ``good_tokens``, and the first checkpoint in each interval
-    of ``keep_every_tokens`` except the interval that starts at 0.
+    Of the scheduled checkpoints ``due``, in ascending order, these are the newest ``keep``, the last at or before
+    ``good_tokens``, and the first in each interval of ``keep_every_tokens`` except the interval that starts at 0.
     """
     stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
     if keep_every_tokens is not None:
@@ -384,13 +375,12 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
 
 
 def first_in_each_interval(there: Sequence[int], every_tokens: int) -> list[int]:
-    """Return the lowest token count in each interval of ``every_tokens`` tokens. ``there`` are the token counts, in
-    ascending order."""
+    """Return the lowest of the ascending token counts ``there`` in each interval of ``every_tokens`` tokens."""
     return sorted({tokens // every_tokens: tokens for tokens in reversed(there)}.values())
 
 
 class Checkpoints(Callback):
-    """Callback that saves a checkpoint at a fixed interval in tokens, while training continues."""
+    """Saves a checkpoint at a fixed interval in tokens, while training continues."""
 
     every_tokens: int
 
@@ -414,7 +404,6 @@ class Checkpoints(Callback):
         self.save()
 
     def save(self) -> None:
-        """Wait until the previous checkpoint is written, then start writing a new one."""
         self.log_outcome(wait=True)
         training = self.training
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
@@ -422,15 +411,15 @@ class Checkpoints(Callback):
         self._saved_step = training.progress.step
 
     def save_last(self) -> str | None:
-        """Save the current state, unless it is saved already. Return the error if saving failed, else None."""
+        """Save the current state, unless it is saved already. Return the error, if any."""
         self.log_outcome(wait=True)  # afterwards all processes have the same saved step
         if self.training.progress.step != self._saved_step:
             self.save()
         return self.log_outcome(wait=True)
 
     def log_outcome(self, wait: bool) -> str | None:
-        """Log the result of the last save, once. Return the error if saving failed, else None. Without ``wait``, a
-        save that is unfinished is logged by a later call."""
+        """Log the result of the last save, once, and return its error, if any. Without ``wait``, a later call logs a
+        save that is unfinished."""
         saved = self._manager.outcome(wait)
         if saved is None:
             return None

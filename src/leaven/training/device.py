@@ -84,7 +84,7 @@ def default_device() -> torch.device:
 
 
 def _lacking(name: str) -> str | None:
-    """Return why a device cannot be used on this machine, or None if it can be used."""
+    """Return why this machine cannot use a device, or None."""
     if name == "cpu":
         return None
     built, found = (
@@ -120,7 +120,7 @@ def device_name(device: torch.device) -> str:
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """Return a device's entry in the planner's table of accelerators, or None if the table does not contain it."""
+    """Return a device's entry in the planner's table of accelerators, or None."""
     return parse_cluster("cpu").accelerator if device.type == "cpu" else known_device(device_name(device))
 
 
@@ -199,8 +199,7 @@ def unless_out_of_memory(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory use so far, in bytes. On an accelerator, this counts the memory allocated on the device.
-    On a CPU, it counts the memory of the whole process."""
+    """Return the peak memory use so far, in bytes: of the accelerator, or on a CPU of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":  # which reports no peak; its allocator keeps the memory that it takes
@@ -250,8 +249,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
-    """Return the bytes that a Linux control group may still use, or None if it has no limit. The bytes of its page
-    cache count as free, because the kernel can reclaim them."""
+    """Return the bytes that a Linux control group may still use, or None if it has no limit. Its page cache counts as
+    free."""
     try:
         cached = re.search(r"^inactive_file (\d+)", (_CGROUP / f"{folder}memory.stat").read_text(), re.MULTILINE)
         room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())
@@ -261,8 +260,7 @@ def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
 
 
 def machine() -> dict[str, Any]:
-    """Return the processor, number of cores, memory in GiB and software versions, but nothing that identifies this
-    machine."""
+    """Return hardware and software versions, but nothing that identifies this machine."""
     return {
         "processor": processor(),
         "cores": cores(),

@@ -88,12 +88,11 @@ class Pruned(Exception):
 
 @dataclass
 class Pruning(Callback):
-    """Ends a trial that cannot reach its baseline, the best trial so far. The check takes place after the warm-up, at
-    each new point of the trial's loss curve."""
+    """Ends a trial that cannot reach its baseline. Checked after the warm-up, at each new point of its loss curve."""
 
     monitor: DivergenceMonitor  # records the loss curve; must come earlier in the list of callbacks
     baseline: Baseline  # the best trial so far
-    warmup_tokens: int  # no trial is ended during the warm-up
+    warmup_tokens: int  # no trial is ended earlier
 
     def before_step(self) -> None:
         self._points = len(self.monitor.curve)
@@ -119,7 +118,7 @@ still falls."""
 
 
 def should_prune(curve: Curve, baseline: Baseline) -> bool:
-    """Return whether to prune a trial because it cannot reach the baseline. ``curve`` is the trial's curve so far."""
+    """Return whether a trial with this curve so far cannot reach the baseline."""
     tokens, end = curve[-1][0], baseline.curve[-1][0]
     if len(curve) < SMOOTH or tokens < FIRST * end or tokens >= end:
         return False
@@ -144,8 +143,7 @@ def gap(curve: Curve, baseline: Baseline) -> float:
 
 
 def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
-    """Return how much the baseline's loss still falls between the token count where ``curve`` ends and the end of
-    the baseline's run, in nats per token."""
+    """Return how much the baseline's loss still falls after the token count where ``curve`` ends, in nats."""
     return _mean(baseline.curve, curve[-SMOOTH:]) - _mean(baseline.curve, baseline.curve[-SMOOTH:])
 
 

@@ -30,11 +30,11 @@ from leaven.training.checkpoint import Checkpoint, Progress
 from leaven.training.checkpoint_tensors import part
 from leaven.training.device import DTYPES, default_device, keep_freed_memory, require_device
 from leaven.training.loop import Diverged, passes
+from leaven.training.metrics import Step, Telemetry
 from leaven.training.micro_batch import even, rule_of_thumb
 from leaven.training.optimizer import MOMENTS, Clipper, LossScale, NoiseScale, Optimizer
 from leaven.training.rewind import Rewind, lr_factor, skipped
 from leaven.training.spikes import Limits
-from leaven.training.step_metrics import Step, Telemetry
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
@@ -54,8 +54,7 @@ class TrainingBatch:
 
 
 class Training:
-    """The state of a run in this process: model, optimizer and position in the data. The run may have several
-    processes."""
+    """The state of a run in one of its processes: model, optimizer and position in the data."""
 
     def __init__(
         self, recipe: Recipe, tokens: "TokenSet", device: str | None = None, group: ProcessGroup = SINGLE_PROCESS
@@ -102,7 +101,7 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens trained so far."""
+        """Number of tokens trained."""
         return self.progress.tokens
 
     @property
@@ -127,7 +126,7 @@ class Training:
             raise StopRequested
 
     def abandon_step(self) -> None:
-        """Clean up after StopRequested has interrupted a step, so that the state is the same as before it."""
+        """Restore the state before a step or evaluation that StopRequested has interrupted."""
         self.sharded.drop_gradients()
         self.sharded.train(True)
 
@@ -192,7 +191,7 @@ class Training:
         return result
 
     def _first_targets(self, batch: TrainingBatch) -> Tensor:
-        """Return how many targets in the first micro-batch count in the loss, summed over all processes: a scalar."""
+        """Return how many targets in the first micro-batches of all processes count in the loss, a scalar."""
         first = next(batch.micro_batches)
         batch.micro_batches = chain([first], batch.micro_batches)
         targets = widened((first[1] != IGNORED).sum())
@@ -234,16 +233,15 @@ class Training:
         return TrainingBatch(tokens, targets, self._micro_batches(windows, count, sequences))
 
     def _slice(self, sequences: int) -> tuple[int, int]:
-        """Divide the sequences of a batch among the data-parallel processes. Return the index of the first sequence
-        that this process reads, and how many it reads. The last processes may read fewer sequences than the others,
-        or none."""
+        """Return the index of the first sequence of a batch that this process reads, and how many it reads. The last
+        processes may read fewer than the others, or none."""
         each = -(-sequences // self.group.dp)
         start = min(self.group.dp_rank * each, sequences)
         return start, min(each, sequences - start)
 
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
-        """Yield the first ``count`` windows as micro-batches. All micro-batches have the same size, and all processes
-        get the same number of micro-batches. Sequences whose targets do not count in the loss fill the gaps."""
+        """Yield the first ``count`` windows as micro-batches, of the same size and number in all processes. Sequences
+        whose targets do not count in the loss fill the gaps."""
         size, forwards = self.forwards(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * forwards - count, -1)))
         for number, chunk in enumerate(torch.split(filled, size)):
@@ -274,11 +272,10 @@ class Training:
         return tokens.to(self.device)
 
     def checkpoint(self, state: Mapping[str, Any] | None = None) -> Checkpoint:
-        """Return a checkpoint of the part of the training state that this process saves, and of ``state``, the values
-        of the callbacks.
+        """Return what this process saves in a checkpoint, with ``state``, the values of the callbacks.
 
-        The process that saves a parameter's first element also saves the parameter's step count. The first process
-        also saves the state that belongs to no parameter, such as the loss scale.
+        The process that saves a parameter's first element also saves its step count. The first process also saves
+        what belongs to no parameter, such as the loss scale.
         """
         model: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}
@@ -314,8 +311,7 @@ class Training:
         self.progress = checkpoint.progress
 
     def follow(self, rewinds: tuple[Rewind, ...]) -> None:
-        """From now on, skip data and lower the lr as required by ``rewinds``, the run's returns to earlier
-        checkpoints."""
+        """From now on, skip data and lower the lr as these rewinds require."""
         self.rewinds = rewinds
         seq_len = self.recipe.model.seq_len
         skip = tuple((start // seq_len, end // seq_len) for start, end in skipped(rewinds))

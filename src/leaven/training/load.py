@@ -1,4 +1,4 @@
-"""Loads the model of a run, and generates text from it."""
+"""Loads the model of a run, generates text from it, and exports it in Hugging Face's format."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from leaven.data.tokenizer import Encoder
 from leaven.documents.runs import SampleRow
+from leaven.interop.architectures import Architecture, holding
+from leaven.interop.weights import model_card, write_huggingface
 from leaven.model.generate import Sampling, generate
 from leaven.model.initialise import name_seed
 from leaven.model.transformer import Transformer
@@ -20,6 +22,7 @@ from leaven.recipe.files import read_text
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable, parameter_table
 from leaven.training.checkpoint import read_checkpoint
+from leaven.training.rewind import rewinds_of
 from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
 
 if TYPE_CHECKING:
@@ -48,13 +51,8 @@ class LoadedRun:
 
     @property
     def end_of_text(self) -> int:
-        """The id of the token that separates documents."""
+        """Id of the token that separates documents."""
         return Encoder(self.tokenizer).end_of_text
-
-    @property
-    def vocabulary(self) -> int:
-        """The size of the tokenizer's vocabulary; the vocabulary of the model may be larger."""
-        return Encoder(self.tokenizer).vocab_size
 
 
 def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Tokenizer]":
@@ -80,7 +78,7 @@ def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
         problem = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"
         raise InputError(f"{run}: {problem}; give the folder of a run, the DIR of leaven train RECIPE --run DIR")
     recipe = folder.recipe()
-    checkpoint, damaged = read_checkpoint(folder.checkpoints, folder.rewinds(), tokens)
+    checkpoint, damaged = read_checkpoint(folder.checkpoints, rewinds_of(folder), tokens)
     if checkpoint is None:
         names = [path.name for path in damaged]
         there = ", ".join(f"{tokens_of(path):_}" for path in checkpoints(folder.checkpoints))
@@ -141,7 +139,7 @@ def sample(
         [run.end_of_text, *given],
         sampling=sampling,
         generator=torch.Generator().manual_seed(name_seed(seed, "sample", number)),
-        vocabulary=run.vocabulary,
+        vocabulary=Encoder(tokenizer).vocab_size,  # the model's may be larger
         end=run.end_of_text,
         max_tokens=max_tokens,
     ):
@@ -154,3 +152,40 @@ def sample(
     if text[shown:]:
         on_text(text[shown:])
     return SampleRow(text=text[start:], tokens=len(drawn), ended=len(drawn) < max_tokens)
+
+
+def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: str | None = None) -> Architecture:
+    """Write the model, the tokenizer and the model card of a run into a new folder. Return the Hugging Face
+    architecture of the model.
+
+    Args:
+        folder: must be new or empty.
+        dtype: number format of the weights: fp32, bf16 or fp16.
+        licence: the licence of the training data, for the model card.
+
+    Raises:
+        InputError: if no Hugging Face architecture can represent the model, or if the folder is not empty or cannot
+            be written. In these cases nothing is written.
+    """
+    shape = run.recipe.model
+    architecture = holding(shape)
+    card = model_card(
+        run.recipe,
+        read_text(run.folder.recipe_file),
+        architecture=architecture.name,
+        tokens=run.tokens,
+        dtype=dtype,
+        events=run.folder.events(),
+        licence=licence,
+    )
+    write_huggingface(
+        folder,
+        shape,
+        run.table,
+        run.weights,
+        tokenizer=read_text(run.folder.tokenizer_file),
+        end_of_text=(str(run.tokenizer.id_to_token(run.end_of_text)), run.end_of_text),
+        card=card,
+        dtype=dtype,
+    )
+    return architecture

@@ -49,7 +49,7 @@ class Callback:
 
     def after_step(self, step: Any) -> None:
         """Called when the result of a step has been read. ``step`` is the result: a :class:`StepResult`, or a
-        :class:`leaven.training.step_metrics.Step` if a recipe is trained."""
+        :class:`leaven.training.metrics.Step` if a recipe is trained."""
 
     def on_due(self) -> None:
         """Called between two steps, each time the run has reached a multiple of :attr:`every_tokens`, but not after

@@ -73,7 +73,7 @@ class Choice:
 
     micro_batch: int  # sequences
     why: str  # the reason, which is written into the recipe
-    timings: tuple[Timing, ...] = ()  # all measured speeds, from small to large micro-batches
+    timings: tuple[Timing, ...] = ()  # from small to large micro-batches
     too_large: tuple[int, ...] = ()  # sizes that ran out of memory, or do not fit by the planner's formula
     seconds: float = 0.0  # time that the choice took
 
@@ -125,14 +125,12 @@ def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
 
 
 def by_rule_of_thumb(recipe: Recipe) -> Recipe:
-    """Return the recipe with the micro-batch of the rule of thumb, and the reason for it."""
     size = rule_of_thumb(recipe, default_device().type)
     tokens = size * recipe.model.seq_len
     return with_micro_batch(recipe, size, f"auto: about {tokens:,} tokens a forward pass, not timed")
 
 
 def with_micro_batch(recipe: Recipe, size: int, why: str) -> Recipe:
-    """Return the recipe with a micro-batch of ``size`` sequences, and the reason for it."""
     return recipe.replace({"batch.micro_batch": size, "why": recipe.why | {"batch.micro_batch": why}})
 
 
@@ -213,8 +211,7 @@ def choose_micro_batch(training: "Training") -> Choice:
 
 
 def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | None:
-    """Choose the micro-batch of the rule of thumb, halved until it fits into memory. Return None if not even one
-    sequence fits."""
+    """Halve the micro-batch of the rule of thumb until it fits. Return None if not even one sequence fits."""
     size = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
     too_large: list[int] = []
     while trial_step(training, size) is None:

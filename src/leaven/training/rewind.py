@@ -1,14 +1,30 @@
-"""Defines the rewinds of a run, and computes their effect on its data, lr and checkpoints. This module does not
-import torch.
+"""Rewinds: returns of a run to an earlier state, automatic after a spike (:mod:`leaven.training.spikes`) or manual
+(:class:`ManualRewind`, ``leaven train --rewind-to``). This module does not import torch.
 
-A rewind returns the run to an earlier state, automatically after a spike (:mod:`leaven.training.spikes`) or manually
-(:mod:`leaven.training.manual_rewind`). The list of rewinds and the number of trained tokens determine which part of
-the data is skipped, how far the lr is lowered, and which checkpoints have been undone. If the run continues from a
-checkpoint before the target of the rewind, it repeats the steps in between, so the result is the same.
+The list of rewinds and the number of trained tokens determine which data are skipped, how far the lr is lowered, and
+which checkpoints have been undone. If the run continues from a checkpoint before the target of the rewind, it repeats
+the steps in between, so the result is the same.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.units import format_quantity
+from leaven.training.run_folder import (
+    HYPERPARAMETERS,
+    RETURNS,
+    SECTIONS,
+    RunFolder,
+    changeable,
+    changes_of,
+    checkpoints,
+    describe_changes,
+    locked_folder,
+    recorded_changes,
+    tokens_of,
+)
 
 
 @dataclass(frozen=True)
@@ -22,6 +38,13 @@ class Rewind:
     lr_tokens: int = 0  # number of tokens over which this factor rises to 1
     attempt: int = 0  # number of rewinds for the same anomaly, including this rewind; 0 for a manual rewind
     found_step: int = 0  # step at which the anomaly was found; 0 for a manual rewind
+
+
+def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
+    """Return the automatic and manual rewinds of a run, in order."""
+    keys = [field.name for field in fields(Rewind)]
+    returns = [event for event in run.events() if event["event"] in RETURNS]
+    return tuple(Rewind(**{key: event[key] for key in keys}) for event in returns)
 
 
 def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
@@ -58,3 +81,59 @@ def undone(rewinds: Sequence[Rewind], known: int, tokens: int) -> bool:
     """Return whether a rewind has undone a state that was saved after ``tokens`` trained tokens. ``known`` is the
     number of rewinds before the state was saved."""
     return any(tokens > rewind.to_tokens for rewind in rewinds[known:])
+
+
+@dataclass(frozen=True)
+class ManualRewind:
+    """A user's request that a run continues from an earlier checkpoint."""
+
+    rewind_to: int  # trained tokens: use the newest undamaged checkpoint at or before this count
+    skip_tokens: int = 0  # tokens of data to skip after the checkpoint, rounded up to whole sequences
+
+    def done(self, run: RunFolder, recipe: Recipe) -> bool:
+        """Return whether the run's last manual rewind had the same arguments, and the recipe has not changed since.
+        Then the run is resumed without another rewind."""
+        returns = [event for event in run.events() if event["event"] == "rewind"]
+        return bool(returns) and returns[-1]["asked"] == asdict(self) and not changes_of(run.recipe(), recipe)
+
+    def check(self, run: RunFolder, recipe: Recipe) -> None:
+        """Raise InputError if the folder has no run or no suitable checkpoint, or if the recipe changes a value that
+        must stay the same during a run."""
+        if not run.recipe_file.exists():
+            raise InputError(f"--rewind-to: there is no run in {run.path}; give the folder of a run with --run")
+        refused = [change for change in changes_of(run.recipe(), recipe) if not changeable(change[0])]
+        if refused:
+            raise InputError(
+                f"--rewind-to: {describe_changes(refused)}; a run can change only [{'], ['.join(SECTIONS)}] and "
+                f"{', '.join(HYPERPARAMETERS)} with --rewind-to; for other changes, give a new folder with --run"
+            )
+        self._target(run)
+
+    def go(self, run: RunFolder, recipe: Recipe) -> None:
+        """Record the rewind and, if it has changed, the recipe in the run folder."""
+        with locked_folder(run.path, "run folder"):
+            changes = changes_of(run.recipe(), recipe)
+            to_tokens, rewinds = self._target(run), rewinds_of(run)
+            start, seq_len = position(rewinds, to_tokens), recipe.model.seq_len
+            rewind = Rewind(to_tokens, start, start + -(-self.skip_tokens // seq_len) * seq_len)
+            lines = run.metrics()
+            at = {key: lines[-1][key] if lines else 0 for key in ("step", "tokens")}
+            changed = recorded_changes(changes, recipe) if changes else {"changes": []}
+            run.event("rewind", **at, **asdict(rewind), asked=asdict(self), **changed)
+            run.require_written()
+            if changes:
+                run.change_recipe(recipe, changes, f"{to_tokens:,} tokens, by --rewind-to")
+
+    def _target(self, run: RunFolder) -> int:
+        """Return the token count of the checkpoint to return to."""
+        from leaven.training.checkpoint import read_checkpoint  # imports this module, and torch
+
+        to_here = Rewind(self.rewind_to, 0, 0)
+        found, _ = read_checkpoint(run.checkpoints, (*rewinds_of(run), to_here))
+        if found is None:
+            there = ", ".join(format_quantity(tokens_of(path)) for path in checkpoints(run.checkpoints))
+            raise InputError(
+                f"--rewind-to {format_quantity(self.rewind_to)}: no whole checkpoint at or before this count; "
+                + (f"there are checkpoints at {there} tokens" if there else "the run folder has none")
+            )
+        return found.progress.tokens

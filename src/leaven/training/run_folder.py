@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,15 @@ from typing import Any
 from leaven import storage
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import finite, make_folder, read_recipe, read_text, write_recipe, write_text
-from leaven.recipe.recipe import Difference, Recipe
-from leaven.training.recipe_changes import brief, changeable, changes_of, describe_changes
-from leaven.training.rewind import Rewind
+from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
 
 LOCK = ".lock"
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
+
+# The values that --rewind-to may change, because every step reads them from the recipe. Other keys define the model,
+# the data or the initial values; the batch sizes determine at which token count a step starts.
+SECTIONS = ("schedule", "stability", "evaluation")
+HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps", "grad_clip")
 
 
 @contextmanager
@@ -104,11 +106,7 @@ class RunFolder:
             )
 
     def check_text(self, fingerprint: str) -> None:
-        """Check that the run, if it has begun, has been trained on the text with this ``fingerprint``.
-
-        Raises:
-            InputError: if the text has changed since the run began.
-        """
+        """Raise InputError if the run has begun on a text with another fingerprint."""
         before = next((event["text"] for event in self.events() if "text" in event), fingerprint)
         if before != fingerprint:
             raise InputError(
@@ -132,12 +130,9 @@ class RunFolder:
             yield
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
-        """Write ``recipe`` as the run's recipe, with a reason for each change in its ``why``. Return what is written.
-
-        A reason states the old value, and the time from which the new value applies: ``since``, for example
-        "1,000 tokens".
-        """
-        why = {path: f"since {since}; before: {brief(before)}" for path, before, _ in changes}
+        """Write ``recipe`` as the run's recipe, and return it with a reason for each change in its ``why``, such as
+        "since 1,000 tokens; before: 0.01"."""
+        why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
             write_recipe(recipe, self.recipe_file)
@@ -176,12 +171,6 @@ class RunFolder:
     def events(self) -> list[dict[str, Any]]:
         """Return the lines of events.jsonl."""
         return _documents(self._events, "event")
-
-    def rewinds(self) -> tuple[Rewind, ...]:
-        """Return the automatic and manual rewinds of the run, in order."""
-        keys = [field.name for field in fields(Rewind)]
-        returns = [event for event in self.events() if event["event"] in RETURNS]
-        return tuple(Rewind(**{key: event[key] for key in keys}) for event in returns)
 
     def rollbacks(self) -> list[dict[str, Any]]:
         """Return the events of the automatic rewinds since the last manual rewind."""
@@ -234,7 +223,6 @@ class RunFolder:
         self._write()
 
     def _write(self) -> None:
-        """Write the lines that are still in memory, in order, until none is left or writing fails."""
         while self._waiting:
             path, line = self._waiting[0]
             try:
@@ -247,8 +235,37 @@ class RunFolder:
 
 
 def _documents(path: Path, key: str) -> list[dict[str, Any]]:
-    """Read a file with one JSON object per line, and return the objects that contain ``key``."""
     try:
         return [document for document in storage.read_json_lines(path).documents if key in document]
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
+    """Return the differences that prevent a run of the recipe ``there`` from being resumed with the recipe ``here``:
+    all except those in layout and micro-batch."""
+    free = rearrangement(there, here)
+    return [change for change in differences(there, here) if change not in free]
+
+
+def changeable(path: str) -> bool:
+    """Return whether ``--rewind-to`` may change the value at a dotted path of the recipe."""
+    section, *keys = path.split(".")
+    if section == "hyperparameters" and keys[0] in {"modules", "depth"}:
+        return keys[-1] in HYPERPARAMETERS
+    return section in SECTIONS or (section == "hyperparameters" and keys[0] in HYPERPARAMETERS)
+
+
+def describe_changes(changes: list[Difference]) -> str:
+    """Return the changes of a recipe on one line, such as "batch.tokens was 256, is now 512"."""
+    return "; ".join(f"{path} was {_brief(before)}, is now {_brief(now)}" for path, before, now in changes)
+
+
+def recorded_changes(changes: list[Difference], recipe: Recipe) -> dict[str, Any]:
+    """Return the fields ``changes`` and ``recipe`` of an event after which the run has the new ``recipe``."""
+    listed = [{"path": path, "before": before, "after": after} for path, before, after in changes]
+    return {"changes": listed, "recipe": recipe.model_dump(mode="json", exclude_none=True)}
+
+
+def _brief(value: Any) -> str:
+    return "not set" if value is None else f"{value}"

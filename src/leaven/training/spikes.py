@@ -35,7 +35,7 @@ from leaven.training.loop import Callback
 from leaven.training.rewind import Rewind, position
 
 if TYPE_CHECKING:
-    from leaven.training.step_metrics import Step
+    from leaven.training.metrics import Step
     from leaven.training.trainer import RunTrainer
 
 LEVEL = 32
@@ -89,8 +89,7 @@ class QuantityMonitor:
         return len(self.distances) >= LEVEL
 
     def usual(self) -> tuple[float, float]:
-        """Return (usual level, robust standard deviation): the median of the last values, and the spread around
-        it."""
+        """Return the usual level and the robust standard deviation."""
         return median(self.values), max(1.4826 * median(self.distances), self.floor)
 
     def add(self, step: int, value: float) -> tuple[float, float]:
@@ -185,7 +184,6 @@ class SpikeDetector:
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
         return {
             "watches": {name: asdict(watch) for name, watch in self.watches.items()},
             "left_out": self._left_out,
@@ -239,16 +237,13 @@ def oldest_checkpoint(
 ) -> int:
     """Return the token count of the oldest scheduled checkpoint that is still kept when an anomaly is found.
 
-    The count is computed from the schedule of checkpoints, not read from the disk. So it does not depend on damaged
-    checkpoints, or on checkpoints that were added when the run was stopped.
+    The count follows from the schedule of checkpoints, not from the disk, which may also have damaged checkpoints and
+    those of stops.
     """
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
-        """Return the token counts of the checkpoints that exist when the metrics of ``step`` are read.
-
-        ``there`` are the token counts of the checkpoints that the latest rewind before this step has not undone, or
-        [0] without a rewind. ``good_tokens`` are the tokens trained before the anomaly that is found at ``step``.
-        """
+        """Return the token counts of the checkpoints that exist when the metrics of ``step`` are read. ``there`` are
+        those that the latest rewind before this step has not undone, or [0] without a rewind."""
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]
@@ -303,11 +298,7 @@ class SpikeGuard(Callback):
             self.detector.load_state_dict(state["guard"])
 
     def _respond(self, anomaly: Anomaly) -> None:
-        """Respond to an anomaly: roll back, or end the run.
-
-        The run ends if ``on_spike`` is ``stop``, if it is ``skip`` and too many steps in a row were skipped, or if
-        ``max_rollbacks`` rollbacks did not help.
-        """
+        """Roll back. If ``on_spike`` is not ``rollback`` or ``max_rollbacks`` rollbacks did not help, end the run."""
         trainer, recipe, rewinds = self.trainer, self.training.recipe, self.training.rewinds
         stability = recipe.stability
         trainer.checkpoints.log_outcome(wait=True)

@@ -1,30 +1,29 @@
 """Trains a recipe in a run folder.
 
-What ``leaven train`` does from start to end:
+What ``leaven train recipe.toml`` does, in order. To follow a run, read the files in bold. Each other file answers one
+question:
 
-1. The recipe is read and checked (``recipe/files.py``), and its text is tokenised or read from the cache
-   (``data/tokens.py``). Sample n of the token stream depends only on the seed and n, so the stream has no state to
-   save.
-2. :func:`train` checks the run folder (``run_folder.py``), builds the run's state (``engine.py``) and chooses the
-   micro-batch (``micro_batch.py``); a resumed run keeps its micro-batch. Initial values are drawn from the parameter
-   table and the seed. The table also gives each parameter its lr: base lr x multiplier of its module x multiplier of
-   its depth x factor of the scaling rule (``scaling/table.py``). For example, complete-d-p gives a hidden matrix the
-   factor I^-1 L^(alpha-1) B^(1/2) D^-t, where I, L, B and D are the ratios of its fan in, the depth, the batch and
-   the tokens to those of the base model.
-3. If the folder has a checkpoint, the run continues from the newest undamaged one (``checkpoint.py``).
-4. :class:`RunTrainer` takes optimizer steps (``Training.issue`` in ``engine.py``, which ends in AdamW's step in
-   ``optimizer.py``). In each step, the lr of every parameter is multiplied by the value of the lr schedule at the end
-   of this step, by a factor that recent rewinds have lowered and, while the batch grows, by a factor of the batch
-   size. The loop (``loop.py``) reads the result of a step only after it has started the next one, so that the device
-   never waits.
-5. Callbacks act around the steps. The step log (``step_metrics.py``) writes one line to metrics.jsonl with the loss,
-   the lr of one hidden matrix, norms and speed. The run profile (``run_profile.py``) compares time and memory with
-   the plan and writes plan.json. The validation loss is computed in ``validation.py``, and checkpoints are saved in
-   ``checkpoint.py``. The spike guard (``spikes.py``) rolls back to an earlier checkpoint, skips the steps or ends the
-   run. ``rewind.py`` determines what data a rewind skips and how it lowers the lr.
-6. While the run trains, ``leaven train`` shows its metrics and events (``views/terminal/training.py``).
-   :class:`RunTrainer` returns the result as a ``TrainDocument``, and the command prints its validation loss, tokens,
-   steps and time, and the commands to type next.
+1. **cli/train.py** reads and checks the recipe, and tokenises the text or reads it from the cache. Sample n of the
+   token stream depends only on the seed and n, so the stream has no state to save (``data/stream.py``).
+2. **trainer.py**, this file: :func:`train` checks the recipe against the run folder, builds the state of the run and
+   locks the folder. :class:`RunTrainer` restores the newest undamaged checkpoint, if there is one.
+   What is in the folder? ``run_folder.py``. How is the micro-batch chosen? ``micro_batch.py``.
+3. **loop.py** starts a step, and reads its result only after it has started the next one, so that the device never
+   waits. Callbacks act around the steps.
+4. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes, clipping, update.
+5. **optimizer.py** clips the gradients and updates the parameters with Adam. The lr of a parameter is the base lr x
+   multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). For
+   example, complete-d-p gives a hidden matrix the factor I^-1 L^(alpha-1) B^(1/2) D^-t, where I, L, B and D are the
+   ratios of its fan in, the depth, the batch and the tokens to those of the base model. Each step multiplies this by
+   the lr schedule at its end, by a factor that recent rewinds have lowered and, while the batch grows, by a factor of
+   the batch size.
+6. **metrics.py** measures the step, writes it to metrics.jsonl and the curves, and computes the validation loss.
+7. **checkpoint.py** saves checkpoints while training continues. How is a tensor read that several processes saved?
+   ``checkpoint_tensors.py``.
+8. When is a loss spike detected, and what happens then? ``spikes.py``. Which data does a rewind skip, and how does it
+   lower the lr? ``rewind.py``. How do time and memory compare with the plan (plan.json)? ``profiling.py``.
+9. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. It returns a
+   ``TrainDocument``, which the command prints with the commands to type next (``views/terminal/training.py``).
 """
 
 import math
@@ -52,7 +51,7 @@ from leaven.training.device import (
 )
 from leaven.training.engine import StopRequested, Training
 from leaven.training.loop import Callback, Diverged, Loop
-from leaven.training.manual_rewind import ManualRewind
+from leaven.training.metrics import Step, StepLog, Validation
 from leaven.training.micro_batch import (
     Choice,
     as_started,
@@ -61,13 +60,10 @@ from leaven.training.micro_batch import (
     require_memory,
     with_micro_batch,
 )
-from leaven.training.recipe_changes import recorded_changes
-from leaven.training.rewind import Rewind
-from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
-from leaven.training.run_profile import RunProfile
+from leaven.training.profiling import RunProfile
+from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
+from leaven.training.run_folder import RunFolder, checkpoints, recorded_changes, tokens_of
 from leaven.training.spikes import SpikeGuard
-from leaven.training.step_metrics import Step, StepLog
-from leaven.training.validation import Validation
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
@@ -98,7 +94,7 @@ def train(
         stop: polled before every forward pass of a single process, and between the steps of several processes. When
             it returns True, the current step is abandoned, the state before that step is saved, and ``finished`` of
             the result is False.
-        log_to: writers of curves (:data:`leaven.training.step_metrics.WRITERS`).
+        log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
         back: a manual rewind to do before training. It is done only once: a repeated call resumes the rewound run.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
 
@@ -141,8 +137,8 @@ def train(
 def _built(
     recipe: Recipe, tokens: "TokenSet", group: ProcessGroup, stop: Callable[[], bool]
 ) -> tuple[Training, Choice | None]:
-    """Build the model and optimizer of a run. Return this state, and how the micro-batch was chosen. The choice is
-    None if the recipe states the micro-batch, or if there are several processes.
+    """Return the initial state of a run, and how its micro-batch was chosen. The choice is None if the recipe states
+    the micro-batch, or if there are several processes.
 
     Raises:
         StopRequested: if ``stop`` returns True while micro-batches are timed.
@@ -161,8 +157,7 @@ def _built(
 
 
 class RunTrainer:
-    """Trains a run in its folder, from one start of the process to its stop. Training continues from the newest
-    checkpoint."""
+    """Trains a run in its folder, from one start of the process to its stop."""
 
     def __init__(  # noqa: PLR0917
         self,
@@ -191,7 +186,7 @@ class RunTrainer:
     def start(self, **about: Any) -> None:
         """Restore the newest checkpoint, or start a new run. Log this as an event that contains the values ``about``.
         A new run saves a checkpoint before its first step, so that it can always roll back."""
-        rewinds = self.run.rewinds()
+        rewinds = rewinds_of(self.run)
         found = self._newest(rewinds)
         self._restore(found, rewinds)
         self.event(
@@ -232,22 +227,20 @@ class RunTrainer:
         return _summary(self.run, self.training.progress, result)
 
     def rearrange(self, changes: list[Difference]) -> None:
-        """Log that the run continues with another parallel layout or micro-batch, and write these changes into the
-        recipe of the run."""
+        """Record that the run continues with another parallel layout or micro-batch."""
         training = self.training
         training.recipe = self.run.change_recipe(training.recipe, changes, f"{training.tokens:,} tokens")
         self.event("layout", **recorded_changes(changes, training.recipe))
 
     def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:
-        """Restore the newest checkpoint that the rewind does not undo. The training time so far still counts. An
-        event with ``values`` records the rewind."""
+        """Restore the newest checkpoint that the rewind does not undo, and record an event with ``values``."""
         rewinds = (*self.training.rewinds, rewind)
         found = self._newest(rewinds)
         if found is None:
             self.fail(values | {"why": f"{values['why']}; no checkpoint is left to go back to"})
         # The rollback is final once this line is on the disk: if the run is killed later, it resumes rolled back.
         self.run.event("rollback", **values)
-        seconds = self.training.progress.seconds
+        seconds = self.training.progress.seconds  # the time of undone steps counts
         self._restore(found, rewinds)
         self.training.progress = replace(found.progress, seconds=seconds)
         names = [path.name for path in self.damaged]
@@ -269,13 +262,8 @@ class RunTrainer:
                 self._on_event("unwritten", values | {"why": self._unwritten})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
-        """Return the newest undamaged checkpoint that these rewinds have not undone, or None. Store the newer
-        checkpoints, which are all damaged, in ``self.damaged``.
-
-        Raises:
-            InputError: if all checkpoints are damaged. Nothing has been changed, so the user may still be able to
-                repair them.
-        """
+        """Return the newest undamaged checkpoint that these rewinds have not undone, or None. The newer ones are
+        stored in ``self.damaged``. Raise InputError if all are damaged: the user may be able to repair one."""
         found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group)
         if found is None and damaged:
             raise InputError(
@@ -286,7 +274,6 @@ class RunTrainer:
         return found
 
     def _restore(self, found: Checkpoint | None, rewinds: tuple[Rewind, ...]) -> None:
-        """Restore the training and its callbacks from a checkpoint, or to the start if ``found`` is None."""
         if found is not None:
             rewinds = max(rewinds, found.rewinds, key=len)  # a full disk may have kept events out of events.jsonl
             self.training.restore(found)
@@ -297,8 +284,8 @@ class RunTrainer:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, back: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Open the run folder for training. First wait until every process of ``group`` has read it. Then the first
-    process, which alone writes to the folder, does the rewind ``back``, if any, and locks the folder."""
+    """Open the run folder for training, once every process of ``group`` has read it. Only the first process locks it,
+    rewinds it and writes to it."""
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:
@@ -331,8 +318,8 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 def check(
     recipe: Recipe, folder: Path, back: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
-    """Check a recipe and a rewind against a folder. Return the run folder, the recipe with which the run will be
-    trained, and the rewind. The rewind is None if it has been done already.
+    """Check a recipe and a rewind against a folder. Return the run folder, the recipe to train (with the run's
+    micro-batch), and the rewind, or None if it has been done already.
 
     Raises:
         InputError: if the folder cannot be used for this run, or the rewind is not possible.
@@ -349,8 +336,8 @@ def check(
 def _summary(
     run: RunFolder, progress: Progress, finish: dict[str, Any] | None, unsaved: str | None = None
 ) -> TrainDocument:
-    """Return the result of a run so far, over all its starts. ``finish`` is the run's ``finish`` event, or None.
-    ``unsaved`` is the reason why the last state could not be saved, or None."""
+    """Return the result of a run over all its starts. ``finish`` is its ``finish`` event, and ``unsaved`` says why
+    the last state could not be saved."""
     # Each start may have measured another peak; the speed of all steps is divided by the latest.
     starts = [event for event in run.events() if event.get("peak_tflops")]
     metrics = run.metrics()

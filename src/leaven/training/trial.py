@@ -139,15 +139,14 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
 
 
 def cooldown_start(recipe: Recipe) -> float:
-    """Return the number of trained tokens at which a run with the wsd schedule starts its cooldown. The first step
-    with a lower lr is the first step that ends after this count."""
+    """Return the token count at which a run with the wsd schedule starts its cooldown: the lr is lower in the steps
+    that end after it."""
     duration, schedule = recipe.data.tokens, recipe.schedule
     return duration - min(schedule.decay_ratio * duration, duration - schedule.warmup_tokens)
 
 
 class Cooldowns(Callback):
-    """Trains the cooldowns of the shorter durations. When the run with the longest duration reaches the start of a
-    cooldown, that cooldown is trained from a copy of the state."""
+    """Trains the cooldown of each shorter duration from a copy of the state, when the trunk reaches its start."""
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
         self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet
@@ -212,7 +211,6 @@ class TrialCheckpoint(Callback):
 
 
 def initialise_worker() -> None:
-    """Initialise a worker process: use one thread, and exit when the parent process exits."""
     torch.set_num_threads(1)
     exit_with_parent()
 

@@ -15,7 +15,7 @@ from leaven.views.tables import Column
 from leaven.views.terminal.live import LiveScreen
 
 if TYPE_CHECKING:
-    from leaven.training.step_metrics import Step
+    from leaven.training.metrics import Step
 
 SLOW = 1.5  # a rank is reported as slow if its time is more than this many times the median of all ranks
 LONGEST_SILENCE = 60.0  # seconds after which a row is printed

@@ -18,11 +18,10 @@ from leaven.planning.calibration import CalibrationRecord, StepCost, history
 from leaven.planning.this_machine import processor
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.training import measured
+from leaven.training import profiling
 from leaven.training.engine import Training
-from leaven.training.measured import TIMED_STEPS, UNTIMED_STEPS, measure
+from leaven.training.profiling import TIMED_STEPS, UNTIMED_STEPS, WARM_UP, RunProfile, measure
 from leaven.training.run_folder import RunFolder
-from leaven.training.run_profile import WARM_UP, RunProfile
 from leaven.training.trainer import train
 
 
@@ -31,7 +30,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A history of the test's own."""
     folder = tmp_path / "history"
     monkeypatch.setattr(planning, "cache_folder", lambda: folder)
-    monkeypatch.setattr(measured, "best_matmul", lambda *arguments: 1e11)
+    monkeypatch.setattr(profiling, "best_matmul", lambda *arguments: 1e11)
     return folder
 
 
@@ -160,7 +159,7 @@ def test_a_deep_model_is_cut_and_its_layers_added(tiny: Recipe, monkeypatch: pyt
         taken.append(n)
         return StepCost(step_seconds=2 + 3 * n, memory_gib=1 + n / 2) if n < 7 else None  # out of memory
 
-    monkeypatch.setattr(measured, "_measure_steps", steps)
+    monkeypatch.setattr(profiling, "_measure_steps", steps)
     found = measure(tiny.replace({"model.n_layers": 12}), "cpu")
     assert taken == [12, 3, 6]
     assert found is not None
@@ -173,17 +172,17 @@ def test_a_deep_model_is_cut_and_its_layers_added(tiny: Recipe, monkeypatch: pyt
 
 def test_a_slow_or_large_model_is_cut_before_it_is_tried(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tiny.replace({"model.n_layers": 12})
-    monkeypatch.setattr(measured, "best_matmul", lambda *arguments: 1.0)  # FLOP/s
+    monkeypatch.setattr(profiling, "best_matmul", lambda *arguments: 1.0)  # FLOP/s
     found = measure(deep, "cpu")
     assert found is not None
     assert found.layers == (1, 2)
-    monkeypatch.setattr(measured, "best_matmul", lambda *arguments: 1e11)
-    room = measured.needed_memory(deep.replace({"model.n_layers": 5}), 8, "cpu") + 4 * deep.model.params / 2
-    monkeypatch.setattr(measured, "free_memory", lambda device: room / measured.SHARE["cpu"])
+    monkeypatch.setattr(profiling, "best_matmul", lambda *arguments: 1e11)
+    room = profiling.needed_memory(deep.replace({"model.n_layers": 5}), 8, "cpu") + 4 * deep.model.params / 2
+    monkeypatch.setattr(profiling, "free_memory", lambda device: room / profiling.SHARE["cpu"])
     found = measure(deep, "cpu")
     assert found is not None
     assert found.layers in {(2, 4), (2, 5), (3, 6)}
-    monkeypatch.setattr(measured, "free_memory", lambda device: 100)
+    monkeypatch.setattr(profiling, "free_memory", lambda device: 100)
     with pytest.raises(InputError, match=r"not even 2 layers of this model fit .* use a smaller model or a shorter"):
         measure(deep, "cpu")
 

@@ -1,24 +1,35 @@
-"""Takes a few steps on this machine, to measure their time and memory for ``leaven plan --measure``."""
+"""Measures the time and memory of training steps: of a run, for its ``plan.json`` (:class:`RunProfile`), and of a few
+steps on random tokens, for ``leaven plan --measure`` (:func:`measure`). Both compare them with the planner's
+predictions, and add them to the calibration history (:mod:`leaven.planning.calibration`)."""
 
+import json
+import time
+from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from statistics import median
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
+from leaven import __version__
 from leaven.data.shards import ShardedTokens, Shards
 from leaven.data.tokens import TokenSet
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.calibration import CalibrationRecord, StepCost, remember
+from leaven.planning.calibration import CalibrationRecord, StepCost, predicted, remember
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.memory import GIB
 from leaven.planning.training_codes import LEAVEN_BF16
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import write_text
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import Progress
@@ -35,8 +46,138 @@ from leaven.training.device import (
     unless_out_of_memory,
 )
 from leaven.training.engine import StopRequested, Training
+from leaven.training.loop import Callback
+from leaven.training.metrics import Step
 from leaven.training.micro_batch import SHARE, needed_memory, rule_of_thumb
-from leaven.training.run_profile import record_of
+from leaven.training.run_folder import RunFolder
+
+WARM_UP = 3
+"""After each start of a run, this many first steps of each batch size are not measured: they compile, fill caches and
+allocate memory."""
+
+KEPT = 1_000
+"""The median step time covers at most this many of the latest steps of a batch size."""
+
+ENOUGH = 10
+"""A measurement is added to the calibration history if it covers at least this many steps."""
+
+
+class RunProfile(Callback):
+    """Measures the step time and peak memory of a run, from a start (or resumption) of the run to its next stop.
+
+    ``plan.json`` gets a row for each batch size. A new row replaces the row that an earlier start has written for the
+    same settings (:func:`_key`), but only if the new row covers at least as many steps.
+    """
+
+    def __init__(self, run: RunFolder, training: Training, memory_before: int, keep_history: bool) -> None:
+        self._run, self._training, self._keep_history = run, training, keep_history
+        self._memory_before = memory_before  # bytes in use before the model was built
+        self._seen: Counter[int] = Counter()
+        self._seconds: dict[int, deque[float]] = {}
+        self._memory: dict[int, float] = {}
+        self.highest_memory = 0.0  # GiB, of the process that uses the most
+        self._batch_tokens = 0
+        self._before = _rows(run) if run.writes else []
+
+    def after_step(self, step: Step) -> None:
+        size = self._batch_tokens = step.batch_tokens
+        self._seen[size] += 1
+        if self._seen[size] > WARM_UP:
+            self._seconds.setdefault(size, deque(maxlen=KEPT)).append(step.seconds)
+            self._memory[size] = step.memory_gib
+
+    def write(self) -> list[CalibrationRecord]:
+        """Write the rows of this and all earlier starts to ``plan.json``. Return the records of this start: one for
+        each batch size that was trained, and one for the batch size of the next step if that size is new. If the file
+        cannot be written, the run continues without it."""
+        if not self._run.writes:
+            return []
+        sizes = dict.fromkeys((*self._seen, self._training.next_batch_tokens))
+        records, rows = list(map(self._record, sizes)), {_key(record): record for record in self._before}
+        for record in records:
+            older = rows.get(_key(record))
+            if older is None or record.steps >= older.steps:
+                rows[_key(record)] = record
+        document = {"rows": [_row(record) for record in rows.values()]}
+        with suppress(InputError):
+            write_text(self._run.plan_file, json.dumps(document, indent=1))
+        return records
+
+    def close(self) -> None:
+        """Write the rows. Add the record of the last batch size to the calibration history if it covers at least
+        :data:`ENOUGH` steps."""
+        for record in self.write():
+            if self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH:
+                remember(record)
+
+    def _record(self, batch_tokens: int) -> CalibrationRecord:
+        training, seconds = self._training, self._seconds.get(batch_tokens)
+        held = max(self._memory.get(batch_tokens, 0.0), self.highest_memory) - self._memory_before / GIB
+        measured = StepCost(step_seconds=median(seconds), memory_gib=held if held > 0 else None) if seconds else None
+        size, forwards = training.forwards(batch_tokens // training.recipe.model.seq_len)
+        how, steps = Arrangement(training.recipe.layout, size, forwards), len(seconds or ())
+        return record_of(training.recipe, training.device, batch_tokens, how, measured, by="run", steps=steps)
+
+
+def record_of(
+    recipe: Recipe,
+    device: torch.device,
+    batch_tokens: int,
+    how: Arrangement,
+    measured: StepCost | None,
+    *,
+    by: Literal["run", "measurement"],
+    steps: int,
+) -> CalibrationRecord:
+    """Return a record of the predicted and the measured cost of a step. The ``measured`` time is the median over
+    ``steps`` steps."""
+    accelerator = accelerator_of(device)
+    return CalibrationRecord(
+        by=by,
+        device=device_name(device),
+        accelerator=accelerator.name if accelerator else None,
+        threads=torch.get_num_threads() if device.type == "cpu" else None,
+        compute=recipe.precision.compute,
+        model=recipe.model,
+        layout=recipe.layout,
+        batch_tokens=batch_tokens,
+        micro_batch=how.micro_batch,
+        grad_accumulation=how.grad_accumulation,
+        predicted=predicted(recipe.model, how, accelerator.name, recipe.precision.compute) if accelerator else None,
+        measured=measured,
+        steps=steps,
+        torch=version("torch"),
+        leaven=__version__,
+        seconds=round(time.time(), 3),
+    )
+
+
+def _key(record: CalibrationRecord) -> tuple[object, ...]:
+    """Return the values that identify a row of ``plan.json``."""
+    return record.device, record.threads, record.layout, record.compute, record.batch_tokens, record.micro_batch
+
+
+def _row(record: CalibrationRecord) -> dict[str, Any]:
+    predicted, measured = record.predicted, record.measured
+    ratio: dict[str, float | None] | None = None
+    if predicted is not None and measured is not None:
+        memory = None
+        if measured.memory_gib and predicted.memory_gib:
+            memory = measured.memory_gib / predicted.memory_gib
+        ratio = {"step_seconds": measured.step_seconds / predicted.step_seconds, "memory_gib": memory}
+    return record.model_dump(mode="json") | {"params": record.model.params, "measured_over_predicted": ratio}
+
+
+def _rows(run: RunFolder) -> list[CalibrationRecord]:
+    """Return the records of earlier starts in ``plan.json``; none if it is missing or damaged."""
+    try:
+        return [
+            CalibrationRecord.model_validate_json(json.dumps(row))
+            for row in json.loads(run.plan_file.read_bytes())["rows"]
+        ]
+    except (OSError, ValueError, TypeError, KeyError, ValidationError):
+        return []
+
 
 UNTIMED_STEPS, TIMED_STEPS = 2, 3
 """A measurement takes first the untimed and then the timed steps."""
@@ -117,7 +258,6 @@ def measure(
 
 
 def _require_accelerator(device: torch.device, gpus: str) -> None:
-    """Raise InputError if this machine does not have the type of accelerator of the cluster ``gpus``."""
     wanted, here = parse_cluster(gpus).accelerator, accelerator_of(device)
     if here is None or here.name != wanted.name:
         name = "a processor (--gpus cpu)" if device.type == "cpu" else device_name(device)
@@ -128,8 +268,7 @@ def _require_accelerator(device: torch.device, gpus: str) -> None:
 
 
 def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, Arrangement]:
-    """Return the recipe, reduced to one device and a batch of one or two forward passes, and its arrangement (layout,
-    micro-batch and number of forward passes)."""
+    """Return the recipe, reduced to one device and a batch of one or two forward passes, and its arrangement."""
     seq_len, layout = recipe.model.seq_len, recipe.layout
     sequences = max(recipe.batch.tokens // seq_len // layout.dp, 1)
     size = min(rule_of_thumb(recipe, device.type), sequences)
@@ -148,21 +287,18 @@ def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, 
 
 
 def _seconds(recipe: Recipe, sequences: int, flops: float) -> float:
-    """Estimate how many seconds a step on ``sequences`` sequences takes."""
     return sequences * recipe.model.seq_len * flops_per_token(recipe.model) / (USUAL_SHARE * flops)
 
 
 def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) -> bool:
-    """Return whether a step is estimated to fit into memory and to be short (:data:`SHORT_SECONDS`). The time does
-    not matter for models with at most two layers, because their depth is not reduced further."""
+    """Return whether a step probably fits into memory and is short (:data:`SHORT_SECONDS`). A model with two layers
+    may take longer, because its depth is not reduced further."""
     needed = needed_memory(recipe, how.micro_batch, device.type) + LEAVEN_BF16.weights * recipe.model.params
     quick = _seconds(recipe, how.micro_batch * how.grad_accumulation, flops) <= SHORT_SECONDS
     return needed <= SHARE[device.type] * free_memory(device) and (quick or recipe.model.n_layers <= 2)
 
 
 def _extrapolated(depths: tuple[int, ...], costs: list[StepCost], full: int) -> StepCost:
-    """Return the cost at full depth, extrapolated linearly from the costs at two smaller depths."""
-
     def line(low: float, high: float) -> float:
         return high + (full - depths[1]) * max(high - low, 0.0) / (depths[1] - depths[0])
 
@@ -174,11 +310,8 @@ def _extrapolated(depths: tuple[int, ...], costs: list[StepCost], full: int) -> 
 def _measure_steps(
     recipe: Recipe, device: torch.device, memory_before: int, stop: Callable[[], bool], on_step: Callable[[], None]
 ) -> StepCost | None:
-    """Measure the time and memory of a step on random tokens. Return None if memory runs out.
-
-    Raises:
-        StopRequested: if ``stop()`` becomes true.
-    """
+    """Return the time and memory of a step on random tokens, or None if memory runs out. Raise StopRequested if
+    ``stop()`` becomes true."""
 
     def work() -> list[float]:
         training = Training(recipe, _random_tokens(recipe))
@@ -201,7 +334,7 @@ def _measure_steps(
 
 
 def _random_tokens(recipe: Recipe) -> TokenSet:
-    """Return random tokens for one batch. They replace real data, because step times do not depend on the text."""
+    """Return random tokens for one batch: step times do not depend on the text."""
     model = recipe.model
     length = recipe.batch.tokens + 1
     ids = ShardedTokens([np.random.default_rng(0).integers(model.vocab_size, size=length, dtype=np.uint32)])

@@ -1,7 +1,5 @@
-"""Measures the metrics of an optimizer step without making the device wait for the host, and logs them.
-
-Each step has a line in metrics.jsonl and a point in the curves of TensorBoard, W&B or trackio.
-"""
+"""Measures the metrics of each step and the validation loss, and logs them: a line of metrics.jsonl for each step, an
+event for each validation, and the curves of TensorBoard, W&B or trackio."""
 
 import math
 import time
@@ -11,6 +9,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable
 from leaven.training.checkpoint import Progress
-from leaven.training.device import Peak, peak_memory
+from leaven.training.device import Peak, peak_memory, time_fixed_work
 from leaven.training.loop import Callback, StepResult
 
 if TYPE_CHECKING:
@@ -92,13 +91,9 @@ class Telemetry:
         lr_factor: float,
         measured: Sequence[Tensor | None],
     ) -> Callable[[], Step]:
-        """Start copying the measurements of a step to the host.
-
-        The measurements are the norms of the parameters and of their updates, and the scalars in ``measured``: loss,
-        gradient norm, whether the step was applied, loss scale and noise scale.
-
-        Return a function that waits for the measurements and returns the metrics.
-        """
+        """Start copying the measurements of a step to the host: the norms of parameters and updates, and the scalars
+        in ``measured`` (loss, gradient norm, whether the step was applied, loss scale and noise scale). Return a
+        function that waits for them and returns the metrics."""
         subtract_(self._before, self._model.leaves)
         updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.leaves))
         self._before = []
@@ -138,12 +133,11 @@ class Telemetry:
         return read
 
     def _per_module(self, sizes: Tensor) -> Tensor:
-        """Return the 2-norms of the modules, given the 2-norms of the parameters."""
         return sizes.new_zeros(len(self._modules)).index_add_(0, self._owners, sizes**2).sqrt()
 
     def _to_host(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start a copy to the host. Return the copy, and the CUDA event that marks its completion (None on other
-        devices). Waiting for this event does not wait for later steps."""
+        """Start a copy to the host. Return it, and on CUDA the event at its end: waiting for this event does not wait
+        for later steps."""
         if not values.is_cuda:
             return values.cpu(), None  # on mps this waits for the step
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -151,7 +145,6 @@ class Telemetry:
         return host, self._mark()
 
     def _mark(self) -> torch.cuda.Event | None:
-        """Record a timing event in the queue of a CUDA device, and return it. On other devices, return None."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -201,7 +194,6 @@ class StepLog(Callback):
         return {"batch_tokens": self.batch_tokens, "micro_batch": size}
 
     def validation(self, values: Mapping[str, float | None]) -> None:
-        """Add the results of a validation to the curves."""
         scalars = {f"validation/{key}": value for key, value in values.items() if value is not None}
         self._write(self.training.progress.step, self.training.tokens, scalars)
 
@@ -235,6 +227,50 @@ class StepLog(Callback):
         except Exception as error:  # writers raise errors of any class
             self._writers.pop(name, None)
             self.trainer.event("curves_lost", writer=name, why=f"{type(error).__name__}: {error}")
+
+
+class Validation(Callback):
+    """Computes the validation loss at a fixed interval in tokens. In a run with several processes, the speed and
+    memory use of the processes are compared after each validation, which shows a slow process."""
+
+    def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
+        self.trainer, self.training = trainer, trainer.training
+        recipe = self.training.recipe
+        self.every_tokens = recipe.evaluation.every_tokens or max(recipe.data.tokens // 10, 1)
+        self._bits_per_byte_factor = bits_per_byte_factor
+        self.owed = False  # whether a stop interrupted a validation
+
+    def on_due(self) -> None:
+        self.evaluate()
+
+    def evaluate(self) -> dict[str, Any]:
+        """Compute and log the validation loss. Return it as ``loss``, in nats per token, and as ``bits_per_byte``."""
+        trainer, training, factor = self.trainer, self.training, self._bits_per_byte_factor
+        trainer.group.heartbeat(f"in the validation after step {training.progress.step}")
+        self.owed = True
+        loss = training.evaluate()
+        self.owed = False
+        values = {"loss": loss, "bits_per_byte": loss * factor if factor else None}
+        trainer.event("validation", **values)
+        if trainer.group.size > 1:
+            self._compare_processes()
+        trainer.log.validation(values)
+        return values
+
+    def state(self) -> dict[str, Any]:
+        return {"owes_validation": True} if self.owed and not self.training.finished else {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.owed = state.get("owes_validation", False)
+
+    def _compare_processes(self) -> None:
+        device = self.training.device
+        measured = self.trainer.group.all_gather([time_fixed_work(device), peak_memory(device) / GIB])
+        seconds, memory = zip(*measured, strict=True)
+        slowest, fullest = seconds.index(max(seconds)), memory.index(max(memory))
+        ratio = max(seconds) / median(seconds)
+        self.trainer.profile.highest_memory = max(memory)
+        self.trainer.event("ranks", slowest=slowest, times_the_median=ratio, fullest=fullest, memory_gib=max(memory))
 
 
 def writers(log_to: str | None) -> tuple[str, ...]:
