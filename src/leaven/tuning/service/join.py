@@ -20,7 +20,7 @@ from optuna.storages import BaseStorage
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe, differences
 from leaven.training.recipe_changes import describe_changes
-from leaven.tuning.algorithm.prior import EarlierTrials
+from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service.samplers import METHODS, SeededSampler
 

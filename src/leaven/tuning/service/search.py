@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from leaven.recipe.errors import InputError
 from leaven.tuning.algorithm.noise import interval_of_mean
-from leaven.tuning.algorithm.prior import EarlierTrials
+from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes, loss_of, results
 from leaven.tuning.service.budget import Budget
 from leaven.tuning.service.join import check_search, join_study
