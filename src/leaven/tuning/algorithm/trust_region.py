@@ -379,8 +379,16 @@ def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
     features = Features(lowered, axes.scale, axes.levels)
     nowhere = np.zeros((1, len(features.owner)))
     nothing, quiet = fit_surrogate(nowhere, np.zeros(1)), fit_divergence(nowhere, np.zeros(1, bool))
-    radius = float(np.clip(RADIUS * CLOSER ** (tried if rates.any() else -tried), CLOSEST, WIDEST))
+    radius = radius_of(axes, np.full(tried, np.inf))
     return Region(lowered, radius, nothing, quiet, 0, low, high, features, np.asarray(~nowhere.any(0)))
+
+
+def radius_of(axes: Axes, losses: Array) -> float:
+    """Return the share of the uncertainty by which a proposal moves, after trials with ``losses`` (n,)."""
+    if np.isfinite(without_outliers(losses)).any():
+        return RADIUS
+    tried, closer = len(losses), learning_rates(list(axes.limits)).any()
+    return float(np.clip(RADIUS * CLOSER ** (tried if closer else -tried), CLOSEST, WIDEST))
 
 
 def results(trials: Iterable[Ran], axes: Axes) -> tuple[list[Ran], Array, Array]:
