@@ -224,6 +224,12 @@ def test_an_earlier_study_that_says_nothing_is_refused(folder: Path, tiny: Recip
     (folder / "study.json").write_text(json.dumps(document | {"trials": document["trials"][:3]}))
     with pytest.raises(InputError, match="only 3 of its trials are finished, at least 4 are needed"):
         earlier_trials(folder, searched)
+    best = {"number": 0, "loss": 2.0, "interval": 5}
+    curves = [{**document["trials"][0], "curve": curve} for curve in (None, [5], [[]], [{}])]
+    for damage in ({"best": best}, *({"trials": [trial]} for trial in curves), {"trials": 3}):
+        (folder / "study.json").write_text(json.dumps(document | damage))
+        with pytest.raises(InputError, match=r"its study\.json is damaged; run its leaven tune command again"):
+            earlier_trials(folder, searched)
 
 
 def test_zeros_and_multipliers_of_betas_are_compared_or_refused_in_one_line(folder: Path, tiny: Recipe) -> None:

@@ -34,11 +34,15 @@ def _finite(loss: Any) -> Any:
 
 
 def _finite_points(curve: Any) -> Any:
-    return [point for point in curve if _finite(point[-1]) is not None]
+    try:
+        return [point for point in curve if _finite(point[-1]) is not None]
+    except (TypeError, LookupError):
+        return curve  # not a curve, which pydantic refuses
 
 
 def _unbounded(interval: Any) -> Any:
-    return (-math.inf, math.inf) if interval is None or None in interval else interval
+    unknown = interval is None or (isinstance(interval, list | tuple) and None in interval)
+    return (-math.inf, math.inf) if unknown else interval
 
 
 # How study.json is read. JSON has no infinities, so null stands for them there.

@@ -83,12 +83,8 @@ class Screen(Protocol):
     def note(self, text: str, /) -> None: ...
 
 
-class NoScreen:
+class NoScreen(Screen):
     """A screen that shows nothing."""
-
-    def started(self, number: int, worker: str, /) -> None: ...
-    def ended(self, state: StudyDocument, /) -> None: ...
-    def note(self, text: str, /) -> None: ...
 
 
 def check_request(
