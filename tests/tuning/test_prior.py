@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from leaven.tuning.algorithm.surrogate import (
 )
 from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, recipe_at
-from leaven.tuning.service.study import Study
+from leaven.tuning.service.study import Study, check_request
 from leaven.tuning.space import space
 from leaven.tuning.study_document import StudyDocument, StudyTrial
 
@@ -238,6 +239,18 @@ def test_zeros_and_multipliers_of_betas_are_compared_or_refused_in_one_line(fold
     write_recipe(tiny.replace({DECAY: 0.0}), folder / "centre.toml")
     with pytest.raises(InputError, match="cannot be compared with this recipe"):
         earlier_trials(folder, space(tiny, DECAY))
+
+
+def test_a_request_is_checked_in_the_space_that_the_study_searches(folder: Path, tiny: Recipe) -> None:
+    """With several durations the batch is not searched."""
+    given: dict[str, Any] = {"flops": None, "hours": None, "noise": None, "trials": 8}
+    searched = space(tiny.replace({"schedule.decay": "wsd"}), f"{LR},{BATCH}")
+    grid = {"durations": (1024, 2048), "from_study": None}
+    check_request(tiny, searched, "grid", **given | {"trials": 4, **grid})  # 2 points of lr, not 4 of lr and batch
+    with pytest.raises(InputError, match="at least 2\\^2 points"):
+        check_request(tiny, searched, "grid", **given | {"trials": 4, "durations": (), "from_study": None})
+    with pytest.raises(InputError, match="method treust-region: unknown; did you mean trust-region"):
+        check_request(tiny, searched, "treust-region", durations=(), from_study=folder, **given)
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -237,7 +237,7 @@ class FittedTrials:
         start = self.predicted.get((0.0,) * len(self.paths), math.inf)
         return start - min(self.predicted.values(), default=math.inf) <= ALONE * self.floor
 
-    def finalists(self, *, by_surrogate: bool = True) -> list[Point]:
+    def finalists(self, *, by_surrogate: bool) -> list[Point]:
         """Return the points to run with fresh seeds, the most promising first.
 
         A trust-region search compares points by their predicted losses (:attr:`predicted`). The order is:

@@ -83,8 +83,12 @@ class Screen(Protocol):
     def note(self, text: str, /) -> None: ...
 
 
-class NoScreen(Screen):
+class NoScreen:
     """A screen that shows nothing."""
+
+    def started(self, number: int, worker: str, /) -> None: ...
+    def ended(self, state: StudyDocument, /) -> None: ...
+    def note(self, text: str, /) -> None: ...
 
 
 def check_request(
@@ -361,7 +365,7 @@ class Study:
         ``stop_at_noise``, if several rounds gained less than the noise.
 
         Args:
-            trials, flops, hours: see :class:`leaven.tuning.service.budget.Budget`.
+            trials, flops, hours: see :class:`leaven.tuning.service.search_plan.Budget`.
             workers: number of processes, with one thread each.
             checkpoint_seconds: seconds between checkpoints of a trial.
 
