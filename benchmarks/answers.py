@@ -24,7 +24,7 @@ from leaven.tuning.algorithm.noise import noise_between_seeds
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service.samplers import ped_anova
 from leaven.tuning.service.search_loop import Proposal
-from leaven.tuning.service.trial_log import runs_of
+from leaven.tuning.service.stored_study import runs_of
 from leaven.tuning.study_document import Dimension, StudyTrial
 
 SEEDS = 16  # more seeds than a search uses for one point

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.small_budgets import FAMILIES, FIRST, REACH, Array, Function, made_up
 
 from leaven.tuning import search
-from leaven.tuning.algorithm.prior import EarlierTrials
+from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.service.search import SearchResult
 
 CASES = (("bowl", 2), ("valley", 2), ("cliff", 3), ("bowl", 4), ("bowl", 6))

@@ -75,7 +75,7 @@ class RemoteStudy(Study):
     server: Connection
 
     @contextmanager
-    def _workers(self, count: int, checkpoint_seconds: float) -> Iterator[Callable[[Proposal], Outcome]]:
+    def _trainer(self, workers: int, checkpoint_seconds: float) -> Iterator[Callable[[Proposal], Outcome]]:
         waiting: dict[int, queue.Queue[float]] = {}
         sending = threading.Lock()
 

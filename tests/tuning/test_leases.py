@@ -11,7 +11,7 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from leaven.tuning.algorithm.trust_region import Axes
-from leaven.tuning.service import trial_log
+from leaven.tuning.service import stored_study
 from leaven.tuning.service.leases import Leases, gone, node
 from leaven.tuning.service.stores import StoreGone
 
@@ -137,13 +137,13 @@ def test_every_run_is_counted_once(history: list[tuple[str, int]]) -> None:  # n
         elif chosen is None:
             continue
         elif action.startswith("retry"):
-            again = next(run for run in trial_log.runs_of(trials, AXES) if run.origin == chosen).retry
+            again = next(run for run in stored_study.runs_of(trials, AXES) if run.origin == chosen).retry
             assert again.attributes["retry_of"] == chosen
             number = begin(job=again.name, **again.attributes)
             runs[chosen] |= {"last": number, "state": "running"}
             if action == "retry twice":
                 twin = begin(job=again.name, **again.attributes)
-                assert trial_log.jobs_of(trials)[again.name].number == number < twin
+                assert stored_study.jobs_of(trials)[again.name].number == number < twin
         elif action in {"end", "stop"}:
             trials[chosen].state = TrialState.COMPLETE if action == "end" else TrialState.PRUNED
             if chosen in of:
@@ -155,7 +155,7 @@ def test_every_run_is_counted_once(history: list[tuple[str, int]]) -> None:  # n
             if chosen in of:
                 of[chosen]["deaths"] += action == "die"
                 of[chosen]["state"] = "failed" if of[chosen]["deaths"] == 2 else "waiting"
-    counted = trial_log.runs_of(trials, AXES)
+    counted = stored_study.runs_of(trials, AXES)
     assert [run.origin for run in counted] == sorted(runs)
     for run in counted:
         known = runs[run.origin]

@@ -21,8 +21,8 @@ from optuna.trial import TrialState
 from leaven.recipe.errors import InputError
 from leaven.tuning import search
 from leaven.tuning.service import stores
+from leaven.tuning.service.stored_study import jobs_of
 from leaven.tuning.service.stores import StoreGone, open_store
-from leaven.tuning.service.trial_log import jobs_of
 
 FOUND = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
 PROGRAMS = FOUND[-1].parent if FOUND else Path()

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +21,16 @@ from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
 from leaven.tuning import search
-from leaven.tuning.algorithm.prior import DIFFERENCES, EarlierTrials, of_earlier, of_expectations
-from leaven.tuning.algorithm.surrogate import fit
+from leaven.tuning.algorithm.surrogate import (
+    DIFFERENCES,
+    EarlierTrials,
+    fit_surrogate,
+    prior_of_expectations,
+    priors_of_earlier,
+)
 from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, recipe_at
-from leaven.tuning.service.study import Study
+from leaven.tuning.service.study import Study, check_request
 from leaven.tuning.space import space
 from leaven.tuning.study_document import StudyDocument, StudyTrial
 
@@ -38,14 +44,14 @@ def bowl(x: np.ndarray) -> np.ndarray:
 
 def test_an_expectation_that_the_trials_contradict_is_dropped() -> None:
     points = np.random.default_rng(1).uniform(-1, 1, (6, 2))
-    right, wrong = (of_expectations(centre, np.full(2, 0.3)) for centre in (OPTIMUM, -OPTIMUM))
-    plain = fit(points, bowl(points), 0.01)
-    assert fit(points, bowl(points), 0.01, [right]).informed
-    after = fit(points, bowl(points), 0.01, [wrong])
+    right, wrong = (prior_of_expectations(centre, np.full(2, 0.3)) for centre in (OPTIMUM, -OPTIMUM))
+    plain = fit_surrogate(points, bowl(points), 0.01)
+    assert fit_surrogate(points, bowl(points), 0.01, [right]).informed
+    after = fit_surrogate(points, bowl(points), 0.01, [wrong])
     assert not after.informed
     assert after.mean.slope == pytest.approx(plain.mean.slope)
     # Before any trial has moved, nothing contradicts it, and the minimum is where it is expected.
-    before = fit(np.zeros((1, 2)), np.array([3.0]), 0.01, [right])
+    before = fit_surrogate(np.zeros((1, 2)), np.array([3.0]), 0.01, [right])
     assert before.mean.minimum(np.zeros(2), np.full(2, -3.0), np.full(2, 3.0)) == pytest.approx(OPTIMUM)
 
 
@@ -53,7 +59,7 @@ def test_the_prior_of_an_earlier_search_is_its_posterior_with_differences() -> N
     """The covariance of a Bayesian regression with unit errors is (1 + F^T F)^-1; the third column is dropped."""
     points = np.random.default_rng(2).uniform(-1, 1, (9, 3))
     losses, noise = bowl(points[:, :2]) + 0.3 * points[:, 2], 0.05
-    found = fit(points, losses, noise)
+    found = fit_surrogate(points, losses, noise)
     i, j = np.triu_indices(3, 1)
     rows = np.hstack([points, points**2 / 2, 0.5 * points[:, i] * points[:, j]]) * found.curvature
     rows, target = (
@@ -64,7 +70,7 @@ def test_the_prior_of_an_earlier_search_is_its_posterior_with_differences() -> N
     start = np.r_[np.zeros(3), np.ones(3), np.zeros(4)]
     mean = start + inverse @ rows.T @ (target - rows @ start)
     kept = [0, 1, 3, 4, 6]  # slopes and curvatures of the first two columns, and their interaction
-    prior, _ = of_earlier(points, losses, noise, 2)
+    prior, _ = priors_of_earlier(points, losses, noise, 2)
     assert prior.mean == pytest.approx(mean[kept], abs=1e-9)
     covariance = inverse[np.ix_(kept, kept)] + DIFFERENCES[0] ** 2 * np.eye(5)
     assert prior.root @ prior.root.T == pytest.approx(covariance, abs=1e-9)
@@ -131,8 +137,8 @@ def test_interactions_of_the_earlier_search_keep_their_size() -> None:
     """With five columns, of which four are searched now, interactions have another prior."""
     points = np.random.default_rng(3).uniform(-1, 1, (60, 5))
     losses = bowl(points[:, :2]) + 0.8 * points[:, 0] * points[:, 1]
-    prior, _ = of_earlier(points, losses, 0.001, 4)
-    found = fit(points[:1, :4], losses[:1], 0.001, [prior])
+    prior, _ = priors_of_earlier(points, losses, 0.001, 4)
+    found = fit_surrogate(points[:1, :4], losses[:1], 0.001, [prior])
     share = found.mean.hessian / found.mean.hessian[0, 0]
     assert share[0, 1] == pytest.approx(0.8, abs=0.05)
     assert share[1, 1] == pytest.approx(1.0, abs=0.15)
@@ -142,7 +148,7 @@ def test_an_unknown_noise_is_fitted() -> None:
     rng = np.random.default_rng(4)
     points = rng.uniform(-1, 1, (12, 2))
     losses = bowl(points) + rng.normal(0, 0.3, 12)
-    sure, unsure = (of_earlier(points, losses, noise, 2)[0].root for noise in (0.0, None))
+    sure, unsure = (priors_of_earlier(points, losses, noise, 2)[0].root for noise in (0.0, None))
     assert np.linalg.det(unsure @ unsure.T) > 2 * np.linalg.det(sure @ sure.T)
 
 
@@ -219,6 +225,12 @@ def test_an_earlier_study_that_says_nothing_is_refused(folder: Path, tiny: Recip
     (folder / "study.json").write_text(json.dumps(document | {"trials": document["trials"][:3]}))
     with pytest.raises(InputError, match="only 3 of its trials are finished, at least 4 are needed"):
         earlier_trials(folder, searched)
+    best = {"number": 0, "loss": 2.0, "interval": 5}
+    curves = [{**document["trials"][0], "curve": curve} for curve in (None, [5], [[]], [{}])]
+    for damage in ({"best": best}, *({"trials": [trial]} for trial in curves), {"trials": 3}):
+        (folder / "study.json").write_text(json.dumps(document | damage))
+        with pytest.raises(InputError, match=r"its study\.json is damaged; run its leaven tune command again"):
+            earlier_trials(folder, searched)
 
 
 def test_zeros_and_multipliers_of_betas_are_compared_or_refused_in_one_line(folder: Path, tiny: Recipe) -> None:
@@ -227,6 +239,18 @@ def test_zeros_and_multipliers_of_betas_are_compared_or_refused_in_one_line(fold
     write_recipe(tiny.replace({DECAY: 0.0}), folder / "centre.toml")
     with pytest.raises(InputError, match="cannot be compared with this recipe"):
         earlier_trials(folder, space(tiny, DECAY))
+
+
+def test_a_request_is_checked_in_the_space_that_the_study_searches(folder: Path, tiny: Recipe) -> None:
+    """With several durations the batch is not searched."""
+    given: dict[str, Any] = {"flops": None, "hours": None, "noise": None, "trials": 8}
+    searched = space(tiny.replace({"schedule.decay": "wsd"}), f"{LR},{BATCH}")
+    grid = {"durations": (1024, 2048), "from_study": None}
+    check_request(tiny, searched, "grid", **given | {"trials": 4, **grid})  # 2 points of lr, not 4 of lr and batch
+    with pytest.raises(InputError, match="at least 2\\^2 points"):
+        check_request(tiny, searched, "grid", **given | {"trials": 4, "durations": (), "from_study": None})
+    with pytest.raises(InputError, match="method treust-region: unknown; did you mean trust-region"):
+        check_request(tiny, searched, "treust-region", durations=(), from_study=folder, **given)
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -14,9 +14,10 @@ from leaven.training.outcome import Outcome
 from leaven.tuning import search
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.point import values
-from leaven.tuning.service.samplers import BEST, LEAST, METHODS, box
+from leaven.tuning.service.samplers import BEST, LEAST, box
 from leaven.tuning.service.search import SearchResult
 from leaven.tuning.service.search_loop import Proposal
+from leaven.tuning.service.search_plan import METHODS
 from leaven.tuning.space import Space, space
 
 Objective = Callable[[dict[str, float]], float]

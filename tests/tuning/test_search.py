@@ -24,12 +24,10 @@ from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
 from leaven.tuning.algorithm.trust_region import Axes, region, results
-from leaven.tuning.service.budget import Budget, busy
-from leaven.tuning.service.samplers import METHODS
 from leaven.tuning.service.search import FINEST, OCTAVES, SearchResult
 from leaven.tuning.service.search_loop import HUGE, Proposal, WorkerDied
-from leaven.tuning.service.search_plan import NothingFound
-from leaven.tuning.service.trial_log import runs_of
+from leaven.tuning.service.search_plan import METHODS, Budget, NothingFound, busy
+from leaven.tuning.service.stored_study import runs_of
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from benchmarks._landscapes import EXCESS, KINDS, landscape
 
-from leaven.tuning.algorithm import divergence, surrogate
+from leaven.tuning.algorithm import surrogate
 from leaven.tuning.algorithm.noise import interval_of_mean, pooled, t95
 from leaven.tuning.algorithm.trust_region import (
     RISK,
@@ -61,7 +61,7 @@ def noisy_trials(d: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("d", [2, 4, 9])
 def test_the_posterior_is_that_of_the_normal_equations(d: int) -> None:
     points, losses = noisy_trials(d)
-    found = surrogate.fit(points, losses, 0.1)
+    found = surrogate.fit_surrogate(points, losses, 0.1)
     mean, covariance = normal_equations(points, losses, 0.1, found.curvature)
     there, base = np.random.default_rng(3).normal(size=(5, d)), np.random.default_rng(4).normal(size=d)
     np.testing.assert_allclose(found.value(there), terms(there) @ mean, rtol=1e-7)
@@ -78,7 +78,7 @@ def test_the_posterior_is_that_of_the_normal_equations(d: int) -> None:
 def test_the_curvature_has_the_highest_evidence() -> None:
     """The likelihood of the losses with all coefficients integrated out, by the covariance of the losses."""
     points, losses = noisy_trials(3)
-    found = surrogate.fit(points, losses, 0.1)
+    found = surrogate.fit_surrogate(points, losses, 0.1)
     errors = np.sqrt(0.1**2 + (0.1 * (losses - losses.min())) ** 2)
 
     def evidence(h: float) -> float:
@@ -97,9 +97,9 @@ def test_the_curvature_has_the_highest_evidence() -> None:
 def test_many_values_have_no_interactions() -> None:
     d = surrogate.MOST_WITH_INTERACTIONS + 1
     points = np.random.default_rng(1).normal(size=(60, d))
-    found = surrogate.fit(points, (points**2).sum(1) + points[:, 0] * points[:, 1], 0.1)
+    found = surrogate.fit_surrogate(points, (points**2).sum(1) + points[:, 0] * points[:, 1], 0.1)
     np.testing.assert_array_equal(found.mean.hessian, np.diag(np.diag(found.mean.hessian)))
-    few = surrogate.fit(points[:, :2], (points[:, :2] ** 2).sum(1) + points[:, 0] * points[:, 1], 0.1)
+    few = surrogate.fit_surrogate(points[:, :2], (points[:, :2] ** 2).sum(1) + points[:, 0] * points[:, 1], 0.1)
     np.testing.assert_allclose(few.mean.hessian, [[2.0, 1.0], [1.0, 2.0]], atol=0.1)
 
 
@@ -118,9 +118,9 @@ def test_the_minimum_in_a_box_is_that_of_a_fine_grid() -> None:
 
 
 def test_without_trials_the_minimum_is_the_start_and_draws_vary_widely() -> None:
-    nothing = surrogate.fit(np.zeros((3, 4)), np.array([1.0, 1.1, 0.9]))
+    nothing = surrogate.fit_surrogate(np.zeros((3, 4)), np.array([1.0, 1.1, 0.9]))
     points = np.random.default_rng(1).normal(size=(40, 4))
-    something = surrogate.fit(points, valley(points) + np.random.default_rng(2).normal(0, 0.02, 40), 0.02)
+    something = surrogate.fit_surrogate(points, valley(points) + np.random.default_rng(2).normal(0, 0.02, 40), 0.02)
     far = np.full(4, 3.0)
 
     def minima(found: surrogate.Surrogate) -> np.ndarray:
@@ -134,7 +134,7 @@ def test_without_trials_the_minimum_is_the_start_and_draws_vary_widely() -> None
 
 def test_divergence_is_attributed_to_what_only_diverged_trials_have() -> None:
     points = np.random.default_rng(1).uniform(-2, 2, (100, 6))
-    found = divergence.fit(points, points[:, 2] > 1)
+    found = surrogate.fit_divergence(points, points[:, 2] > 1)
     assert np.argmax(found.slopes) == 2
     at = np.zeros(6)
     risks = []
@@ -147,7 +147,7 @@ def test_divergence_is_attributed_to_what_only_diverged_trials_have() -> None:
     assert 0 < shortened[2] < 1.2
     assert shortened[0] == pytest.approx(0.5, abs=0.45)
     np.testing.assert_array_equal(
-        divergence.fit(points, np.zeros(100, bool)).shorten(beyond, np.zeros(6), 0.2), beyond
+        surrogate.fit_divergence(points, np.zeros(100, bool)).shorten(beyond, np.zeros(6), 0.2), beyond
     )
 
 

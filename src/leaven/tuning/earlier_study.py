@@ -27,7 +27,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, split_path
 from leaven.scaling.transfer import searched_paths
-from leaven.tuning.algorithm.prior import EarlierTrials
+from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.point import BATCH, CHOICES, TOKENS, WARM_UP, distance, levels, recipe_at, value_at
 from leaven.tuning.space import Space
 from leaven.tuning.study_document import StudyDocument

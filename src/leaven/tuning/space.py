@@ -40,7 +40,7 @@ from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe, split_path
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape
 from leaven.tuning import point
-from leaven.tuning.algorithm.prior import EarlierTrials
+from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.point import (
     BATCH,

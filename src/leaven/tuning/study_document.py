@@ -7,7 +7,7 @@ are in nats per token. A point maps each path to a distance from the start, in t
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,11 +34,15 @@ def _finite(loss: Any) -> Any:
 
 
 def _finite_points(curve: Any) -> Any:
-    return [point for point in curve if _finite(point[-1]) is not None]
+    try:
+        return [point for point in curve if _finite(point[-1]) is not None]
+    except (TypeError, LookupError):
+        return curve  # not a curve, which pydantic refuses
 
 
 def _unbounded(interval: Any) -> Any:
-    return (-math.inf, math.inf) if interval is None or None in interval else interval
+    unknown = interval is None or (isinstance(interval, list | tuple) and None in interval)
+    return (-math.inf, math.inf) if unknown else interval
 
 
 # How study.json is read. JSON has no infinities, so null stands for them there.
@@ -91,9 +95,9 @@ class StudyTrial:
     number: int
     state: str  # complete | diverged | stopped (pruned) | failed (its process died) | running | waiting (for a retry)
     loss: Loss  # validation loss, nats per token; of a stopped trial, the predicted loss
-    values: dict[str, int | float | str]  # by path, in the units of the recipe
-    seconds: float | None
-    tokens_per_second: float | None
+    values: dict[str, int | float | str] = field(default_factory=dict)  # by path, in the units of the recipe
+    seconds: float | None = None
+    tokens_per_second: float | None = None
     octaves: dict[str, float] | None = None  # distances from the start, by path
     purpose: str = "search"  # search | noise (the start, other seeds) | rerun (the best points, fresh seeds)
     confirms: bool = False  # whether this run compares the chosen point with the start, with new seeds

@@ -33,11 +33,9 @@ from numpy.typing import NDArray
 from leaven.documents.runs import Outlook
 from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_number
-from leaven.tuning.algorithm import divergence
 from leaven.tuning.algorithm.noise import interval_of_mean, noise_between_seeds
-from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.sensitivity import best_pair, coordinates, cost_of, fewest_changes, further_gain
-from leaven.tuning.algorithm.surrogate import FITTED, fitted_noise
+from leaven.tuning.algorithm.surrogate import FITTED, EarlierTrials, fit_divergence, fitted_noise
 from leaven.tuning.algorithm.trust_region import (
     DOWN,
     Axes,
@@ -239,7 +237,7 @@ class FittedTrials:
         start = self.predicted.get((0.0,) * len(self.paths), math.inf)
         return start - min(self.predicted.values(), default=math.inf) <= ALONE * self.floor
 
-    def finalists(self, *, by_surrogate: bool = True) -> list[Point]:
+    def finalists(self, *, by_surrogate: bool) -> list[Point]:
         """Return the points to run with fresh seeds, the most promising first.
 
         A trust-region search compares points by their predicted losses (:attr:`predicted`). The order is:
@@ -464,7 +462,7 @@ def advice_when_all_diverged(
         tried = f" (1/{2**lowered:.3g} diverged, too)" if lowered >= DOWN else ""
         advice = f"start from {names} at 1/{factor:.3g} of what {before}{value} or lower{tried}"
     tokens = np.array([trial.tokens for trial in diverged])
-    early = divergence.fit(points, tokens < tokens.max() / 2)
+    early = fit_divergence(points, tokens < tokens.max() / 2)
     if early.slopes.any():
         down, i = divmod(int(np.argmax(early.slopes)), len(dimensions))
         if not rates[i]:

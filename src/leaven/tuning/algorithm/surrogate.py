@@ -1,7 +1,9 @@
-"""The surrogate: a Bayesian quadratic regression of the loss on all finished trials.
+"""The two models that a search fits to its trials: the surrogate predicts losses, and the divergence model predicts
+where runs diverge.
 
-A search that only asks whether a trial beat the best learns one bit from each trial. A regression learns as much from
-a bad trial as from a good one. The regression is
+The surrogate is a Bayesian quadratic regression of the loss on all finished trials. A search that only asks whether a
+trial beat the best learns one bit from each trial; a regression learns as much from a bad trial as from a good one.
+The regression is
 
     y = a + sum_i b_i x_i + sum_i h_ii x_i^2 / 2 + sum_{i<j} h_ij x_i x_j + error,
 
@@ -21,8 +23,23 @@ evidence, it would often be too large after few trials and hide the optimum. The
 quadratic kernel and a mean function (Rasmussen and Williams 2006, sections 2.1, 2.7 and 5.4.1). docs/log.md compares
 the constants with other settings.
 
-Knowledge from before the search, from laws or from an earlier study (``prior.py``), gives further priors of the
-coefficients. The prior with the highest evidence is used, so knowledge that the trials contradict is dropped.
+Knowledge from before the search gives further priors of the coefficients. The prior with the highest evidence is
+used, so knowledge that the trials contradict is dropped. There are two kinds of knowledge (H is the matrix of h_ij):
+
+- An *expectation* from laws and published runs says that the optimum of value i is m_i +- w_i steps from the start.
+  The slope at the optimum is 0, so b = -H m + e, with e_i ~ N(0, (w_i h)^2) and unknown H.
+- An *earlier search*, of another model size or other values, gives the posterior of its own surrogate. The losses of
+  two searches differ, so (d h)^2 is added to the variance of each coefficient. Each d in ``DIFFERENCES`` gives a
+  prior.
+
+The divergence model is a logistic regression. The threshold above which a run diverges differs by orders of magnitude
+between modules, and depends on the other modules (Mlodozeniec et al. 2025, arXiv 2512.22382). So a box around the
+start cannot describe where runs diverge. Increases and decreases of a value have separate coefficients:
+
+    log odds of divergence = c + sum_i up_i max(x_i, 0)^2 + down_i max(-x_i, 0)^2,      up, down >= 0.
+
+An exponential prior keeps a coefficient at 0 unless it helps to explain a divergence. So the model attributes
+divergence to the changes that diverged trials have and finished trials do not.
 """
 
 from collections.abc import Sequence
@@ -40,6 +57,10 @@ LOWER_HALF = 1.7  # ratio of the standard deviation of normal losses to that of 
 LEAST_NOISE = 1e-3  # share of the standard deviation of the losses: the least noise that is assumed
 FITTED = 64  # the most trials to which a noise is fitted, because the time grows with their cube
 SWEEPS = 100  # the most sweeps of the coordinate descent
+DIFFERENCES = 0.3, 0.8  # standard deviations between the coefficients of two searches, in units of h
+QUIET = -4.0  # prior mean of c, the log odds of divergence at the start, where one run in fifty diverges
+_SPARSE = 0.3  # rate of the exponential prior of the divergence model
+_STEPS = 60  # of its fit
 
 
 @dataclass(frozen=True)
@@ -95,8 +116,7 @@ class Prior:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The posterior distribution of a quadratic that predicts the loss, given the finished trials. :func:`fit`
-    computes it.
+    """The posterior distribution of a quadratic that predicts the loss, given the finished trials.
 
     The P coefficients of the quadratic (the terms are in :func:`_features`) have the mean ``_mean`` and the
     covariance h^2 R (1 - V diag(1 - _left^2) V^T) R^T, where R is the root of the prior.
@@ -172,7 +192,7 @@ def _features(x: Array, interactions: bool) -> Array:
     return np.hstack(terms)
 
 
-def fit(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Prior] = ()) -> Surrogate:
+def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Prior] = ()) -> Surrogate:
     """Return the surrogate fitted to trials at ``points`` (n, D) with finite ``losses`` (n,).
 
     Args:
@@ -239,3 +259,112 @@ def fitted_noise(points: Array, losses: Array) -> float:
             if evidence > best:
                 best, found = float(evidence), float(noise)
     return min(found, LOWER_HALF * float(np.std(np.sort(losses)[: (n + 1) // 2])))
+
+
+@dataclass(frozen=True, eq=False)
+class EarlierTrials:
+    """The finished trials of an earlier search.
+
+    A column of ``points`` has the distances of one value from the recipe of the new search. The first D columns are
+    the values of the new search, in octaves. The last E columns are the values that only the earlier search varied,
+    in steps (octaves divided by the typical distance of an optimum from the start).
+    """
+
+    points: Array  # (n, D + E)
+    losses: Array  # (n,), finite
+    noise: float | None  # standard deviation of the loss between seeds; None if unknown
+
+
+def prior_of_expectations(centre: Array, width: Array) -> Prior:
+    """Return the prior under which the optimum is at ``centre`` (D,) +- ``width`` (D,), in steps from the start."""
+    plain, d = Prior.plain(len(centre)), len(centre)
+    mean, root = plain.mean.copy(), plain.root.copy()
+    mean[:d] = -centre
+    root[np.arange(d), np.arange(d)] = width
+    root[np.arange(d), d + np.arange(d)] = -centre
+    if len(mean) > 2 * d:
+        i, j = np.triu_indices(d, 1)
+        pair = 2 * d + np.arange(len(i))
+        root[i, pair], root[j, pair] = -interaction(d) * centre[j], -interaction(d) * centre[i]
+    return Prior(mean, root)
+
+
+def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:
+    """Return the priors that follow from the trials of an earlier search, one prior for each of ``DIFFERENCES``.
+
+    The trials are at ``columns`` (n, D + E), with ``losses`` (n,). The new search has only the first ``d`` = D
+    columns. If ``noise`` is None, it is fitted to the lowest losses. With a noise of 0, the priors would be far too
+    narrow.
+    """
+    if noise is None:
+        lowest = np.argsort(losses)[:FITTED]
+        noise = fitted_noise(columns[lowest], losses[lowest])
+    posterior = fit_surrogate(columns, losses, noise).as_prior()
+    e = columns.shape[1]
+    indices = [np.arange(d), e + np.arange(d)]  # slopes, curvatures and interactions of the first d columns
+    if e <= MOST_WITH_INTERACTIONS:
+        indices.append(2 * e + np.flatnonzero(np.triu_indices(e, 1)[1] < d))
+    kept = np.concatenate(indices)
+    plain = Prior.plain(d)
+    mean, covariance = plain.mean.copy(), plain.root.copy()
+    ratio = np.ones(len(kept))
+    if len(kept) > 2 * d:
+        ratio[2 * d :] = interaction(e) / interaction(d)
+    rows = posterior.root[kept] * ratio[:, None]
+    mean[: len(kept)] = posterior.mean[kept] * ratio
+    covariance[: len(kept), : len(kept)] = rows @ rows.T
+    size = np.eye(len(mean))
+    return [Prior(mean, np.asarray(np.linalg.cholesky(covariance + each**2 * size))) for each in DIFFERENCES]
+
+
+@dataclass(frozen=True)
+class DivergenceModel:
+    """A fitted divergence model, made by :func:`fit_divergence`."""
+
+    level: float  # c, the log odds of divergence at the start
+    slopes: Array  # (2 D,), log odds per squared distance: first of increases (up), then of decreases (down)
+
+    def risk(self, x: Array) -> Array:
+        """Return the probability that a run at points (..., D) diverges."""
+        return np.asarray(1 / (1 + np.exp(-self.level - _squares(x) @ self.slopes)))
+
+    def shorten(self, x: Array, safe: Array, most: float) -> Array:
+        """Return ``x`` (D,) with lower risk: the values that raise the probability of divergence are moved towards
+        ``safe`` (D,) until that probability is at most ``most``."""
+        d = len(x)
+        parts = (_squares(x) - _squares(safe)) * self.slopes
+        to_blame = parts[:d] + parts[d:] > 0
+        for share in 0.85 ** np.arange(20):
+            shortened = np.where(to_blame, safe + share * (x - safe), x)
+            if self.risk(shortened) <= most:
+                break
+        return shortened
+
+
+def fit_divergence(points: Array, diverged: NDArray[np.bool_]) -> DivergenceModel:
+    """Return the divergence model fitted to trials at ``points`` (n, D), by maximum a posteriori. ``diverged`` (n,)
+    marks the trials that diverged."""
+    features = _squares(points)
+    slopes = np.zeros(features.shape[1])
+    used = (features[diverged] > 0).any(0)
+    if not diverged.any():
+        return DivergenceModel(QUIET, slopes)
+    some = features[:, used]
+    # Proximal gradient with Nesterov's momentum (Beck and Teboulle 2009); the rate is one over the largest curvature.
+    rate = 1 / (1 + 0.25 * (np.linalg.norm(some, 2) ** 2 + len(points)))
+    slope, level, momentum = np.zeros(some.shape[1]), QUIET, 1.0
+    ahead, ahead_level = slope, level
+    for _ in range(_STEPS):
+        error = 1 / (1 + np.exp(-ahead_level - some @ ahead)) - diverged
+        slope_was, level_was, momentum_was = slope, level, momentum
+        slope = np.maximum(ahead - rate * (some.T @ error + _SPARSE), 0.0)
+        level = ahead_level - rate * (error.sum() + 0.5 * (ahead_level - QUIET))
+        momentum = (1 + np.sqrt(1 + 4 * momentum**2)) / 2
+        push = (momentum_was - 1) / momentum
+        ahead, ahead_level = slope + push * (slope - slope_was), level + push * (level - level_was)
+    slopes[used] = slope
+    return DivergenceModel(float(level), slopes)
+
+
+def _squares(x: Array) -> Array:
+    return np.concatenate([np.maximum(x, 0.0), np.maximum(-x, 0.0)], axis=-1) ** 2

@@ -8,8 +8,8 @@ soon no trial is accepted. If the radius shrinks with every failure, it soon rea
 A point assigns a number or a level to every searched hyperparameter. Hyperparameters with levels, such as the
 optimizer, are called choices. The search works as follows:
 
-1. A surrogate (a quadratic regression of the loss) is fitted to all finished trials (``surrogate.py``). A model of
-   the divergence boundary is fitted to all trials, finished and diverged (``divergence.py``).
+1. A surrogate (a quadratic regression of the loss) is fitted to all finished trials, and a model of the divergence
+   boundary to all trials, finished and diverged (``surrogate.py``).
 2. The incumbent (the best point so far) is the first trial, until the surrogate predicts that another trial is better
    by more than the noise.
 3. A proposal is the surrogate's minimum within ``TRUST`` steps of the incumbent along each hyperparameter, plus a
@@ -46,12 +46,18 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from leaven.tuning.algorithm.divergence import DivergenceModel
-from leaven.tuning.algorithm.divergence import fit as fit_divergence
 from leaven.tuning.algorithm.noise import pooled_noise
-from leaven.tuning.algorithm.prior import EarlierTrials, of_earlier, of_expectations
-from leaven.tuning.algorithm.surrogate import Prior, Quadratic, Surrogate
-from leaven.tuning.algorithm.surrogate import fit as fit_surrogate
+from leaven.tuning.algorithm.surrogate import (
+    DivergenceModel,
+    EarlierTrials,
+    Prior,
+    Quadratic,
+    Surrogate,
+    fit_divergence,
+    fit_surrogate,
+    prior_of_expectations,
+    priors_of_earlier,
+)
 from leaven.tuning.study_document import Dimension, StudyTrial
 
 Array = NDArray[np.float64]
@@ -146,11 +152,11 @@ class Axes:
             d = len(self.limits)
             columns = features.of(self.earlier.points[:, :d])
             with_others = np.hstack([columns, self.earlier.points[:, d:]])
-            found += of_earlier(with_others, self.earlier.losses, self.earlier.noise, columns.shape[1])
+            found += priors_of_earlier(with_others, self.earlier.losses, self.earlier.noise, columns.shape[1])
         if self.expected:
             both = np.array([self.expected.get(name, (0.0, self.scales.get(name, 1.0))) for name in self.limits])
             steps = (both / self.scale[:, None])[features.owner]
-            found.append(of_expectations(*np.where(features.level[:, None] == 0, steps, (0.0, 1.0)).T))
+            found.append(prior_of_expectations(*np.where(features.level[:, None] == 0, steps, (0.0, 1.0)).T))
         return found
 
     def octaves(self, params: Mapping[str, float]) -> Array:
@@ -373,8 +379,16 @@ def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
     features = Features(lowered, axes.scale, axes.levels)
     nowhere = np.zeros((1, len(features.owner)))
     nothing, quiet = fit_surrogate(nowhere, np.zeros(1)), fit_divergence(nowhere, np.zeros(1, bool))
-    radius = float(np.clip(RADIUS * CLOSER ** (tried if rates.any() else -tried), CLOSEST, WIDEST))
+    radius = radius_of(axes, np.full(tried, np.inf))
     return Region(lowered, radius, nothing, quiet, 0, low, high, features, np.asarray(~nowhere.any(0)))
+
+
+def radius_of(axes: Axes, losses: Array) -> float:
+    """Return the share of the uncertainty by which a proposal moves, after trials with ``losses`` (n,)."""
+    if np.isfinite(without_outliers(losses)).any():
+        return RADIUS
+    tried, closer = len(losses), learning_rates(list(axes.limits)).any()
+    return float(np.clip(RADIUS * CLOSER ** (tried if closer else -tried), CLOSEST, WIDEST))
 
 
 def results(trials: Iterable[Ran], axes: Axes) -> tuple[list[Ran], Array, Array]:

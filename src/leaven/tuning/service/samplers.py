@@ -14,11 +14,10 @@ from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial
 
 from leaven.tuning.algorithm.trust_region import RADIUS, Array, Axes, results
-from leaven.tuning.service.trial_log import JOB, Evaluation, runs_of
+from leaven.tuning.service.stored_study import JOB, Evaluation, distributions, runs_of
 
 Distributions = dict[str, BaseDistribution]
 
-METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")
 BEST, EDGE = 4, 1 / 4  # an end of the box moves when the best 4 trials all lie in the outer quarter of the box there
 LEAST = 3 * BEST  # the fewest trials before an end moves
 FURTHER = 1 / 2  # share of the initial width by which an end moves
@@ -45,16 +44,6 @@ def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
         low = np.where(lower, np.maximum(low - further, lowest), low)
         high = np.where(higher, np.minimum(high + further, highest), high)
     return low, high
-
-
-def distributions(axes: Axes) -> Distributions:
-    """Return the Optuna distribution of each searched value, by name."""
-    return {
-        name: CategoricalDistribution([float(level) for level in limits])
-        if isinstance(limits, range)
-        else FloatDistribution(*limits)
-        for name, limits in axes.limits.items()
-    }
 
 
 class SeededSampler(BaseSampler):

@@ -2,10 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import optuna
@@ -14,17 +14,23 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from leaven.recipe.errors import InputError
 from leaven.tuning.algorithm.noise import interval_of_mean
-from leaven.tuning.algorithm.prior import EarlierTrials
+from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes, loss_of, results
-from leaven.tuning.service.budget import Budget
-from leaven.tuning.service.join import check_search, join_study
-from leaven.tuning.service.search_loop import HUGE, Objective, SearchLoop, SearchObserver
-from leaven.tuning.service.search_plan import SearchPlan, known_runs
+from leaven.tuning.service.search_loop import HUGE, Objective, Proposal, SearchLoop
+from leaven.tuning.service.search_plan import Budget, NothingFound, SearchPlan, check_search, known_runs
+from leaven.tuning.service.stored_study import join_study
 from leaven.tuning.service.stores import open_store
 
 OCTAVES = 1000.0  # the largest log2 multiplier, because 2**1024 overflows
 FINEST = 1e-9  # octaves, the smallest scale
 MOST = 10**12  # the largest count of trials or workers
+
+
+class SearchObserver(Protocol):
+    """Callbacks of a search: ``started`` is called when a trial starts, ``ended`` after trials have ended."""
+
+    def started(self, proposal: Proposal, /) -> None: ...
+    def ended(self, numbers: Sequence[int], /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
             are lowered.
         start: log2 multipliers at which the search starts; default 0.
         trials: number of runs, including reruns. None if the budget is ``flops`` or ``hours``; see
-            :class:`leaven.tuning.service.budget.Budget` for these and ``run_flops``.
+            :class:`leaven.tuning.service.search_plan.Budget` for these and ``run_flops``.
         method: ``trust-region``, ``random``, ``grid``, ``tpe``, ``cma`` or ``gp``.
         scales: octaves (units of log2) from the start to a typical optimum, by name; default 1.
         near: the box in which the search begins, in octaves from the start; default the whole space. All methods
@@ -142,9 +148,8 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     budget = Budget(given.trials, given.flops, given.hours, given.run_flops)
     known_runs(axes, method, budget, noise)  # a grid that is too fine is refused before anything is written
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    store = open_store(storage)
-    study, axes, _ = join_study(
-        store,
+    stored = join_study(
+        open_store(storage),
         name,
         f"the stored study {name}",
         "give it another name",
@@ -153,10 +158,15 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         seed=seed,
         noise=noise,
     )
-    plan = SearchPlan(axes, method, seed, budget, noise, stop_at_noise)
-    loop = SearchLoop(plan, study, store, objective, given.workers, stop, watch, given.lease_seconds)
-    runs = loop.run()
+    plan = SearchPlan(stored.axes, method, seed, budget, noise, stop_at_noise)
+    with SearchLoop(plan, stored, objective, given.workers, stop, given.lease_seconds) as loop:
+        for event in loop:
+            if watch is not None:
+                watch.started(event) if isinstance(event, Proposal) else watch.ended(event)
+    runs = loop.runs
     chosen, (noise, degrees) = plan.chosen(runs), plan.noise_of(runs)
+    if chosen is None:
+        raise NothingFound(plan.why_nothing(runs))
     found = [
         SearchTrial(
             number=run.number,
@@ -166,7 +176,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
             purpose=run.purpose,
             seed=run.seed,
         )
-        for run in results(runs, axes)[0]
+        for run in results(runs, stored.axes)[0]
     ]
     return SearchResult(
         params=plan.params_of(runs, chosen.point),

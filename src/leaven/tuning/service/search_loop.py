@@ -1,63 +1,36 @@
 """Run a search: run each trial that the plan (``search_plan.py``) asks for in a thread, and write its result to the
-store.
+store (``stored_study.py``).
 
-Every run is a trial of one Optuna study, whether it measures the noise, searches, or confirms the best points. So any
-number of commands on any machines can share a study, and the call that resumes a search is the same as the call that
-starts one:
-
-- The command that creates the study stores its settings. Every command that joins the study compares its own settings
-  with the stored ones (``join.py``).
-- Each trial has two user attributes from the beginning: its ``owner``, the id of the command that runs it, and its
-  ``job``, a name for its work, such as ``search:12``. There is no queue: the next job follows from the existing
-  trials, so a crash cannot lose a job. If two commands create a trial for the same job at once, the trial with the
-  lower number runs and the other one is closed as a duplicate.
-- Every command keeps increasing a counter in the store, its heartbeat. A command of another machine whose heartbeat
-  has not changed for ``lease_seconds`` is dead (``leases.py``), and other commands retry its trials.
-- If the process of a run dies in trial NUMBER, the run is retried once, by a new trial with the job ``retry:NUMBER``.
-  If the process of the retry dies too, the run has failed. If a command is stopped by Ctrl-C, it releases its trials.
-  Released trials are run again in the same way, but do not count as deaths.
-- A diverged run is marked by a user attribute. Optuna's samplers need a finite loss, so the store gets the worst
-  finite loss so far. leaven itself counts the loss of a diverged run as infinite (``trial_log.py``).
+Every command keeps increasing a counter in the store, its heartbeat. A command of another machine whose heartbeat has
+not changed for ``lease_seconds`` is dead (``leases.py``), and other commands retry its trials.
 """
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-import optuna
-from optuna.exceptions import UpdateFinishedTrialError
-from optuna.storages import BaseStorage
-from optuna.trial import TrialState, create_trial
+from optuna.trial import TrialState
 
 from leaven.recipe.errors import InputError
 from leaven.training.outcome import Baseline, Outcome
 from leaven.tuning.service.leases import Leases
-from leaven.tuning.service.samplers import distributions
-from leaven.tuning.service.search_plan import SearchPlan
-from leaven.tuning.service.stores import StoreGone
-from leaven.tuning.service.trial_log import (
-    BEGAN,
-    DIVERGED,
-    ENDED,
-    JOB,
+from leaven.tuning.service.samplers import SeededSampler
+from leaven.tuning.service.search_plan import SearchPlan, by_surrogate
+from leaven.tuning.service.stored_study import (
     OWNER,
-    PREDICTED,
-    PURPOSE,
-    RELEASED,
     RETRY_OF,
-    SEED,
     Evaluation,
+    StoredStudy,
     TrialRequest,
     jobs_of,
     runs_of,
 )
+from leaven.tuning.service.stores import StoreGone
 
 HUGE = 1e50  # the largest loss: the surrogate computes its fourth power, which must be finite
-NEVER_ENDED = 1e6  # the stored loss of a diverged run before there is any finite loss
 POLL = 0.5  # seconds between looks at the trials of this and of other commands
 
 
@@ -102,188 +75,114 @@ class TrialReleased(Exception):
     """Raised by an objective that stops without a result, for example at Ctrl-C. The run is started again later."""
 
 
-class SearchObserver(Protocol):
-    """Callbacks of a search: ``started`` is called when a trial starts, ``ended`` after trials have ended."""
-
-    def started(self, proposal: Proposal, /) -> None: ...
-    def ended(self, numbers: Sequence[int], /) -> None: ...
-
-
 Objective = Callable[[Any], float | Outcome]  # of a Proposal, which is a dict[str, float]
 
 
 class SearchLoop:
-    """Starts the runs of a plan in threads and writes their results to the store."""
+    """Runs the trials of a plan in threads, and writes their results to the store.
+
+        with SearchLoop(...) as loop:
+            for event in loop:
+                ...
+
+    An event is the :class:`Proposal` of a trial that has started, or a list of the numbers of trials that have ended.
+    The events end when the plan is complete and no command is running a trial, or when ``stop`` has returned true and
+    the trials of this command have ended. Then ``runs`` has all runs of the study. If an exception ends the context,
+    the trials that are running are released, so that they run again later.
+    """
 
     def __init__(  # noqa: PLR0917 - one of each
         self,
         plan: SearchPlan,
-        study: optuna.Study,
-        store: BaseStorage,
+        stored: StoredStudy,
         objective: Objective,
         workers: int,
         stop: Callable[[], bool],
-        watch: SearchObserver | None,
         lease_seconds: float,
     ) -> None:
-        self._plan, self._study, self._store = plan, study, store
-        self._study_id = store.get_study_id_from_name(study.study_name)
-        self._leases = Leases(store, self._study_id, lease_seconds)
-        self._objective, self._stop, self._watch = objective, stop, watch
+        self.runs: list[Evaluation] = []
+        self._plan, self._stored, self._objective, self._stop = plan, stored, objective, stop
+        self._sampler = None if by_surrogate(plan.method) else SeededSampler(plan.method, plan.axes, plan.seed)
+        self._leases = Leases(stored.store, stored.id, lease_seconds)
         self._pool, self._free = ThreadPoolExecutor(workers), list(reversed(range(workers)))
         self._pending: dict[Future[float | Outcome], Proposal] = {}
         self._error: Exception | None = None  # raised by the objective
-        self._ended: list[int] = []  # trials that have ended since the last call of ``watch.ended``
-        self._turn = 0  # index of the next proposal, at the last read of the store
+        self._ended: list[int] = []  # numbers of trials that have ended since the last event
 
-    def run(self) -> list[Evaluation]:
-        """Run the trials of the plan, and return all runs of the study.
+    def __enter__(self) -> "SearchLoop":
+        self._leases.__enter__()
+        return self
 
-        The method returns when the plan is complete and no command is running a trial, or when ``stop`` has returned
-        true and the trials of this command have ended.
-        """
-        with self._leases:
-            try:
-                while True:
-                    runs = self._look()
-                    stopping = self._error is not None or self._stop()
-                    request = self._plan.next(runs, self._turn, time.time()) if self._free and not stopping else None
-                    if request is not None:
-                        self._begin(request, runs)
-                    elif self._ended:  # after all workers have got work, because the callback may be slow
-                        if self._watch is not None:
-                            self._watch.ended(self._ended)
-                        self._ended = []
-                    elif self._pending:
-                        for future in wait(self._pending, POLL, FIRST_COMPLETED).done:
-                            self._end(self._pending.pop(future), future)
-                    elif stopping or not any(run.state == "running" for run in runs):
-                        break
-                    else:
-                        time.sleep(POLL)  # other commands are running trials
-            except BaseException as error:
-                self._pool.shutdown(wait=False, cancel_futures=True)
-                if not isinstance(error, StoreGone):
-                    for proposal in self._pending.values():
-                        self._close(proposal.number, released=True)
-                raise
-            self._pool.shutdown()
-            if self._error is not None:
-                raise self._error
-            return runs
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self._pool.shutdown(wait=error is None, cancel_futures=error is not None)
+            if error is not None and not isinstance(error, StoreGone):
+                for proposal in self._pending.values():
+                    self._stored.close(proposal.number, released=True)
+        finally:
+            self._leases.__exit__()
 
-    def _look(self) -> list[Evaluation]:
-        """Mark the running trials of dead commands as failed, then return all runs of the study."""
-        trials = self._study.get_trials(deepcopy=False)
+    def __iter__(self) -> "Iterator[Proposal | list[int]]":
+        while True:
+            turn = self._look()
+            stopping, request = self._error is not None or self._stop(), None
+            if self._free and not stopping:
+                request = self._plan.next(self.runs, turn, time.time())
+            if request is not None:
+                if (proposal := self._begin(request)) is not None:
+                    yield proposal
+            elif self._ended:  # after all workers have got work, because handling the event may be slow
+                ended, self._ended = self._ended, []
+                yield ended
+            elif self._pending:
+                for future in wait(self._pending, POLL, FIRST_COMPLETED).done:
+                    self._end(self._pending.pop(future), future)
+            elif stopping or not any(run.state == "running" for run in self.runs):
+                break
+            else:
+                time.sleep(POLL)  # other commands are running trials
+        if self._error is not None:
+            raise self._error
+
+    def _look(self) -> int:
+        """Mark the running trials of dead commands as failed, then read all runs of the study. Return the index of
+        the next proposal of the search."""
+        trials = self._stored.trials
         running = {t.number: t.user_attrs.get(OWNER) for t in trials if t.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
         if taken := [number for number, owner in running.items() if owner in dead]:
             for number in taken:
-                self._close(number)
-            trials = self._study.get_trials(deepcopy=False)
-        self._turn = sum(not job.startswith("retry:") for job in jobs_of(trials))
-        return runs_of(trials, self._plan.axes)
+                self._stored.close(number)
+            trials = self._stored.trials
+        self.runs = runs_of(trials, self._plan.axes)
+        return sum(not job.startswith("retry:") for job in jobs_of(trials))
 
-    def _begin(self, request: TrialRequest, runs: list[Evaluation]) -> None:
-        if (created := self._create(request)) is None:
-            return
+    def _begin(self, request: TrialRequest) -> Proposal | None:
+        """Start a trial in a free thread. Return None if another command runs it."""
+        if (created := self._stored.create(request, self._leases.node, self._sampler)) is None:
+            return None
         number, point = created
-        best = self._plan.baseline(runs, point) if request.purpose == "search" else None
+        best = self._plan.baseline(self.runs, point) if request.purpose == "search" else None
         origin = int(request.attributes.get(RETRY_OF, number))
         proposal = Proposal(point, number, request.seed, origin, best, worker=self._free.pop())
         self._pending[self._pool.submit(self._objective, proposal)] = proposal
-        if self._watch is not None:
-            self._watch.started(proposal)
-
-    def _create(self, request: TrialRequest) -> tuple[int, dict[str, float]] | None:
-        """Create the trial of a request, and return its number and its point.
-
-        Return None if another command already runs a trial for the same job, or if another command took this command
-        for dead and closed the new trial.
-        """
-        # A template creates the trial in one call, so that no trial exists without the name of its job.
-        template = create_trial(
-            state=TrialState.RUNNING,
-            params=request.point or {},
-            distributions=distributions(self._plan.axes) if request.point else {},
-            user_attrs={
-                OWNER: self._leases.node,
-                PURPOSE: request.purpose,
-                SEED: request.seed,
-                BEGAN: time.time(),
-                # Two commands that have read the same trials choose the same name, and only one of them runs the job.
-                JOB: request.name,
-                **request.attributes,
-            },
-        )
-        trial_id = self._store.create_new_trial(self._study_id, template)
-        number = self._store.get_trial_number_from_id(trial_id)
-        if jobs_of(self._study.get_trials(deepcopy=False))[request.name].number != number:  # a duplicate
-            self._close(number)
-            return None
-        if request.point is not None:
-            return number, request.point
-        # A new Study object, because Optuna caches trials in a Study.
-        study = optuna.Study(self._study.study_name, self._store, sampler=self._study.sampler)
-        trial, point = optuna.Trial(study, trial_id), {}
-        with suppress(UpdateFinishedTrialError):  # another command took this process for dead and closed the trial
-            for key, limits in self._plan.axes.limits.items():
-                if isinstance(limits, range):
-                    point[key] = float(trial.suggest_categorical(key, [float(level) for level in limits]))
-                else:
-                    point[key] = trial.suggest_float(key, *limits)
-            return number, point
-        return None
+        return proposal
 
     def _end(self, proposal: Proposal, future: "Future[float | Outcome]") -> None:
         self._free.append(proposal.worker)
         try:
             outcome = _outcome(future.result())
         except WorkerDied:
-            self._close(proposal.number)
+            self._stored.close(proposal.number)
         except BaseException as error:
-            self._close(proposal.number, released=True)
+            self._stored.close(proposal.number, released=True)
             if not isinstance(error, Exception):  # for example SystemExit
                 raise
             if not isinstance(error, TrialReleased):
                 self._error = error
         else:
-            with suppress(UpdateFinishedTrialError):  # another command took this process for dead and retries the run
-                self._record(proposal.number, outcome)
-
-    def _record(self, number: int, outcome: Outcome) -> None:
-        about = {key: getattr(outcome, key) for key in ("tokens", "flops", "seconds", "branches", "worker")}
-        about |= {"curve": [point for point in outcome.curve if math.isfinite(point[1])]}
-        about |= {DIVERGED: outcome.diverged, "stopped": outcome.stopped}
-        about |= {PREDICTED: outcome.loss} if outcome.stopped else {}
-        trial_id = self._trial_id(number)
-        for key, value in about.items():
-            if value:
-                self._store.set_trial_user_attr(trial_id, key, value)
-        self._store.set_trial_user_attr(trial_id, ENDED, time.time())
-        loss, state = outcome.loss, TrialState.COMPLETE
-        if outcome.diverged:
-            # Optuna's samplers need a finite number: the worst finite loss, so that it does not dominate the others.
-            others = runs_of(self._study.get_trials(deepcopy=False), self._plan.axes)
-            loss = max((run.loss for run in others if run.loss is not None), default=NEVER_ENDED)
-        if outcome.stopped:
-            # Optuna's samplers use the last intermediate value of a pruned trial, and its step.
-            self._store.set_trial_intermediate_value(trial_id, len(outcome.curve), loss)
-            state = TrialState.PRUNED
-        # Not Optuna's tell, which checks the trial before it writes: another command may close the trial in between.
-        self._store.set_trial_state_values(trial_id, state, [loss])
-        self._ended.append(number)
-
-    def _trial_id(self, number: int) -> int:
-        return self._store.get_trial_id_from_study_id_trial_number(self._study_id, number)
-
-    def _close(self, number: int, *, released: bool = False) -> None:
-        """Mark a trial as failed, unless it has ended already. ``released`` says that this command gave the trial up;
-        then the trial does not count as one whose process died."""
-        with suppress(UpdateFinishedTrialError):
-            if released:
-                self._store.set_trial_user_attr(self._trial_id(number), RELEASED, True)
-            self._store.set_trial_state_values(self._trial_id(number), TrialState.FAIL)
+            if self._stored.record(proposal.number, outcome):
+                self._ended.append(proposal.number)
 
 
 def _outcome(result: object) -> Outcome:

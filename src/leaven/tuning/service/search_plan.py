@@ -1,4 +1,4 @@
-"""Decide the next run of a search from the runs so far (``trial_log.py``).
+"""Decide the next run of a search from its budget and the runs so far (``stored_study.py``).
 
 The next run is of the first kind in this list that still has runs to do:
 
@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 
 import numpy as np
 
@@ -23,17 +24,32 @@ from leaven.recipe.errors import InputError
 from leaven.training.outcome import Baseline
 from leaven.tuning.algorithm.answer import (
     CONFIRMATIONS,
+    RERUNS,
     Confirmation,
     FittedTrials,
     advice_when_all_diverged,
     to_confirm,
 )
 from leaven.tuning.algorithm.noise import noise_between_seeds
-from leaven.tuning.algorithm.trust_region import Axes, Region, loss_of, results
-from leaven.tuning.service.budget import Budget
-from leaven.tuning.service.trial_log import CONFIRMS, FINAL, FINALIST, Evaluation, Params, TrialRequest, region_of
-from leaven.tuning.study_document import Dimension
+from leaven.tuning.algorithm.trust_region import Axes, Region, loss_of, region, results
+from leaven.tuning.service.stored_study import (
+    CONFIRMS,
+    FINAL,
+    FINALIST,
+    OPTIONS,
+    Evaluation,
+    Params,
+    TrialRequest,
+)
+from leaven.tuning.study_document import Dimension, covered
 
+METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")
+LONGEST = 512  # characters of a study's name in Optuna's tables
+RESERVED = 1 / 8  # the largest share of the budget that is reserved for confirmation
+FEW = 24  # runs: a smaller budget runs only one finalist, once
+# The forms of a confirmation, from cheap to expensive: (finalists, runs of each). Finalists are the best points of a
+# search, which are run again with fresh seeds.
+FINALS = ((0, 0), (1, 1), (1, RERUNS), (2, RERUNS), (3, RERUNS))
 # How often the start is run, by the least size of the budget. If the user gives the noise, the start is run once.
 REPEATS = {24: 3, 12: 2, 0: 1}
 SMALL = 16  # runs: a smaller budget confirms only gains that are not accepted without confirmation
@@ -42,8 +58,120 @@ SURE = 2  # the fewest degrees of freedom of the noise with which runs are prune
 DEATHS, DIVERGENCES = 8, 100
 
 
+@dataclass(frozen=True)
+class Budget:
+    """The limits of a search, which all commands of a study share. The search ends when the first of the limits is
+    reached; trials that are running then are finished."""
+
+    trials: int | None = None  # number of runs, including repeated and confirmation runs
+    flops: float | None = None  # total FLOPs of all runs
+    hours: float | None = None  # time during which at least one run is active; parallel runs count once
+    run_flops: float | None = None  # FLOPs of one run; if None, the first run starts alone to measure them
+
+    def __post_init__(self) -> None:
+        if not self._given:
+            raise InputError("the search has no budget; give trials, flops or hours")
+        for name, limit in self._given.items():
+            if not 0 < limit < math.inf:
+                raise InputError(f"{name} = {limit}: give a finite number above 0")
+
+    @property
+    def _given(self) -> dict[str, float]:
+        limits = {"trials": self.trials, "flops": self.flops, "hours": self.hours}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+    @property
+    def label(self) -> str:
+        """This budget as text, such as ``100 trials``. The text is stored with confirmation runs and distinguishes
+        them from the confirmation runs of a later, larger budget."""
+        return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
+
+    @property
+    def size(self) -> float:
+        """The number of runs that the budget allows, or infinity if the limits do not determine it in advance."""
+        flops = self.flops / self.run_flops if self.flops and self.run_flops else math.inf
+        return min(self.trials or math.inf, flops)
+
+    @property
+    def _finals(self) -> tuple[tuple[int, int], ...]:
+        return FINALS[:2] if self.size < FEW else FINALS
+
+    def finals(self, runs: Sequence[Evaluation], now: float) -> tuple[int, int]:
+        """Return how many finalists (best points) are run again to confirm them, and how many runs each of them gets.
+
+        The result is the most expensive pair in ``FINALS`` whose runs cost at most ``RESERVED`` (1/8) of the budget
+        and at most what is left of the budget. With fewer than ``FEW`` (24) runs in the budget, only the two cheapest
+        pairs are allowed.
+        """
+        affordable = min(min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
+        return max(final for final in self._finals if runs_to_confirm(*final) <= max(affordable, 0))
+
+    def reserved(self, runs: Sequence[Evaluation] = (), now: float = 0.0) -> int:
+        """Return how many runs are reserved for confirmation."""
+        affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(runs, now))
+        costs = {runs_to_confirm(*final) for final in self._finals}
+        if any(run.budget not in {"", self.label} for run in runs):
+            # A smaller budget has confirmed other finalists. Even a single new finalist is compared with them.
+            costs.add(runs_to_confirm(1, RERUNS) + 2 * CONFIRMATIONS)
+        return max(cost for cost in costs if cost <= affordable)
+
+    def left(self, runs: Sequence[Evaluation], now: float) -> float:
+        """Return how many more runs the budget allows."""
+        return min((limit - used) / cost for limit, used, cost in self._limits(runs, now))
+
+    def _limits(self, runs: Sequence[Evaluation], now: float) -> Iterator[tuple[float, float, float]]:
+        """Yield (limit, amount used, cost of one run) for each limit, in the unit of the limit."""
+        if self.trials is not None:
+            yield self.trials, len(runs), 1
+        if self.flops is not None:
+            spent = [run.flops for run in runs if run.finished]
+            whole = [flops for flops in spent if flops > 0]
+            if not whole and any(run.state == "complete" for run in runs):
+                raise InputError(
+                    "the budget is in FLOPs, but the objective returns no FLOPs; set the budget in trials or hours"
+                )
+            cost = max([*whole, self.run_flops or 0.0]) or self.flops
+            # A run whose process died has no count of FLOPs, and may have cost as much as a finished run.
+            yield self.flops, sum(spent) + cost * sum(not run.finished for run in runs), cost
+        if self.hours is not None:
+            hours = busy(runs, now) / 3600
+            yield self.hours, hours, max(hours / max(len(runs), 1), 1e-300)
+
+
+def runs_to_confirm(finalists: int, each: int) -> int:
+    """Return the number of runs needed to run each finalist ``each`` times and then confirm the best one."""
+    return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
+
+
+def busy(runs: Sequence[Evaluation], now: float) -> float:
+    """Return the seconds in which at least one run was active. A run without an end counts until ``now``."""
+    return covered((run.began, now if run.until is None else run.until) for run in runs if run.began is not None)
+
+
 class NothingFound(InputError):
     """Raised if no run of a search finished with a finite loss."""
+
+
+def by_surrogate(method: str) -> bool:
+    """Return whether a surrogate proposes and ranks points. In the other methods an Optuna sampler or a grid proposes
+    points, and their losses rank them."""
+    return method == "trust-region"
+
+
+def check_search(method: str, axes: Axes, name: str) -> None:
+    """Raise InputError if the method does not exist or ignores the prior knowledge in ``axes``, or if the name of the
+    study is empty or too long for a store."""
+    if method not in METHODS:
+        close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise InputError(f"method {method!s:.60}: unknown; {hint}choose from {', '.join(METHODS)}")
+    if not by_surrogate(method) and (axes.expected or axes.earlier):
+        raise InputError(
+            f"method {method} uses no knowledge from before the search; leave {' and '.join(OPTIONS.values())} out, "
+            "or use method trust-region"
+        )
+    if not (isinstance(name, str) and 0 < len(name) <= LONGEST):
+        raise InputError(f"the study's name is {name!r:.60}; give it a text of 1 to {LONGEST} characters")
 
 
 def known_runs(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
@@ -104,27 +232,21 @@ class SearchPlan:
 
     @property
     def by_surrogate(self) -> bool:
-        """Whether the method is ``trust-region``, in which a surrogate proposes and ranks points. In the other
-        methods an Optuna sampler or a grid proposes points, and their losses rank them."""
-        return self.method == "trust-region"
+        return by_surrogate(self.method)
 
     def next(self, runs: Sequence[Evaluation], turn: int, now: float) -> TrialRequest | None:
         """Return the next run, or None if the search is complete or must wait for a running trial.
 
-        ``turn`` is the index of the next proposal of the search.
-
-        Raises:
-            NothingFound: if no run completed, although at least ``DIVERGENCES`` (100) runs diverged or were pruned;
-                or if no run has a result, and the processes of at least ``DEATHS`` (8) runs died.
+        A search without a completed run ends early: after ``DIVERGENCES`` (100) runs that diverged or were pruned,
+        or after ``DEATHS`` (8) runs whose processes died, if no run has a result. ``turn`` is the index of the next
+        proposal of the search.
         """
         states = [run.state for run in runs]
         if "waiting" in states:
             return runs[states.index("waiting")].retry
         ended, died = sum(run.finished for run in runs), states.count("failed")
         if "complete" not in states and (ended >= DIVERGENCES or (died >= DEATHS and not ended)):
-            if "running" in states:
-                return None
-            raise NothingFound(self._nothing(runs))
+            return None
         begun = {run.job for run in runs}
         for known in known_runs(self.axes, self.method, self.budget, self.noise):
             if known.name not in begun and self.budget.left(runs, now) >= 1:
@@ -138,7 +260,7 @@ class SearchPlan:
                     rng, last = np.random.default_rng([self.seed, turn]), not self._room(runs, now, more=2)
                     point = self.axes.params(self._region(runs).proposal(rng, last=last))
                 return TrialRequest("search", f"search:{turn}", point=point)
-            if "running" in states or not self._confirms(runs):
+            if "running" in states or not self._needs_confirmation(runs):
                 return None
         few, each = stored[0] if stored else self.budget.finals(runs, now)
         request = self._rerun(runs, few, each, now)
@@ -150,9 +272,11 @@ class SearchPlan:
     def _region(self, runs: Sequence[Evaluation]) -> Region:
         """Return the trust region. It is cached until another trial ends, because computing it takes seconds with
         2,000 trials of 90 values."""
-        numbers = [run.number for run in results(runs, self.axes)[0]]
+        ended, points, losses = results(runs, self.axes)
+        numbers = [run.number for run in ended]
         if self._known is None or self._known[0] != numbers:
-            self._known = numbers, region_of(runs, self.axes, self.noise)
+            seeds = np.array([run.seed for run in ended], np.int64)
+            self._known = numbers, region(self.axes, points, losses, self.noise, seeds)
         return self._known[1]
 
     def _fitted(self, runs: Sequence[Evaluation]) -> FittedTrials:
@@ -161,9 +285,10 @@ class SearchPlan:
     def _room(self, runs: Sequence[Evaluation], now: float, more: int = 1) -> bool:
         """Return whether the budget allows ``more`` further runs, besides the runs that are reserved for
         confirmation."""
-        return self.budget.left(runs, now) >= more + (self.budget.reserved(runs, now) if self._confirms(runs) else 0)
+        reserved = self.budget.reserved(runs, now) if self._needs_confirmation(runs) else 0
+        return self.budget.left(runs, now) >= more + reserved
 
-    def _confirms(self, runs: Sequence[Evaluation]) -> bool:
+    def _needs_confirmation(self, runs: Sequence[Evaluation]) -> bool:
         """Return whether the search is to end with confirmation runs: runs of the best points with fresh seeds.
 
         The result is False if the noise is 0, or if runs have finished but none has completed. In a trust-region
@@ -218,8 +343,6 @@ class SearchPlan:
         excluded = {tuple((run.octaves or {}).values()) for run in runs if run.state == "stopped"}
         excluded.add((0.0,) * len(self.axes.start))
         points = self._fitted(runs).finalists(by_surrogate=self.by_surrogate)
-        if not points:
-            raise NothingFound(self._nothing(runs))
         return [self.axes.params(np.array(point)) for point in points if point not in excluded]
 
     def _confirming(self, runs: Sequence[Evaluation], now: float) -> Iterator[TrialRequest]:
@@ -267,23 +390,17 @@ class SearchPlan:
         best = min(curves, key=loss_of)
         return Baseline(best.curve, loss_of(best), noise)
 
-    def chosen(self, runs: Sequence[Evaluation]) -> Confirmation:
-        """Return the best point of a search that has ended, and the losses of its runs.
-
-        Raises:
-            NothingFound: if no run finished.
-        """
-        found = self._fitted(runs).confirmed(by_surrogate=self.by_surrogate)
-        if found is None:
-            raise NothingFound(self._nothing(runs))
-        return found
+    def chosen(self, runs: Sequence[Evaluation]) -> Confirmation | None:
+        """Return the best point of a search that has ended, and the losses of its runs. Return None if no run
+        finished; :meth:`why_nothing` says why."""
+        return self._fitted(runs).confirmed(by_surrogate=self.by_surrogate)
 
     def ended_early(self, runs: Sequence[Evaluation], now: float) -> bool:
         """Return whether a completed search has budget left, because it stopped when several rounds gained less than
         the noise. Do not call this for a search that the user stopped."""
         return self._room([run for run in runs if run.budget != self.budget.label], now)
 
-    def _nothing(self, runs: Sequence[Evaluation]) -> str:
+    def why_nothing(self, runs: Sequence[Evaluation]) -> str:
         """Return the message that says why the search has no answer."""
         states = [run.state for run in runs]
         if "stopped" in states:

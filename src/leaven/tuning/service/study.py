@@ -2,14 +2,14 @@
 
 What ``leaven tune`` does from start to end:
 
-1. :class:`Study` checks the arguments and narrows the search space. When its context is entered, it opens the store,
-   which contains all trials (an Optuna journal or a database, ``stores.py``). It joins the study in the store, or
-   creates it (``join.py``).
+1. ``space.py`` makes the search space: which values of the recipe are searched, and how far (``point.py`` makes the
+   recipe of a point). :class:`Study` checks the arguments and narrows the space. When its context is entered, it
+   opens the store, which contains all trials (an Optuna journal or a database, ``stores.py``). It joins the study in
+   the store, or creates it (``stored_study.py``).
 2. :meth:`Study.run` runs the loop of the search (``search_loop.py``) until the budget is used. The loop asks the
    plan (``search_plan.py``) for the next run: the start, a proposal of the search (``algorithm/trust_region.py``)
-   or the best points again. The plan decides from the earlier runs, which ``trial_log.py`` reads from the store. The
-   loop trains the run in a worker process (``training/trial.py``). A trial ends early if it
-   diverges, or if it is pruned because it is so far behind the best trial that it cannot win
+   or the best points again. :class:`TrialTrainer` trains the run in a worker process (``training/trial.py``). A trial
+   ends early if it diverges, or if it is pruned because it is so far behind the best trial that it cannot win
    (``training/early_stopping.py``). Pruning begins once the noise is known from 3 seeds, or is given.
 3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). It is measured by running
    the start 3 times (2 times with fewer than 24 trials, once with fewer than 12), and by every other point that is
@@ -26,7 +26,7 @@ What ``leaven tune`` does from start to end:
    (centre.toml) and the checkpoints of running trials.
 7. ``leaven tune`` prints a line for each trial, and at the end the result of the search: the best values, their loss
    with its interval, the noise, the values that mattered, and the commands to type next
-   (``views/terminal/study.py``).
+   (``views/terminal/study.py``, with sentences from ``views/points.py``).
 """
 
 import json
@@ -35,10 +35,10 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -56,16 +56,14 @@ from leaven.training.engine import check_trainable
 from leaven.training.outcome import Outcome
 from leaven.training.trial import WorkerPool, branches_of, cooldown_start, train_trial
 from leaven.tuning.algorithm.answer import answer
-from leaven.tuning.algorithm.trust_region import RADIUS
+from leaven.tuning.algorithm.trust_region import radius_of, results
 from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, recipe_at
-from leaven.tuning.service.budget import Budget
-from leaven.tuning.service.join import check_recipe, check_search, join_study
 from leaven.tuning.service.samplers import ped_anova
-from leaven.tuning.service.search_loop import Proposal, SearchLoop, TrialReleased, WorkerDied
-from leaven.tuning.service.search_plan import NothingFound, SearchPlan, known_runs
+from leaven.tuning.service.search_loop import Objective, Proposal, SearchLoop, TrialReleased, WorkerDied
+from leaven.tuning.service.search_plan import Budget, SearchPlan, by_surrogate, check_search, known_runs
+from leaven.tuning.service.stored_study import check_recipe, join_study
 from leaven.tuning.service.stores import StoreGone, exists, open_store
-from leaven.tuning.service.trial_log import Evaluation, region_of, runs_of
 from leaven.tuning.space import Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 
@@ -105,14 +103,15 @@ def check_request(
     noise: float | None,
     from_study: Path | None,
 ) -> None:
-    """Check the budget of a study, and the earlier study that it uses, before the training text is tokenised.
+    """Check what needs no tokens: the method, the budget of a study, and the earlier study that it uses.
 
     The arguments are those of :class:`Study` and :meth:`Study.run`.
 
     Raises:
-        InputError: if there is no budget, if one trial or the smallest grid does not fit into the budget, or if the
-            earlier study cannot be used.
+        InputError: if the method is unknown, if there is no budget, if one trial or the smallest grid does not fit
+            into the budget, or if the earlier study cannot be used.
     """
+    space = _narrowed(space, method, durations)
     one = flops_per_token(recipe.model) * max(durations, default=recipe.data.tokens)
     known_runs(space.axes, method, Budget(trials, flops, hours, one), noise)
     if flops is not None and flops < one:
@@ -120,7 +119,95 @@ def check_request(
             f"--flops {flops:g} is too small, because one trial takes {one:.3g} FLOPs; give at least this number"
         )
     if from_study is not None:
-        earlier_trials(from_study, space)
+        space = replace(space, earlier=earlier_trials(from_study, space)[0])
+    check_search(method, space.axes, recipe.name)
+
+
+def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
+    """Return the space without the values that a study with these ``durations`` or this method cannot search."""
+    if durations:
+        space = space.without(BATCH, "each of the --durations must be a whole number of batches")
+        space = space.without(TOKENS, "--durations sets the run lengths").without(DECAY, "--durations needs wsd")
+        space = space.below(WARM_UP, min(durations))
+    return space.within_near() if method == "grid" else space
+
+
+class TrialTrainer:
+    """The objective of a study: trains the recipe with the values of a proposal in a worker process.
+
+    As a context manager it starts ``workers`` processes with one thread each, and ends them at the end.
+
+    Args:
+        folder: the folder of checkpoints.
+        stop: a function that returns true when the trials are to be released.
+        checkpoint_seconds: seconds between checkpoints of a trial.
+    """
+
+    def __init__(  # noqa: PLR0917 - one of each
+        self,
+        space: Space,
+        tokens: TokenSet,
+        durations: Sequence[int],
+        folder: Path,
+        workers: int,
+        stop: Callable[[], bool],
+        checkpoint_seconds: float,
+    ) -> None:
+        self._recipe, self._tokens, self._durations, self._folder = space.recipe, tokens, durations, folder
+        # Loss curves with other cooldowns cannot be compared.
+        self._prunes = COOLDOWN not in space.paths
+        self._workers, self._stop, self._checkpoint_seconds = workers, stop, checkpoint_seconds
+        self._leaving, self._held = threading.Event(), ExitStack()
+
+    def __enter__(self) -> "TrialTrainer":
+        # A pool breaks as a whole when a process dies, so each worker has its own pool.
+        self._pools = [self._held.enter_context(WorkerPool(1)) for _ in range(self._workers)]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._leaving.set()
+        self._held.close()
+
+    def __call__(self, proposal: Proposal) -> Outcome:
+        """Train a proposal and return the outcome.
+
+        Raises:
+            TrialReleased: if the search is stopped during the training.
+            WorkerDied: if the process died.
+        """
+        try:
+            recipe = recipe_at(self._recipe, proposal, self._recipe.data.seed + proposal.seed)
+            branches_of(recipe, self._durations, self._tokens)
+        except ValueError:  # an invalid recipe: lr x weight_decay above 1, or a warm-up beyond the shortest duration
+            return Outcome(math.inf)
+        future = self._pools[proposal.worker].submit(
+            train_trial,
+            recipe,
+            baseline=proposal.baseline if self._prunes else None,
+            checkpoint=self._checkpoint(proposal),
+            durations=self._durations,
+            checkpoint_seconds=self._checkpoint_seconds,
+        )
+        while not wait([future], timeout=POLL).done:
+            if self._stop() or self._leaving.is_set():
+                raise TrialReleased
+        try:
+            return future.result()
+        except BrokenProcessPool:
+            raise WorkerDied from None
+
+    def _checkpoint(self, proposal: Proposal) -> Path:
+        """Return the checkpoint folder for this attempt at a run. The checkpoint of an earlier attempt, if any, is
+        moved to this folder.
+
+        Each attempt has a separate folder, because the worker of the earlier attempt may go on writing for half a
+        second after its command was killed.
+        """
+        folder = self._folder / f"{proposal.origin:06d}-{proposal.number:06d}"
+        for last in sorted(self._folder.glob(f"{proposal.origin:06d}-*"))[-1:]:
+            with suppress(OSError):  # another attempt has moved it, or it is gone: train from the start
+                last.rename(folder)
+        return folder
 
 
 class Study:
@@ -157,17 +244,12 @@ class Study:
         *branches, longest = branches_of(recipe, durations, tokens) or [recipe]
         cooldowns = sum(branch.data.tokens - cooldown_start(branch) for branch in branches)
         self._run_flops = flops_per_token(recipe.model) * (longest.data.tokens + cooldowns)
-        if durations:
-            space = space.without(BATCH, "each of the --durations must be a whole number of batches")
-            space = space.without(TOKENS, "--durations sets the run lengths").without(DECAY, "--durations needs wsd")
-            space = space.below(WARM_UP, min(durations))
+        space = _narrowed(space, method, durations)
         if TOKENS in space.paths and max(tokens.epochs(recipe.data.tokens).values()) <= 1:
             raise InputError(
                 f"--space {TOKENS}: no text is repeated, so more tokens are always better and cost more; leave this "
                 "value out, or compare run lengths with --durations"
             )
-        if method == "grid":
-            space = space.within_near()
         self._noise_given = noise is not None
         if from_study is not None:
             earlier, known = earlier_trials(from_study, space)
@@ -205,14 +287,14 @@ class Study:
             raise self._store_lost(ended)
         if isinstance(self._where, Path):
             make_folder(self.out)
-        self._store, name = open_store(self._where, self._waited), self.recipe.name
-        stored = {study.study_name: study._study_id for study in self._store.get_all_studies()}
+        store, name = open_store(self._where, self._waited), self.recipe.name
+        stored = {study.study_name: study._study_id for study in store.get_all_studies()}
         if others := [other for other in stored if other != name and isinstance(self._where, Path)]:
             raise InputError(f"{self._name} contains the study {others[0]}, not {name}; use another --study")
-        if ended and not (name in stored and self._store.get_n_trials(stored[name])):
+        if ended and not (name in stored and store.get_n_trials(stored[name])):
             raise self._store_lost(ended)
-        self._study, axes, self._noise = join_study(
-            self._store,
+        self._stored = join_study(
+            store,
             name,
             self._name,
             "give it the same, or use another --study",
@@ -224,14 +306,14 @@ class Study:
             recipe=self.recipe,  # commands on other machines have another folder, so it is in the store, too
             shared={"text": self._tokens.fingerprint, "durations": list(self._durations)},
         )
-        self.space = self.space.knowing(axes.expected, axes.earlier)
+        self.space = self.space.knowing(self._stored.axes.expected, self._stored.axes.earlier)
         make_folder(self.out)
         if not (self.out / "centre.toml").exists():
             write_recipe(self.recipe, self.out / "centre.toml")
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._store.remove_session()
+        self._stored.store.remove_session()
 
     def _ended_trials(self) -> int:
         """Return the number of ended trials in study.json; 0 if the file is missing or cannot be read."""
@@ -283,7 +365,7 @@ class Study:
         ``stop_at_noise``, if several rounds gained less than the noise.
 
         Args:
-            trials, flops, hours: see :class:`leaven.tuning.service.budget.Budget`.
+            trials, flops, hours: see :class:`leaven.tuning.service.search_plan.Budget`.
             workers: number of processes, with one thread each.
             checkpoint_seconds: seconds between checkpoints of a trial.
 
@@ -292,20 +374,23 @@ class Study:
                 results cannot be written.
         """
         self._screen, self._stop = screen or NoScreen(), stop
-        axes, seed = self.space.axes, self.recipe.data.seed
-        budget = Budget(trials, flops, hours, self._run_flops)
-        plan = SearchPlan(axes, self.method, seed, budget, self._noise, stop_at_noise)
-        with self._workers(workers, checkpoint_seconds) as train:
-            loop = SearchLoop(plan, self._study, self._store, train, workers, stop, self, lease_seconds)
-            try:
-                runs = loop.run()
-                plan.chosen(runs)  # raises NothingFound if there is no answer
-                self._over, self.nothing = not stop(), ""
-                self._stalled = self._over and plan.ended_early(runs, time.time())
-            except NothingFound as nothing:
-                self._over, self._stalled, self.nothing = False, False, self.state().advice or str(nothing)
+        budget, seed = Budget(trials, flops, hours, self._run_flops), self.recipe.data.seed
+        plan = SearchPlan(self._stored.axes, self.method, seed, budget, self._stored.noise, stop_at_noise)
+        with (
+            self._trainer(workers, checkpoint_seconds) as trainer,
+            SearchLoop(plan, self._stored, trainer, workers, stop, lease_seconds) as loop,
+        ):
+            for event in loop:
+                if isinstance(event, Proposal):
+                    self._screen.started(event.number, f"w{event.worker + 1}")
+                else:
+                    self._save_meanwhile()
+        found = plan.chosen(loop.runs) is not None
+        self._over = found and not stop()
+        self._stalled = self._over and plan.ended_early(loop.runs, time.time())
+        self.nothing = "" if found else self.state().advice or plan.why_nothing(loop.runs)
         if self._over:
-            self._study.set_user_attr(ANSWERED, True)
+            self._stored.study.set_user_attr(ANSWERED, True)
         self._remove_checkpoints()
         try:
             state = self.save()
@@ -316,72 +401,20 @@ class Study:
         self._screen.ended(state)
         return state
 
-    @contextmanager
-    def _workers(self, count: int, checkpoint_seconds: float) -> Iterator[Callable[[Proposal], Outcome]]:
-        """Start ``count`` worker processes with one thread each. Yield the objective of the search, which trains in
-        them."""
-        with ExitStack() as held:
-            # A pool breaks as a whole when a process dies, so each worker has its own pool.
-            pools = [held.enter_context(WorkerPool(1)) for _ in range(count)]
-            leaving = threading.Event()
-            held.callback(leaving.set)
-            yield lambda proposal: self._train(proposal, pools[proposal.worker], leaving, checkpoint_seconds)
-
-    def _train(
-        self, proposal: Proposal, pool: WorkerPool, leaving: threading.Event, checkpoint_seconds: float
-    ) -> Outcome:
-        """Train the recipe with a proposal's values in a worker process, and return the outcome.
-
-        Raises:
-            TrialReleased: if the search is stopped during the training.
-            WorkerDied: if the process died.
-        """
-        try:
-            recipe = recipe_at(self.recipe, proposal, self.recipe.data.seed + proposal.seed)
-            branches_of(recipe, self._durations, self._tokens)
-        except ValueError:  # an invalid recipe: lr x weight_decay above 1, or a warm-up beyond the shortest duration
-            return Outcome(math.inf)
-        future = pool.submit(
-            train_trial,
-            recipe,
-            # Loss curves with other cooldowns cannot be compared.
-            baseline=None if COOLDOWN in self.space.paths else proposal.baseline,
-            checkpoint=self._checkpoint(proposal),
-            durations=self._durations,
-            checkpoint_seconds=checkpoint_seconds,
+    def _trainer(self, workers: int, checkpoint_seconds: float) -> AbstractContextManager[Objective]:
+        folder = self.out / CHECKPOINTS
+        return TrialTrainer(
+            self.space, self._tokens, self._durations, folder, workers, self._stop, checkpoint_seconds
         )
-        while not wait([future], timeout=POLL).done:
-            if self._stop() or leaving.is_set():
-                raise TrialReleased
-        try:
-            return future.result()
-        except BrokenProcessPool:
-            raise WorkerDied from None
-
-    def _checkpoint(self, proposal: Proposal) -> Path:
-        """Return the checkpoint folder for this attempt at a run. The checkpoint of an earlier attempt, if any, is
-        moved to this folder.
-
-        Each attempt has a separate folder, because the worker of the earlier attempt may go on writing for half a
-        second after its command was killed.
-        """
-        folder = self.out / CHECKPOINTS / f"{proposal.origin:06d}-{proposal.number:06d}"
-        for last in sorted(folder.parent.glob(f"{proposal.origin:06d}-*"))[-1:]:
-            with suppress(OSError):  # another attempt has moved it, or it is gone: train from the start
-                last.rename(folder)
-        return folder
 
     def _remove_checkpoints(self) -> None:
         """Remove the checkpoints of runs that have ended."""
-        ended = {f"{run.origin:06d}" for run in self._runs() if run.state not in UNDER_WAY}
+        ended = {f"{run.origin:06d}" for run in self._stored.runs if run.state not in UNDER_WAY}
         for folder in (self.out / CHECKPOINTS).glob("*-*"):
             if folder.name.partition("-")[0] in ended:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def started(self, proposal: Proposal) -> None:
-        self._screen.started(proposal.number, f"w{proposal.worker + 1}")
-
-    def ended(self, numbers: Sequence[int]) -> None:
+    def _save_meanwhile(self) -> None:
         """Write the results after trials have ended. Skip this if writing would take more than the share ``SAVING``
         of the time; the trials are in the store in any case."""
         self._remove_checkpoints()
@@ -403,35 +436,28 @@ class Study:
         The document's ``best`` is None until a command has run the search to its end. After that, ``best`` stays set
         while a command with a larger budget runs.
         """
-        space, axes, by_surrogate = self.space, self.space.axes, self.method == "trust-region"
-        over = self._over or bool(self._study.user_attrs.get(ANSWERED))
-        runs = self._runs()
+        space, runs, ranks_by_surrogate = self.space, self._stored.runs, by_surrogate(self.method)
+        over = self._over or bool(self._stored.study.user_attrs.get(ANSWERED))
         found = answer(
             runs,
             space.dimensions,
-            self._noise,
+            self._stored.noise,
             over=over,
-            by_surrogate=by_surrogate,
+            by_surrogate=ranks_by_surrogate,
             optunas=ped_anova,
             earlier=space.earlier,
         )
-        trials = tuple(replace(run, values=space.values(run.octaves or {})) for run in runs)
-        radius = None
-        if by_surrogate:
-            radius = region_of(runs, axes, self._noise).radius if any(run.finished for run in runs) else RADIUS
+        trials = tuple(run.document(space.values(run.octaves or {})) for run in runs)
         return StudyDocument(
             **vars(found) | {"best": found.best if over else None, "trials": trials},
-            name=self._study.study_name,
+            name=self._stored.study.study_name,
             method=self.method,
             space=space.paths,
-            radius=radius,
+            radius=radius_of(space.axes, results(runs, space.axes)[2]) if ranks_by_surrogate else None,
             stalled=self._stalled,
             durations=self._durations,
             front=front(trials),
         )
-
-    def _runs(self) -> list[Evaluation]:
-        return runs_of(self._study.get_trials(deepcopy=False), self.space.axes)
 
     def save(self) -> StudyDocument:
         """Write study.json and the recipes of the best points. Return the study's document."""

@@ -1,0 +1,411 @@
+"""A study in a store (an Optuna storage): join or create it, read its runs, and write its trials.
+
+A study has the settings (recipe, space, method and so on) with which it was created. A command with other settings is
+refused, because its trials could not be compared with those in the store.
+
+A run is one training at one point with one seed, to measure the noise, to search, or to confirm the best points. It
+has one trial in the store, and another one for each retry. So any number of commands on any machines can share a
+study, and the call that resumes a search is the same as the call that starts one:
+
+- Each trial has two user attributes from the beginning: its ``owner``, the id of the command that runs it, and its
+  ``job``, a name for its work, such as ``search:12``. There is no queue: the next job follows from the existing
+  trials, so a crash cannot lose a job. If two commands create a trial for the same job at once, the trial with the
+  lower number runs and the other one is closed as a duplicate.
+- If the process of a run dies in trial NUMBER, the run is retried once, by a new trial with the job ``retry:NUMBER``.
+  If the process of the retry dies too, the run has failed. If a command is stopped by Ctrl-C, it releases its trials.
+  Released trials are run again in the same way, but do not count as deaths.
+- A diverged run is marked by a user attribute. Optuna's samplers need a finite loss, so the store gets the worst
+  finite loss so far. leaven itself counts the loss of a diverged run as infinite.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
+from optuna.samplers import BaseSampler
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe, differences
+from leaven.training.outcome import Outcome, curve_of
+from leaven.training.run_folder import describe_changes
+from leaven.tuning.algorithm.surrogate import EarlierTrials
+from leaven.tuning.algorithm.trust_region import RESULTS, Axes
+from leaven.tuning.study_document import StudyTrial
+
+ABOUT = "leaven:about"  # an attribute of a study: its settings (recipe, space, method and so on) by name
+EXPECTED, EARLIER = "expected", "earlier"  # the settings with knowledge from before the search
+OPTIONS = {EXPECTED: "--prior (or expected)", EARLIER: "--from-study (or earlier)"}
+PATIENCE = 5.0  # seconds to wait for the settings of a study that another command has just created
+
+# Names of user attributes of a trial: fields of an Outcome, and others.
+MEASURED = ("tokens", "flops", "seconds", "branches", "worker", "stopped")
+PURPOSE, SEED, RETRY_OF, FINALIST, DIVERGED = "purpose", "seed", "retry_of", "finalist", "diverged"
+OWNER, JOB, FINAL, RELEASED, CONFIRMS = "owner", "job", "final", "released", "confirms"
+BEGAN, ENDED = "began", "ended"  # Unix time by the owner's clock, seconds
+PREDICTED = "expected"  # the predicted final loss of a pruned trial
+LIVES = 2  # attempts of a run before it has failed
+NEVER_ENDED = 1e6  # the stored loss of a diverged run before there is any finite loss
+
+Params = dict[str, float]  # log2 multipliers by name
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """A run that the search plan asks to start."""
+
+    purpose: str  # search | noise | rerun
+    name: str  # name of the job; a run was started already if a trial with this job exists
+    seed: int = 0
+    point: Params | None = None  # None if Optuna's sampler proposes it
+    attributes: Mapping[str, Any] = field(default_factory=dict)  # further user attributes of the trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(StudyTrial):
+    """A run of a search. The fields inherited from :class:`StudyTrial` are those of its last trial; ``values`` is
+    empty."""
+
+    params: Params  # log2 multipliers
+    origin: int  # number of the run's first trial
+    job: str | None = None  # name of the request that started the first trial
+    budget: str = ""  # label of the budget for which this run reruns or confirms a finalist; empty for other runs
+    finalist: int | None = None  # index of the finalist that this run reruns
+    finals: tuple[int, int] | None = None  # (number of finalists, runs of each); only in the first rerun
+    began: float | None = None  # Unix time at which the last trial began
+    until: float | None = None  # Unix time at which the last trial ended or was found dead
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has a result: it completed, diverged, or was pruned."""
+        return self.state in RESULTS
+
+    @property
+    def retry(self) -> TrialRequest:
+        """The request that retries the run."""
+        attributes: dict[str, Any] = {RETRY_OF: self.origin}
+        if self.budget:
+            attributes |= {FINALIST: [self.budget, self.finalist]}
+        if self.confirms:
+            attributes |= {CONFIRMS: True}
+        return TrialRequest(self.purpose, f"retry:{self.number}", self.seed, dict(self.params), attributes)
+
+    def document(self, values: dict[str, Any]) -> StudyTrial:
+        """Return the run as it is written to study.json, with its ``values`` in the units of the recipe."""
+        own = {each.name: getattr(self, each.name) for each in fields(StudyTrial)}
+        return StudyTrial(**own | {"values": values})
+
+
+@dataclass(frozen=True)
+class StoredStudy:
+    """A study in a store."""
+
+    store: BaseStorage
+    study: optuna.Study
+    axes: Axes  # with the prior knowledge of the stored study
+    noise: float | None  # standard deviation of the loss between seeds, if it was known before the search
+
+    @cached_property
+    def id(self) -> int:
+        return self.store.get_study_id_from_name(self.study.study_name)
+
+    @property
+    def trials(self) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False)
+
+    @property
+    def runs(self) -> list[Evaluation]:
+        return runs_of(self.trials, self.axes)
+
+    def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
+        """Create the trial of a request, and return its number and its point. ``sampler`` draws the point if the
+        request has none.
+
+        Return None if another command already runs a trial for the same job, or if another command took this command
+        for dead and closed the new trial.
+        """
+        # A template creates the trial in one call, so that no trial exists without the name of its job.
+        template = create_trial(
+            state=TrialState.RUNNING,
+            params=request.point or {},
+            distributions=distributions(self.axes) if request.point else {},
+            user_attrs={
+                OWNER: owner,
+                PURPOSE: request.purpose,
+                SEED: request.seed,
+                BEGAN: time.time(),
+                # Two commands that have read the same trials choose the same name, and only one of them runs the job.
+                JOB: request.name,
+                **request.attributes,
+            },
+        )
+        trial_id = self.store.create_new_trial(self.id, template)
+        number = self.store.get_trial_number_from_id(trial_id)
+        if jobs_of(self.trials)[request.name].number != number:  # a duplicate
+            self.close(number)
+            return None
+        if request.point is not None:
+            return number, request.point
+        # A new Study object, because Optuna caches trials in a Study.
+        study = optuna.Study(self.study.study_name, self.store, sampler=sampler)
+        trial, point = optuna.Trial(study, trial_id), {}
+        with suppress(UpdateFinishedTrialError):  # another command took this process for dead and closed the trial
+            for key, limits in self.axes.limits.items():
+                if isinstance(limits, range):
+                    point[key] = float(trial.suggest_categorical(key, [float(level) for level in limits]))
+                else:
+                    point[key] = trial.suggest_float(key, *limits)
+            return number, point
+        return None
+
+    def record(self, number: int, outcome: Outcome) -> bool:
+        """Write the outcome of a trial. Return False if another command took this process for dead and has closed the
+        trial."""
+        about = {key: getattr(outcome, key) for key in MEASURED}
+        about |= {"curve": [point for point in outcome.curve if math.isfinite(point[1])], DIVERGED: outcome.diverged}
+        about |= {PREDICTED: outcome.loss} if outcome.stopped else {}
+        trial_id = self._trial_id(number)
+        loss, state = outcome.loss, TrialState.COMPLETE
+        with suppress(UpdateFinishedTrialError):
+            for key, value in about.items():
+                if value:
+                    self.store.set_trial_user_attr(trial_id, key, value)
+            self.store.set_trial_user_attr(trial_id, ENDED, time.time())
+            if outcome.diverged:
+                # Optuna's samplers need a finite number: the worst loss, so that it does not dominate the others.
+                loss = max((run.loss for run in self.runs if run.loss is not None), default=NEVER_ENDED)
+            if outcome.stopped:
+                # Optuna's samplers use the last intermediate value of a pruned trial, and its step.
+                self.store.set_trial_intermediate_value(trial_id, len(outcome.curve), loss)
+                state = TrialState.PRUNED
+            # Not Optuna's tell, which checks the trial before it writes: another command may close it in between.
+            self.store.set_trial_state_values(trial_id, state, [loss])
+            return True
+        return False
+
+    def close(self, number: int, *, released: bool = False) -> None:
+        """Mark a trial as failed, unless it has ended already. ``released`` says that this command gave the trial up;
+        then the trial does not count as one whose process died."""
+        with suppress(UpdateFinishedTrialError):
+            if released:
+                self.store.set_trial_user_attr(self._trial_id(number), RELEASED, True)
+            self.store.set_trial_state_values(self._trial_id(number), TrialState.FAIL)
+
+    def _trial_id(self, number: int) -> int:
+        return self.store.get_trial_id_from_study_id_trial_number(self.id, number)
+
+
+def runs_of(trials: Sequence[FrozenTrial], axes: Axes) -> list[Evaluation]:
+    """Return the runs, ordered by the number of each run's first trial.
+
+    Trials whose process died before the sampler had drawn all values are left out. So are trials without an owner,
+    which another program made.
+    """
+    jobs = jobs_of(trials)
+    found = []
+    for trial in sorted(trials, key=lambda trial: trial.number):
+        job = trial.user_attrs.get(JOB)
+        begins = job is None or (jobs[job] is trial and not job.startswith("retry:"))
+        drawn = len(trial.params) == len(axes.start) or trial.state is TrialState.RUNNING
+        if not (begins and drawn and OWNER in trial.user_attrs):
+            continue
+        last, deaths = trial, 0
+        while last.state is TrialState.FAIL:
+            deaths += not last.user_attrs.get(RELEASED, False)
+            following = jobs.get(f"retry:{last.number}")
+            if following is None:
+                break
+            last = following
+        found.append(_evaluation(trial, last, deaths, axes))
+    return found
+
+
+def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) -> Evaluation:
+    """Return the run with the first trial ``origin`` and the last trial ``last``, in which ``deaths`` processes
+    died."""
+    ran, state, loss = last.user_attrs, "running", None
+    if last.state is TrialState.FAIL:
+        state = "failed" if deaths >= LIVES else "waiting"
+    elif last.state in {TrialState.COMPLETE, TrialState.PRUNED}:
+        state = "complete" if last.state is TrialState.COMPLETE else "stopped"
+        loss = ran.get(PREDICTED) if last.value is None else last.value
+        if ran.get(DIVERGED):
+            state, loss = "diverged", None
+    seconds, tokens = ran.get("seconds"), ran.get("tokens", 0)
+    drawn = len(last.params) == len(axes.start)
+    until = ran.get(ENDED)
+    if until is None and state != "running" and last.datetime_complete:
+        until = last.datetime_complete.timestamp()
+    budget, finalist = origin.user_attrs.get(FINALIST, ("", None))
+    return Evaluation(
+        number=last.number,
+        state=state,
+        loss=loss,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds if seconds else None,
+        octaves=dict(zip(axes.start, axes.octaves(last.params).tolist(), strict=True)) if drawn else None,
+        purpose=str(ran.get(PURPOSE, "search")),
+        confirms=bool(ran.get(CONFIRMS)),
+        seed=int(ran.get(SEED, 0)),
+        tokens=tokens,
+        flops=float(ran.get("flops", 0.0)),
+        curve=curve_of(ran.get("curve", ())),
+        branches=curve_of(ran.get("branches", ())),
+        worker=ran.get("worker"),
+        ended=ran.get(ENDED),
+        params=last.params,
+        origin=origin.number,
+        job=origin.user_attrs.get(JOB),
+        budget=budget,
+        finalist=finalist,
+        finals=origin.user_attrs.get(FINAL),
+        began=ran.get(BEGAN),
+        until=until,
+    )
+
+
+def jobs_of(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
+    """Return the trial of each job by the job's name. If two commands created a trial for the same job at once, the
+    trial with the lowest number counts."""
+    jobs: dict[str, FrozenTrial] = {}
+    for trial in sorted(trials, key=lambda trial: trial.number):
+        if JOB in trial.user_attrs:
+            jobs.setdefault(trial.user_attrs[JOB], trial)
+    return jobs
+
+
+def distributions(axes: Axes) -> dict[str, BaseDistribution]:
+    """Return the Optuna distribution of each searched value, by name."""
+    return {
+        name: CategoricalDistribution([float(level) for level in limits])
+        if isinstance(limits, range)
+        else FloatDistribution(*limits)
+        for name, limits in axes.limits.items()
+    }
+
+
+def check_recipe(there: Recipe, here: Recipe, what: str) -> None:
+    """Raise InputError if the recipe of a study (``there``) differs from the recipe of this command (``here``)."""
+    if changes := differences(there, here):
+        raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
+
+
+def join_study(
+    store: BaseStorage,
+    name: str,
+    what: str,
+    instead: str,
+    *,
+    method: str,
+    axes: Axes,
+    seed: int,
+    noise: float | None,
+    own_noise: bool = True,
+    recipe: Recipe | None = None,
+    shared: Mapping[str, Any] = MappingProxyType({}),
+) -> StoredStudy:
+    """Return the study called ``name``. If it does not exist, create it.
+
+    A new study gets this command's settings and prior knowledge. A stored study keeps the prior knowledge with which
+    it was created, even if scaling laws or the earlier study would give other knowledge now.
+
+    Args:
+        what: the name of the study in messages.
+        instead: what to do if the study has other settings, in messages.
+        own_noise: if true, ``noise`` must equal the noise of the stored study. If false, a stored study that was
+            created with the trials of an earlier study keeps its noise.
+        recipe: the recipe that all commands on the study must share.
+        shared: further settings that all commands on the study must share.
+
+    Raises:
+        InputError: if the study was created by another program, with other settings, or without the kind of prior
+            knowledge that this command gives.
+    """
+    here: dict[str, Any] = {
+        "method": method,
+        "space": {
+            key: ["choice", len(limits), axes.start[key]] if isinstance(limits, range) else [*limits, axes.start[key]]
+            for key, limits in axes.limits.items()
+        },
+        "scales": dict(zip(axes.limits, axes.scale.tolist(), strict=True)),
+        "seed": seed,
+        "noise": noise,
+    }
+    if axes.near:
+        here["near"] = {key: list(both) for key, both in axes.near.items()}
+    here |= shared
+    created = dict(here)
+    if axes.expected:
+        created[EXPECTED] = {key: list(both) for key, both in axes.expected.items()}
+    if axes.earlier is not None:
+        created[EARLIER] = {"points": axes.earlier.points.tolist(), "losses": axes.earlier.losses.tolist()}
+        created[EARLIER]["noise"] = axes.earlier.noise
+    if recipe is not None:
+        created["recipe"] = recipe.model_dump(mode="json")
+    study = _load_or_create(store, name, created, what)
+    there = study.user_attrs[ABOUT]
+    if recipe is not None and "recipe" in there:
+        check_recipe(Recipe.model_validate(there["recipe"]), recipe, what)
+    if EARLIER in there and not own_noise:
+        here["noise"] = noise = there["noise"]
+    for key, value in here.items():
+        if key not in there:
+            raise InputError(f"{what} has no {key}, so another program created it; {instead}")
+        if there[key] != value:
+            raise InputError(f"{what} has another {key}: {_difference(there[key], value)}; {instead}")
+    for key, option in OPTIONS.items():
+        if key in created and key not in there:
+            raise InputError(f"{what} was created without {option}; leave this option out, or use another study")
+    expected = {key: (low, high) for key, (low, high) in there.get(EXPECTED, {}).items()}
+    earlier = there.get(EARLIER)
+    if earlier is not None:
+        earlier = EarlierTrials(np.array(earlier["points"]), np.array(earlier["losses"]), earlier["noise"])
+    return StoredStudy(store, study, replace(axes, expected=expected, earlier=earlier), noise)
+
+
+def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:
+    """Return the Optuna study called ``name``. If it does not exist, create it with these ``settings``.
+
+    If several commands start at once, one of them creates the study and then writes its settings. If that command
+    dies before it has written the settings, another command writes its own settings. The study is looked up before it
+    is created, because a failed attempt to create it would add a line to the file of a journal storage.
+    """
+    try:
+        study = optuna.load_study(study_name=name, storage=store)
+    except KeyError:
+        with suppress(DuplicatedStudyError):  # another command was quicker
+            optuna.create_study(study_name=name, storage=store).set_user_attr(ABOUT, settings)
+        study = optuna.load_study(study_name=name, storage=store)
+    until = time.monotonic() + PATIENCE
+    while not study.user_attrs and not study.get_trials(deepcopy=False) and time.monotonic() < until:
+        time.sleep(0.02)
+    if ABOUT not in study.user_attrs:
+        if study.user_attrs or study.get_trials(deepcopy=False):
+            raise InputError(
+                f"{what} was created by an older version of leaven or by another program; use another name or folder"
+            )
+        study.set_user_attr(ABOUT, settings)
+    return study
+
+
+def _difference(there: Any, here: Any) -> str:
+    there, here = ("none" if value is None else value for value in (there, here))
+    if not (isinstance(there, dict) and isinstance(here, dict)):
+        return f"{there} in the study, {here} in this command"
+    parts = [
+        f"{n} {there[n]} in the study, {here[n]} in this command" for n in there if n in here and there[n] != here[n]
+    ]
+    for kept, other, where in ((there, here, "in the study"), (here, there, "in this command")):
+        alone = [n for n in kept if n not in other]
+        parts += [f"{', '.join(alone)} only {where}"] if alone else []
+    return "; ".join(parts)
