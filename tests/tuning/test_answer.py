@@ -213,6 +213,24 @@ def test_a_point_without_confirmation_must_gain_two_and_a_half_times_the_noise()
     assert (found.point, to_confirm(trials, PATHS, 0.02)) == (START, LUCKY)
 
 
+@pytest.mark.parametrize(
+    ("fresh", "predicted", "answer"),
+    [
+        ({1: 2.96, 2: 2.98}, 0.035, LUCKY),
+        ({1: 2.96, 2: 2.98}, 0.025, START),  # the surrogate expects less than 1.5 times the noise
+        ({1: 2.97, 2: 2.99}, 0.1, START),  # the fresh runs gain no more than the noise
+        ({1: 2.96}, 0.035, START),  # one fresh run
+    ],
+)
+def test_a_likely_gain_needs_to_be_above_the_noise_in_two_fresh_runs(
+    fresh: dict[int, float], predicted: float, answer: tuple[float, ...]
+) -> None:
+    trials, _ = confirmed_with({LUCKY: fresh})
+    found = confirm(trials, PATHS, 0.02, {START: 0.0, LUCKY: -predicted})
+    assert found is not None
+    assert found.point == answer
+
+
 def test_if_the_only_finalist_diverges_the_next_best_point_is_the_answer() -> None:
     trials, _ = confirmed_with({LUCKY: {1: 2.8}})
     trials = [

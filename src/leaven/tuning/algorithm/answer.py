@@ -9,7 +9,8 @@ The noise is the standard deviation of the loss between seeds. The start is the 
 2. The loss of the chosen point must be lower than the loss of the start by more than the noise. The losses are
    compared over the seeds that both points were run with. If the gain is smaller, the answer is the start: the search
    found nothing better. A point without confirmation runs (see 3.) must gain more than 2.5 times the noise, because a
-   gain of only the noise is often chance.
+   gain of only the noise is often chance. There is one exception: an only finalist with two runs with fresh seeds may
+   gain just more than the noise in them, if the surrogate predicts that it gains more than 1.5 times the noise.
 3. The lowest of several means is partly luck, too. For example, if three equally good points have two runs each,
    their lowest mean is on average 0.6 times the noise too low. So a point that was chosen among several finalists is
    run again with new seeds, and so is the start. In these confirmation runs, too, the point must gain more than the
@@ -54,6 +55,7 @@ Array = NDArray[np.float64]
 RERUNS = 2  # runs with fresh seeds of each of the best few points
 CONFIRMATIONS = 2  # further runs of the chosen point, and of the start
 ALONE = 2.5  # times the noise: the gain that a point without confirmation runs must exceed
+LIKELY = 1.5  # times the noise: with a higher predicted gain, an only finalist must gain just more than the noise
 MEASURED = 2  # the fewest degrees of freedom of a measured noise that gains are compared with
 ELSEWHERE = "lower the recipe's learning rate, which is not searched, to half or a quarter"
 
@@ -305,7 +307,9 @@ def confirm(
         if better is None or better > noise:
             return Confirmation(chosen, tuple(confirmed.values()), len(confirmed), better)
         chosen = runs.start
-    elif runs.refuted(noise) or not runs.ahead(chosen, ALONE * noise):
+    elif runs.refuted(noise) or not (
+        runs.ahead(chosen, ALONE * noise) or runs.likely(chosen, predicted, LIKELY * noise)
+    ):
         chosen = runs.start  # without confirmation runs, the point is not far enough ahead
     if chosen == runs.start:
         losses = runs.start_again
@@ -376,6 +380,12 @@ class _Runs:
     def alone(self, chosen: Point) -> bool:
         """Return whether ``chosen`` is the only point that was run with fresh seeds."""
         return chosen in self.choosing and len(self.choosing) == 1
+
+    def likely(self, chosen: Point, predicted: Mapping[Point, float], least: float) -> bool:
+        """Return whether ``chosen`` is the only finalist with ``RERUNS`` fresh runs, and its predicted gain over the
+        start is above ``least`` nats."""
+        repeated = self.alone(chosen) and len(self.choosing[chosen]) >= RERUNS
+        return repeated and predicted.get(self.start, -math.inf) - predicted.get(chosen, math.inf) > least
 
     def refuted(self, noise: float) -> set[Point]:
         """Return the points whose confirmation runs failed: in these runs, the gain over the start is at most
