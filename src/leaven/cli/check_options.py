@@ -23,7 +23,7 @@ from leaven.cli.common import (
     stop_on_signal,
 )
 from leaven.documents.checks import CheckDocument
-from leaven.planning.this_machine import cores
+from leaven.planning.hardware import cores
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
 from leaven.recipe.recipe import Recipe
