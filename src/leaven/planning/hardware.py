@@ -55,10 +55,7 @@ class Cluster:
         return f"{self.nodes} nodes of {node}" + (f", the last of {rest}" if rest else "")
 
     def cost(self, seconds: float, price: Price | None = None) -> CostRow:
-        """Return the cost of using the whole cluster for ``seconds`` seconds; ``price`` is the price of one GPU-hour.
-
-        The energy is None if the board's power is unknown, and the money is None if there is no price.
-        """
+        """Return the cost of the whole cluster for ``seconds`` seconds, at a ``price`` for one GPU-hour."""
         gpu_hours, power = seconds / 3_600 * self.gpus, self.accelerator.power_w
         return CostRow(
             days=seconds / 86_400,
@@ -105,11 +102,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """Return the largest number of GPUs per node, from ``node`` down to half of it, that divides ``gpus``.
-
-    ``node`` is the number of GPUs in a full node. It is returned if no such number divides ``gpus``, or if all GPUs
-    fit into one node.
-    """
+    """Return the most GPUs per node, from ``node`` down to half of it, that fill every node; else ``node``."""
     if gpus <= node:
         return node
     return next((each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0), node)
@@ -131,7 +124,7 @@ def find_accelerator(name: str) -> Accelerator:
     """Return an accelerator by name. Vendor, memory and form factor may be left out: ``H100``, ``h200-sxm``.
 
     Raises:
-        InputError: if no accelerator has this name; the message gives the nearest names and says how to add one.
+        InputError: if no accelerator has this name.
     """
     exact = next((known for key, known in accelerators().items() if key.upper() == name.upper().strip()), None)
     if exact is not None:
@@ -153,8 +146,7 @@ def find_accelerator(name: str) -> Accelerator:
 def known_device(name: str) -> Accelerator | None:
     """Return the accelerator for a name that a driver reports, such as ``NVIDIA H100 80GB HBM3``, or None.
 
-    If several accelerators match, the first whose memory size is in the name is returned. If the name has the memory
-    size of none of them, the first match is returned.
+    Of several accelerators that match, the first with the memory size in the name is preferred.
     """
     words = set(_words(name))
     if words & {"LAPTOP", "MOBILE", "MAX"}:  # slower boards of the same name
@@ -176,10 +168,7 @@ def _words(name: str) -> list[str]:
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Return whether the words ``own`` of an accelerator's name contain all words ``wanted``.
-
-    The first words of the name may also be joined, as in ``RTX4090``.
-    """
+    """Return whether an accelerator's name ``own`` contains all words ``wanted``, also joined as in ``RTX4090``."""
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
     return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)
@@ -200,10 +189,7 @@ def processor() -> str:
 
 
 def this_machine() -> Accelerator:
-    """Return the processors of this machine as one accelerator.
-
-    Memory and number of cores are read from the system. The other numbers are guesses per core (AVX2).
-    """
+    """Return the processors of this machine as one accelerator, whose speeds are guesses per core (AVX2)."""
     from psutil import virtual_memory  # slow to import
 
     cores = os.cpu_count() or 1
@@ -241,8 +227,8 @@ def trainable_here(recipe: Recipe) -> bool:
 def cluster_for(recipe: Recipe) -> str:
     """Return the smallest cluster that can store the model and train it within a month, as ``COUNTxNAME``.
 
-    The number of GPUs is a power of two, at most the number of sequences in a batch. If the layout of the recipe has
-    several ranks, the number of GPUs is the number of ranks.
+    The number of GPUs is the number of ranks of the recipe's layout, if it has several. Otherwise it is a power of
+    two, at most the number of sequences in a batch.
     """
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{_GPU}"
