@@ -138,7 +138,7 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the keys that differ from ``own``, except ``key``, dp, compile and those without effect in ``layout``."""
+    """Return the keys that differ from ``own``, except ``key``, dp, compile and keys without effect."""
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]

@@ -57,7 +57,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _States:
-    """The memory of a rank that does not depend on its micro-batch, in bytes unless stated otherwise."""
+    """The values from which the memory of a rank with any micro-batch follows, in bytes unless stated otherwise."""
 
     weights: float
     grads: float
@@ -75,8 +75,8 @@ class _States:
 def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16) -> Memory:
     """Return the memory of one rank of a pipeline stage.
 
-    The logits never exist at the same time as the temporary memory of a block's backward pass (gradients, their
-    exchange, gathered weights). So only the larger of the two counts.
+    Of the logits and the temporary memory of a block's backward pass (gradients, their exchange, gathered weights),
+    only the larger counts, because they never exist at the same time.
     """
     table, layout = blueprint(model), how.layout
     rank = _states(table, layout, stage, code)
@@ -173,11 +173,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
 
 
 def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> tuple[float, float]:
-    """Return the activations of a rank, in bytes per token, as a pair.
-
-    The first number is for activations that are saved until the backward pass. The second is for those that exist
-    for only one micro-batch and one block at a time.
-    """
+    """Return the fields ``stays`` and ``once`` of :class:`_States`."""
     t, last = layout.tp, stage == layout.pp - 1
     stretch = t if code.sequence_parallel else 1
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
@@ -209,11 +205,9 @@ def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16
 
 @cache
 def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
-    """Return the pipeline ranks that may need the most memory.
+    """Return the pipeline ranks that may need the most memory: the first, the last, and others with different blocks.
 
-    The result has the first rank, the last rank, and one rank for each distinct set of blocks on the other ranks. If
-    several ranks have the same blocks, the earliest is taken, because later ranks never have more micro-batches in
-    flight.
+    Of ranks with the same blocks, the earliest has the most micro-batches in flight.
     """
     firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
     return (0, *({*firsts.values(), pp - 1} - {0}))
@@ -222,10 +216,9 @@ def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balan
 def activation_parts(
     model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16
 ) -> dict[str, float]:
-    """Return the bytes of one rank's activations by operator, summed over its blocks and its micro-batches in flight.
+    """Return the bytes of one rank's activations by operator; their sum is ``activations`` of :func:`stage_memory`.
 
-    The values add up to ``activations`` of :func:`stage_memory`. With recomputation, the key
-    ``kept`` replaces the operators and has the sum of what the blocks save. The key ``elsewhere`` has all other
+    With recomputation, the key ``kept`` replaces the operators of the blocks. The key ``elsewhere`` has all other
     activations: outside the blocks, sent to the next stage, or temporary during a backward pass.
     """
     table, layout = blueprint(model), how.layout
@@ -257,14 +250,12 @@ class Kept:
 def operators_kept(
     block: BlockTable, d_model: int, seq_len: int, tp: int, code: TrainingCode = LEAVEN_BF16
 ) -> dict[str, float]:
-    """Return the bytes per token that each operator of a block saves on one tensor-parallel rank.
-
-    Nothing is recomputed in the backward pass.
+    """Return the bytes per token that each operator of a block saves on one rank, without recomputation.
 
     For b sequences of length s, width h, a heads, d_ff = 4h, t tensor-parallel ranks and bf16, a GPT block with
     dropout and without a flash kernel saves s b h (10 + 24/t + 5 a s/(h t)) bytes (Korthikanti 2022, arXiv
-    2205.05198, equation 2). With sequence parallelism the whole sum is divided by t (equation 4). Tokens are assumed
-    to be spread evenly over experts. A token is stored once for each expert that it is sent to.
+    2205.05198, equation 2). With sequence parallelism the whole sum is divided by t (equation 4). Tokens are spread
+    evenly over experts, and stored once for each expert that they are sent to.
     """
     d, e, core = d_model, code.element, block.core
     stretch = tp if code.sequence_parallel else 1
@@ -310,7 +301,6 @@ def operators_kept(
 def block_kept(
     block: BlockTable, d_model: int, seq_len: int, tp: int, *, recompute: Recompute, code: TrainingCode = LEAVEN_BF16
 ) -> Kept:
-    """Return the activation memory of a block under the given recomputation, summed over its operators."""
     by_operator = operators_kept(block, d_model, seq_len, tp, code)
     everything, core = sum(by_operator.values()), by_operator.get("attention.core", 0.0)
     stretch = tp if code.sequence_parallel else 1

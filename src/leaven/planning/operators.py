@@ -78,8 +78,8 @@ def matmul_seconds(
 ) -> float:
     """Return the seconds of ``count`` products (m, k) x (k, n) in one launch; ``mnk`` is (m, n, k).
 
-    This is the longer of two times: computing the tiles, in whole waves of one tile per multiprocessor, and reading
-    and writing the matrices once (2 bytes per element).
+    It is the longer of two times: to compute the tiles, in whole waves of one tile per multiprocessor, and to read
+    and write the matrices once (2 bytes per element).
     """
     m, n, k = mnk
     own = None if dtype == "bf16" else accelerator.matmul(dtype)
@@ -107,7 +107,7 @@ def stream_seconds(size: float, accelerator: Accelerator) -> float:
 def block_operators(
     block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode
 ) -> tuple[Operator, ...]:
-    """Return the operators of one block with their times, for the part of a micro-batch that a rank computes."""
+    """Return the operators of one block, with their times on one rank."""
     found = [_product(rows, work, accelerator, code) for rows in _together(block)]
     found += [_attention(block, work, accelerator, code), _norms(block, work, accelerator, code)]
     found.append(_activation(block, work, accelerator, code))
@@ -120,11 +120,7 @@ def block_operators(
 
 
 def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
-    """Return the matrix products of a block in groups that have the same input.
-
-    Query, key and value are one group. The two input projections of a gated MLP (``gate`` and ``in``) are another
-    group. Every other product is a group of its own.
-    """
+    """Group the products of a block that have the same input, such as query, key and value, or gate and in."""
     groups: dict[tuple[object, ...], tuple[Matmul, ...]] = {}
     for row in block.matmuls:
         key = (row.name.partition(".")[0], row.k, row.split, row.stored)
@@ -133,10 +129,7 @@ def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
 
 
 def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return one operator for matrix products with the same input, with its forward and backward times.
-
-    The backward pass computes the gradients of weights and of inputs. All experts of a rank run in one launch.
-    """
+    """Return one operator for matrix products with the same input. All experts of a rank run in one launch."""
     first, dtype = rows[0], code.products
     k, n = first.on_rank(work.tp)[0], sum(row.on_rank(work.tp)[1] for row in rows)
     count = max(1, first.stored // work.ep) if first.routed else 1
@@ -183,10 +176,9 @@ def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: Traini
 
 
 def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return the activation function of the MLP, with its times, as an operator.
+    """Return the activation function of the MLP as one operator.
 
-    If elementwise operators are not fused, a gated MLP has two kernels: the activation function of the gate, and the
-    product of the gate with the other branch.
+    If it is not fused, a gated MLP has two kernels: the function of the gate, and the product with the other branch.
     """
     entering = sum(
         row.passed * row.on_rank(work.tp)[1] for row in block.matmuls if row.name.endswith((".in", ".gate"))
@@ -205,9 +197,8 @@ def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: T
 def bandwidth(ranks: int, stride: int, cluster: Cluster) -> float:
     """Return the bandwidth that a collective reaches on one rank of a group, in bytes/s.
 
-    If the group is inside a node, the limit is the link between GPUs, such as NVLink. If the group spans several
-    nodes, the members of the group in one node share their NICs. The limit is then the total bandwidth of these NICs
-    or the bandwidth of the link, whichever is lower.
+    Inside a node, the limit is the link between GPUs, such as NVLink. Across nodes, it is also the sum of the NICs of
+    the group's members in one node.
     """
     accelerator = cluster.accelerator
     gb_s = accelerator.link_gb_s
@@ -220,8 +211,7 @@ def bandwidth(ranks: int, stride: int, cluster: Cluster) -> float:
 def ring(size: float, ranks: int, stride: int, cluster: Cluster, messages: int = 1) -> float:
     """Return the seconds of a reduce-scatter or all-gather of ``size`` bytes, split into ``messages`` messages.
 
-    Each of n ranks sends (n - 1)/n of the bytes in n - 1 steps. Each step adds the latency inside a node or
-    between nodes.
+    Each of n ranks sends (n - 1)/n of the bytes in n - 1 steps, and each step adds a latency.
     """
     if ranks == 1:
         return 0.0
@@ -234,7 +224,7 @@ def ring(size: float, ranks: int, stride: int, cluster: Cluster, messages: int =
 def all_reduce(size: float, ranks: int, stride: int, cluster: Cluster, messages: int = 1) -> float:
     """Return the seconds of an all-reduce of ``size`` bytes, which sends twice the bytes of a reduce-scatter.
 
-    NCCL can send the bytes around a ring or along a tree of nodes. The latency is the lower of the two latencies.
+    The latency is that of a ring or of a tree of nodes, whichever is lower: NCCL can use both.
     """
     if ranks == 1:
         return 0.0
@@ -246,7 +236,6 @@ def all_reduce(size: float, ranks: int, stride: int, cluster: Cluster, messages:
 
 
 def _nodes(ranks: int, stride: int, cluster: Cluster) -> int:
-    """Return the number of nodes that a group of ranks ``stride`` apart uses."""
     size = cluster.accelerator.node_size
     return 1 if ranks * stride <= size else ceil(ranks / max(1, size // stride))
 
@@ -262,8 +251,7 @@ def all_to_all(size: float, ranks: int, stride: int, cluster: Cluster) -> float:
 def hop(size: float, span: int, cluster: Cluster) -> float:
     """Return the seconds that a rank needs to send ``size`` bytes to other ranks of its group.
 
-    ``span`` is the length of the range of rank numbers that the group covers: ranks in the group x stride. If
-    ``span`` is more than the GPUs of a node, the bytes go over the network.
+    ``span`` is ranks in the group x stride. If it is more than the GPUs of a node, the bytes go over the network.
     """
     across = span > cluster.accelerator.node_size
     gb_s = cluster.accelerator.network_gb_s if across else cluster.accelerator.link_gb_s
