@@ -151,7 +151,7 @@ class Exploration:
 
     @cached_property
     def choices(self) -> tuple[LayoutCandidate, ...]:
-        """The members of ``fitting`` that may be chosen: all, or with ``job.by_leaven`` those that leaven can train."""
+        """The members of ``fitting`` that may be chosen: with ``job.by_leaven``, those that leaven can train."""
         if not self.job.by_leaven:
             return self.fitting
         return tuple(ranked([candidate for candidate in self.fitting if candidate.trained]))

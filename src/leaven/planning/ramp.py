@@ -55,8 +55,7 @@ class RampThroughput:
     def step(self, sequences: int) -> tuple[Arrangement, float]:
         """Return the fastest arrangement for a batch of ``sequences`` sequences, and its seconds per step.
 
-        The micro-batch size is at most the micro-batch size at the full batch. If ranks get different numbers of
-        sequences, the rank with the most sequences sets the time.
+        The micro-batch is at most that of the full batch. The rank with the most sequences sets the time.
         """
         if sequences not in self._steps:
             layout, most = self.full.layout, self.full.micro_batch
@@ -68,7 +67,6 @@ class RampThroughput:
         return self._steps[sequences]
 
     def seconds(self, batch_tokens: int) -> float:
-        """Return the seconds of a step with a batch of ``batch_tokens`` tokens."""
         return self.step(batch_tokens // self.job.model.seq_len)[1]
 
     def point(self, sequences: int) -> RampPoint:
@@ -89,18 +87,11 @@ class RampThroughput:
         )
 
     def run_seconds(self, sizes: tuple[tuple[int, int], ...], tokens: int) -> float:
-        """Return the seconds of a run of ``tokens`` tokens.
-
-        ``sizes`` has pairs of (tokens consumed before the first step with a batch size, batch size in tokens).
-        """
+        """Return the seconds of a run; ``sizes`` has pairs of (tokens before a batch size, batch size in tokens)."""
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
-        """Return the hours and steps of a ramp, and the hours that it adds compared with the full batch.
-
-        ``over_tokens`` is the length of the ramp. ``sizes`` is as in :meth:`run_seconds`. ``increment`` is in tokens,
-        or None for a ramp of stages.
-        """
+        """Return the cost of a ramp of ``over_tokens`` tokens; ``increment`` is in tokens, or None for stages."""
         job, steps = self.job, _steps(sizes, over_tokens)
         seconds = self.run_seconds(sizes, over_tokens)
         at_full = sum(size * n for size, n in steps) / job.batch.tokens * self.seconds(job.batch.tokens)
@@ -117,13 +108,11 @@ class RampThroughput:
 
 
 def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) -> RampPlan:
-    """Return the plan of a batch ramp, which starts at the smallest batch size that is fast enough.
+    """Plan a batch ramp that starts at the smallest batch with at least ``share`` of the full batch's throughput.
 
-    A batch size is fast enough if its throughput is at least ``share`` of the full batch's throughput.
-
-    ``full`` is the arrangement at the full batch. As in Megatron, all increments are equal. There are at most 64
-    increments, and each adds the same number of sequences on every rank. The length of the ramp is that of the ramp
-    in ``job.batch``, or 3% of the run if ``job.batch`` has no ramp.
+    ``full`` is the arrangement at the full batch. As in Megatron, all increments are equal. There are at most 64, and
+    each adds the same number of sequences on every rank. The ramp is as long as that in ``job.batch``, or 3% of the
+    run if there is none.
     """
     throughput, seq_len = RampThroughput(job, full), job.model.seq_len
     sequences, dp = job.batch.tokens // seq_len, full.layout.dp
@@ -162,8 +151,8 @@ def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) ->
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
     """Return the smallest increment that divides the batch into at most 64 increments; all numbers are in sequences.
 
-    The increment is a multiple of dp x micro-batch if the batch has at least eight times dp x micro-batch sequences
-    and is a multiple of dp x micro-batch. If not, the increment is a multiple of dp.
+    It is a multiple of dp x micro-batch if the batch is a multiple of that and at least eight times as large,
+    otherwise a multiple of dp.
     """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
@@ -171,11 +160,7 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return the ramp starts whose costs are compared in the plan.
-
-    The result has ``start`` and, for each of the fractions 1, 1/2, 1/4, ... of the full batch, the smallest of
-    ``starts`` that is not below the fraction.
-    """
+    """Return ``start``, and the smallest of ``starts`` at or above each of 1, 1/2, 1/4, ... of the full batch."""
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)
@@ -210,7 +195,7 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
     """Return a power law fitted to pairs of (tokens, noise scale), or a constant if the noise scale falls.
 
     Raises:
-        InputError: if there are too few measurements.
+        InputError: if there are fewer than 20 measurements.
     """
     used = measured[SETTLING:]
     if len(used) < FEWEST:
@@ -236,8 +221,7 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     """Propose a batch ramp in stages, whose batch size is at most ``multiple`` x the noise scale.
 
     The batch size doubles from stage to stage, up to the full batch. Each stage begins when ``multiple`` x the noise
-    scale reaches the batch size of the stage. The first stage has the largest batch size that is allowed at the start
-    of training. If none is allowed, its batch is one sequence. The caller adds the commands to run next.
+    scale reaches its batch size. If no batch size is allowed at the start of training, the first is one sequence.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len
