@@ -8,7 +8,7 @@ import pytest
 from tests.cli.conftest import Verb
 
 from leaven.cli import next_commands
-from leaven.planning import this_machine
+from leaven.planning import hardware
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 
@@ -125,12 +125,12 @@ def test_a_plan_of_many_gpus_prints_a_torchrun_command(leaven: Verb, road: Path)
 
 
 def test_a_recipe_too_large_for_this_machine_is_planned(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(this_machine, "gpus_here", lambda: 0)
+    monkeypatch.setattr(hardware, "gpus_here", lambda: 0)
     large = tiny.replace({"model": tiny.model.scaled(4096, 32).model_dump(), "data.tokens": 140_000_000_000})
     assert next_commands.trainable_here(tiny)
     assert not next_commands.trainable_here(large)
     assert next_commands.train(Path("large.toml"), large) == ["leaven plan large.toml --gpus 4xH100-80GB"]
-    monkeypatch.setattr(this_machine, "gpus_here", lambda: 8)
+    monkeypatch.setattr(hardware, "gpus_here", lambda: 8)
     assert next_commands.train(Path("large.toml"), large) == ["leaven train large.toml --run runs/large"]
     laid_out = tiny.replace({"layout.dp": 4})
     assert next_commands.train(Path("r.toml"), laid_out)[0].startswith(

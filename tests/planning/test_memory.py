@@ -18,10 +18,9 @@ from tests.planning.shapes import (
 )
 
 from leaven.catalogue.runs import find_run
-from leaven.planning.activations import block_kept, operators_kept
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.blueprint import BlockTable, Blueprint, Core, Matmul, blueprint
-from leaven.planning.memory import GIB, activation_parts, stage_memory, worst_stage
+from leaven.planning.memory import GIB, activation_parts, block_kept, operators_kept, stage_memory, worst_stage
 from leaven.planning.published import published_blueprint
 from leaven.planning.stages import in_flight, rank_parameters, stage_layers
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode, states

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from leaven.planning.noise_ramp import FEWEST, SETTLING, NoiseFit, fit_noise, noise_ramp
+from leaven.planning.ramp import FEWEST, SETTLING, NoiseFit, fit_noise, noise_ramp
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe, render
 from leaven.recipe.recipe import Recipe

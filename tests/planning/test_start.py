@@ -33,6 +33,12 @@ def starts() -> dict[tuple[str, str], StarterRecipes]:
     return {(params, tokens): new(params, tokens, forced.get(params)) for params, tokens in SIZES}
 
 
+def test_a_value_is_not_called_outside_by_a_factor_of_1(starts: dict[tuple[str, str], StarterRecipes]) -> None:
+    lines = [line for started in starts.values() for step in started.steps for line in step.lines]
+    assert any("beta1" in line and "published" in line for line in lines)
+    assert not [line for line in lines if line.partition(": outside by a factor of ")[2] == "1"]
+
+
 @pytest.mark.parametrize("size", SIZES, ids="-".join)
 def test_what_new_proposes_passes_its_own_checks_at_proxy_and_target(
     starts: dict[tuple[str, str], StarterRecipes], size: tuple[str, str]

@@ -15,7 +15,7 @@ from leaven.data.tokens import TokenSet
 from leaven.model.transformer import Stage
 from leaven.planning import calibration as planning
 from leaven.planning.calibration import CalibrationRecord, StepCost, history
-from leaven.planning.this_machine import processor
+from leaven.planning.hardware import processor
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training import profiling

@@ -40,7 +40,7 @@ VERBS = {
 
 
 class Verbs(TyperGroup):
-    """The ``leaven`` command, which imports the file of a subcommand only when that subcommand is called."""
+    """The ``leaven`` command, which imports the file of a verb only when the verb is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
@@ -48,7 +48,7 @@ class Verbs(TyperGroup):
 
 
 def command_of(verb: str) -> Any:
-    """Import the file of a verb, which is a subcommand of ``leaven`` such as ``train``, and return the subcommand.
+    """Import the file of a verb such as ``train``, and return the verb's command.
 
     The file defines ``app`` if the verb has subcommands, and otherwise a function with the name of the verb.
     """
@@ -150,7 +150,7 @@ def _run() -> int:
 
 
 def error_message(error: Exception) -> str | None:
-    """Return the message of an error for the user. Return None for a bug in leaven, which is shown as a traceback."""
+    """Return the message of an error for the user, or None for a bug, which is shown as a traceback."""
     if isinstance(error, InputError):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
@@ -172,11 +172,8 @@ def error_message(error: Exception) -> str | None:
 
 
 def usage_message(error: Any) -> str | None:
-    """Return what is wrong with a command line and what to type. Return None if ``error`` is not from typer or click.
-
-    Errors are recognised by their attributes, because some versions of typer contain their own copy of click's
-    classes.
-    """
+    """Return what is wrong with a command line and what to type, or None if ``error`` is not from typer or click."""
+    # Not by its class: some versions of typer contain their own copy of click.
     if not hasattr(error, "format_message"):
         return None
     context: Any = getattr(error, "ctx", None)

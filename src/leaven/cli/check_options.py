@@ -23,7 +23,7 @@ from leaven.cli.common import (
     stop_on_signal,
 )
 from leaven.documents.checks import CheckDocument
-from leaven.planning.this_machine import cores
+from leaven.planning.hardware import cores
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
 from leaven.recipe.recipe import Recipe
@@ -48,28 +48,30 @@ SourceOption = Annotated[
 
 
 def with_option_fields(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with an option for each field of its first parameter, whose type is a data class.
+    """Replace the first parameter of a command, a data class, by one option for each of its fields.
 
-    typer reads the options from the signature of the returned function.
+    typer knows no data classes. For ``init(options: RecipeRunOptions, stds=None)`` it sees the signature
+    ``init(*, subject, run, stds=None, seeds=3, ...)``, and ``options`` is made from the parsed fields.
     """
-    first, *own = inspect.signature(command).parameters.values()
-    fields = inspect.signature(first.annotation).parameters
+    shared, *own = inspect.signature(command).parameters.values()
+    fields = inspect.signature(shared.annotation).parameters
+    # The order of the options in --help: required fields, the command's own options, other fields.
     required = [field for field in fields.values() if field.default is field.empty]
     optional = [field for field in fields.values() if field.default is not field.empty]
-    options = [each.replace(kind=each.KEYWORD_ONLY) for each in (*required, *own, *optional)]  # as in --help
+    parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in (*required, *own, *optional)]
 
     @wraps(command)
     def parsed(**values: Any) -> None:
-        command(first.annotation(**{name: values.pop(name) for name in fields}), **values)
+        command(shared.annotation(**{name: values.pop(name) for name in fields}), **values)
 
-    parsed.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-    parsed.__annotations__ = {option.name: option.annotation for option in options}
+    parsed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    parsed.__annotations__ = {each.name: each.annotation for each in parameters}
     return parsed
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    """Options of all checks that train models."""
+    """Options of every check that trains models."""
 
     subject: Annotated[
         str,
@@ -86,11 +88,7 @@ class CheckOptions:
     for_factories: ClassVar[tuple[str, ...]] = ()  # names of the options that apply only to module:factory
 
     def read(self) -> Recipe | str:
-        """Return the recipe, or the subject itself if it is ``module:factory``.
-
-        Raises:
-            InputError: if an option for ``module:factory`` is given with a recipe, or ``--set`` without a recipe.
-        """
+        """Return the recipe, or the text ``module:factory``. Refuse options that apply only to the other."""
         if ":" in self.subject and not Path(self.subject).exists():
             if self.overrides:
                 raise InputError(f"--set applies only to recipes, not to {self.subject}; change the factory")
@@ -151,7 +149,6 @@ class SizeOptions(CheckOptions):
     for_factories = ("source", "alpha")
 
     def train(self, kind: "type[SizeCheck[Any]]", steps: int, lr_factor: float) -> CheckDocument:
-        """Train the small models and return the result of the check."""
         check = kind.of(
             self.read(),
             prepare_text,
@@ -185,7 +182,7 @@ class RecipeRunOptions(CheckOptions):
     ] = None
 
     def models(self, scale: "RunScale | None") -> "tuple[ModelFamily, RunScale]":
-        """Return the model family (the model at any size), and its base size: ``scale``, or the recipe's own size."""
+        """Return the model at any size, and its base size: ``scale``, or the recipe's own size."""
         from leaven.verification.model_instance import RunScale
         from leaven.verification.recipe_family import recipe_models
 
@@ -202,7 +199,7 @@ class RecipeRunOptions(CheckOptions):
         values: Sequence[float] | None,
         scales: "Sequence[RunScale]",
     ) -> None:
-        """Run the check ``check``, which trains a grid of values at several model sizes, and print its result."""
+        """Run a check that trains a grid of values at several model sizes, and print its result."""
         from leaven.verification.sweep import sweep
 
         self.finish(
@@ -210,7 +207,7 @@ class RecipeRunOptions(CheckOptions):
         )
 
     def train(self, check: "Callable[[RunStore], CheckDocument]") -> CheckDocument:
-        """Run a check that keeps its runs in the folder ``run``, and return its result. Ctrl-C stops the check."""
+        """Run a check that keeps its runs in the folder ``run``, until done or Ctrl-C."""
         from leaven.verification.runs import ChecksStopped, RunStore
 
         with (

@@ -51,15 +51,14 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 
 def device_option(default: str) -> Any:
-    """Return the option ``--device``. ``--help`` shows the text ``default`` as the option's default."""
+    """Return the option ``--device``, with the text of its default in ``--help``."""
     return typer.Option(
         metavar="cuda|mps|cpu",
         envvar="LEAVEN_DEVICE",
         help="The device to compute on.",
         show_default=default,
-        callback=lambda name: os.environ.update(
-            {"LEAVEN_DEVICE": name} if name else {}
-        ),  # worker processes inherit it
+        # Worker processes inherit the variable.
+        callback=lambda name: os.environ.update({"LEAVEN_DEVICE": name} if name else {}),
     )
 
 
@@ -67,10 +66,7 @@ DeviceOption = Annotated[str | None, device_option("the best of this machine")]
 
 
 def parsed_option(parse: Callable[[str], Any], metavar: str, help: str, default: str | bool = True) -> Any:
-    """Return an option whose value is ``parse(text)``. ``parse`` raises InputError for wrong text.
-
-    ``--help`` shows the text ``default`` if the default is not a fixed value.
-    """
+    """Return an option whose value is ``parse(text)``, with the text ``default`` in ``--help``."""
 
     def parser(text: str) -> Any:
         try:
@@ -82,7 +78,7 @@ def parsed_option(parse: Callable[[str], Any], metavar: str, help: str, default:
 
 
 def list_option(parse: Callable[[str], Any], help: str, default: str | bool = True, metavar: str = "LIST") -> Any:
-    """Return an option for a list of values, separated by commas. ``parse`` reads one value."""
+    """Return an option for values separated by commas, each read by ``parse``."""
     return parsed_option(lambda text: [parse(part) for part in text.split(",")], metavar, help, default)
 
 
@@ -119,10 +115,7 @@ TokensOption = Annotated[
 
 
 def require_alone(context: typer.Context, option: str, others: str) -> None:
-    """Raise InputError if the user typed ``option`` together with one of ``others``.
-
-    ``others`` are names of the command's parameters, separated by spaces.
-    """
+    """Raise InputError if the user typed ``option`` together with one of ``others``, as in ``"params tokens"``."""
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))
         if param.name in others.split() and source is not None and source.name == "COMMANDLINE":
@@ -132,8 +125,7 @@ def require_alone(context: typer.Context, option: str, others: str) -> None:
 def require_new(path: Path, force: bool | None = None) -> None:
     """Raise InputError if a path is a folder, its folder is missing, or the file exists and ``force`` is not true.
 
-    A device such as /dev/null is not refused. ``force`` is the value of ``--force``, or None for a command without
-    this option.
+    ``force`` is the value of ``--force``, or None for a command without this option. Devices may exist.
     """
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the name of a file")
@@ -160,11 +152,7 @@ def _help(context: typer.Context) -> None:
 
 
 def load_recipe(recipe: Path, overrides: list[str] | None) -> Recipe:
-    """Read and validate a recipe file. ``overrides`` are the values of ``--set``.
-
-    Raises:
-        InputError: if the file is missing or invalid. For the id of a published run, the message says how to show it.
-    """
+    """Return the recipe in a file, with ``overrides``, the values of ``--set``."""
     if not recipe.exists() and (RUNS / f"{recipe}.toml").is_file():
         raise InputError(
             f"{recipe} is a published run, not a recipe file; to see it, type: leaven recipes show {recipe}"
@@ -178,15 +166,12 @@ def print_document(
     json_output: bool,
     following: Sequence[str] = (),
 ) -> None:
-    """Print a document as JSON, or as text: its ``screen``, and then the commands to type next, ``following``.
-
-    In JSON, these commands are the document's key ``next``, and infinite numbers and NaN are null.
-    """
+    """Print a document as JSON, or as text: its ``screen``, and then the commands to type next, ``following``."""
     if json_output:
         data: Any = [each.dump() for each in document] if isinstance(document, Sequence) else document.dump()
         if following:
             data["next"] = list(following)
-        typer.echo(json.dumps(finite(data), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(finite(data), indent=2, ensure_ascii=False))  # infinite numbers and NaN become null
         return
     for part in chain(screen, next_lines(following)):
         console.print(part)
@@ -213,7 +198,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
 
 
 def exit_interrupted(message: str) -> NoReturn:
-    """Print why the command stopped, and exit with code 75 (interrupted)."""
+    """Print why the command stopped, and exit with code 75."""
     errors.print(message)
     raise typer.Exit(INTERRUPTED)
 

@@ -20,9 +20,8 @@ from leaven.cli.common import (
 from leaven.data.sources import estimated_tokens
 from leaven.documents.planning import AdoptedRecipe
 from leaven.planning.budget import size_for_time
-from leaven.planning.hardware import parse_cluster
+from leaven.planning.hardware import gpus_here, parse_cluster
 from leaven.planning.start import start
-from leaven.planning.this_machine import gpus_here
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_recipe
 from leaven.scaling.tested_ranges import warnings

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from leaven.documents.planning import BudgetDocument, PlanDocument
-from leaven.planning.hardware import Cluster, parse_cluster
-from leaven.planning.this_machine import cluster_for, gpus_here, trainable_here
+from leaven.planning.hardware import Cluster, cluster_for, gpus_here, parse_cluster, trainable_here
 from leaven.recipe.files import read_recipe, read_text
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
@@ -21,16 +20,13 @@ PROXY, TUNED = "-proxy", "-tuned"
 
 
 def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands after a passed ``recipes check``. A tuned recipe gets ``check coordinates`` first."""
+    """Return the commands after ``recipes check`` passed, for a tuned recipe with ``check coordinates`` first."""
     check = [_line("check", "coordinates", path, sets=overrides)] if path.stem.endswith(TUNED) else []
     return [*check, *after_coordinates(path, recipe, overrides)]
 
 
 def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands after a passed ``check coordinates``: tune the proxy.
-
-    If there is no proxy, or it is already tuned, return the command that trains the recipe.
-    """
+    """Return the commands after ``check coordinates`` passed: tune the proxy, or without an untuned proxy train."""
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
         return tune(path, recipe, read_recipe(target) if target.exists() else None, overrides)
@@ -44,10 +40,7 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def after_tune(path: Path, study: Path) -> list[str]:
-    """Return the commands after a tuning study: transfer the best values to the target, and write a report.
-
-    If there is no target, check and train the best recipe of the study instead of transferring its values.
-    """
+    """Return the commands after a study: transfer the best values to the target, or without a target train them."""
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
     report = _line("report", study, "-o", study / "report.html")
@@ -58,10 +51,7 @@ def after_tune(path: Path, study: Path) -> list[str]:
 
 
 def after_writing(output: Path | None, recipe: Recipe, name: str) -> list[str]:
-    """Return the commands after ``transfer`` and ``import config``: check and train the new recipe.
-
-    If the recipe was not written (``output`` is None), return the typed command with ``-o name.toml`` added.
-    """
+    """Return the commands after ``transfer`` and ``import config``: write the new recipe, or check and train it."""
     if output is None:
         return [again("-o", str(_free(Path(f"{name}.toml"))))]
     return [_line("recipes", "check", output), *train(output, recipe)]
@@ -70,9 +60,7 @@ def after_writing(output: Path | None, recipe: Recipe, name: str) -> list[str]:
 def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Sequence[str]) -> list[str]:
     """Return the commands after the plan of a recipe: train it in the planned layout, or tune it if it is a proxy.
 
-    If the recipe has a proxy that is not tuned yet, the proxy is tuned first. With ``overrides`` (values of
-    ``--set``), the proxy is ignored, because it was made for the recipe without them. Return no commands if the
-    layout does not fit in memory, or if leaven cannot train in this layout.
+    A proxy that is not tuned yet is tuned first, but not with ``overrides``: it was made for the recipe without them.
     """
     if not found.memory.fits or found.layout["cp"] > 1 or found.layout["ep"] > 1:
         return []
@@ -92,17 +80,16 @@ def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Seque
 
 
 def plan_of_new(path: Path, cluster: Cluster | None) -> str:
-    """Return the command that plans a new recipe on ``cluster``, or on this machine's CPU if ``cluster`` is None."""
+    """Return the command that plans a new recipe on ``cluster``, or on this machine's CPU."""
     return _line("plan", path, "--gpus", *((cluster,) if cluster else ("cpu", "--measure")))
 
 
 def after_plan_of_run(id: str, cluster: str) -> list[str]:
-    """Return the command after the plan of a published run: write a recipe with the run's values."""
     return [_line("new", _free(Path(f"{id}.toml")), "--from", id, "--gpus", cluster)]
 
 
 def after_budget(found: BudgetDocument) -> list[str]:
-    """Return the command after ``plan --budget``: write a recipe for the size in the middle of the printed list."""
+    """Return the command after ``plan --budget``: write a recipe for the middle of the listed sizes."""
     middle = found.rows[len(found.rows) // 2]
     params, tokens = (format_quantity(count).replace(" ", "") for count in (middle.params, middle.tokens))
     return [f"leaven new {params}.toml --params {params} --tokens {tokens} --gpus {found.cluster}"]
@@ -125,19 +112,16 @@ def after_export_weights(folder: Path) -> list[str]:
 
 
 def after_export_config(to: str, path: Path) -> list[str]:
-    """Return the command after ``export config``: import the configuration again, if leaven can read it.
-
-    leaven cannot import Megatron-LM's muP (``--use-mup``), because a recipe has no such scaling rule.
-    """
+    """Return the command after ``export config``: import the configuration again, if leaven can read it."""
     if to not in ("transformers", "megatron"):
         return []
     if to == "megatron" and "--use-mup" in map(str.strip, read_text(path).splitlines()):
-        return []
+        return []  # a recipe has no such scaling rule
     return [_line("import", "config", path, "--from", to, "-o", _free(Path(f"{path.stem}-imported.toml")))]
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """Return the command that tunes the proxy at ``path``, with the number of trials that pays off for the target.
+    """Return the command that tunes a proxy with as many trials as pay off for the target.
 
     If a trial is too large for this machine, ``leaven plan`` for a cluster comes first.
     """
@@ -153,10 +137,7 @@ def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] =
 
 
 def after_new(path: Path, proxy: Recipe | None, target: Recipe, cluster: Cluster | None = None) -> list[str]:
-    """Return the commands after ``leaven new``, up to the training of the target at ``path``.
-
-    If there is a proxy, it is tuned first. A target that is too large for this machine is planned on ``cluster``.
-    """
+    """Return the commands after ``leaven new``: tune the proxy, if there is one, and train the target or plan it."""
     if proxy is None:
         return [_line("recipes", "check", path), *train(path, target, cluster=cluster)]
     tuned = beside(path, TUNED)
@@ -170,7 +151,7 @@ def after_new(path: Path, proxy: Recipe | None, target: Recipe, cluster: Cluster
 
 
 def _proxy_to_tune(path: Path) -> Recipe | None:
-    """Return the proxy of the target at ``path``, or None if there is no proxy or the tuned recipe exists."""
+    """Return the proxy of the target at ``path``, or None if there is none or it is tuned."""
     proxy = beside(path, PROXY)
     return read_recipe(proxy) if proxy.exists() and not beside(path, TUNED).exists() else None
 
@@ -190,18 +171,18 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
 
 
 def again(*words: str) -> str:
-    """Return the command that the user typed, with ``words`` added as arguments."""
+    """Return the command that the user typed, with ``words`` added."""
     return _line(*(word for word in sys.argv[1:] if word != "--json"), *words)
 
 
 def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("leaven",)) -> str:
-    """Return a shell command with ``words`` as arguments. ``sets`` are the values of ``--set``."""
+    """Return a shell command; ``sets`` are the values of ``--set``."""
     options = [word for change in sets for word in ("--set", change)]
     return shlex.join([*start, *map(str, words), *options])
 
 
 def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) -> str:
-    """Return the command that trains a recipe with the values ``sets``, with torchrun if there are several ranks."""
+    """Return the command that trains a recipe, with torchrun if there are several ranks."""
     run = _free(Path("runs", path.stem))
     if ranks == 1:
         return _line("train", path, "--run", run, sets=sets)

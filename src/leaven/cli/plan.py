@@ -138,12 +138,7 @@ def plan(
 
 
 def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> ClusterPlan:
-    """Return a plan with times calibrated by steps on this machine (``measure``) or by earlier runs (``history``).
-
-    Raises:
-        InputError: if the measurement needs an accelerator that this machine does not have.
-        typer.Exit: with code 75 if the measurement was stopped.
-    """
+    """Return a plan with times calibrated by steps on this machine (``measure``) or by earlier runs (``history``)."""
     if not measure:
         return plan.calibrated(past_runs() if history else [], recipe.precision.compute)
 

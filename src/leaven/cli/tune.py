@@ -127,7 +127,7 @@ def tune(
 ) -> None:
     loaded = load_recipe(recipe, overrides)
 
-    from leaven.planning.this_machine import cores
+    from leaven.planning.hardware import cores
     from leaven.training.device import default_device
     from leaven.tuning.service.stores import StoreGone
     from leaven.tuning.service.study import Study, check_request

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from multiprocessing import active_children, get_context, parent_process
 
 from leaven.data.tokenizer import Encoded, Encoder, TextPiece, parallel_tokenizers
-from leaven.planning.this_machine import cores
+from leaven.planning.hardware import cores
 from leaven.recipe.errors import InputError
 
 PieceBatch = list[TextPiece]

@@ -1,8 +1,8 @@
-"""Read the specifications of accelerators (peak, memory, bandwidths, ...) from accelerators.toml and the user's file.
+"""Read the numbers of accelerators (peak, memory, bandwidths, ...) from accelerators.toml and from the user's file.
 
-The user's file has the same format as accelerators.toml. It can add accelerators, or replace a group of numbers (for
-example ``network``) of a built-in accelerator. Its path is ``$LEAVEN_ACCELERATORS`` if that is set, otherwise
-leaven/accelerators.toml in ``$XDG_CONFIG_HOME`` or ~/.config.
+The user's file has the same format. It can add accelerators, or replace a group of numbers of a built-in accelerator,
+such as ``network``. Its path is ``$LEAVEN_ACCELERATORS`` or, if that is not set, leaven/accelerators.toml in
+``$XDG_CONFIG_HOME`` or ~/.config.
 """
 
 import os
@@ -35,7 +35,7 @@ EXAMPLE = (
     "network = { gb_s = 25 } }"
 )
 _WRITE = f"write an accelerator as in this example: Z1-64GB = {EXAMPLE}"
-# Mean of best measured matmul / peak over the accelerators with a measurement; assumed for the other accelerators.
+# Fastest matmul / peak, assumed for accelerators without a measurement: the median of the NVIDIA boards with one.
 _USUAL_MATMUL_SHARE = 0.80
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
 
@@ -63,10 +63,7 @@ class Accelerator:
         return dict(self.peaks).get(dtype)
 
     def matmul(self, dtype: Dtype) -> float | None:
-        """Return the TFLOP/s of the fastest matmul in a dtype.
-
-        Without a measurement, this is 80% of the peak, or None if the peak is unknown too.
-        """
+        """Return the TFLOP/s of the fastest measured matmul, else 80% of the peak, or None if both are unknown."""
         peak = self.peak(dtype)
         return dict(self.matmuls).get(dtype, None if peak is None else peak * _USUAL_MATMUL_SHARE)
 
@@ -77,7 +74,7 @@ class Accelerator:
 
     @cached_property
     def matmul_flops(self) -> float:
-        """The FLOP/s of the fastest matmul in the training's dtype. No training step can exceed this speed."""
+        """The FLOP/s of the fastest matmul in the training's dtype, which no training step can exceed."""
         return dict(self.matmuls).get(self.dtype, self.peak_tflops * _USUAL_MATMUL_SHARE) * 1e12
 
     def document(self) -> AcceleratorRow:
@@ -171,8 +168,7 @@ def accelerators() -> dict[str, Accelerator]:
     """Return every known accelerator by name: first the built-in ones in file order, then the user's.
 
     Raises:
-        InputError: if the user's file cannot be read or is wrong; the message names the file, the entry and the
-            remedy.
+        InputError: if the user's file cannot be read or is wrong.
     """
     path = user_file()
     return _read(path if path.exists() or os.environ.get("LEAVEN_ACCELERATORS") else None)
@@ -211,14 +207,11 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _accelerator(name: str, values: dict[str, Any], sources: Mapping[str, str], file: str) -> Accelerator:
-    """Return the accelerator that a TOML table describes; ``sources`` maps short names of sources to full names.
-
-    If the table has several faults, the error reports one of them. An unknown key is reported rather than a missing
-    key, because the unknown key is often a misspelling of the missing key.
-    """
+    """Return the accelerator that a TOML table describes; ``sources`` maps short names of sources to full names."""
     try:
         entry = _Entry.model_validate(values)
     except ValidationError as error:
+        # Of several faults, an unknown key is reported first: it is often a misspelling of a missing key.
         fault = min(error.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden")
         at = ".".join(map(str, fault["loc"]))
         what = {"extra_forbidden": "no such key", "missing": "missing"}.get(fault["type"])

@@ -107,8 +107,8 @@ def parse_keys(text: str) -> dict[str, Any]:
 def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -> tuple[Layout, int | None]:
     """Return the layout and the micro-batch size (or None) of text such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``.
 
-    Keys that are left out get their defaults, with two exceptions. ``compile`` gets the value of the argument
-    ``compile``. If ``gpus`` is given and tp x pp x cp divides it, ``dp`` gets the quotient.
+    A missing ``compile`` gets the value of the argument. A missing ``dp`` gets gpus / (tp x pp x cp), if ``gpus`` is
+    given and divisible. Other missing keys get their defaults.
 
     Raises:
         InputError: if a key is unknown, a value is wrong, or two values cannot be combined.
@@ -139,21 +139,16 @@ def written(layout: Layout) -> str:
 
 
 def tensor_degrees(model: Model) -> list[int]:
-    """Return the tensor-parallel degrees that are possible for a model.
+    """Return the possible tensor-parallel degrees: the divisors of every size that tensor-parallel ranks split.
 
-    A degree divides the number of heads, the number of key-value heads, the width of the MLP, the vocabulary and the
-    sequence length, because tensor-parallel ranks split all of them.
+    These sizes are heads, key-value heads, the width of the MLP, the vocabulary and the sequence length.
     """
     unit = math.gcd(blueprint(model).tensor_unit, model.seq_len)
     return [tp for tp in range(1, unit + 1) if unit % tp == 0]
 
 
 def check_layout(model: Model, layout: Layout, cluster: Cluster) -> None:
-    """Check that the model and the cluster allow a layout.
-
-    Raises:
-        InputError: if they do not; the message says what would work.
-    """
+    """Raise InputError if the model or the cluster does not allow a layout."""
     if layout.ranks != cluster.gpus:
         ranks = f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp}" + (f" x cp {layout.cp}" if layout.cp > 1 else "")
         dp, rest = divmod(cluster.gpus, layout.tp * layout.pp * layout.cp)

@@ -82,10 +82,8 @@ class BlockTable:
 
     @cached_property
     def vectors(self) -> int:
-        """The number of gains and biases that every tensor-parallel rank stores in full.
-
-        These include the bias of a row-parallel product, because the bias is added after the sum over ranks.
-        """
+        """The number of gains and biases that every tensor-parallel rank stores in full."""
+        # The bias of a row-parallel product is added after the sum over ranks.
         return self.gains + sum(row.n for row in self.matmuls if row.bias and row.split == "row")
 
     @cached_property
@@ -168,7 +166,7 @@ class Blueprint:
 
     @cached_property
     def active_params(self) -> int:
-        """The number of parameters that one token uses: all except the experts to which the token is not sent."""
+        """The number of parameters that one token uses."""
         return self.ends + sum(count * block.active for block, count in self.kinds)
 
     @cached_property
@@ -178,7 +176,7 @@ class Blueprint:
 
     @cached_property
     def tensor_unit(self) -> int:
-        """The greatest common divisor of the sizes that tensor parallelism splits. The degree tp must divide it."""
+        """The greatest common divisor of the sizes that tensor parallelism splits; tp must divide it."""
         sizes = [self.vocab_size]
         for block, _ in self.kinds:
             sizes += [block.core.heads, block.core.kv_heads]
@@ -205,10 +203,7 @@ def attention_rows(
 def mlp_rows(
     name: str, d: int, width: int, *, gated: bool, bias: bool = False, stored: int = 1, passed: int = 1
 ) -> list[Matmul]:
-    """Return the matrix products of an MLP, or of several routed experts, each of which is an MLP.
-
-    ``stored`` is the number of experts, and ``passed`` is the number of experts that a token uses.
-    """
+    """Return the matrix products of an MLP, or of ``stored`` experts of which a token uses ``passed``."""
     inputs = ("gate", "in") if gated else ("in",)
     return [
         *(Matmul(f"{name}.{side}", d, width, "column", bias, stored, passed) for side in inputs),

@@ -2,9 +2,8 @@
 
 A scaling law gives the best number of parameters N for a budget of C = 6 N D FLOPs, where D is the number of tokens.
 But the FLOPs that a cluster delivers in the given time depend on N. So N is found by iteration: N -> shape (as
-``leaven new`` builds it) -> fastest layout -> FLOPs in the given time -> N. The speed changes slowly with N, so a few
-iterations suffice if they start from the speed of a similar size. To save time, a layout is planned once for all
-sizes within 5% of each other.
+``leaven new`` builds it) -> fastest layout -> FLOPs in the given time -> N. A few iterations suffice, because the
+speed changes slowly with N. Sizes within 5% of each other share one plan.
 """
 
 import math
@@ -67,8 +66,8 @@ def _seconds(time: re.Match[str]) -> float:
 def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> BudgetDocument:
     """Return the model sizes and tokens that fit a budget such as ``64xH100 x 14d``.
 
-    The document has one row for each compute-optimal scaling law, and one row for each number of tokens per parameter
-    in `OVER_TRAINED`. If ``mfu`` is given, the speed is this share of the GPUs' dense peak, and no layout is planned.
+    There is one row for each compute-optimal scaling law, and one for each number of tokens per parameter in
+    `OVER_TRAINED`. If ``mfu`` is given, the speed is this share of the GPUs' dense peak, and no layout is planned.
 
     Raises:
         InputError: if the text is not a budget, ``mfu`` is not between 0 and 1, or no model fits.
@@ -108,17 +107,12 @@ def size_for_time(
 ) -> tuple[int, int, TimeFit]:
     """Return (parameters, tokens, details) of the largest model that trains on 20 tokens per parameter in ``time``.
 
-    A text is repeated at most `MOST_EPOCHS` times, so a short text gives a smaller model and a shorter run. The
-    measured speed of earlier runs on the same accelerator corrects the planned speed.
-
-    Args:
-        time: a time in hours, days or weeks, such as ``3h``.
-        text_tokens: number of tokens in the training text, or None if unknown.
-        vocab: vocabulary size, or None to choose it by model size.
-        seq_len: sequence length, or None to choose it by model size.
+    A text of ``text_tokens`` tokens (None if unknown) is repeated at most `MOST_EPOCHS` times, so a short text gives
+    a smaller model and a shorter run. The measured speed of earlier runs on the same accelerator corrects the planned
+    speed. ``vocab`` and ``seq_len`` are chosen by model size if they are None.
 
     Raises:
-        InputError: if ``time`` is not a time, or no model can be trained in it.
+        InputError: if ``time`` is not a time such as ``3h``, or no model can be trained in it.
     """
     match = re.fullmatch(_TIME, time.strip(), re.IGNORECASE)
     if match is None or not (seconds := _seconds(match)):
@@ -154,7 +148,7 @@ class BudgetSpeed(NamedTuple):
 
 @dataclass(frozen=True)
 class _Speeds:
-    """The planned training speeds of one cluster. Model sizes within 5% of each other share one speed."""
+    """The planned training speeds of one cluster."""
 
     cluster: Cluster
     seconds: float  # duration of training
@@ -165,10 +159,7 @@ class _Speeds:
     planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # speeds by number of parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the best model size and number of tokens by the scaling law ``law``.
-
-        ``size`` is the law as a function: it maps a number of FLOPs to a number of parameters.
-        """
+        """Return the best model size by the scaling law ``law``; ``size`` maps FLOPs to the law's best parameters."""
         # Start from the speed of the last planned size, or from the usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus

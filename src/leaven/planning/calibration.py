@@ -16,9 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from leaven import storage
 from leaven.documents.planning import CalibrationRow
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.hardware import parse_cluster
+from leaven.planning.hardware import parse_cluster, processor
 from leaven.planning.memory import GIB, worst_stage
-from leaven.planning.this_machine import processor
 from leaven.planning.timing import step_time
 from leaven.planning.training_codes import in_precision
 from leaven.recipe.files import cache_folder
@@ -76,15 +75,14 @@ class CalibrationRecord(BaseModel):
 def predicted(model: ModelShape, how: Arrangement, accelerator: str, compute: str) -> StepCost | None:
     """Return the planned time and memory of a step that leaven trains, or None if the step cannot be planned.
 
-    Only the memory of tensors is planned, because runs do not measure the memory of the device context or the memory
-    lost to fragmentation. No error is raised, because an error would stop the training run that calls this function.
+    Only the memory of tensors is planned, because runs do not measure the device context or fragmentation.
     """
     try:
         cluster = parse_cluster("cpu" if accelerator == "cpu" else f"{how.layout.ranks}x{accelerator}")
         cluster, code = in_precision(cluster, compute)
         memory = worst_stage(model, how, code.tensors_only()).total / GIB
         return StepCost(step_seconds=step_time(model, how, cluster, code).step, memory_gib=memory)
-    except Exception:
+    except Exception:  # must not stop the training run that asks
         return None
 
 
@@ -126,15 +124,13 @@ def calibration(
     """Return factors that correct the planned time and memory of a model in a layout, or None if no record is usable.
 
     A factor is the weighted median of measured / predicted over records of the same accelerator (for a CPU: the same
-    processor model) and dtype. Predictions are computed again with the current planner. ``params`` is the
-    model's number of parameters. ``step_seconds`` is the uncorrected time of a step; it is copied to the result.
+    processor model) and dtype. Predictions are computed again with the current planner. ``step_seconds`` is the
+    uncorrected time of a step, which is copied to the result.
 
-    - A run is similar if its number of parameters is within a factor of 4 of ``params``, and it has the same kinds of
-      parallelism, recomputation and compilation as ``layout``. If any runs are similar, only similar runs are used.
-    - If no run is similar, all runs within a factor of 16 of ``params`` are used. Models of other sizes are left out:
-      kernel launches dominate the step time of much smaller models.
-    - In the median, the weight of a run is 1 / (1 + log2 of the ratio of parameters + number of layout features that
-      differ). The layout features are the kinds of parallelism, recomputation and compilation.
+    - Similar runs have ``params`` parameters within a factor of 4, and the same layout features as ``layout``: kinds
+      of parallelism, recomputation and compilation. If there are any, only they are used.
+    - Otherwise all runs within a factor of 16 are used. In much smaller models, kernel launches dominate.
+    - The weight of a run is 1 / (1 + log2 of the ratio of parameters + number of layout features that differ).
     """
     found, device = [], processor() if accelerator == "cpu" else None
     for record in records:
@@ -174,10 +170,7 @@ def calibration(
 
 
 def weighted_median(values: list[tuple[float, float]]) -> float:
-    """Return the weighted median of (value, weight) pairs.
-
-    At most half of the total weight lies below the median and at most half above it. If two neighbouring values are
-    medians in this sense, their mean is returned.
+    """Return the weighted median of (value, weight) pairs, or the mean of two neighbours that are both medians.
 
     >>> weighted_median([(1.0, 1.0), (9.0, 1.0)]), weighted_median([(1.0, 1.0), (2.0, 1.0), (9.0, 1.5)])
     (5.0, 2.0)

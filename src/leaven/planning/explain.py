@@ -23,7 +23,7 @@ PARTS = {
     "data_parallel": "gradient exchange",
     "optimizer": "optimizer",
 }
-# At most this many neighbours of the chosen layout are listed, if their steps are slower by more than this share.
+# At most so many neighbours of the chosen layout are listed, if they are slower by more than this share.
 _N_NOT = 4
 _SLOWER = 0.03
 # If nothing fits into memory, these multiples of the number of GPUs are tried.
@@ -33,9 +33,7 @@ _TRIED = 64
 
 
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
-    """Return a comparison of the chosen layout with the best layout that has the values in ``asked``.
-
-    ``asked`` is text such as ``pp=8,zero=1``.
+    """Compare the chosen layout with the best layout that has the values ``asked``, such as ``pp=8,zero=1``.
 
     Raises:
         InputError: if ``asked`` is empty, or has an unknown key or a wrong value.
@@ -108,9 +106,9 @@ def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
 def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, ...]:
     """Return at most four lines that say why neighbours of the chosen layout were not chosen.
 
-    A neighbour is a layout in which one of tp, pp, zero and recompute has another value, and dp is adjusted. A
-    neighbour is listed only if it does not fit into memory or is more than 3% slower, with its best micro-batch. If
-    other keys had to change too, the line names them, as in ``pp 2 (with zero 1)``.
+    A neighbour has another value of tp, pp, zero or recompute, and dp is adjusted. It is listed if it does not fit
+    into memory, or is more than 3% slower with its best micro-batch. If other keys had to change too, the line names
+    them, as in ``pp 2 (with zero 1)``.
     """
     own = chosen.arrangement.layout
     found: list[tuple[float, str]] = []
@@ -132,11 +130,7 @@ def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, .
 
 
 def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
-    """Return the values of a layout key that are compared with ``own``, the value in the chosen layout.
-
-    For a number such as tp, these are the nearest lower and the nearest higher of ``values``. For a word such as
-    ``full``, all other ``values`` are returned.
-    """
+    """Return the nearest lower and higher number in ``values``, or all other words if ``own`` is a word."""
     if isinstance(own, str):
         return [value for value in values if value != own]
     lower, higher = [n for n in values if n < own], [n for n in values if n > own]
@@ -144,17 +138,14 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the keys and values of ``layout`` that differ from ``own``, as text.
-
-    The result leaves out ``key``, dp, compile and keys that have no effect in ``layout``.
-    """
+    """Return the keys that differ from ``own``, except ``key``, dp, compile and keys without effect."""
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]
 
 
 def _slower(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
-    """Return a text with the differences in time and memory between a layout and the chosen one, and the reason."""
+    """Return how a layout differs from the chosen one in time and memory, and why."""
     if found.arrangement == chosen.arrangement:
         return "this is the chosen layout"
     more = (found.memory.total - chosen.memory.total) / GIB
@@ -167,7 +158,7 @@ def _slower(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
 
 
 def _reason(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
-    """Return a text about the part of a step that is slower than in the chosen layout by the most seconds."""
+    """Return a text about the part of a step that loses the most seconds against the chosen layout."""
     more = {part: seconds - vars(chosen.time)[part] for part, seconds in vars(found.time).items()}
     part = max(more, key=more.__getitem__)
     share = vars(found.time)[part] / found.time.step
@@ -207,7 +198,6 @@ def no_layout(seen: Exploration) -> InputError:
 
 
 def _nothing_fits(least: LayoutCandidate) -> str:
-    """Return a message: how much memory the smallest layout needs, and what would fit, such as more GPUs."""
     job, model = least.job, least.job.model
     times = () if job.cluster.accelerator.name == "cpu" else _MORE  # a cpu is always a single process
     larger = (_of_gpus(job.cluster, job.cluster.gpus * n) for n in times)
@@ -241,7 +231,7 @@ def _any_fits(job: Job) -> bool:
 
 
 def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
-    """Return a cluster of ``gpus`` GPUs of the same kind. A node size that the user wrote is unchanged."""
+    """Return a cluster of ``gpus`` GPUs of the same kind, with the node size if the user wrote one."""
     name = cluster.accelerator.name
     if name in accelerators() and str(cluster) == f"{cluster.gpus}x{name}":
         nodes = parse_cluster(f"{gpus}x{name}").accelerator.node_size
@@ -250,10 +240,10 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _fewer_gpus(job: Job) -> int | None:
-    """Return the largest number of GPUs, smaller than the cluster, on which some layout fits; None if there is none.
+    """Return the largest number of GPUs below that of the cluster on which some layout fits, or None.
 
-    Numbers of the form dp x tp x pp are tried, where dp divides the batch, the model allows tp, and every pipeline
-    stage has at least one layer and one micro-batch.
+    Numbers dp x tp x pp are tried for which dp divides the batch, the model allows tp, and every pipeline stage has
+    at least one layer and one micro-batch.
     """
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)
@@ -270,10 +260,7 @@ def _fewer_gpus(job: Job) -> int | None:
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
-    """Return text such as ``; zero=1 would fit in 61.0 GiB``: the smallest change after which the layout fits.
-
-    ``chosen`` is a layout that does not fit into memory. If no layout fits, the text is empty.
-    """
+    """Return the smallest change after which ``chosen`` fits, as in ``; zero=1 would fit in 61.0 GiB``, or ""."""
 
     def changes(other: LayoutCandidate) -> list[str]:
         before, after = (dict(each.arrangement.layout, mbs=each.arrangement.micro_batch) for each in (chosen, other))

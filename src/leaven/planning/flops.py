@@ -65,8 +65,8 @@ def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
 def utilisation(model: Model, recompute: Recompute, mfu: float) -> dict[str, float]:
     """Return the MFU, the causal MFU and the HFU of one training speed, with the keys mfu, mfu_causal and hfu.
 
-    The argument ``mfu`` is the speed as an MFU that counts full attention. The causal MFU counts half of attention.
-    The HFU (hardware FLOPs utilisation) counts full attention and recomputation.
+    The MFU counts full attention, the causal MFU half of attention, and the HFU (hardware FLOPs utilisation) full
+    attention and recomputation.
     """
     full = flops_per_token(model)
     return {

@@ -1,13 +1,20 @@
-"""Parse clusters such as ``64xH100``, find accelerators by name, and compute the cost of a cluster."""
+"""Parse clusters such as ``64xH100``, find accelerators by name, and describe the machine that leaven runs on."""
 
+import math
+import os
+import platform
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from pathlib import Path
 
+from leaven.documents.catalogue import NumberSource
 from leaven.documents.planning import CostRow, Price
 from leaven.planning.accelerators import EXAMPLE, Accelerator, accelerators, user_file
-from leaven.planning.this_machine import this_machine
+from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
 
 _COUNT = r"([0-9][0-9_,]*)\s*[x×*]\s*"
 _CLUSTER = re.compile(rf"\s*{_COUNT}(?:{_COUNT})?((?=.*[a-z]|\d{{4}}).+?)\s*", re.IGNORECASE)
@@ -18,6 +25,13 @@ _PRICE = re.compile(r"\s*([^\d\s.,+\-]{0,3})\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*
 # Power of the building / power of the boards. 1 counts only the boards: hosts, network and cooling often add 50%, but
 # this differs from place to place.
 _PUE = 1.0
+# Assumptions of :func:`trainable_here` and :func:`cluster_for`, rough estimates without a layout.
+_BYTES_PER_PARAMETER = 16  # weights, gradients and Adam's two moments in fp32
+_MAX_SECONDS = 30 * 86_400
+_MFU = 0.4
+_GPU = "H100-80GB"
+_GPU_FLOPS = 1e15  # per second, dense bf16
+_GPU_BYTES = 60 * 2**30  # of 80 GiB; the rest is for activations
 
 
 @dataclass(frozen=True)
@@ -41,10 +55,7 @@ class Cluster:
         return f"{self.nodes} nodes of {node}" + (f", the last of {rest}" if rest else "")
 
     def cost(self, seconds: float, price: Price | None = None) -> CostRow:
-        """Return the cost of using the whole cluster for ``seconds`` seconds; ``price`` is the price of one GPU-hour.
-
-        The energy is None if the board's power is unknown, and the money is None if there is no price.
-        """
+        """Return the cost of the whole cluster for ``seconds`` seconds, at a ``price`` for one GPU-hour."""
         gpu_hours, power = seconds / 3_600 * self.gpus, self.accelerator.power_w
         return CostRow(
             days=seconds / 86_400,
@@ -91,11 +102,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """Return the largest number of GPUs per node, from ``node`` down to half of it, that divides ``gpus``.
-
-    ``node`` is the number of GPUs in a full node. It is returned if no such number divides ``gpus``, or if all GPUs
-    fit into one node.
-    """
+    """Return the most GPUs per node, from ``node`` down to half of it, that fill every node; else ``node``."""
     if gpus <= node:
         return node
     return next((each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0), node)
@@ -117,7 +124,7 @@ def find_accelerator(name: str) -> Accelerator:
     """Return an accelerator by name. Vendor, memory and form factor may be left out: ``H100``, ``h200-sxm``.
 
     Raises:
-        InputError: if no accelerator has this name; the message gives the nearest names and says how to add one.
+        InputError: if no accelerator has this name.
     """
     exact = next((known for key, known in accelerators().items() if key.upper() == name.upper().strip()), None)
     if exact is not None:
@@ -139,8 +146,7 @@ def find_accelerator(name: str) -> Accelerator:
 def known_device(name: str) -> Accelerator | None:
     """Return the accelerator for a name that a driver reports, such as ``NVIDIA H100 80GB HBM3``, or None.
 
-    If several accelerators match, the first whose memory size is in the name is returned. If the name has the memory
-    size of none of them, the first match is returned.
+    Of several accelerators that match, the first with the memory size in the name is preferred.
     """
     words = set(_words(name))
     if words & {"LAPTOP", "MOBILE", "MAX"}:  # slower boards of the same name
@@ -162,10 +168,77 @@ def _words(name: str) -> list[str]:
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Return whether the words ``own`` of an accelerator's name contain all words ``wanted``.
-
-    The first words of the name may also be joined, as in ``RTX4090``.
-    """
+    """Return whether an accelerator's name ``own`` contains all words ``wanted``, also joined as in ``RTX4090``."""
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
     return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """Return the model name of this machine's processor."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def this_machine() -> Accelerator:
+    """Return the processors of this machine as one accelerator, whose speeds are guesses per core (AVX2)."""
+    from psutil import virtual_memory  # slow to import
+
+    cores = os.cpu_count() or 1
+    rate = 0.05 * cores  # TFLOP/s: 8 lanes x 2 FLOPs x 3 GHz for two logical cores; bf16 is as fast as fp32
+    guess = tuple(
+        NumberSource(group=group, text=f"a guess for {cores} cores", confidence="guess")
+        for group in ("peak", "memory", "board")
+    )
+    return Accelerator(
+        name="cpu",
+        memory_gib=round(virtual_memory().total / 2**30, 1),
+        memory_tb_s=0.01 * cores,
+        link_gb_s=10.0 * cores,
+        network_gb_s=1.0,
+        node_size=1,
+        power_w=5.0 * cores,
+        peaks=(("bf16", rate), ("fp32", rate)),
+        sources=guess,
+        note="guessed from the number of cores; --measure calibrates the time of a step, the peak stays a guess",
+    )
+
+
+def trainable_here(recipe: Recipe) -> bool:
+    """Return whether the model and its optimizer states fit on this machine, and training takes under a month."""
+    gpus = gpus_here()
+    if recipe.layout.ranks > max(gpus, 1):
+        return False
+    machine = this_machine()
+    memory = gpus * _GPU_BYTES if gpus else machine.memory_gib * 2**30
+    flops_per_second = gpus * _GPU_FLOPS if gpus else machine.peak_tflops * 1e12
+    seconds = flops_per_token(recipe.model) * recipe.data.tokens / (_MFU * flops_per_second)
+    return recipe.model.params * _BYTES_PER_PARAMETER < memory and seconds < _MAX_SECONDS
+
+
+def cluster_for(recipe: Recipe) -> str:
+    """Return the smallest cluster that can store the model and train it within a month, as ``COUNTxNAME``.
+
+    The number of GPUs is the number of ranks of the recipe's layout, if it has several. Otherwise it is a power of
+    two, at most the number of sequences in a batch.
+    """
+    if recipe.layout.ranks > 1:
+        return f"{recipe.layout.ranks}x{_GPU}"
+    for_memory = recipe.model.params * _BYTES_PER_PARAMETER / _GPU_BYTES
+    for_time = flops_per_token(recipe.model) * recipe.data.tokens / (_MFU * _GPU_FLOPS * _MAX_SECONDS)
+    needed = math.ceil(math.log2(max(for_memory, for_time)))
+    most = math.floor(math.log2(max(recipe.batch.tokens // recipe.model.seq_len, 1)))
+    return f"{2 ** min(max(needed, 0), most)}x{_GPU}"
+
+
+def gpus_here() -> int:
+    """Return the number of NVIDIA GPUs of this machine, counted by device files so that torch is not imported."""
+    return sum(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev")) if os.path.isdir("/dev") else 0

@@ -78,8 +78,7 @@ class Job:
         ramp would not fill the pipeline are left out.
 
         Raises:
-            InputError: if the batch cannot be split evenly over the ranks or does not fill the pipeline; the message
-                says what would work.
+            InputError: if the batch cannot be split evenly over the ranks or does not fill the pipeline.
         """
         seq_len, given = self.model.seq_len, self.micro_batch
         sequences = self.batch.tokens // seq_len
@@ -101,7 +100,7 @@ class Job:
         return [Arrangement(layout, size, share // size) for size in fills]
 
     def time(self, how: Arrangement) -> StepTime:
-        """Return the time of a step in the arrangement ``how``, corrected by the calibration if there is one."""
+        """Return the time of a step, corrected by the calibration if there is one."""
         return step_time(self.model, how, self.cluster, self.code).times(self.slower)
 
 
@@ -127,11 +126,10 @@ class LayoutCandidate:
 
     @property
     def trained(self) -> bool:
-        """Whether leaven can train the arrangement: it has neither context nor expert parallelism."""
+        """Whether leaven can train the arrangement, which needs cp = ep = 1."""
         return self.arrangement.layout.cp == self.arrangement.layout.ep == 1
 
     def row(self) -> CandidateRow:
-        """Return the layout, memory and step time of this candidate in the form of a plan document."""
         return CandidateRow(
             layout=self.arrangement.to_json(), gib=self.memory.total / GIB, step_seconds=self.time.step
         )
@@ -153,10 +151,7 @@ class Exploration:
 
     @cached_property
     def choices(self) -> tuple[LayoutCandidate, ...]:
-        """The candidates that fit into memory and may be chosen, the best first.
-
-        If ``job.by_leaven`` is set, only candidates that leaven can train may be chosen.
-        """
+        """The members of ``fitting`` that may be chosen: with ``job.by_leaven``, those that leaven can train."""
         if not self.job.by_leaven:
             return self.fitting
         return tuple(ranked([candidate for candidate in self.fitting if candidate.trained]))
@@ -180,11 +175,7 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The best layout that fits but that leaven cannot train, or None if it is not worth mentioning.
-
-        It is worth mentioning if it is over 2% faster than every layout that leaven can train, or if leaven can train
-        no layout that fits.
-        """
+        """The best layout that leaven cannot train, if it is over 2% faster than all that it can train, else None."""
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None
@@ -196,8 +187,7 @@ def layouts(job: Job, fixed: Mapping[str, Any] | None = None) -> Iterator[Layout
     """Yield every layout that is worth evaluating for a job; ``fixed`` has values that the layouts must have.
 
     Unless ``fixed`` says otherwise, tensor parallelism stays inside a node, ZeRO 2 and 3 are not combined with a
-    pipeline, and context parallelism leaves a rank at least 4,096 tokens of a sequence. ZeRO 3 is also tried with the
-    model sharded inside groups of 1, 2, 4 or 8 nodes and replicated across these groups.
+    pipeline, and context parallelism leaves a rank at least 4,096 tokens of a sequence.
     """
     fixed, model = fixed or {}, job.model
     gpus, node, n_layers, seq_len = job.cluster.gpus, job.cluster.accelerator.node_size, model.n_layers, model.seq_len
@@ -257,15 +247,12 @@ def in_a_node(tp: int, gpus: int, node: int) -> bool:
 
 
 def _cuts(seq_len: int, cp: int) -> bool:
-    """Return whether a sequence can be split over ``cp`` context-parallel ranks, with at least 4,096 tokens for each.
-
-    Each rank gets a chunk of each half of the sequence, so that causal attention is equal work for all ranks.
-    """
+    """Return whether a sequence can be split over ``cp`` ranks, with at least 4,096 tokens for each."""
     return cp == 1 or (seq_len % (2 * cp) == 0 and seq_len // cp >= _LEAST_CONTEXT)
 
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
-    """Evaluate every layout of a job with every micro-batch size; ``fixed`` has values that the layouts must have."""
+    """Evaluate every layout that :func:`layouts` yields, with every micro-batch size."""
     fitting: list[LayoutCandidate] = []
     too_large: list[LayoutCandidate] = []
     refusal: InputError | None = None
@@ -292,9 +279,9 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
 def ranked(candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """Return the candidates sorted by speed, the fastest first.
 
-    Times within about 1% count as equal. Candidates of equal time are sorted by these criteria, the most important
-    first: leaven can train the layout, the pipeline has enough micro-batches, lower ZeRO stage, smaller product of
-    ``dp_replicate`` and ``stages_per_rank``, larger micro-batch (from 8,192 tokens on, all are equal), less memory.
+    Among times that are equal within about 1%, the first differing criterion decides: leaven can train the layout,
+    the pipeline has enough micro-batches, lower ZeRO stage, smaller dp_replicate x stages_per_rank, larger
+    micro-batch (up to 8,192 tokens), less memory.
     """
     fastest = min((candidate.time.step for candidate in candidates), default=0.0)
 

@@ -2,6 +2,10 @@
 
 The parts are the weights, gradients and optimizer states (ZeRO paper, arXiv 1910.02054), the activations that
 operators save for the backward pass, the logits, the buffers, and a fixed amount for the device context and NCCL.
+Autograd saves the inputs of matrix products, norms and activation functions, the dropout masks, and the tensors that
+the backward pass of attention reads. Context parallelism gives a rank fewer tokens, but does not change the bytes of
+activations per token.
+
 docs/evidence/planner-accuracy.md lists the errors on published measurements; benchmarks/memory.py measures the errors
 on leaven's own steps.
 """
@@ -10,14 +14,16 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 
-from leaven.planning.activations import block_kept, operators_kept
 from leaven.planning.arrangement import Arrangement, scheduled
-from leaven.planning.blueprint import Blueprint, Model, blueprint
+from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
 from leaven.planning.stages import in_flight, rank_blocks, rank_parameters
 from leaven.planning.training_codes import LEAVEN_BF16, Balance, TrainingCode
-from leaven.recipe.layout import Layout
+from leaven.recipe.layout import Layout, Recompute
 
 GIB = 2**30
+# Number of saved tensors of the MLP's width: input and output of the activation function, and in a gated MLP also the
+# gate before and after its activation. The backward pass of ReLU needs only the output.
+_MLP_TENSORS = {"relu": 1, "gelu": 2, "squared_relu": 2, "xielu": 2, "swiglu": 4, "geglu": 4}
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _States:
-    """The memory of a rank that does not depend on its micro-batch, in bytes unless stated otherwise."""
+    """The values from which the memory of a rank with any micro-batch follows, in bytes unless stated otherwise."""
 
     weights: float
     grads: float
@@ -69,8 +75,8 @@ class _States:
 def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16) -> Memory:
     """Return the memory of one rank of a pipeline stage.
 
-    The logits never exist at the same time as the temporary memory of a block's backward pass (gradients, their
-    exchange, gathered weights). So only the larger of the two counts.
+    Of the logits and the temporary memory of a block's backward pass (gradients, their exchange, gathered weights),
+    only the larger counts, because they never exist at the same time.
     """
     table, layout = blueprint(model), how.layout
     rank = _states(table, layout, stage, code)
@@ -167,11 +173,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
 
 
 def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> tuple[float, float]:
-    """Return the activations of a rank, in bytes per token, as a pair.
-
-    The first number is for activations that are saved until the backward pass. The second is for those that exist
-    for only one micro-batch and one block at a time.
-    """
+    """Return the fields ``stays`` and ``once`` of :class:`_States`."""
     t, last = layout.tp, stage == layout.pp - 1
     stretch = t if code.sequence_parallel else 1
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
@@ -203,11 +205,9 @@ def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16
 
 @cache
 def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
-    """Return the pipeline ranks that may need the most memory.
+    """Return the pipeline ranks that may need the most memory: the first, the last, and others with different blocks.
 
-    The result has the first rank, the last rank, and one rank for each distinct set of blocks on the other ranks. If
-    several ranks have the same blocks, the earliest is taken, because later ranks never have more micro-batches in
-    flight.
+    Of ranks with the same blocks, the earliest has the most micro-batches in flight.
     """
     firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
     return (0, *({*firsts.values(), pp - 1} - {0}))
@@ -216,10 +216,9 @@ def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balan
 def activation_parts(
     model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16
 ) -> dict[str, float]:
-    """Return the bytes of one rank's activations by operator, summed over its blocks and its micro-batches in flight.
+    """Return the bytes of one rank's activations by operator; their sum is ``activations`` of :func:`stage_memory`.
 
-    The values add up to ``activations`` of :func:`stage_memory`. With recomputation, the key
-    ``kept`` replaces the operators and has the sum of what the blocks save. The key ``elsewhere`` has all other
+    With recomputation, the key ``kept`` replaces the operators of the blocks. The key ``elsewhere`` has all other
     activations: outside the blocks, sent to the next stage, or temporary during a backward pass.
     """
     table, layout = blueprint(model), how.layout
@@ -236,3 +235,94 @@ def activation_parts(
             found[name] += tokens * count * each
     everything = stage_memory(table, how, stage, code).activations
     return dict(found) | {"elsewhere": max(0.0, everything - sum(found.values()))}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The activation memory of one block on one rank, in bytes per token."""
+
+    stays: float  # activations saved until the backward pass of the micro-batch
+    once: float  # activations that exist only while the block is recomputed
+    gradients: float  # peak memory of the gradients of activations within the block
+
+
+@cache
+def operators_kept(
+    block: BlockTable, d_model: int, seq_len: int, tp: int, code: TrainingCode = LEAVEN_BF16
+) -> dict[str, float]:
+    """Return the bytes per token that each operator of a block saves on one rank, without recomputation.
+
+    For b sequences of length s, width h, a heads, d_ff = 4h, t tensor-parallel ranks and bf16, a GPT block with
+    dropout and without a flash kernel saves s b h (10 + 24/t + 5 a s/(h t)) bytes (Korthikanti 2022, arXiv
+    2205.05198, equation 2). With sequence parallelism the whole sum is divided by t (equation 4). Tokens are spread
+    evenly over experts, and stored once for each expert that they are sent to.
+    """
+    d, e, core = d_model, code.element, block.core
+    stretch = tp if code.sequence_parallel else 1
+    gathered = 1 if code.gathered_inputs else stretch
+    q, k, v = core.heads * core.d_qk, core.kv_heads * core.d_qk, core.kv_heads * core.d_v
+    rows = {row.name: row for row in block.matmuls}
+    found = {
+        "norm.attention": code.residual * d / stretch,
+        "attention.inputs": e * d / gathered,
+        "attention.query": e * q / tp,
+        "attention.key": e * k / tp,
+        "attention.value": e * v / tp,
+        "attention.out": e * core.heads * core.d_v / tp,
+    }
+    # The latents of multi-head latent attention are saved before and after their norm.
+    latents = sum(row.n for name, row in rows.items() if name in {"attention.latent", "attention.query_latent"})
+    if latents:
+        found["attention.latents"] = e * latents * (1 / stretch + 1 / gathered)
+    if block.qk_norm:
+        found["norm.query_key"] = e * (q + k) / tp
+    if not code.flash_attention:
+        # The probabilities; with dropout also the mask and the probabilities after dropout.
+        found["attention.core"] = core.heads * seq_len * ((2 * e + 1) if block.dropout else e) / tp
+    found["norm.mlp"] = code.residual * d / stretch
+    tensors = _MLP_TENSORS[block.activation]
+    if "mlp.in" in rows or "shared.in" in rows:
+        found["mlp.inputs"] = e * d / gathered
+    for mlp in ("mlp", "shared"):
+        if f"{mlp}.in" in rows:
+            found[mlp] = e * tensors * rows[f"{mlp}.in"].n / tp
+    if "experts.in" in rows:
+        experts = rows["experts.in"]
+        found["router"] = 4 * experts.stored / stretch
+        found["experts.inputs"] = e * experts.passed * d / gathered
+        found["experts"] = e * tensors * experts.passed * experts.n / tp
+        found["experts.outputs"] = e * experts.passed * d / stretch  # for the gradients of the router's weights
+    if block.dropout:
+        found["dropout"] = 2 * d / stretch
+    return found
+
+
+@cache
+def block_kept(
+    block: BlockTable, d_model: int, seq_len: int, tp: int, *, recompute: Recompute, code: TrainingCode = LEAVEN_BF16
+) -> Kept:
+    by_operator = operators_kept(block, d_model, seq_len, tp, code)
+    everything, core = sum(by_operator.values()), by_operator.get("attention.core", 0.0)
+    stretch = tp if code.sequence_parallel else 1
+    block_input = code.residual * d_model / stretch
+    if recompute == "none":
+        stays = everything
+    elif recompute == "full":
+        stays = block_input
+    elif code.selective == "core":  # 0 with a flash kernel, which saves no scores
+        stays = everything - core
+    else:
+        # torchtitan saves the outputs of every second matrix product.
+        every_second = sum(
+            code.element * row.n * row.passed / (tp if row.split == "column" else stretch)
+            for row in block.matmuls[::2]
+        )
+        stays = block_input + by_operator["attention.out"] + every_second
+    # The peak is in the MLP (gradients of its tensors and of its gathered output) or, without a flash kernel, in
+    # attention (gradients of scores and probabilities). At that time, the saved tensors of the MLP are already free.
+    e = code.element
+    mlp = sum(by_operator.get(name, 0.0) for name in ("mlp", "shared", "experts", "experts.inputs"))
+    widths = sum(row.n * row.passed for row in block.matmuls if row.name.endswith((".in", ".gate")))
+    gradients = e * widths / tp + e * d_model
+    scores = 0.0 if code.flash_attention else 2 * e * block.core.heads * seq_len / tp
+    return Kept(stays, everything - stays, max(gradients, scores - mlp))

@@ -1,18 +1,22 @@
-"""Compute the time of the operators of one block on one accelerator.
+"""Compute the time of the operators of one block on one accelerator, and of communication between accelerators.
 
 A matrix product is computed in tiles, one per multiprocessor at a time, at a fraction of the device's best measured
 matmul rate. The fraction is smaller for widths that do not suit the tensor cores. A flash attention kernel
 runs at a fraction of the rate of matrix products. All other operators are limited by the memory bandwidth. No kernel
 takes less time than a kernel launch. The fractions (constants below) are the same for every device; their sources are
 in docs/evidence/planner-accuracy.md.
+
+In communication, a group is the set of ranks that communicate; its ranks are ``stride`` apart. With tp = 8, a
+data-parallel group has ranks 0, 8, 16, ... and stride 8.
 """
 
 from dataclasses import dataclass
 from functools import cache
-from math import ceil
+from math import ceil, log2
 
 from leaven.planning.accelerators import Accelerator, Dtype
 from leaven.planning.blueprint import BlockTable, Matmul
+from leaven.planning.hardware import Cluster
 from leaven.planning.training_codes import TrainingCode
 
 # Share of the best measured matmul rate that large products sustain in training. The best rate is measured with the
@@ -31,6 +35,10 @@ UNALIGNED = 0.75
 # That wide products lose as much (d_ff 14,337 instead of 14,336) is an assumption: since cuBLAS 11 they also use
 # tensor cores, less efficiently, and no measurement is published.
 MISALIGNED = 0.15
+# Share of a link's bandwidth that a collective reaches.
+LINK_SHARE = 0.65
+# Latency of one step of a ring in seconds, inside a node and between nodes.
+LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
 # Minimum seconds of a kernel.
 LAUNCH = 5e-6
 # Cost of filling and draining a tile's pipeline: it takes as long as this many elements of k.
@@ -70,8 +78,8 @@ def matmul_seconds(
 ) -> float:
     """Return the seconds of ``count`` products (m, k) x (k, n) in one launch; ``mnk`` is (m, n, k).
 
-    This is the longer of two times: computing the tiles, in whole waves of one tile per multiprocessor, and reading
-    and writing the matrices once (2 bytes per element).
+    It is the longer of two times: to compute the tiles, in whole waves of one tile per multiprocessor, and to read
+    and write the matrices once (2 bytes per element).
     """
     m, n, k = mnk
     own = None if dtype == "bf16" else accelerator.matmul(dtype)
@@ -99,7 +107,7 @@ def stream_seconds(size: float, accelerator: Accelerator) -> float:
 def block_operators(
     block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode
 ) -> tuple[Operator, ...]:
-    """Return the operators of one block with their times, for the part of a micro-batch that a rank computes."""
+    """Return the operators of one block, with their times on one rank."""
     found = [_product(rows, work, accelerator, code) for rows in _together(block)]
     found += [_attention(block, work, accelerator, code), _norms(block, work, accelerator, code)]
     found.append(_activation(block, work, accelerator, code))
@@ -112,11 +120,7 @@ def block_operators(
 
 
 def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
-    """Return the matrix products of a block in groups that have the same input.
-
-    Query, key and value are one group. The two input projections of a gated MLP (``gate`` and ``in``) are another
-    group. Every other product is a group of its own.
-    """
+    """Group the products of a block that have the same input, such as query, key and value, or gate and in."""
     groups: dict[tuple[object, ...], tuple[Matmul, ...]] = {}
     for row in block.matmuls:
         key = (row.name.partition(".")[0], row.k, row.split, row.stored)
@@ -125,10 +129,7 @@ def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
 
 
 def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return one operator for matrix products with the same input, with its forward and backward times.
-
-    The backward pass computes the gradients of weights and of inputs. All experts of a rank run in one launch.
-    """
+    """Return one operator for matrix products with the same input. All experts of a rank run in one launch."""
     first, dtype = rows[0], code.products
     k, n = first.on_rank(work.tp)[0], sum(row.on_rank(work.tp)[1] for row in rows)
     count = max(1, first.stored // work.ep) if first.routed else 1
@@ -175,10 +176,9 @@ def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: Traini
 
 
 def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return the activation function of the MLP, with its times, as an operator.
+    """Return the activation function of the MLP as one operator.
 
-    If elementwise operators are not fused, a gated MLP has two kernels: the activation function of the gate, and the
-    product of the gate with the other branch.
+    If it is not fused, a gated MLP has two kernels: the function of the gate, and the product with the other branch.
     """
     entering = sum(
         row.passed * row.on_rank(work.tp)[1] for row in block.matmuls if row.name.endswith((".in", ".gate"))
@@ -192,3 +192,67 @@ def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: T
         stream_seconds(each * (entering + leaving + twice), accelerator),
         stream_seconds(each * (2 * entering + leaving + 1.5 * twice), accelerator),
     )
+
+
+def bandwidth(ranks: int, stride: int, cluster: Cluster) -> float:
+    """Return the bandwidth that a collective reaches on one rank of a group, in bytes/s.
+
+    Inside a node, the limit is the link between GPUs, such as NVLink. Across nodes, it is also the sum of the NICs of
+    the group's members in one node.
+    """
+    accelerator = cluster.accelerator
+    gb_s = accelerator.link_gb_s
+    if ranks * stride > accelerator.node_size:
+        members = max(1, accelerator.node_size // stride)
+        gb_s = min(gb_s, members * accelerator.network_gb_s)
+    return gb_s * 1e9 * LINK_SHARE
+
+
+def ring(size: float, ranks: int, stride: int, cluster: Cluster, messages: int = 1) -> float:
+    """Return the seconds of a reduce-scatter or all-gather of ``size`` bytes, split into ``messages`` messages.
+
+    Each of n ranks sends (n - 1)/n of the bytes in n - 1 steps, and each step adds a latency.
+    """
+    if ranks == 1:
+        return 0.0
+    nodes = _nodes(ranks, stride, cluster)
+    between = nodes if nodes > 1 else 0
+    latency = between * NETWORK_LATENCY + (ranks - 1 - between) * LINK_LATENCY
+    return (ranks - 1) / ranks * size / bandwidth(ranks, stride, cluster) + messages * max(0.0, latency)
+
+
+def all_reduce(size: float, ranks: int, stride: int, cluster: Cluster, messages: int = 1) -> float:
+    """Return the seconds of an all-reduce of ``size`` bytes, which sends twice the bytes of a reduce-scatter.
+
+    The latency is that of a ring or of a tree of nodes, whichever is lower: NCCL can use both.
+    """
+    if ranks == 1:
+        return 0.0
+    nodes = _nodes(ranks, stride, cluster)
+    tree = 2 * ceil(log2(nodes)) * NETWORK_LATENCY + 2 * (ceil(ranks / nodes) - 1) * LINK_LATENCY
+    rings = 2 * ring(0.0, ranks, stride, cluster)
+    moved = 2 * (ranks - 1) / ranks * size / bandwidth(ranks, stride, cluster)
+    return moved + messages * min(tree, rings)
+
+
+def _nodes(ranks: int, stride: int, cluster: Cluster) -> int:
+    size = cluster.accelerator.node_size
+    return 1 if ranks * stride <= size else ceil(ranks / max(1, size // stride))
+
+
+def all_to_all(size: float, ranks: int, stride: int, cluster: Cluster) -> float:
+    """Return the seconds of an all-to-all of ``size`` bytes per rank.
+
+    Each of n ranks sends (n - 1)/n of its bytes, in equal parts, to the other ranks.
+    """
+    return hop((ranks - 1) / ranks * size, ranks * stride, cluster) if ranks > 1 else 0.0
+
+
+def hop(size: float, span: int, cluster: Cluster) -> float:
+    """Return the seconds that a rank needs to send ``size`` bytes to other ranks of its group.
+
+    ``span`` is ranks in the group x stride. If it is more than the GPUs of a node, the bytes go over the network.
+    """
+    across = span > cluster.accelerator.node_size
+    gb_s = cluster.accelerator.network_gb_s if across else cluster.accelerator.link_gb_s
+    return size / (gb_s * 1e9 * LINK_SHARE) + (NETWORK_LATENCY if across else LINK_LATENCY)

@@ -3,15 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from leaven.documents.planning import (
-    MemoryPlan,
-    PlanDocument,
-    Price,
-    SpeedPlan,
-    StageMemory,
-)
+from leaven.documents.planning import MemoryPlan, PlanDocument, Price, SpeedPlan, StageMemory
 from leaven.planning.arrangement import check_layout, parse_layout
 from leaven.planning.blueprint import blueprint
 from leaven.planning.calibration import CalibrationRecord, calibration
@@ -23,9 +16,7 @@ from leaven.planning.memory import GIB, activation_parts, stage_memory
 from leaven.planning.ramp import SHARE, RampThroughput, plan_ramp
 from leaven.planning.training_codes import Moments, in_precision, states
 from leaven.recipe.layout import Layout
-
-if TYPE_CHECKING:
-    from leaven.recipe.recipe import Recipe
+from leaven.recipe.recipe import Recipe
 
 N_ALTERNATIVES = 5
 # Result of benchmarks/planner_accuracy.py: mean and worst error over every usable row of published tables.
@@ -46,10 +37,7 @@ class ClusterPlan:
     layout: Layout | None = None  # the user's layout; None to choose the fastest that fits
 
     def calibrated(self, records: Iterable[CalibrationRecord], compute: str) -> "ClusterPlan":
-        """Return the plan with times corrected by ``records``, the calibration records of earlier runs.
-
-        Only records of the same accelerator and the dtype ``compute`` are used. Without any, the plan is unchanged.
-        """
+        """Return the plan with times corrected by earlier runs on the same accelerator in the dtype ``compute``."""
         found = calibration(
             records,
             self.job.cluster.accelerator.name,
@@ -62,15 +50,12 @@ class ClusterPlan:
 
     @cached_property
     def exploration(self) -> Exploration:
-        """The result of the search over all layouts and micro-batches, which also runs if the user gave a layout."""
+        """The result of the search over all layouts, also if the user gave a layout."""
         return explore(self.job)
 
     @cached_property
     def chosen(self) -> LayoutCandidate:
-        """The planned layout with its fastest micro-batch that fits into memory.
-
-        If none fits, the micro-batch that needs the least memory is used.
-        """
+        """The planned layout with its fastest micro-batch that fits, or else the one that needs the least memory."""
         if self.layout is None:
             if not self.exploration.layouts:
                 raise no_layout(self.exploration)
@@ -128,8 +113,8 @@ class ClusterPlan:
     def document(self, asked: str | None = None, price: Price | None = None, share: float = SHARE) -> PlanDocument:
         """Return the document of ``leaven plan``, without the commands to run next.
 
-        ``asked`` is the text of ``--explain``, and ``price`` is the price of a GPU-hour. A planned batch ramp starts
-        at a batch size with at least the fraction ``share`` of the full batch's throughput.
+        ``asked`` is the text of ``--explain``. A planned batch ramp starts at the smallest batch with at least the
+        fraction ``share`` of the full batch's throughput.
         """
         model, code, cluster, chosen = self.job.model, self.job.code, self.job.cluster, self.chosen
         how = chosen.arrangement
@@ -171,15 +156,13 @@ class ClusterPlan:
         )
 
 
-def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments: Moments = "adam") -> ClusterPlan:
-    """Plan a recipe on a cluster such as ``64xH100-80GB``, in the best layout or in the given one.
+def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None, moments: Moments = "adam") -> ClusterPlan:
+    """Plan a recipe on a cluster such as ``64xH100-80GB``, in the best layout or in one such as ``tp=8,pp=12``.
 
-    ``layout`` is text such as ``tp=8,pp=12``. ``moments`` chooses the optimizer; leaven itself trains only
-    with ``adam``.
+    ``moments`` is the optimizer whose states are counted; leaven itself trains only with ``adam``.
 
     Raises:
-        InputError: if the layout, batch or cluster is impossible, if ``layout`` is None and nothing fits, or if the
-            accelerator's speed in the recipe's dtype is unknown.
+        InputError: as :func:`plan`, or if the accelerator's speed in the recipe's dtype is unknown.
     """
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
     code = code.with_moments(moments)
@@ -190,13 +173,11 @@ def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments:
 def plan(job: Job, tokens: int, layout: str | None = None) -> ClusterPlan:
     """Return the plan of a run over ``tokens`` tokens.
 
-    Without ``layout``, the fastest layout that fits is chosen. A given layout, such as ``tp=8,pp=12,mbs=2``, is
-    planned with its fastest micro-batch that fits. If none fits, the micro-batch that needs the least memory is
-    planned. If ``layout`` does not set ``mbs`` or ``compile``, the value of ``job`` is used.
+    Without ``layout``, the fastest layout that fits is chosen. A given layout, such as ``tp=8,pp=12,mbs=2``, may be
+    too large for the memory. If it does not set ``mbs`` or ``compile``, the value of ``job`` is used.
 
     Raises:
-        InputError: if the layout, batch or cluster is impossible, or if ``layout`` is None and nothing fits; the
-            message says what would work.
+        InputError: if the layout, batch or cluster is impossible, or if ``layout`` is None and nothing fits.
     """
     asked = None
     if layout:

@@ -5,14 +5,7 @@ from typing import Any, NamedTuple
 
 from leaven.catalogue.groups import LayerwiseScaling, PublishedArchitecture
 from leaven.catalogue.runs import find_run
-from leaven.planning.blueprint import (
-    BlockTable,
-    Blueprint,
-    Core,
-    Matmul,
-    attention_rows,
-    mlp_rows,
-)
+from leaven.planning.blueprint import BlockTable, Blueprint, Core, Matmul, attention_rows, mlp_rows
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Job
 from leaven.planning.plan import ClusterPlan, plan
@@ -54,10 +47,10 @@ def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "
 
 
 def _sequences(batch_tokens: int, seq_len: int) -> int:
-    """Return the number of sequences in a batch that was published as a rounded number of tokens.
+    """Return the number of sequences in a batch whose published number of tokens is rounded.
 
-    The number is rounded to a multiple of the largest power of two that changes it by at most 5%: 16M tokens in
-    sequences of 8,192 become 2,048 sequences.
+    It is a multiple of the largest power of two that changes it by at most 5%: 16M tokens in sequences of 8,192
+    become 2,048 sequences.
     """
     count = batch_tokens / seq_len
     if count == int(count):
@@ -74,7 +67,7 @@ def published_blueprint(arch: PublishedArchitecture, seq_len: int) -> Blueprint:
     attends to all keys.
 
     Raises:
-        InputError: if a part of the shape is not published; the message names it.
+        InputError: if a part of the shape is not published.
     """
     d, gain = _known(arch, "d_model"), _gains(arch)
     layers = _layer_widths(arch)
@@ -93,7 +86,6 @@ def published_blueprint(arch: PublishedArchitecture, seq_len: int) -> Blueprint:
 
 
 def _known(arch: PublishedArchitecture, name: str) -> Any:
-    """Return a field of the architecture, or raise InputError if its value is not published."""
     value = getattr(arch, name)
     if value is None:
         raise InputError(f"the shape is not published in full: {name} is not known; plan a run with a complete shape")
@@ -141,7 +133,6 @@ def _gains(arch: PublishedArchitecture) -> int:
 
 
 def _block(arch: PublishedArchitecture, layer: LayerWidths) -> BlockTable:
-    """Return the block of one layer of a published architecture."""
     heads, kv_heads, d_ff = layer
     d, gain, gated, qk_norm = arch.d_model or 0, _gains(arch), _known(arch, "gated"), _known(arch, "qk_norm")
     bias = bool(arch.bias)

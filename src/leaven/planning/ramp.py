@@ -1,25 +1,48 @@
-"""Plan a batch ramp (a batch size that grows during the run): where it should start, and the hours that it costs.
+"""Plan a batch ramp (a batch size that grows during the run), by its speed or by the measured gradient noise scale.
 
-Small batches are slow: each rank has few micro-batches, so a pipeline is idle for most of the step, and the work done
-once per step (gradient exchange, optimizer) is spread over few tokens. The layout stays the same during the run, but
-small batches may have smaller micro-batches: a rank has fewer sequences, and dividing them into more micro-batches
-keeps a pipeline busier. :mod:`leaven.recipe.batch` computes which step has which batch.
+:func:`plan_ramp` finds where a ramp should start, and the hours that it costs. Small batches are slow: each rank has
+few micro-batches, so a pipeline is idle for most of the step, and the work done once per step (gradient exchange,
+optimizer) is spread over few tokens. The layout stays the same during the run, but a small batch may be divided into
+smaller micro-batches, which keep a pipeline busier. :mod:`leaven.recipe.batch` computes which step has which batch.
+
+:func:`noise_ramp` proposes a ramp that stays below a multiple of the gradient noise scale. To reach a given loss, a
+batch of m times the noise scale needs 1 + m times the minimum number of tokens and 1 + 1/m times the minimum number
+of steps (McCandlish et al. 2018, arXiv 1812.06162). The noise scale grows as the loss falls. It may be measured on a
+smaller model at the same number of tokens, because critical batch sizes depend on the number of tokens and hardly on
+the model size (Zhang et al. 2024, arXiv 2410.21676).
 """
 
+import math
+from collections.abc import Sequence
 from itertools import groupby
+from statistics import fmean, linear_regression
 
-from leaven.documents.planning import RampChoice, RampMicroBatch, RampPlan, RampPoint
+from leaven.documents.planning import (
+    NoiseFitRow,
+    RampChoice,
+    RampDocument,
+    RampMicroBatch,
+    RampPlan,
+    RampPoint,
+)
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.flops import flops_per_token
 from leaven.planning.layouts import Job
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.batch import Ramp as BatchRamp
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.units import format_quantity
 
 # Default of the least throughput at the start of a ramp, as a share of the full batch's throughput.
 SHARE = 0.7
 # Length of a ramp as a share of the run, if the recipe has no ramp (GPT-3 1.3 to 4%, BLOOM 4%).
 OVER = 0.03
 _MOST_INCREMENTS = 64
+# The first measurements are skipped: their running averages have too few values.
+SETTLING = 10
+# Measurements that a fit needs after the skipped ones.
+FEWEST = 10
 
 
 class RampThroughput:
@@ -32,8 +55,7 @@ class RampThroughput:
     def step(self, sequences: int) -> tuple[Arrangement, float]:
         """Return the fastest arrangement for a batch of ``sequences`` sequences, and its seconds per step.
 
-        The micro-batch size is at most the micro-batch size at the full batch. If ranks get different numbers of
-        sequences, the rank with the most sequences sets the time.
+        The micro-batch is at most that of the full batch. The rank with the most sequences sets the time.
         """
         if sequences not in self._steps:
             layout, most = self.full.layout, self.full.micro_batch
@@ -45,7 +67,6 @@ class RampThroughput:
         return self._steps[sequences]
 
     def seconds(self, batch_tokens: int) -> float:
-        """Return the seconds of a step with a batch of ``batch_tokens`` tokens."""
         return self.step(batch_tokens // self.job.model.seq_len)[1]
 
     def point(self, sequences: int) -> RampPoint:
@@ -66,18 +87,11 @@ class RampThroughput:
         )
 
     def run_seconds(self, sizes: tuple[tuple[int, int], ...], tokens: int) -> float:
-        """Return the seconds of a run of ``tokens`` tokens.
-
-        ``sizes`` has pairs of (tokens consumed before the first step with a batch size, batch size in tokens).
-        """
+        """Return the seconds of a run; ``sizes`` has pairs of (tokens before a batch size, batch size in tokens)."""
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
-        """Return the hours and steps of a ramp, and the hours that it adds compared with the full batch.
-
-        ``over_tokens`` is the length of the ramp. ``sizes`` is as in :meth:`run_seconds`. ``increment`` is in tokens,
-        or None for a ramp of stages.
-        """
+        """Return the cost of a ramp of ``over_tokens`` tokens; ``increment`` is in tokens, or None for stages."""
         job, steps = self.job, _steps(sizes, over_tokens)
         seconds = self.run_seconds(sizes, over_tokens)
         at_full = sum(size * n for size, n in steps) / job.batch.tokens * self.seconds(job.batch.tokens)
@@ -94,13 +108,11 @@ class RampThroughput:
 
 
 def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) -> RampPlan:
-    """Return the plan of a batch ramp, which starts at the smallest batch size that is fast enough.
+    """Plan a batch ramp that starts at the smallest batch with at least ``share`` of the full batch's throughput.
 
-    A batch size is fast enough if its throughput is at least ``share`` of the full batch's throughput.
-
-    ``full`` is the arrangement at the full batch. As in Megatron, all increments are equal. There are at most 64
-    increments, and each adds the same number of sequences on every rank. The length of the ramp is that of the ramp
-    in ``job.batch``, or 3% of the run if ``job.batch`` has no ramp.
+    ``full`` is the arrangement at the full batch. As in Megatron, all increments are equal. There are at most 64, and
+    each adds the same number of sequences on every rank. The ramp is as long as that in ``job.batch``, or 3% of the
+    run if there is none.
     """
     throughput, seq_len = RampThroughput(job, full), job.model.seq_len
     sequences, dp = job.batch.tokens // seq_len, full.layout.dp
@@ -139,8 +151,8 @@ def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) ->
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
     """Return the smallest increment that divides the batch into at most 64 increments; all numbers are in sequences.
 
-    The increment is a multiple of dp x micro-batch if the batch has at least eight times dp x micro-batch sequences
-    and is a multiple of dp x micro-batch. If not, the increment is a multiple of dp.
+    It is a multiple of dp x micro-batch if the batch is a multiple of that and at least eight times as large,
+    otherwise a multiple of dp.
     """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
@@ -148,11 +160,7 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return the ramp starts whose costs are compared in the plan.
-
-    The result has ``start`` and, for each of the fractions 1, 1/2, 1/4, ... of the full batch, the smallest of
-    ``starts`` that is not below the fraction.
-    """
+    """Return ``start``, and the smallest of ``starts`` at or above each of 1, 1/2, 1/4, ... of the full batch."""
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)
@@ -167,3 +175,87 @@ def _steps(sizes: tuple[tuple[int, int], ...], tokens: int) -> list[tuple[int, i
         (segment.batch_tokens, max(min(end, last) - segment.first_step, 0))
         for segment, end in zip(schedule.segments, ends, strict=True)
     ]
+
+
+class NoiseFit(NoiseFitRow):
+    """A power law fitted to measured noise scales, as a function of the tokens seen in training."""
+
+    def at(self, tokens: float) -> float:
+        """Return the noise scale after ``tokens`` tokens. Before the first measurement, the fit is constant."""
+        return self.last * float((max(tokens, self.from_tokens) / self.to_tokens) ** self.exponent)
+
+    def reaches(self, noise: float) -> float:
+        """Return the number of tokens after which the noise scale reaches ``noise``, or infinity if it never does."""
+        if noise <= self.at(0):
+            return 0.0
+        return self.to_tokens * (noise / self.last) ** (1 / self.exponent) if self.exponent else math.inf
+
+
+def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
+    """Return a power law fitted to pairs of (tokens, noise scale), or a constant if the noise scale falls.
+
+    Raises:
+        InputError: if there are fewer than 20 measurements.
+    """
+    used = measured[SETTLING:]
+    if len(used) < FEWEST:
+        raise InputError(
+            f"{SETTLING + FEWEST} measured noise scales are needed, but the run has {len(measured)}; train a run "
+            "with a smaller stability.noise_scale_every_tokens"
+        )
+    xs, ys = [math.log(tokens) for tokens, _ in used], [math.log(noise) for _, noise in used]
+    slope = max(linear_regression(xs, ys).slope, 0.0)
+    intercept = fmean(ys) - slope * fmean(xs)
+    rest = [y - intercept - slope * x for x, y in zip(xs, ys, strict=True)]
+    return NoiseFit(
+        points=len(used),
+        from_tokens=used[0][0],
+        to_tokens=used[-1][0],
+        last=math.exp(intercept + slope * xs[-1]),
+        exponent=slope,
+        scatter=math.exp(math.sqrt(fmean(each**2 for each in rest))),
+    )
+
+
+def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
+    """Propose a batch ramp in stages, whose batch size is at most ``multiple`` x the noise scale.
+
+    The batch size doubles from stage to stage, up to the full batch. Each stage begins when ``multiple`` x the noise
+    scale reaches its batch size. If no batch size is allowed at the start of training, the first is one sequence.
+    """
+    seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
+    sequences = batch.tokens // seq_len
+    sizes = sorted({max(sequences >> n, 1) * seq_len for n in range(sequences.bit_length())})
+    starts = [(size, fit.reaches(size / multiple)) for size in sizes]
+    first = max((size for size, start in starts if start == 0), default=sizes[0])
+    later = [(math.ceil(start), size) for size, start in starts if size > first and start < tokens]
+    stages = [(0, first), *later]
+    steps, full_steps = BatchSchedule(tuple(stages)).first_step_at(tokens), -(-tokens // batch.tokens)
+    allowed, full = f"{multiple:g} x the measured noise scale", format_quantity(batch.tokens)
+    settings: list[str] = []
+    if stages[-1][1] != batch.tokens:
+        end_batch = max(int(multiple * fit.at(tokens)) // seq_len, 1) * seq_len
+        why = (
+            f"none: a batch of {full} tokens is above {allowed} even at the end of the run, where the limit is "
+            f"{format_quantity(end_batch)}; use leaven transfer --batch-tokens {end_batch}"
+        )
+    elif not later:
+        why = f"none: a batch of {full} tokens is within {allowed} from the start"
+    else:
+        why = (
+            f"each stage begins where its batch is {allowed}: {steps:,} steps instead of {full_steps:,}, "
+            f"and about {1 + multiple:g} times the minimum of tokens for a loss"
+        )
+        listed = ", ".join(f"{{from_tokens={start},tokens={size}}}" for start, size in stages)
+        settings = [*(["batch.ramp="] if batch.ramp else []), f"batch.stages=[{listed}]"]
+        if batch.ramp and batch.ramp.rule != "fixed":
+            settings.append(f"batch.stages_rule={batch.ramp.rule}")
+    return RampDocument(
+        noise=fit,
+        multiple=multiple,
+        stages=[{"from_tokens": start, "tokens": size} for start, size in stages],
+        set=settings,
+        steps=steps,
+        full_steps=full_steps,
+        why=why,
+    )

@@ -1,9 +1,8 @@
 """Simulate a pipeline step pass by pass: which rank computes what, and when.
 
-A pass is the forward or backward computation of one stage for one micro-batch. A schedule (GPipe, 1F1B, interleaved
-1F1B, zero-bubble) is the order of passes on every rank; tests compare it with torch.distributed.pipelining. The times
-follow from the order: a pass begins when its rank is free and its inputs have arrived. The times give the bubble
-(idle time) and the micro-batches in flight, also for uneven stages.
+A schedule (GPipe, 1F1B, interleaved 1F1B, zero-bubble) is the order of passes on every rank; tests compare it with
+torch.distributed.pipelining. A pass begins when its rank is free and its inputs have arrived. These times give the
+bubble (idle time) and the micro-batches in flight, also for uneven stages.
 
 With p ranks and v stages per rank, stage s runs on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, section
 2.2). GPipe: Huang et al. 2019, arXiv 1811.06965. Zero-bubble is ZB1P of Qi et al. 2023, arXiv 2401.10241.
@@ -96,10 +95,7 @@ def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
 
 
 def _turns(layout: Layout, rank: int, micro_batches: int, last_first: bool) -> Iterator[tuple[int, int]]:
-    """Yield (stage, micro-batch) for a rank's passes in one direction, in order.
-
-    With ``last_first``, the last stage comes first, as in backward passes.
-    """
+    """Yield (stage, micro-batch) for a rank's forward passes or, with ``last_first``, backward passes, in order."""
     p, v = layout.pp, layout.stages_per_rank
     together = p if v > 1 else micro_batches
     for first in range(0, micro_batches, together):
@@ -115,13 +111,11 @@ def simulate(
     backward: Sequence[float],
     weight: Sequence[float] | None = None,
 ) -> Timeline:
-    """Return the passes of a step with their times.
+    """Return the passes of a step with their times, from the time of each stage in any unit.
 
-    Times have the unit of ``forward`` and ``backward``. If these are integers, all times are exact.
-
-    ``forward`` and ``backward`` have one time for each stage. ``weight`` is the part of ``backward`` that computes
-    the gradients of weights; by default it equals ``forward``, which has products of the same size. For the first
-    stage the whole backward pass counts as ``weight``, as in torch, because nothing needs gradients of tokens.
+    ``weight`` is the part of ``backward`` that computes the gradients of weights; by default it equals ``forward``,
+    which has products of the same size. For the first stage the whole backward pass counts as ``weight``, as in
+    torch, because nothing needs gradients of tokens.
     """
     weight = [backward[0], *(weight or forward)[1:]]
     p, stages = layout.pp, layout.pp * layout.stages_per_rank

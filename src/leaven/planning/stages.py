@@ -49,11 +49,7 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
 
 
 def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ...]:
-    """Return the number of blocks of each stage by the rule ``work`` of :func:`stage_layers`.
-
-    ``weights`` has one number for each block: the matrix weights that a token uses in the block. ``unembedding`` is
-    the number of weights in the unembedding. FLOPs are proportional to these numbers.
-    """
+    """Return the number of blocks of each stage by the rule ``work``; ``weights`` has the FLOPs / 2 of each block."""
     share, done, layers = (sum(weights) + unembedding) / stages, 0, [0] * stages
     stage = 0
     for number, weight in enumerate(weights):
@@ -69,10 +65,7 @@ def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ..
 def rank_blocks(
     model: Blueprint, pp: int, stages_per_rank: int, rank: int, balance: Balance
 ) -> tuple[tuple[BlockTable, int], ...]:
-    """Return (block, count) for the distinct blocks on a pipeline rank.
-
-    The rank has the stages ``rank``, ``rank + pp``, ``rank + 2 pp``, ...
-    """
+    """Return (block, count) for the distinct blocks on a rank, which has the stages rank, rank + pp, ..."""
     layers = stage_layers(model, pp * stages_per_rank, balance)
     if len(model.kinds) == 1:
         return ((model.blocks[0], sum(layers[rank::pp])),)
@@ -96,7 +89,7 @@ class RankParameters(NamedTuple):
 
 
 def rank_parameters(model: Model, layout: Layout, rank: int, code: TrainingCode = LEAVEN_BF16) -> RankParameters:
-    """Return the number of parameters on one tensor-parallel rank of pipeline rank ``rank``, over all its stages."""
+    """Return the parameters of pipeline rank ``rank``, over all its stages."""
     table, t, first, last = blueprint(model), layout.tp, rank == 0, rank == layout.pp - 1
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, rank, code.balance)
     ends = 0.0

@@ -25,7 +25,7 @@ from leaven.recipe.units import format_seconds
 from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
-_ROUNDING = 1.02  # differences up to this factor may come from the rounding of published values
+_ROUNDING = 1.05  # smaller differences may come from the rounding of published values; they would print as 1
 # A value is reported as outside the published range if it differs from the range by more than this factor, because
 # published values are rounded and chosen by hand.
 FAR = 1.25
@@ -58,7 +58,7 @@ def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
     """Return the recipes, in which the target has the fastest layout that fits on the cluster.
 
     Raises:
-        InputError: if nothing fits or no layout divides the batch; the message says what would work.
+        InputError: if nothing fits or no layout divides the batch.
     """
     recipe = started.target
     try:
@@ -126,7 +126,7 @@ def _proxy(started: StarterRecipes) -> Recipe | None:
 
 
 def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
-    """Return the target's hyperparameters, each compared with the range in published runs of similar size."""
+    """Compare each hyperparameter of the target with its range in published runs of similar size."""
     rows = parameter_table(target).rows
 
     def of(quantity: str, *roles: Role) -> float | None:

@@ -1,7 +1,7 @@
 """Compute the time of a step from the published numbers of the device: operators, transfers, bubble, optimizer.
 
-The time of a block is the time of its operators (operators.py) and of its communication (collectives.py). A training
-code is a program such as Megatron-LM, whose communication is described in training_codes.py:
+The times of operators and of collectives are in operators.py. When a training code (a program such as Megatron-LM)
+exchanges gradients and weights is described in training_codes.toml:
 
 - Gradients: under ZeRO 0 and 1 they are exchanged once per step. Some training codes overlap the exchange with the
   last backward pass. Under ZeRO 2 and 3 gradients are scattered during the backward pass of every micro-batch.
@@ -23,9 +23,18 @@ from math import ceil
 from leaven.planning.accelerators import Accelerator
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
-from leaven.planning.collectives import all_reduce, all_to_all, hop, ring
 from leaven.planning.hardware import Cluster
-from leaven.planning.operators import Operator, Work, block_operators, matmul_seconds, stream_seconds
+from leaven.planning.operators import (
+    Operator,
+    Work,
+    all_reduce,
+    all_to_all,
+    block_operators,
+    hop,
+    matmul_seconds,
+    ring,
+    stream_seconds,
+)
 from leaven.planning.stages import RankParameters, rank_parameters, stage_layers
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
@@ -136,7 +145,7 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:
     """Return the seconds of the logits and the loss for one micro-batch, forward and backward.
 
-    The logits take ``code.logit`` bytes each. Each of these bytes is assumed to be written once and read once.
+    Each of their bytes is written once and read once.
     """
     table = blueprint(model)
     return _logits_seconds(table, _tokens(table, how), how.layout.tp, cluster.accelerator, code)
@@ -159,10 +168,7 @@ def transfer_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Tra
 
 
 def adding_seconds(parameters: float, accelerator: Accelerator, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Return the seconds to add the gradients of one micro-batch to the sum of gradients.
-
-    ``parameters`` is the number of parameters on a rank.
-    """
+    """Return the seconds to add the gradients of one micro-batch to the sum of gradients of a rank's parameters."""
     summed = code.accumulation or code.grads
     return parameters * (code.element + 2 * summed) / (accelerator.memory_tb_s * 1e12)
 
@@ -174,11 +180,7 @@ def _tokens(table: Blueprint, how: Arrangement) -> int:
 
 @cache
 def _largest(table: Blueprint, layout: Layout, code: TrainingCode) -> tuple[int, int, RankParameters]:
-    """Return the block counts and parameters that limit the speed of a pipeline.
-
-    These are the largest number of blocks of a pipeline rank, the number of blocks of the last rank, and the
-    parameters of the rank that has the most parameters.
-    """
+    """Return the most blocks of a pipeline rank, the blocks of the last rank, and the most parameters of a rank."""
     layers = stage_layers(table, layout.pp * layout.stages_per_rank, code.balance)
     blocks = [sum(layers[rank :: layout.pp]) for rank in range(layout.pp)]
     parameters = [rank_parameters(table, layout, rank, code) for rank in reversed(range(layout.pp))]
@@ -193,8 +195,7 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
 
     A zero-bubble schedule computes gradients of weights in the bubble. If a forward pass takes F and a backward pass
     I + W, where W is the time for gradients of weights, the bubble is (p - 1) (F + I - W), not (p - 1) (F + I + W)
-    (ZB-H1, Qi et al. 2023, arXiv 2401.10241). The simulation of torch's schedule in planning/schedule.py gives the
-    same time. Measurements are in docs/log.md.
+    (ZB-H1, Qi et al. 2023, arXiv 2401.10241), as in the simulation of torch's schedule in planning/schedule.py.
     """
     layout, table, accelerator = how.layout, blueprint(model), cluster.accelerator
     p, m = layout.pp, scheduled(layout, how.grad_accumulation)
@@ -239,9 +240,8 @@ def _data_parallel(
 ) -> float:
     """Return the seconds per step of data-parallel communication that does not overlap with compute.
 
-    ``held`` has the parameters of the pipeline rank with the most parameters. ``most`` is the largest number of
-    blocks of a pipeline rank. ``forward`` and ``backward`` are the seconds of the forward and the backward pass of
-    one micro-batch through the blocks of the slowest rank.
+    ``held`` has the parameters of the pipeline rank with the most, and ``most`` the largest number of blocks of a
+    rank. ``forward`` and ``backward`` are the seconds of one micro-batch through the blocks of the slowest rank.
     """
     layout, m, ranks = how.layout, how.grad_accumulation, how.layout.dp * how.layout.cp
     if ranks == 1:
@@ -259,10 +259,7 @@ def _data_parallel(
     hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
 
     def over(collective: Callable[..., float], of_each: float) -> float:
-        """Return the seconds of a collective over the parameters of all blocks and experts.
-
-        ``of_each`` is the number of bytes per parameter.
-        """
+        """Return the seconds of a collective over all blocks and experts, with ``of_each`` bytes per parameter."""
         of_experts = collective(of_each * held.experts, expert_sharers, tp * ep, cluster, messages)
         return collective(of_each * blocks, sharers, tp, cluster, messages) + (of_experts if held.experts else 0.0)
 

@@ -13,11 +13,7 @@ from leaven.recipe.recipe import Recipe
 
 
 def require_trainable(recipe: Recipe, processes: int) -> None:
-    """Check that leaven can train a recipe in its layout on this number of processes.
-
-    Raises:
-        InputError: if it cannot; the message says what would work.
-    """
+    """Raise InputError if leaven cannot train a recipe in its layout on this number of processes."""
     for key in ("cp", "ep"):
         if getattr(recipe.layout, key) > 1:
             raise InputError(
@@ -77,8 +73,7 @@ def _require_ranks(recipe: Recipe, processes: int) -> None:
 def _noise_refusal(recipe: Recipe) -> str | None:
     """Return why the gradient noise scale cannot be measured, or None if it can.
 
-    The measurement compares the gradient of the first micro-batch with the gradient of the whole batch. Each of the
-    two gradients is summed over all processes.
+    It compares the gradients of the first micro-batch and of the whole batch, both summed over all processes.
     """
     if recipe.stability.noise_scale_every_tokens is None:
         return None

@@ -108,10 +108,7 @@ class TrainingCode:
 
 
 def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
-    """Yield (name, training code) for each table of a TOML file.
-
-    Each inline table of values, such as ``activations``, must have a key ``source``: where the values come from.
-    """
+    """Yield (name, training code) for each table of a TOML file, whose groups must all have a ``source``."""
     adapter, values = TypeAdapter(TrainingCode), dict[str, dict[str, Any]]()
     for name, groups in tomllib.loads(path.read_text(encoding="utf-8")).items():
         values[name] = dict(values.get(groups.pop("like", ""), {}))
@@ -150,8 +147,7 @@ def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[Sta
     ``matrices`` is how many of the ``params`` parameters are in matrices of blocks, for which Muon stores less.
 
     In fp32 with Adam a parameter needs 4 + 4 + 8 = 16 bytes, so 7B parameters need 112 GB. In bf16 with fp32 master
-    weights it needs 2 + 2 + 4 + 8 = 16 bytes, too. A common rule of thumb gives 20 bytes in fp32: "the optimizer is
-    three times the weights". It wrongly adds a master copy, although the weights are already in fp32.
+    weights it needs 2 + 2 + 4 + 8 = 16 bytes, too.
     """
     moments, lean = code.optimizer - code.master, 0.0 if code.optimizer_of_matrices is None else matrices
     of_matrices = (code.optimizer_of_matrices or 0) - code.master

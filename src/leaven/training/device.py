@@ -24,8 +24,7 @@ import torch
 
 from leaven import __version__
 from leaven.planning.accelerators import Accelerator
-from leaven.planning.hardware import known_device, parse_cluster
-from leaven.planning.this_machine import cores, processor
+from leaven.planning.hardware import cores, known_device, parse_cluster, processor
 from leaven.recipe.errors import InputError, out_of_memory
 from leaven.recipe.recipe import Recipe
 

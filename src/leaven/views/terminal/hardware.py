@@ -61,13 +61,15 @@ def accelerator_screen(one: AcceleratorRow) -> Iterator[RenderableType]:
         where = () if source is None else (f"{source.text} ({CONFIDENCE[source.confidence]})",)
         return label, (*values, *where)
 
-    share = one.planned_tflops / (one.peak_tflops[_half(one)] or math.inf)
+    half = _half(one)
+    share = f"{one.planned_tflops / (one.peak_tflops[half] or math.inf):.0%} of the peak"
+    share += " is assumed" if one.matmul_tflops[half] is None else ""
     peaks, measured = _by_dtype(one.peak_tflops), _by_dtype(one.matmul_tflops)
     yield Facts(
         [
             ("", (one.name, *([one.note] if one.note else []))),
             fact("peak", "peak", *peaks, "dense TFLOP/s"),
-            fact("best matmul", "matmul", *(measured or ("none known",)), f"{share:.0%} of the peak is assumed"),
+            fact("best matmul", "matmul", *(measured or ("none known",)), share),
             fact("memory", "memory", f"{one.memory_gib:.3g} GiB", f"{one.memory_tb_s:.3g} TB/s"),
             fact(
                 "board",
