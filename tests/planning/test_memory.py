@@ -171,15 +171,6 @@ def test_a_large_vocabulary_is_worth_blocks() -> None:
         assert max(layers[0] + ends, *layers[1:-1], layers[-1] + ends) == best
 
 
-@pytest.mark.parametrize("n_layers", [1, 7, 24])
-def test_stages_share_all_layers_and_none_is_empty(n_layers: int) -> None:
-    for pp in range(1, n_layers + 1):
-        even, weighed = (stage_layers(gpt(n_layers, 256, 4), pp, balance) for balance in ("number", "weight"))  # type: ignore[arg-type]
-        assert sum(even) == sum(weighed) == n_layers
-        assert max(even) - min(even) <= 1
-        assert min(weighed) >= 1
-
-
 def test_playbook_1b_on_two_stages_is_measured_on_the_first_which_has_eleven_of_sixteen_blocks() -> None:
     shape = SMALL.model_copy(
         update={

@@ -603,26 +603,3 @@ def test_more_tokens_are_searched_only_where_text_is_repeated(
     assert not (tmp_path / "study").exists()
     often = long.replace({"data.tokens": 40 * sum(len(source.train) for source in tokens.sources)})
     Study(tmp_path / "study", often, space(often, "data.tokens"), "random", tokens)
-
-
-@pytest.mark.usefixtures("in_this_process")
-def test_results_of_a_study_whose_store_is_gone_are_not_overwritten(
-    study: Callable[..., Study], tmp_path: Path
-) -> None:
-    with study() as opened:
-        opened.run(1, 1)
-    journal, results = tmp_path / "study" / "journal.log", tmp_path / "study" / "study.json"
-    kept = results.read_bytes()
-    lost = "has the results of 1 trials, but .* has none of them; restore the store, or use another folder"
-    for prepare_store in (journal.unlink, journal.touch):  # missing, then empty
-        prepare_store()
-        with pytest.raises(InputError, match=lost), study():
-            pass
-    other = tmp_path / "other.db"
-    with pytest.raises(InputError, match=lost), study(store=f"sqlite:///{other}"):
-        pass
-    assert not other.exists()
-    open_store(f"sqlite:///{other}").remove_session()  # a database without studies
-    with pytest.raises(InputError, match=lost), study(store=f"sqlite:///{other}"):
-        pass
-    assert results.read_bytes() == kept
