@@ -82,8 +82,6 @@ def test_an_old_python_gives_one_line() -> None:
     [
         ("export weigths a b", "no such command 'weigths'. Did you mean 'weights'?"),
         ("train x.toml --runn y", "no such option: --runn (Possible options: --run)"),
-        ("shwo", "no such command 'shwo'. Did you mean 'show'?"),
-        ("qqq", "no such command 'qqq'; type: leaven --help"),
     ],
 )
 def test_a_misspelt_verb_or_option_names_the_nearest(run_verb: Verb, words: str, line: str) -> None:

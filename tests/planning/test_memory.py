@@ -185,14 +185,6 @@ def test_playbook_1b_on_two_stages_is_measured_on_the_first_which_has_eleven_of_
         assert first.total / GIB == pytest.approx(gb, rel=0.02)
 
 
-@pytest.mark.parametrize(("recompute", "factor"), [("none", 34 / 2), ("full", 1.0)])
-def test_in_flight_micro_batches_of_two_stages_in_the_middle(recompute: Recompute, factor: float) -> None:
-    shape = gpt(48, 6144, 64)
-    how = Arrangement(Layout(pp=4, recompute=recompute), 1, 16)
-    second, third = (stage_memory(shape, how, stage, TrainingCode()).activations for stage in (1, 2))
-    assert second - third == pytest.approx(12 * 2 * 2048 * 6144 * factor)  # three micro-batches of 12 blocks, and two
-
-
 def test_sent_outputs_are_kept_if_the_code_keeps_them() -> None:
     shape, how = gpt(48, 6144, 64), Arrangement(Layout(pp=4), 2, 16)
     grown = [
@@ -304,12 +296,3 @@ def test_bytes_a_parameter_of_other_codes(code: TrainingCode, each: int) -> None
     found = states(1.0, code)
     assert sum(state.bytes_each for state in found) == each == sum(state.bytes for state in found)
     assert all(state.why for state in found)
-
-
-def test_moments_of_8_bits_and_of_muon() -> None:
-    assert sum(gb(FP32.with_moments("adam-8bit")).values()) == 7 * (4 + 4 + 2)
-    muon = NANOTRON.with_moments("muon")
-    assert (muon.optimizer, muon.optimizer_of_matrices) == (12, 8)
-    assert muon.with_moments("adam") == NANOTRON
-    kept = {state.name: state.bytes / 1e9 for state in states(7e9, FP32.with_moments("muon"), matrices=6e9)}
-    assert kept == {"weights": 28, "gradients": 28, "momentum of matrices": 24, "moments": 8}

@@ -140,15 +140,8 @@ def test_a_stored_study_resumes_and_refuses_other_settings(tmp_path: Path) -> No
     more = search(objective, SPACE, trials=32, seed=2, storage=str(storage))
     assert objective.calls == 25
     assert {trial.finalist for trial in more.trials[20:24]} == {None}
-    with pytest.raises(
-        InputError, match=r"another space: b \[-2.0, 4.0, 0.0\] in the study, \[-2.0, 3.0, 0.0\] in this command"
-    ):
-        search(bowl, SPACE | {"b": (-2, 3)}, trials=20, storage=storage)
-    with pytest.raises(InputError, match="another method: trust-region in the study, random in this command"):
-        search(bowl, SPACE, trials=20, method="random", storage=storage)
     for changed, said in (
         ({"seed": 3}, "another seed: 2 in the study, 3 in this command"),
-        ({"noise": 0.1}, "another noise: none in the study, 0.1 in this command"),
         ({"scales": {"b": 2.0}}, "another scales: b 1.0 in the study, 2.0 in this command; give it another name"),
     ):
         with pytest.raises(InputError, match=said):
@@ -165,30 +158,9 @@ def test_a_budget_is_not_exceeded_by_resuming_with_another() -> None:
         assert again.params == found.params
 
 
-@pytest.mark.parametrize("curvature", [pytest.param(0.0, marks=pytest.mark.slow), 0.05])
-def test_a_start_that_is_the_optimum_is_mostly_kept(curvature: float) -> None:
-    """Six values, none of which helps, and noise: the luckiest point is compared with the start."""
-    space, stays, errors = {str(i): (-3.0, 3.0) for i in range(6)}, 0, []
-    for seed in range(12):
-        rng = np.random.default_rng(seed)
-        found = search(
-            lambda x: curvature * sum(v * v for v in x.values()) + rng.normal(0, 0.03),  # noqa: B023 - called at once
-            space,
-            trials=32,
-            method="random" if seed % 2 else "trust-region",
-            seed=seed,
-        )
-        stays += not any(found.params.values())
-        errors.append((found.loss - curvature * sum(v * v for v in found.params.values())) / 0.03)
-    assert stays >= 10  # about 9 if the reported gain were that of the runs that chose the point
-    # The loss of the answer is not biased downwards by choosing the luckiest runs.
-    assert abs(np.mean(errors)) < 0.4
-
-
-@pytest.mark.parametrize(("space", "name"), [(SPACE, "a"), ({"rate": (-3.0, 3.0), "b": (-2.0, 4.0)}, "rate")])
-def test_a_start_that_diverges_is_left(space: dict[str, tuple[float, float]], name: str) -> None:
-    found = search(lambda x: math.inf if x[name] > -0.3 else x[name] ** 2 + x["b"] ** 2, space, trials=40)
-    assert found.params[name] <= -0.3
+def test_a_start_that_diverges_is_left() -> None:
+    found = search(lambda x: math.inf if x["a"] > -0.3 else x["a"] ** 2 + x["b"] ** 2, SPACE, trials=40)
+    assert found.params["a"] <= -0.3
     assert math.isfinite(found.loss)
 
 
@@ -374,8 +346,6 @@ def test_a_budget_of_flops_reserves_the_reruns() -> None:
     assert Counter(t.purpose for t in found.trials)["rerun"] == 8
     with pytest.raises(InputError, match="the budget is in FLOPs, but the objective returns no FLOPs"):
         search(bowl, SPACE, trials=None, flops=60.0)
-    with pytest.raises(InputError, match="the search has no budget; give trials, flops or hours"):
-        search(bowl, SPACE, trials=None)
 
 
 def test_hours_count_while_something_runs() -> None:
@@ -549,17 +519,6 @@ def test_the_start_is_the_answer_if_it_diverges_with_one_seed_and_nothing_else_r
     runs = Runs(lambda x: math.nan if x.seed == 1 else 3.0)
     found = search(runs, SPACE, trials=12, stop=lambda: len(runs.asked) == 2)
     assert (found.params, found.loss) == ({"a": 0.0, "b": 0.0}, 3.0)
-
-
-def test_a_larger_budget_confirms_again() -> None:
-    """The lower of two points that two budgets have chosen is lucky, too."""
-    rng, store = np.random.default_rng(0), InMemoryStorage()
-    runs = Runs(lambda x: bowl(x) + rng.normal(0, 0.02))
-    small = search(runs, SPACE, trials=16, storage=store)
-    large = search(runs, SPACE, trials=64, storage=store)
-    assert (small.fresh, large.fresh) == (1, 2)
-    confirming = [t for t in large.trials if t.purpose == "rerun" and t.params == large.params and t.seed > 2]
-    assert large.loss == pytest.approx(np.mean([t.loss for t in confirming]))
 
 
 def test_a_died_run_does_not_change_later_proposals() -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import resource
 import sqlite3
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -220,6 +221,25 @@ def test_the_next_write_cuts_off_a_torn_last_line(tmp_path: Path) -> None:
     second.create_new_trial(study)
     first.create_new_trial(study)
     assert len(second.get_all_trials(study)) == len(open_store(path).get_all_trials(study)) == 2
+
+
+def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
+    path = tmp_path / "study.log"
+    store, study = begun(str(path))
+    hold = "from leaven import storage; from pathlib import Path; import sys, time\n"
+    hold += "with storage.lock(Path(sys.argv[1])): print(flush=True); time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", hold, f"{path}.flock"], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    other.stdout.readline()
+    waits = threading.Thread(target=store.create_new_trial, args=(study,))
+    waits.start()
+    waits.join(0.2)
+    assert waits.is_alive()
+    other.kill()
+    waits.join(10)
+    other.wait()
+    other.stdout.close()
+    assert len(store.get_all_trials(study)) == 1
 
 
 def test_a_locked_database_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from benchmarks._landscapes import EXCESS, KINDS, landscape
 
 from leaven.tuning.algorithm import divergence, surrogate
 from leaven.tuning.algorithm.noise import interval_of_mean, pooled, t95
@@ -11,7 +10,6 @@ from leaven.tuning.algorithm.trust_region import (
     TRUST,
     Axes,
     Region,
-    learning_rates,
     region,
 )
 
@@ -185,27 +183,6 @@ def test_divergence_lowers_the_lr_before_there_is_any_result() -> None:
     nameless = look(points, np.full(30, np.inf))
     np.testing.assert_array_equal(nameless.incumbent, 0.0)
     assert steps(nameless) > 1.2 * free
-
-
-@pytest.mark.parametrize(("dimensions", "workers"), [(12, 4), (30, 1)])
-def test_a_start_that_diverges_is_left_by_lowering_the_lr(dimensions: int, workers: int) -> None:
-    """The start is 1.5 octaves of learning rate beyond the divergence boundary."""
-    truth, chance = landscape(dimensions, dimensions), np.random.default_rng(workers)
-    names = [f"m{i}.lr" if i % KINDS == 0 else f"m{i}.init_std" for i in range(dimensions)]
-    rates = learning_rates(names)
-    beyond = rates * (1.5 - truth.strain(np.zeros(dimensions)))
-    points, losses = [np.zeros(dimensions)], [truth.trial(beyond, chance)]
-    assert losses == [np.inf]
-    while len(points) < 40:
-        now = region(axes_of(*names), np.array(points), np.array(losses))
-        # The proposals of all workers come before any of their results.
-        proposals = [now.proposal(np.random.default_rng(len(points) + k)) for k in range(workers)]
-        points += proposals
-        losses += [truth.trial(x + beyond, chance) for x in proposals]
-    first = int(np.argmax(np.isfinite(losses)))
-    assert 0 < first < 20
-    assert np.isfinite(losses[first:]).mean() > 0.6
-    assert truth.loss(now.incumbent + beyond) < losses[first] - EXCESS / 10
 
 
 def test_a_scale_multiplies_steps_and_changes_nothing_else() -> None:
