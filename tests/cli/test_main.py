@@ -1,5 +1,3 @@
-"""`leaven` itself: version, completion, missing packages and misspelt commands."""
-
 import os
 import re
 import subprocess
@@ -40,8 +38,6 @@ def test_shells_complete_the_options_of_a_verb() -> None:
     ("module", "line"),
     [
         ("torch", "pip install 'leaven[train]'"),
-        ("datasets", "pip install 'leaven[hf]'"),
-        ("psycopg", "pip install 'leaven[postgresql]'"),
         ("uvicorn", "pip install 'leaven[serve]'"),
         ("flash_attn", "pip install flash_attn"),  # imported by the user's own model
     ],

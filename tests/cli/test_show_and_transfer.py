@@ -1,5 +1,3 @@
-"""leaven show and leaven transfer: their documents, screens, warnings and files."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""leaven train and leaven bench: their documents, and what is left of a run that fails or is stopped."""
-
 import errno
 import json
 import shlex

@@ -1,5 +1,3 @@
-"""leaven export weights, leaven new --from-weights and leaven sample."""
-
 import json
 import shlex
 import shutil

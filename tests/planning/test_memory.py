@@ -33,7 +33,6 @@ SBH = 2048 * 4 * 6144  # the 22B model, micro-batch 4
 
 
 def layer_activation_bytes(model: ModelShape, sequences: int, tp: int, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Bytes that a block keeps without recomputation."""
     kept = operators_kept(blueprint(model).blocks[0], model.d_model, model.seq_len, tp, code)
     return sequences * model.seq_len * sum(kept.values())
 

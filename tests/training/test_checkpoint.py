@@ -1,5 +1,3 @@
-"""Checkpoints of one process: complete or absent, damage is detected, and which of them are kept."""
-
 import errno
 import json
 import random

@@ -1,5 +1,3 @@
-"""Peak speeds and memory of a device."""
-
 import platform
 import subprocess
 import sys

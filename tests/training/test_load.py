@@ -1,5 +1,3 @@
-"""Loading a run: its weights, the newest whole checkpoint, and errors."""
-
 import shutil
 from pathlib import Path
 
@@ -26,7 +24,6 @@ def tokens(scaled_run: Path) -> TokenSet:
 
 @pytest.fixture
 def run(scaled_run: Path, tmp_path: Path) -> Path:
-    """A copy to do harm to."""
     return Path(shutil.copytree(scaled_run, tmp_path / "run"))
 
 

@@ -1,5 +1,3 @@
-"""Manual rewinds: the checkpoint, skipped data, changed values, and what is recorded."""
-
 import shutil
 from pathlib import Path
 

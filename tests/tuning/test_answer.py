@@ -281,7 +281,6 @@ def test_a_pruned_trial_counts_in_the_surrogate_and_not_in_the_noise() -> None:
 
 
 def document_of(found: Answer) -> StudyDocument:
-    """A study of 64 trials with that answer."""
     trials = (trial(0, [0.0] * 4, 3.0),) * 64
     return StudyDocument(**vars(found), name="wheat", method="trust-region", space=PATHS, trials=trials)
 

@@ -28,7 +28,6 @@ def found_in(
 
 
 def half_life(beta: float) -> float:
-    """In octaves of steps."""
     return math.log2(math.log(0.5) / math.log(beta))
 
 

@@ -45,8 +45,6 @@ LR, BEST = "hyperparameters.lr", Path("best.toml")
 
 
 class Screen:
-    """Records what it is asked to show."""
-
     def __init__(self, on_asked: Callable[[int], None] = lambda number: None) -> None:
         self.on_asked, self.seen = on_asked, list[StudyTrial]()
 
@@ -87,7 +85,6 @@ def tune(recipe: Path, where: Path | str, trials: int, *more: str) -> "subproces
 
 
 def saved(folder: Path) -> list[dict[str, object]]:
-    """Return the trials in study.json, or nothing before it is written."""
     file = folder / "study.json"
     return list(json.loads(file.read_text())["trials"]) if file.exists() else []
 
@@ -467,7 +464,6 @@ def test_a_study_in_a_database_has_its_recipe_there(short: Recipe, tokens: Token
 
 
 def tree(folder: Path) -> dict[Path, bytes | None]:
-    """Return the content of every file in a folder, None for a folder."""
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
@@ -484,6 +480,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("another recipe: data.seed", {"change": {"data.seed": 3}, "out": "new", "store": "kept.db"}),
     ("has the results of 2 trials, but .* none of them", {"out": "ended", "store": "new.db"}),
     ("has the results of 2 trials, but .* none of them", {"out": "ended", "store": "empty.db"}),
+    ("has the results of 2 trials, but .* none of them", {"out": "ended", "store": "blank.db"}),
     ("has the results of 2 trials, but .* none of them", {"out": "ended"}),
     ("contains the study leaven, not tiny; use another --study", {"out": "leaven"}),
     ("not a journal of Optuna; give another file", {"out": "notes"}),
@@ -517,6 +514,7 @@ def test_a_study_that_does_not_fit_writes_nothing(short: Recipe, tokens: TokenSe
         (tmp_path / folder).mkdir()
     for name, content in (("full/x", ""), ("notes/journal.log", "notes"), ("empty.db", "")):
         (tmp_path / name).write_text(content)
+    open_store(f"sqlite:///{tmp_path}/blank.db").remove_session()  # a database without studies
     optuna.create_study(study_name="leaven", storage=open_store(tmp_path / "leaven" / "journal.log"))
     write_recipe(short, tmp_path / "ended" / "centre.toml")
     (tmp_path / "ended" / "study.json").write_text(json.dumps({"trials": [{"state": "complete"}] * 2}))
