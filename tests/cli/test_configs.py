@@ -1,5 +1,3 @@
-"""leaven export config and leaven import config."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""leaven new from published runs and laws, as a user meets it."""
-
 import json
 import shlex
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""leaven plan: screen, document, page, budget and calibration."""
-
 import json
 import os
 import re
@@ -29,7 +27,6 @@ def rye(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, without a calibration history."""
     monkeypatch.setenv("LEAVEN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 

@@ -24,9 +24,7 @@ def model(width, depth):
 """
 # Recipes that cannot be trained: the value of --set, and a part of the message.
 BAD_RECIPES = {
-    "model.d_modle=3": "[model] d_modle: no such key; did you mean d_model?",
     "'batch.ramp={start_tokens = 512, increment_tokens = 32, over_tokens = 99}'": "starts at 512 tokens",
-    "data.source=empty.txt": "no text",
     "data.source=short.txt": "tokens",
     "data.source=/absent/*.txt": "/absent/*.txt",
     "model.vocab_size=128": "vocab_size",
@@ -39,7 +37,6 @@ REFUSED = {
     "laws --flop 1e22": "Possible options: --flops",
     "show": "--rule NAME",
     "show --rule completp": "completep",
-    "show no-toml.toml": "not TOML",
     "show tiny.toml --set hyperparameters.init=wang": "--set hyperparameters.init_std=",
     # recipes, laws, hardware
     "recipes show pythia-71m": "did you mean pythia-70m",
@@ -50,7 +47,6 @@ REFUSED = {
     "recipes nearest --params 7B": "--like RECIPE",
     "recipes nearest --params 7B --tokens 2T --factor nan": "nan",
     "recipes check pythia-1b": "leaven recipes show pythia-1b",
-    "recipes check none.toml": "no such file",
     "recipes check other.toml": "tool: no such key",
     "laws --params 1e400 --tokens 1B": "--params",
     "laws --tokens 1B": "--params is missing",
@@ -65,7 +61,6 @@ REFUSED = {
     "new OUT --params 1B --from-weights x": "cannot be combined with --params",
     f"new OUT {SIZE} --gpus 8xZ9": "Z9",
     f"new OUT {SIZE} --from olmo2": "did you mean",
-    "new OUT --params 70B --tokens 20B --gpus 1xL40S": "nothing fits",
     f"new OUT {SIZE} --source none.txt": "none.txt",
     f"new OUT {SIZE} --source empty.txt": "is empty",
     f"new OUT {SIZE} --proxy 2B": "--proxy 2 B",
@@ -75,15 +70,12 @@ REFUSED = {
     f"new . {SIZE} --force": "is a folder; give the name of a file",
     "show tiny.toml --set model.n_layers=100000": "n_layers",
     "new OUT --from-weights /absent": "/absent: no such folder",
-    "new OUT --from-weights RUN": "config.json: no such file",
     # transfer
     "transfer tiny.toml -o OUT": "--width",
     "transfer tiny.toml --like nowhere.toml -o OUT": "nowhere.toml: no such file",
     "transfer tiny.toml --like target.toml --set model.vocab_size=640 -o OUT": "model.vocab_size is 320",
     "transfer tiny.toml --like target.toml --set hyperparameters.lr=0.1 -o OUT": "takes this value from tiny.toml",
-    "transfer tiny.toml --tokens 1 -o OUT": "less than one batch",
     "transfer tiny.toml --width 1e9 -o OUT": "the widest published model",
-    "transfer tiny.toml --width 24 -o OUT": "width 24 is not a multiple",
     "transfer tiny.toml --width 0": "--width",
     "transfer tiny.toml --tokens x": "is not a quantity",
     "transfer tiny.toml --width 32 -o .": "give the name of a file",
@@ -95,17 +87,10 @@ REFUSED = {
     "plan": "leaven plan RECIPE --gpus COUNTxNAME",
     "plan tiny.toml": "--gpus is missing",
     "plan bloom-175b --gpus 8xH100": "did you mean bloom-176b",
-    "plan tiny.toml --gpus 8xQ100 --set precision.compute=bf16": "Q100",
-    "plan 350m.toml --gpus 8xTPUv4 --set precision.compute=fp32": "--set precision.compute=bf16",
-    "plan 350m.toml --gpus 8xH100 --layout tp=32": "tp x pp x cp must divide 8",
-    "plan 350m.toml --gpus 8xH100 --layout dp=8 --set batch.micro_batch=3": "micro-batch 3",
     f"plan 350m.toml {H100} --mfu 0.4": "--budget",
     f"plan 350m.toml {H100} --share 1.4": "--share: input should be less than or equal to 1",
     f"plan 350m.toml {H100} --price free": "--price free",
-    f"plan 350m.toml {H100} --explain tq=4": "no such key 'tq'",
     f"plan bloom-176b {H100} --measure": "--measure",
-    "plan --budget 8xH100": "14d",
-    "plan --budget '8xH100 x 2d' --mfu 0.4 --price two": "--price two",
     "plan --budget '8xH100 x 2d' --mfu 40": "between 0 and 1",
     **{
         f"plan {option} --budget '8xH100 x 2d'": option.split()[0]
@@ -127,12 +112,9 @@ REFUSED = {
     "bench tiny.toml --micro-batch 16": "--micro-batch 1",
     "bench tiny.toml --noise-from absent": "metrics.jsonl",
     "tune tiny.toml --study tiny.toml": "a file",
-    "tune tiny.toml --study OUT --set data.source=short.txt": "tokens",
     # the text is too short as well, but an earlier study is read before the text
     "tune tiny.toml --study OUT --set data.source=short.txt --from-study /absent": "/absent",
-    "tune tiny.toml --study OUT --space speed": "not a value to search",
     "tune tiny.toml --study OUT --noise -0.1": "--noise: input should be greater than or equal to 0",
-    "tune tiny.toml --study OUT --method best": "trust-region, random, grid, tpe",
     "train absent.toml": "no such file",
     "train tiny.toml --run tiny.toml": "a file",
     "train tiny.toml --run OUT --log-to tensorbord": "tensorboard, wandb, trackio",
@@ -146,7 +128,6 @@ REFUSED = {
     "demo --run OUT --size full --quick": "--quick contradicts --size full",
     "report": "PATH is missing",
     "report . --catalogue": "--catalogue",
-    "report /absent": "no such folder",
     "report tiny.toml": "a file",
     # export, import, sample
     "export config plain.toml --to jax": "megatron, torchtitan, deepspeed, nanotron",
@@ -154,11 +135,9 @@ REFUSED = {
     "export config /absent --to litgpt": "/absent: no such file",
     "export config plain.toml --to nanotron -o tiny.toml": "tiny.toml",
     "export config plain.toml --to nanotron -o tiny.toml/x": "a file of this name exists where a folder is needed",
-    "export config plain.toml --to nanotron --set layout.dp=3": "does not divide over 3",
     "import config plain.toml --from jax": "'transformers', 'megatron'",
     "import config plain.toml": "--from is missing",
     "import config /absent --from megatron": "/absent: no such file",
-    "import config /absent --from transformers": "/absent: no such file",
     "import config plain.toml --from megatron": "--flag",
     "import config plain.toml --from transformers": "JSON",
     "import config plain.toml --from megatron -o tiny.toml": "exists; give another name",
@@ -170,20 +149,16 @@ REFUSED = {
     "export weights RUN RUN/recipe.toml/out": "a file of this name exists where a folder is needed",
     "sample /absent Once": "leaven train RECIPE --run DIR",
     "sample RUN x --top-p 2": "--top-p",
-    "sample RUN x --temperature inf": "temperature inf",
     "sample RUN caf\udce9": "UTF-8",
-    "sample RUN x --tokens 77": "no checkpoint at 77 tokens",
 }
 CASES = REFUSED | {f"train tiny.toml --run OUT --set {change}": says for change, says in BAD_RECIPES.items()}
 
 
 @pytest.fixture
 def folder(tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with good and bad files."""
     (tmp_path / "tiny.toml").write_text(tiny_text)
     (tmp_path / "plain.toml").write_text(tiny_text.replace("qk_norm = true", "qk_norm = false"))
     (tmp_path / "other.toml").write_text("[tool]\nx = 1\n")
-    (tmp_path / "no-toml.toml").write_text("this is not TOML")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("one line\n")
     shutil.copy(EXAMPLE, tmp_path)

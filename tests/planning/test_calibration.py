@@ -42,14 +42,12 @@ def took(time: float, memory: float | None = None, **changes: object) -> Calibra
 
 
 def factors(records: list[CalibrationRecord], accelerator: str = H100) -> CalibrationRow:
-    """The calibration of SMALL on one device in bf16."""
     found = calibration(records, accelerator, SMALL.params, Layout(), compute="bf16", step_seconds=1.0)
     assert found is not None
     return found
 
 
 def of(factor: float) -> ModelShape:
-    """SMALL with its layers multiplied by a factor."""
     return SMALL.model_copy(update={"n_layers": int(SMALL.n_layers * factor)})
 
 
@@ -160,7 +158,6 @@ def test_memory_that_runs_took_can_say_that_it_does_not_fit() -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the history, which does not exist yet."""
     monkeypatch.setenv("LEAVEN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -182,10 +179,7 @@ def test_lines_that_are_not_records_are_skipped(cache: Path) -> None:
     foreign = [
         b"\xff\xfe not text",
         b'{"something": "else"}',
-        b"[" * 5_000,
-        b"null",
         whole.replace(b'"step_seconds":1.5', b'"step_seconds":-1.5').strip(),
-        whole.replace(b'"step_seconds":1.5', b'"step_seconds":NaN').strip(),
         whole.replace(b'"n_layers":12', b'"n_layers":"twelve"').strip(),
         b"",
     ]

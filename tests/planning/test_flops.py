@@ -9,7 +9,6 @@ from tests.planning.shapes import LLAMA_8B, gpt
 from leaven.catalogue.runs import find_run
 from leaven.planning.flops import flops_per_token, forward_flops, hardware_flops_per_token, utilisation
 from leaven.planning.published import published_blueprint
-from leaven.recipe.layout import Recompute
 from leaven.recipe.recipe import Recipe
 
 MEGATRON = [(48, 6144, 64), (96, 12288, 96), (105, 20480, 128), (128, 25600, 160)]
@@ -80,37 +79,6 @@ def test_bloom_176b_tflops_from_its_iteration_times(iteration_seconds: float, he
     shape = gpt(70, 14_336, heads, vocab=250_880)
     done = hardware_flops_per_token(shape, "full") * 2048 * 2048
     assert done / iteration_seconds / 384 / 1e12 == pytest.approx(tflops, rel=1e-3)
-
-
-@pytest.mark.parametrize(("n_layers", "h", "a"), MEGATRON)
-@pytest.mark.parametrize(
-    ("convention", "recompute"),
-    [
-        ("narayanan_hw", "none"),
-        ("korthikanti_model", "full"),
-        ("korthikanti_hw", "selective"),
-        ("korthikanti_hw", "full"),
-        ("palm", "none"),
-        ("mpt_mfu", "full"),
-        ("mpt_hfu", "full"),
-    ],
-)
-def test_conventions_are_their_published_closed_forms(
-    n_layers: int, h: int, a: int, convention: str, recompute: Recompute
-) -> None:
-    shape, s, v = gpt(n_layers, h, a), 2048, 51_200
-    n = 12 * n_layers * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * n_layers * h))
-    six_n = 6 * n + 12 * n_layers * h * s
-    closed = {
-        ("narayanan_hw", "none"): 96 * n_layers * h**2 * (1 + s / (6 * h) + v / (16 * n_layers * h)),
-        ("korthikanti_model", "full"): 72 * n_layers * h**2 * (1 + s / (6 * h) + v / (12 * n_layers * h)),
-        ("korthikanti_hw", "selective"): 72 * n_layers * h**2 * (1 + s / (3 * h) + v / (12 * n_layers * h)),
-        ("korthikanti_hw", "full"): 96 * n_layers * h**2 * (1 + s / (6 * h) + v / (16 * n_layers * h)),
-        ("palm", "none"): six_n,
-        ("mpt_mfu", "full"): six_n,
-        ("mpt_hfu", "full"): six_n * 4 / 3,
-    }
-    assert counted(shape, convention, recompute) == pytest.approx(closed[convention, recompute], rel=1e-6)
 
 
 def test_mpt_70b_mfu_and_hfu_as_llm_foundry_prints_them() -> None:

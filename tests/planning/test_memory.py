@@ -32,7 +32,6 @@ SBH = 2048 * 4 * 6144  # the 22B model, micro-batch 4
 
 
 def layer_activation_bytes(model: ModelShape, sequences: int, tp: int, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Bytes that a block keeps without recomputation."""
     kept = operators_kept(blueprint(model).blocks[0], model.d_model, model.seq_len, tp, code)
     return sequences * model.seq_len * sum(kept.values())
 
@@ -170,15 +169,6 @@ def test_a_large_vocabulary_is_worth_blocks() -> None:
         assert max(layers[0] + ends, *layers[1:-1], layers[-1] + ends) == best
 
 
-@pytest.mark.parametrize("n_layers", [1, 7, 24])
-def test_stages_share_all_layers_and_none_is_empty(n_layers: int) -> None:
-    for pp in range(1, n_layers + 1):
-        even, weighed = (stage_layers(gpt(n_layers, 256, 4), pp, balance) for balance in ("number", "weight"))  # type: ignore[arg-type]
-        assert sum(even) == sum(weighed) == n_layers
-        assert max(even) - min(even) <= 1
-        assert min(weighed) >= 1
-
-
 def test_playbook_1b_on_two_stages_is_measured_on_the_first_which_has_eleven_of_sixteen_blocks() -> None:
     shape = SMALL.model_copy(
         update={
@@ -191,14 +181,6 @@ def test_playbook_1b_on_two_stages_is_measured_on_the_first_which_has_eleven_of_
     for layout, micro_batch, gas, gb in rows:
         first = stage_memory(shape, Arrangement(layout, micro_batch, gas), 0, NANOTRON)
         assert first.total / GIB == pytest.approx(gb, rel=0.02)
-
-
-@pytest.mark.parametrize(("recompute", "factor"), [("none", 34 / 2), ("full", 1.0)])
-def test_in_flight_micro_batches_of_two_stages_in_the_middle(recompute: Recompute, factor: float) -> None:
-    shape = gpt(48, 6144, 64)
-    how = Arrangement(Layout(pp=4, recompute=recompute), 1, 16)
-    second, third = (stage_memory(shape, how, stage, TrainingCode()).activations for stage in (1, 2))
-    assert second - third == pytest.approx(12 * 2 * 2048 * 6144 * factor)  # three micro-batches of 12 blocks, and two
 
 
 def test_sent_outputs_are_kept_if_the_code_keeps_them() -> None:
@@ -312,12 +294,3 @@ def test_bytes_a_parameter_of_other_codes(code: TrainingCode, each: int) -> None
     found = states(1.0, code)
     assert sum(state.bytes_each for state in found) == each == sum(state.bytes for state in found)
     assert all(state.why for state in found)
-
-
-def test_moments_of_8_bits_and_of_muon() -> None:
-    assert sum(gb(FP32.with_moments("adam-8bit")).values()) == 7 * (4 + 4 + 2)
-    muon = NANOTRON.with_moments("muon")
-    assert (muon.optimizer, muon.optimizer_of_matrices) == (12, 8)
-    assert muon.with_moments("adam") == NANOTRON
-    kept = {state.name: state.bytes / 1e9 for state in states(7e9, FP32.with_moments("muon"), matrices=6e9)}
-    assert kept == {"weights": 28, "gradients": 28, "momentum of matrices": 24, "moments": 8}

@@ -1,5 +1,3 @@
-"""Plans of recipes, shapes and published runs, and the messages for impossible ones."""
-
 import json
 import re
 from dataclasses import replace

@@ -57,7 +57,6 @@ BUSY = replace(ROUND, memory_tb_s=1e6)  # nothing waits for memory
 def operators(
     how: Arrangement, cluster: Cluster, code: TrainingCode, shape: ModelShape = LLAMA_8B
 ) -> dict[str, Operator]:
-    """The operators of a block by name."""
     work = Work(
         how.micro_batch * shape.seq_len // how.layout.cp, shape.seq_len, shape.d_model, how.layout.tp, how.layout.cp
     )

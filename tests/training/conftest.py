@@ -26,7 +26,6 @@ def tokens(corpus: Path) -> TokenSet:
 
 
 def losses(folder: Path) -> list[float]:
-    """Return the training losses of a run."""
     return [line["loss"] for line in RunFolder(folder).metrics()]
 
 

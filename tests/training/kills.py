@@ -123,7 +123,6 @@ def killed_rolling_back(begun: Path, folder: Path, where: str) -> None:
 
 
 def result(folder: Path) -> dict[str, Any]:
-    """The result of a run, without times."""
     summary = train(RECIPE, TEXT, folder)
     run = RunFolder(folder)
     keys = ("step", "loss", "grad_norm", "update_norm", "lr")

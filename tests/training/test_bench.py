@@ -1,5 +1,3 @@
-"""Throughput over micro-batch and global batch."""
-
 import pytest
 from tests.training.conftest import room_for
 
@@ -54,15 +52,8 @@ def test_after_out_of_memory_larger_micro_batches_are_skipped(
 
 def test_a_stop_or_a_limit_keeps_what_was_measured(tiny: Recipe, tokens: TokenSet) -> None:
     done: list[int] = []
-    found = bench(
-        tiny,
-        tokens,
-        [1],
-        [1, 2, 3],
-        limit_seconds=600,
-        on_row=lambda count, total: done.append(count),
-        stop=lambda: done[-1] == 2,
-    )
+    watched = {"on_row": lambda count, total: done.append(count), "stop": lambda: done[-1] == 2}
+    found = bench(tiny, tokens, [1], [1, 2, 3], limit_seconds=600, **watched)
     assert [row.global_batch for row in found.rows] == [1, 2]
     assert not found.whole
     assert [row.global_batch for row in bench(tiny, tokens, [1], [1, 2], limit_seconds=0).rows] == [1]

@@ -1,5 +1,3 @@
-"""Checkpoints of one process: complete or absent, damage is detected, and which of them are kept."""
-
 import errno
 import json
 import random
@@ -172,21 +170,6 @@ def test_clear_renames_damaged_and_removes_undone_checkpoints(tmp_path: Path, ma
         "damaged-tokens-000000000000768",
         "tokens-000000000000256",
     ]
-
-
-def test_a_full_disk_leaves_the_previous_checkpoint(
-    tmp_path: Path, manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(manager, 1)
-
-    def full(tensors: object, path: Path) -> NoReturn:
-        path.write_bytes(b"torn")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(module, "save_file", full)
-    assert saved(manager, checkpoint(2)).error == "No space left on device"
-    assert [path.name for path in tmp_path.iterdir()] == ["tokens-000000000000256"]
-    assert read_checkpoint(tmp_path)[1] == []
 
 
 def test_a_handwritten_checkpoint_is_read(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-"""Peak speeds and memory of a device."""
-
 import platform
 import subprocess
 import sys
@@ -137,10 +135,7 @@ def test_a_run_on_mps_makes_no_float64_tensor(
     ("device", "compute", "peak"),
     [
         ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
-        ("NVIDIA H100 PCIe", "bf16", 756e12),
         ("NVIDIA H100 80GB HBM3", "fp32", None),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
         ("cpu", "bf16", None),
     ],
 )

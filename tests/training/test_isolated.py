@@ -1,5 +1,3 @@
-"""The loss of isolated documents, against each document by itself."""
-
 from pathlib import Path
 
 import pytest

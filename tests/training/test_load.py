@@ -1,5 +1,3 @@
-"""Loading a run: its weights, the newest whole checkpoint, and errors."""
-
 import shutil
 from pathlib import Path
 
@@ -25,7 +23,6 @@ def tokens(scaled_run: Path) -> TokenSet:
 
 @pytest.fixture
 def run(scaled_run: Path, tmp_path: Path) -> Path:
-    """A copy to do harm to."""
     return Path(shutil.copytree(scaled_run, tmp_path / "run"))
 
 
@@ -57,8 +54,6 @@ def test_a_checkpoint_is_chosen_by_its_tokens(scaled_run: Path) -> None:
     assert (newest.tokens, earlier.tokens) == (10_240, 5_120)
     name = "layers.0.mlp.in.weight"
     assert not torch.equal(newest.model.get_parameter(name), earlier.model.get_parameter(name))
-    with pytest.raises(InputError, match=r"no checkpoint at 77 tokens; there are 5_120, 10_240"):
-        load_run(scaled_run, 77)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(run: Path) -> None:
@@ -74,11 +69,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(run: Path) -> 
         leaven.load(run)
 
 
-def test_a_folder_without_a_run_is_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"absent: no such folder; give the folder of a run"):
-        leaven.load(tmp_path / "absent")
-    with pytest.raises(InputError, match=r"holds no recipe.toml"):
-        leaven.load(tmp_path)
+def test_a_folder_without_a_whole_run_is_refused(run: Path) -> None:
     (run / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match=r"tokenizer.json: damaged"):
         leaven.load(run)

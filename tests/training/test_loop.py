@@ -1,5 +1,3 @@
-"""The training loop: when callbacks are called."""
-
 import pytest
 import torch
 

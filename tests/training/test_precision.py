@@ -1,5 +1,3 @@
-"""fp16 with its loss scale, bf16, and skipped steps."""
-
 import math
 from typing import Any
 

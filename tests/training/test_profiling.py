@@ -27,7 +27,6 @@ from leaven.training.trainer import train
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A history of the test's own."""
     folder = tmp_path / "history"
     monkeypatch.setattr(planning, "cache_folder", lambda: folder)
     monkeypatch.setattr(profiling, "best_matmul", lambda *arguments: 1e11)
@@ -36,7 +35,6 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def tiny(tiny: Recipe) -> Recipe:
-    """Of twenty steps."""
     return tiny.replace({"data.tokens": 5_120, "stability.checkpoint_every_tokens": 2_560})
 
 

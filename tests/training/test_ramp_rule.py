@@ -30,7 +30,6 @@ def ramped(tiny: Recipe, rule: str, **changes: object) -> Recipe:
 
 @pytest.fixture
 def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Everything in it, weights and products."""
     monkeypatch.setitem(DTYPES, "fp32", torch.float64)
     torch.set_default_dtype(torch.float64)
     yield

@@ -56,7 +56,6 @@ def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[TokenSet, in
 
 @pytest.fixture
 def calm(run_once: Callable[..., Result]) -> float:
-    """The loss of the run without a fault."""
     loss, run = run_once(text())
     assert not events(run, "rollback")
     return loss

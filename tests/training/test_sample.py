@@ -1,5 +1,3 @@
-"""Samples of a run: whole characters, seeds, the end of a text."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""Trials: outcomes, pruning, resuming after a kill, and several durations on one trunk."""
-
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -54,7 +52,6 @@ def steps_counted(monkeypatch: pytest.MonkeyPatch, die_at: int | None = None) ->
 
 
 def results(outcome: Outcome) -> tuple[Any, ...]:
-    """Everything except times and places."""
     return outcome.loss, outcome.tokens, outcome.flops, outcome.curve, outcome.stopped, outcome.branches
 
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from benchmarks.answers import judged
 
 from leaven.tuning.algorithm.answer import (
     ELSEWHERE,
@@ -300,7 +299,6 @@ def test_a_pruned_trial_counts_in_the_surrogate_and_not_in_the_noise() -> None:
 
 
 def document_of(found: Answer) -> StudyDocument:
-    """A study of 64 trials with that answer."""
     trials = (trial(0, [0.0] * 4, 3.0),) * 64
     return StudyDocument(**vars(found), name="wheat", method="trust-region", space=PATHS, trials=trials)
 
@@ -360,17 +358,6 @@ def test_advice_if_all_diverged_names_what_to_lower() -> None:
     points = np.random.default_rng(0).normal(0, 1, (30, 4))
     fast = [trial(k, x, math.inf, tokens=10 if x[3] < -0.5 else 100) for k, x in enumerate(points)]
     assert advice_when_all_diverged(fast, DIMENSIONS).endswith("; runs diverged soonest where eps was lowered")
-
-
-def test_answers_on_landscapes_are_mostly_true() -> None:
-    """A few small searches, so only shares far from chance; benchmarks/answers.py measures more."""
-    runs = [judged(12, 60, seed, 0.5) for seed in range(1)]
-    share = {key: np.mean([value for run in runs for value in run[key]]) for key in runs[0] if runs[0][key]}
-    assert share["flat two"] > 0.85
-    assert share["fewest two"] == 1
-    assert share["small true"] > 0.7
-    assert share["ours"] > 0.4
-    assert share["interval"] == 1
 
 
 def test_an_outlier_is_the_last_finalist() -> None:

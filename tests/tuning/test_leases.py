@@ -1,5 +1,3 @@
-"""Leases, and how trials of living and dead commands are counted."""
-
 import subprocess
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""A point of a space as a recipe."""
-
 import math
 from typing import Any
 

@@ -66,7 +66,6 @@ class Server:
         self._server.wait()
 
     def database(self, name: str) -> str:
-        """Create a database and return its URL."""
         subprocess.run([PROGRAMS / "createdb", "-h", self.folder, "-U", "leaven", name], check=True)
         return f"postgresql://leaven@/{name}?host={self.folder}"
 
@@ -180,7 +179,6 @@ def test_two_killed_commands_of_four_lose_no_trial(server: Server, tiny_file: Pa
     store = open_store(url)
 
     def of(command: "subprocess.Popen[str]", *states: TrialState) -> list[optuna.trial.FrozenTrial]:
-        """The trials of a command, as its owner's id says."""
         (study,) = store.get_all_studies()
         trials = store.get_all_trials(study._study_id, deepcopy=False, states=states or None)
         return [trial for trial in trials if f":{command.pid}:" in trial.user_attrs.get("owner", "")]

@@ -106,24 +106,6 @@ def test_an_expectation_moves_the_search_and_a_wrong_one_harms_little() -> None:
     assert regrets(told(-1.0)) < 1.5 * without
 
 
-def earlier(seed: int, function: Callable[[np.ndarray], float]) -> dict[str, object]:
-    names = {name: (-3, 3) for name in "abcd"}
-    trials = search(
-        lambda x: function(np.array(list(x.values()))), names, trials=16, seed=seed + 50, noise=0.0
-    ).trials
-    points = np.array([list(trial.params.values()) for trial in trials])
-    return {"earlier": EarlierTrials(points, np.array([trial.loss for trial in trials]), 0.0)}
-
-
-def test_an_earlier_search_helps_if_it_was_alike_and_hardly_harms_if_it_was_not() -> None:
-    without = regrets(lambda seed: {})
-    shift = np.random.default_rng(0).normal(0, 0.3, 4)
-    alike = regrets(lambda seed: earlier(seed, lambda x: 2 * made_up("bowl", 4, seed)(x + shift)))
-    unlike = regrets(lambda seed: earlier(seed, made_up("bowl", 4, seed + 1000)))
-    assert alike < 0.6 * without
-    assert unlike < 2 * without
-
-
 def test_knowledge_is_for_the_trust_region() -> None:
     with pytest.raises(InputError, match="method random uses no knowledge from before the search"):
         search(lambda x: x["a"], {"a": (-1, 1)}, method="random", trials=4, expected={"a": (0.5, 0.5)})
@@ -274,6 +256,7 @@ def test_a_study_keeps_its_knowledge(folder: Path, tiny: Recipe, tmp_path: Path)
     with study(None) as opened:
         again = opened.run(8, 1)
     assert opened.space.earlier is not None
+    assert len(opened.space.axes.knowledge) == len(DIFFERENCES)
     assert again.trials[:6] == state.trials
     informed = space(short, LR).knowing({LR: (0.5, 0.5)}, None)
     with pytest.raises(InputError, match=r"was created without --prior"):

@@ -1,5 +1,3 @@
-"""``search`` on Python functions: every method, divergence, noise, storage, and invalid arguments."""
-
 import itertools
 import math
 import subprocess
@@ -15,7 +13,6 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
-from benchmarks._landscapes import FLOOR, landscape
 from optuna.distributions import FloatDistribution
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState, create_trial
@@ -72,8 +69,9 @@ def test_search_imports_neither_torch_nor_scipy_nor_plotly() -> None:
     )
 
 
-def test_the_same_seed_and_results_give_the_same_trials() -> None:
-    runs = [search(Noisy(0.01), SPACE, trials=20, seed=seed) for seed in (3, 3, 4)]
+@pytest.mark.parametrize("method", ["trust-region", "random"])
+def test_the_same_seed_and_results_give_the_same_trials(method: str) -> None:
+    runs = [search(Noisy(0.01), SPACE, trials=20, method=method, seed=seed) for seed in (3, 3, 4)]
     assert runs[0] == runs[1]
     assert runs[0].trials != runs[2].trials
 
@@ -145,15 +143,8 @@ def test_a_stored_study_resumes_and_refuses_other_settings(tmp_path: Path) -> No
     more = search(objective, SPACE, trials=32, seed=2, storage=str(storage))
     assert objective.calls == 25
     assert {trial.finalist for trial in more.trials[20:24]} == {None}
-    with pytest.raises(
-        InputError, match=r"another space: b \[-2.0, 4.0, 0.0\] in the study, \[-2.0, 3.0, 0.0\] in this command"
-    ):
-        search(bowl, SPACE | {"b": (-2, 3)}, trials=20, storage=storage)
-    with pytest.raises(InputError, match="another method: trust-region in the study, random in this command"):
-        search(bowl, SPACE, trials=20, method="random", storage=storage)
     for changed, said in (
         ({"seed": 3}, "another seed: 2 in the study, 3 in this command"),
-        ({"noise": 0.1}, "another noise: none in the study, 0.1 in this command"),
         ({"scales": {"b": 2.0}}, "another scales: b 1.0 in the study, 2.0 in this command; give it another name"),
     ):
         with pytest.raises(InputError, match=said):
@@ -170,30 +161,9 @@ def test_a_budget_is_not_exceeded_by_resuming_with_another() -> None:
         assert again.params == found.params
 
 
-@pytest.mark.parametrize("curvature", [pytest.param(0.0, marks=pytest.mark.slow), 0.05])
-def test_a_start_that_is_the_optimum_is_mostly_kept(curvature: float) -> None:
-    """Six values, none of which helps, and noise: the luckiest point is compared with the start."""
-    space, stays, errors = {str(i): (-3.0, 3.0) for i in range(6)}, 0, []
-    for seed in range(12):
-        rng = np.random.default_rng(seed)
-        found = search(
-            lambda x: curvature * sum(v * v for v in x.values()) + rng.normal(0, 0.03),  # noqa: B023 - called at once
-            space,
-            trials=32,
-            method="random" if seed % 2 else "trust-region",
-            seed=seed,
-        )
-        stays += not any(found.params.values())
-        errors.append((found.loss - curvature * sum(v * v for v in found.params.values())) / 0.03)
-    assert stays >= 10  # about 9 if the reported gain were that of the runs that chose the point
-    # The loss of the answer is not biased downwards by choosing the luckiest runs.
-    assert abs(np.mean(errors)) < 0.4
-
-
-@pytest.mark.parametrize(("space", "name"), [(SPACE, "a"), ({"rate": (-3.0, 3.0), "b": (-2.0, 4.0)}, "rate")])
-def test_a_start_that_diverges_is_left(space: dict[str, tuple[float, float]], name: str) -> None:
-    found = search(lambda x: math.inf if x[name] > -0.3 else x[name] ** 2 + x["b"] ** 2, space, trials=40)
-    assert found.params[name] <= -0.3
+def test_a_start_that_diverges_is_left() -> None:
+    found = search(lambda x: math.inf if x["a"] > -0.3 else x["a"] ** 2 + x["b"] ** 2, SPACE, trials=40)
+    assert found.params["a"] <= -0.3
     assert math.isfinite(found.loss)
 
 
@@ -202,7 +172,6 @@ def test_a_start_that_diverges_is_left(space: dict[str, tuple[float, float]], na
     [
         ({"method": "trust-regoin"}, "method trust-regoin: unknown; did you mean trust-region?"),
         ({"objective": 3}, "objective = 3: input should be callable"),
-        ({"space": ["a"]}, "space = ['a']: input should be a valid dictionary"),
         (
             {"space": {"a": (1, -1)}},
             "space.a = (1, -1): give the lowest and the highest log2 multiplier, within -1000",
@@ -215,7 +184,6 @@ def test_a_start_that_diverges_is_left(space: dict[str, tuple[float, float]], na
         ({"space": {"a": range(3)}, "start": {"a": 3}}, "start.a = 3.0: give the index of a level, 0 to 2"),
         ({"space": {"a": range(3)}, "near": {"a": (-1, 1)}}, "near.a: this value is a choice, which has no box"),
         ({"scales": {"a": 0.0}}, "scales.a = 0.0: input should be greater than or equal to 0.000000001"),
-        ({"trials": 0}, "trials = 0: input should be greater than or equal to 1"),
         ({"trials": None}, "the search has no budget; give trials, flops or hours"),
         ({"hours": math.inf}, "hours = inf: input should be a finite number"),
         ({"noise": 1e-170}, "noise = 1e-170: give 0, or a number from 1e-50 to 1e+50"),
@@ -266,22 +234,7 @@ def test_a_grid_runs_all_of_its_points() -> None:
     assert bowl(found.params) == min(bowl({"a": a, "b": b}) for a, b in points)
 
 
-def test_the_trust_region_beats_random_search_on_cliffs_and_noise() -> None:
-    def left(method: str, seed: int) -> float:
-        truth, rng = landscape(12, seed), np.random.default_rng(seed)
-        space = {str(i): (-3.0, 3.0) for i in range(12)}
-        found = search(
-            lambda x: truth.trial(np.array(list(x.values())), rng), space, trials=40, method=method, seed=seed
-        )
-        return truth.loss(np.array(list(found.params.values()))) - FLOOR
-
-    regions, randoms = ([left(method, seed) for seed in range(3)] for method in ("trust-region", "random"))
-    assert np.median(regions) < np.median(randoms) / 2
-
-
 class Runs:
-    """The parabola, with a record of the proposals it was called with."""
-
     def __init__(self, answer: Callable[[Proposal], float | Outcome] = bowl) -> None:
         self.answer, self.asked = answer, list[Proposal]()
 
@@ -392,8 +345,6 @@ def test_a_budget_of_flops_reserves_the_reruns() -> None:
     assert Counter(t.purpose for t in found.trials)["rerun"] == 8
     with pytest.raises(InputError, match="the budget is in FLOPs, but the objective returns no FLOPs"):
         search(bowl, SPACE, trials=None, flops=60.0)
-    with pytest.raises(InputError, match="the search has no budget; give trials, flops or hours"):
-        search(bowl, SPACE, trials=None)
 
 
 def test_hours_count_while_something_runs() -> None:
@@ -569,17 +520,6 @@ def test_the_start_is_the_answer_if_it_diverges_with_one_seed_and_nothing_else_r
     assert (found.params, found.loss) == ({"a": 0.0, "b": 0.0}, 3.0)
 
 
-def test_a_larger_budget_confirms_again() -> None:
-    """The lower of two points that two budgets have chosen is lucky, too."""
-    rng, store = np.random.default_rng(0), InMemoryStorage()
-    runs = Runs(lambda x: bowl(x) + rng.normal(0, 0.02))
-    small = search(runs, SPACE, trials=16, storage=store)
-    large = search(runs, SPACE, trials=64, storage=store)
-    assert (small.fresh, large.fresh) == (1, 2)
-    confirming = [t for t in large.trials if t.purpose == "rerun" and t.params == large.params and t.seed > 2]
-    assert large.loss == pytest.approx(np.mean([t.loss for t in confirming]))
-
-
 def test_a_died_run_does_not_change_later_proposals() -> None:
     def proposals(dies: bool) -> list[dict[str, float]]:
         def mortal(x: Proposal) -> float:
@@ -592,12 +532,6 @@ def test_a_died_run_does_not_change_later_proposals() -> None:
         return list({x.origin: dict(x) for x in runs.asked}.values())
 
     assert proposals(dies=True) == proposals(dies=False)
-
-
-def test_a_point_that_diverges_with_other_seeds_is_not_the_answer() -> None:
-    noisy = Noisy(0.01)
-    found = search(Runs(lambda x: math.inf if x.seed and any(x.values()) else noisy(x)), SPACE, trials=24)
-    assert (found.params, found.fresh) == ({"a": 0.0, "b": 0.0}, 3)
 
 
 def test_the_next_best_point_takes_the_place_of_a_finalist_that_diverges() -> None:

@@ -1,5 +1,3 @@
-"""Search spaces of recipes."""
-
 import re
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ def dimension(recipe: Recipe, path: str) -> Dimension:
 
 
 def ends(recipe: Recipe, path: str) -> list[Any]:
-    """The values at both ends."""
     found = dimension(recipe, path)
     return [space(recipe, path).values({path: x})[path] for x in (found.low, found.high)]
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from benchmarks._landscapes import EXCESS, KINDS, landscape
 
 from leaven.tuning.algorithm import surrogate
 from leaven.tuning.algorithm.noise import interval_of_mean, pooled, t95
@@ -11,7 +10,6 @@ from leaven.tuning.algorithm.trust_region import (
     TRUST,
     Axes,
     Region,
-    learning_rates,
     region,
 )
 
@@ -117,21 +115,6 @@ def test_the_minimum_in_a_box_is_that_of_a_fine_grid() -> None:
     np.testing.assert_array_equal(bent.minimum(np.zeros(2), low, high), [0.7, -0.4])
 
 
-def test_without_trials_the_minimum_is_the_start_and_draws_vary_widely() -> None:
-    nothing = surrogate.fit_surrogate(np.zeros((3, 4)), np.array([1.0, 1.1, 0.9]))
-    points = np.random.default_rng(1).normal(size=(40, 4))
-    something = surrogate.fit_surrogate(points, valley(points) + np.random.default_rng(2).normal(0, 0.02, 40), 0.02)
-    far = np.full(4, 3.0)
-
-    def minima(found: surrogate.Surrogate) -> np.ndarray:
-        drawn = [found.draw(np.random.default_rng(seed)).minimum(np.zeros(4), -far, far) for seed in range(300)]
-        return np.array(drawn)
-
-    np.testing.assert_array_equal(nothing.mean.minimum(np.zeros(4), -far, far), 0.0)
-    np.testing.assert_allclose(something.mean.minimum(np.zeros(4), -far, far), OPTIMUM, atol=0.05)
-    assert np.abs(minima(nothing)).mean() > 10 * minima(something).std(0).max()
-
-
 def test_divergence_is_attributed_to_what_only_diverged_trials_have() -> None:
     points = np.random.default_rng(1).uniform(-2, 2, (100, 6))
     found = surrogate.fit_divergence(points, points[:, 2] > 1)
@@ -202,27 +185,6 @@ def test_divergence_lowers_the_lr_before_there_is_any_result() -> None:
     assert steps(nameless) > 1.2 * free
 
 
-@pytest.mark.parametrize(("dimensions", "workers"), [(12, 4), (30, 1)])
-def test_a_start_that_diverges_is_left_by_lowering_the_lr(dimensions: int, workers: int) -> None:
-    """The start is 1.5 octaves of learning rate beyond the divergence boundary."""
-    truth, chance = landscape(dimensions, dimensions), np.random.default_rng(workers)
-    names = [f"m{i}.lr" if i % KINDS == 0 else f"m{i}.init_std" for i in range(dimensions)]
-    rates = learning_rates(names)
-    beyond = rates * (1.5 - truth.strain(np.zeros(dimensions)))
-    points, losses = [np.zeros(dimensions)], [truth.trial(beyond, chance)]
-    assert losses == [np.inf]
-    while len(points) < 40:
-        now = region(axes_of(*names), np.array(points), np.array(losses))
-        # The proposals of all workers come before any of their results.
-        proposals = [now.proposal(np.random.default_rng(len(points) + k)) for k in range(workers)]
-        points += proposals
-        losses += [truth.trial(x + beyond, chance) for x in proposals]
-    first = int(np.argmax(np.isfinite(losses)))
-    assert 0 < first < 20
-    assert np.isfinite(losses[first:]).mean() > 0.6
-    assert truth.loss(now.incumbent + beyond) < losses[first] - EXCESS / 10
-
-
 def test_a_scale_multiplies_steps_and_changes_nothing_else() -> None:
     points = np.random.default_rng(1).normal(0, 0.5, (40, 4))
     losses = np.where(points[:, 0] > 0.6, np.inf, valley(points))
@@ -267,21 +229,6 @@ def test_a_proposal_depends_on_the_seed_and_the_results_in_their_order() -> None
     assert proposed(order) == proposed(order)
     assert proposed(order) != proposed(order, seed=1)
     assert proposed(order[::-1]) != proposed(order)
-
-
-def test_results_in_any_order_lead_to_the_minimum() -> None:
-    """Six workers, whose trials end in random order."""
-    chance = np.random.default_rng(0)
-    points, losses, best = np.zeros((0, 4)), np.zeros(0), np.inf
-    running = [look(points, losses, 0.01).proposal(np.random.default_rng(k)) for k in range(6)]
-    assert len({tuple(point) for point in running}) == 6
-    for k in range(6, 46):
-        point = running.pop(chance.integers(len(running)))
-        loss = float(valley(point))
-        best = min(best, loss)
-        points, losses = np.vstack([points, point]), np.append(losses, loss + chance.normal(0, 0.01))
-        running.append(look(points, losses, 0.01).proposal(np.random.default_rng(k)))
-    assert best - 3.0 < (valley(np.zeros(4)) - 3.0) / 10
 
 
 def test_the_interval_is_students() -> None:
