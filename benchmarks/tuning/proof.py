@@ -33,6 +33,7 @@ from pathlib import Path
 
 import torch
 from benchmarks.tuning.__main__ import PROXY, unpinned, whole
+from benchmarks.tuning.__main__ import mean as mean_of
 from benchmarks.tuning.stack import Stack
 
 from leaven.data.tokens import TokenSet, prepare
@@ -41,7 +42,6 @@ from leaven.recipe.files import read_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
 from leaven.training.outcome import Outcome
-from leaven.tuning.algorithm.noise import t95
 from leaven.tuning.point import BATCH, recipe_at
 from leaven.tuning.service.search_loop import Proposal
 from leaven.tuning.service.study import Study
@@ -288,14 +288,6 @@ def train(folder: Path, part: str, tokens: TokenSet, asked: argparse.Namespace) 
 # ---- the table
 
 
-def interval(values: Sequence[float], form: str) -> str:
-    """The mean over the searches with its 95% interval by Student's t."""
-    if len(values) < 2:
-        return "".join(format(value, form) for value in values)
-    margin = t95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{statistics.fmean(values):{form}} ± {margin:.4f}"
-
-
 def table(found: dict[Run, float], searches: Sequence[int]) -> list[str]:
     """Each search is one observation: its mean over the seeds of the training."""
 
@@ -328,9 +320,9 @@ def table(found: dict[Run, float], searches: Sequence[int]) -> list[str]:
                 mine = mean(scale, arm, s, seeds=CURVE)
                 assert mine is not None
                 ratios.append(speed_up(curve, mine))
-            against = "" if arm == "global" else interval(paired, "+.4f")
+            against = "" if arm == "global" else mean_of(paired, "+.4f")
             lines.append(
-                f"| {scale} | {arm} | {interval(list(losses.values()), '.4f')} | {against} | {', '.join(ratios)} |"
+                f"| {scale} | {arm} | {mean_of(list(losses.values()), '.4f')} | {against} | {', '.join(ratios)} |"
             )
     lines += ["", "| group back at the start | at the proxy | at the target |", "|---|---|---|"]
     for group in GROUPS:
@@ -344,9 +336,7 @@ def table(found: dict[Run, float], searches: Sequence[int]) -> list[str]:
                 ]
                 known = [a - b for a, b in pairs if a is not None and b is not None]
                 costs += [statistics.fmean(known)] if known else []
-            cells.append(
-                f"{interval(costs, '+.4f')} ({', '.join(f'{cost:+.3f}' for cost in costs)})" if costs else ""
-            )
+            cells.append(f"{mean_of(costs, '+.4f')} ({', '.join(f'{cost:+.3f}' for cost in costs)})" if costs else "")
         lines.append(f"| {group} | {cells[0]} | {cells[1]} |")
     return lines
 
