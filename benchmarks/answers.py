@@ -18,7 +18,9 @@ import numpy as np
 from benchmarks._landscapes import EXCESS, FLOOR, NOISE, REACH, Landscape, landscape
 from optuna.storages import InMemoryStorage
 
+from benchmarks import _landscapes
 from leaven.tuning import search
+from leaven.tuning.algorithm import answer as answers
 from leaven.tuning.algorithm.answer import answer, to_confirm
 from leaven.tuning.algorithm.noise import noise_between_seeds
 from leaven.tuning.algorithm.trust_region import Axes
@@ -57,17 +59,20 @@ MEDIANS = {"regret", "noise", "flat width"}
 
 
 def searched(
-    truth: Landscape | None, trials: int, seed: int, share: float
+    truth: Landscape | None, trials: int, seed: int, share: float, idle: int = IDLE
 ) -> tuple[list[StudyTrial], tuple[Dimension, ...]]:
-    """Return the trials of a finished study and its dimensions; without a landscape, no value has an effect."""
-    limits = {f"m{i}": (-REACH, REACH) for i in range(len(truth.optimum) if truth else IDLE)}
+    """Return the trials of a finished study and its dimensions; without a landscape, it has ``idle`` values
+    without effect."""
+    limits = {f"m{i}": (-REACH, REACH) for i in range(len(truth.optimum) if truth else idle)}
     dimensions = tuple(Dimension(name, 1.0, *both) for name, both in limits.items())
     rng, common = np.random.default_rng([seed, trials]), np.random.default_rng([seed, 0]).normal(size=SEEDS)
     store = InMemoryStorage()
 
     def run(point: Proposal) -> float:
         if truth is None:
-            return FLOOR + NOISE * (share**0.5 * float(common[point.seed]) + (1 - share) ** 0.5 * rng.normal())
+            return FLOOR + _landscapes.NOISE * (
+                share**0.5 * float(common[point.seed]) + (1 - share) ** 0.5 * rng.normal()
+            )
         return truth.trial(np.array(list(point.values())), rng, float(common[point.seed]), share)
 
     search(run, limits, None, trials, seed=seed, stop_at_noise=False, storage=store)
@@ -150,6 +155,32 @@ def found_in_nothing(seeds: Sequence[int]) -> None:
         print(f"| {trials} | {share:.0%} | {chosen / len(seeds):.0%} | {reported / len(seeds):.0%} |", flush=True)
 
 
+def with_few_runs(seeds: Sequence[int]) -> None:
+    """Print what ``LIKELY`` of the answer changes: how often a gain is reported where there is none, and the mean
+    regret where there is one. Both columns are of the same trials. The noise is a fifth of what can be gained.
+    """
+    _landscapes.NOISE, likely = EXCESS / 5, (math.inf, answers.LIKELY)
+    print("| values | trials | common to a seed | false gains, without, with | regret, without, with | diverged |")
+    print("|---|---|---|---|---|---|")
+    for d, trials, share in itertools.product((4, 8, 16), (16, 24, 40), (0.0, 0.5)):
+        false: dict[float, list[bool]] = {factor: [] for factor in likely}
+        regret: dict[float, list[float]] = {factor: [] for factor in likely}
+        for seed, truth in itertools.product(seeds, (None, landscape)):
+            at = truth(d, seed) if truth else None
+            study, dimensions = searched(at, trials, seed, share, d)
+            for factor in likely:
+                answers.LIKELY = factor
+                best = np.array(list(answer(study, dimensions, over=True).octaves.values()))
+                if at:
+                    regret[factor].append((at.loss(best) - FLOOR) / EXCESS)
+                else:
+                    false[factor].append(bool(best.any()))
+        ended = [(old, new) for old, new in zip(*regret.values(), strict=True) if math.isfinite(old + new)]
+        shares = ", ".join(f"{np.mean(each):.0%}" for each in false.values())
+        regrets = ", ".join(f"{mean:.0%}" for mean in np.mean(ended, axis=0))
+        print(f"| {d} | {trials} | {share:.0%} | {shares} | {regrets} | {len(seeds) - len(ended)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -161,10 +192,14 @@ def main() -> None:
     parser.add_argument(
         "--nothing", action="store_true", help="count the gains that are reported for values without effect"
     )
+    parser.add_argument("--few", action="store_true", help="compare results with and without LIKELY")
     parser.add_argument("--quick", action="store_true", help="6 multipliers, 24 trials, 3 seeds")
     options = parser.parse_args()
     if options.nothing:
         found_in_nothing(range(options.first, options.first + options.seeds))
+        return
+    if options.few:
+        with_few_runs(range(options.first, options.first + options.seeds))
         return
     cells, seeds = (["6x24"], 3) if options.quick else (options.cells, options.seeds)
     columns = []
