@@ -153,7 +153,6 @@ def drawn_layouts(candidates: Sequence[CandidateRow], chosen: CandidateRow) -> l
 
 
 def _slowest(candidates: Iterable[CandidateRow], chosen: CandidateRow) -> float:
-    """Return the largest step time of a layout that the chart shows."""
     fastest = min(each.step_seconds for each in [*candidates, chosen])
     return max(SLOWEST * fastest, 1.3 * chosen.step_seconds)
 
@@ -203,7 +202,6 @@ def layouts(
 
 
 def tensor_hues(candidates: Iterable[CandidateRow]) -> dict[int, str]:
-    """Return the colour of each tensor-parallel degree."""
     degrees = sorted({each.layout["tp"] for each in candidates})
     return {tp: charts.hue(n) for n, tp in enumerate(degrees)}
 
