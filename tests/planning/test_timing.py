@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.planning.shapes import LLAMA_8B, LLM_FOUNDRY, MEGATRON_FP16, TORCHTITAN, gpt
+from tests.planning.shapes import LLAMA_8B, LLM_FOUNDRY, TORCHTITAN, gpt
 
 from leaven.catalogue.runs import find_run
 from leaven.planning.accelerators import Accelerator
-from leaven.planning.arrangement import Arrangement, bubble
+from leaven.planning.arrangement import Arrangement
 from leaven.planning.blueprint import blueprint
 from leaven.planning.collectives import LINK_LATENCY, LINK_SHARE, NETWORK_LATENCY, all_reduce, all_to_all, ring
 from leaven.planning.hardware import Cluster, find_accelerator, parse_cluster
@@ -31,9 +31,6 @@ from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
 
-JEAN_ZAY = Cluster(384, replace(find_accelerator("A100-80GB"), network_gb_s=6.25))
-BLOOM_182B = gpt(78, 13_824, 96, vocab=250_880)
-PREQUEL = Layout(dp=8, tp=4, pp=12, zero=1, recompute="full")
 # 1e15 FLOP/s, 1e12 B/s of memory, 100 and 10 GB/s of links, 4 a node, 100 processors
 ROUND = Accelerator(
     "round",
@@ -79,14 +76,6 @@ def test_a_thin_product_takes_the_time_of_its_bytes_and_a_tiny_one_that_of_a_lau
 def test_widths_that_do_not_suit_the_tensor_cores_are_slow() -> None:
     good, of_64, of_8 = (matmul_seconds((4096, n, 4096), BUSY) for n in (8192, 8184, 8190))
     assert good < of_64 < of_8
-    # BLOOM's prequel, lines 582 and 584: h 14,400 with tp 8 took 221.21 s, 13,824 took 151.07
-    layout = Layout(dp=4, tp=8, pp=10, zero=1, recompute="full")
-    cluster = replace(JEAN_ZAY, gpus=320)
-    slow, fast = (
-        step_time(gpt(80, h, 64, vocab=250_880), Arrangement(layout, mbs, 512 // mbs), cluster, MEGATRON_FP16).step
-        for h, mbs in ((14_400, 1), (13_824, 2))
-    )
-    assert slow / fast == pytest.approx(221.21 / 151.07, rel=0.08)
 
 
 def test_a_ring_moves_all_but_one_share_and_waits_at_every_step() -> None:
@@ -117,18 +106,6 @@ def test_tensor_ranks_reduce_twice_forward_twice_backward_and_twice_more_if_all_
     pieces = TrainingCode(behind_products=True)
     hidden = step_time(shape, Arrangement(Layout(tp=4), 1, 1), cluster, pieces).tensor_parallel
     assert hidden == pytest.approx(2 * 4 * once / 4)
-
-
-def test_the_bubble_has_the_form_measured_at_bloom() -> None:
-    # prequel lines 867 to 870: 0.7422 (m + 11) + 3.87 s for m = 32, 64, 96, 128
-    seconds = {m: step_time(BLOOM_182B, Arrangement(PREQUEL, 2, m), JEAN_ZAY, MEGATRON_FP16) for m in (32, 96, 128)}
-    slope = (seconds[128].step - seconds[96].step) / 32
-    assert slope == pytest.approx((seconds[96].step - seconds[32].step) / 64)
-    rest = seconds[32].data_parallel + seconds[32].optimizer
-    assert seconds[32].step == pytest.approx(slope * (32 + 11) + rest)
-    assert seconds[32].bubble / (seconds[32].step - rest) == pytest.approx(bubble(32, 12))
-    assert slope == pytest.approx(0.7422, rel=0.08)
-    assert rest == pytest.approx(3.87, rel=0.6)  # the optimizer of 2022 took longer than its memory traffic
 
 
 def test_several_stages_on_a_rank_divide_the_bubble_and_zero_bubble_fills_it_with_the_gradients_of_weights() -> None:

@@ -6,7 +6,7 @@ import torch
 from tests.distributed.cut_up import whole_checkpoint
 
 import leaven
-from leaven.data.tokens import TokenSet, prepare
+from leaven.data.tokens import TokenSet
 from leaven.interop.weights import read_huggingface, recipe_from
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
@@ -14,12 +14,6 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.export import export_run
 from leaven.training.load import load_run
 from leaven.training.trainer import Training, train
-
-
-@pytest.fixture
-def tokens(scaled_run: Path) -> TokenSet:
-    recipe = read_recipe(scaled_run / "recipe.toml")
-    return prepare(recipe.data, recipe.model.vocab_size)
 
 
 @pytest.fixture
