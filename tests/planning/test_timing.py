@@ -129,17 +129,6 @@ def test_several_stages_on_a_rank_divide_the_bubble_and_zero_bubble_fills_it_wit
     assert filled < one / 2
 
 
-def test_operators_add_up_to_the_block_and_full_recomputation_is_its_forward_again() -> None:
-    shape, cluster = gpt(48, 6144, 64), parse_cluster("8xA100-80GB")
-    none, full = (Arrangement(Layout.model_validate({"tp": 8, "recompute": kind}), 4, 1) for kind in ("none", "full"))
-    block, again = (block_time(shape, how, cluster) for how in (none, full))
-    found = operators(none, cluster, LEAVEN_BF16, shape)
-    assert sum(operator.forward for operator in found.values()) == pytest.approx(block.forward)
-    assert sum(operator.backward for operator in found.values()) == pytest.approx(block.backward)
-    assert again.backward - block.backward == pytest.approx(block.forward)
-    assert {"attention.query + attention.key + attention.value", "attention", "norms and residuals"} < set(found)
-
-
 def test_selective_recomputation_repeats_the_core_or_all_but_every_second_product() -> None:
     cluster = parse_cluster("8xH100")
     for code in (TrainingCode(), TORCHTITAN):
@@ -196,18 +185,6 @@ def test_experts_are_reached_by_an_all_to_all_there_and_back_and_it_is_slower_be
         block_time(model, Arrangement(Layout(dp=64, ep=ep), 4, 1), parse_cluster("64xH100")).forward for ep in (8, 64)
     )
     assert few == pytest.approx(many, rel=0.2)
-
-
-def test_gradients_hide_behind_the_backward_pass_if_it_is_long_enough_and_the_code_lets_them() -> None:
-    shape, cluster = gpt(24, 1024, 16, seq_len=256), parse_cluster("64xA100-80GB")
-    patient = TrainingCode(overlap=False)
-    short, long, waiting = (
-        step_time(shape, Arrangement(Layout(dp=64), micro_batch, 1), cluster, code).data_parallel
-        for micro_batch, code in ((1, TrainingCode()), (128, TrainingCode()), (128, patient))
-    )
-    assert short > 0
-    assert long == 0
-    assert waiting > short
 
 
 def test_what_is_in_no_block_is_exchanged_after_the_backward_pass_and_in_a_pipeline_everything_is() -> None:
