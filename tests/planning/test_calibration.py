@@ -115,12 +115,9 @@ def test_a_plan_by_the_history_and_the_planners_own_beside_it() -> None:
     runs = [took(0.9, 1.1), took(1.3, 1.2), took(1.18, 1.0)]
     plan = bare.calibrated(runs, "bf16")
     assert bare.calibrated([], "bf16") is bare
-    assert plan.speed.step_seconds == pytest.approx(1.18 * bare.speed.step_seconds)
     assert plan.speed.mfu == pytest.approx(bare.speed.mfu / 1.18)
     assert plan.seconds == pytest.approx(1.18 * bare.seconds)
     assert (plan.chosen.memory, plan.chosen.fits) == (bare.chosen.memory, bare.chosen.fits)
-    fitting, same = ([each.arrangement for each in one.exploration.fitting] for one in (plan, bare))
-    assert fitting == same
     assert plan.job.calibration is not None
     assert plan.job.calibration.says == "x1.18 by 3 runs on this accelerator (0.9 to 1.3)"
     assert plan.job.calibration.uncalibrated_step_seconds == bare.speed.step_seconds

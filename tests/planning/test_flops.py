@@ -3,7 +3,6 @@
 from collections import Counter
 
 import pytest
-from benchmarks.planner.conventions import counted
 from tests.planning.shapes import LLAMA_8B, gpt
 
 from leaven.catalogue.runs import find_run
@@ -14,22 +13,6 @@ from leaven.recipe.recipe import Recipe
 MEGATRON = [(48, 6144, 64), (96, 12288, 96), (105, 20480, 128), (128, 25600, 160)]
 
 
-@pytest.mark.parametrize(
-    ("model", "gpus", "batch", "seconds", "mfu"),
-    [
-        (MEGATRON[0], 8, 4, 1.10, 41.5),
-        (MEGATRON[1], 64, 64, 13.75, 51.4),
-        (MEGATRON[2], 280, 280, 37.83, 56.0),
-        (MEGATRON[3], 512, 512, 71.49, 56.3),
-    ],
-)
-def test_korthikanti_2022_table_5_mfu_within_0_2_points(
-    model: tuple[int, int, int], gpus: int, batch: int, seconds: float, mfu: float
-) -> None:
-    done = flops_per_token(gpt(*model)) * batch * 2048 / seconds
-    assert 100 * done / (gpus * 312e12) == pytest.approx(mfu, abs=0.2)
-
-
 @pytest.mark.parametrize(("n_layers", "h", "a"), MEGATRON)
 def test_narayanan_2021_parameters_and_flops_with_full_recomputation(n_layers: int, h: int, a: int) -> None:
     shape, s, v = gpt(n_layers, h, a), 2048, 51_200
@@ -37,15 +20,6 @@ def test_narayanan_2021_parameters_and_flops_with_full_recomputation(n_layers: i
     assert shape.params == pytest.approx(equation_2 + 2 * h, rel=1e-12)  # it leaves out the final norm
     equation_3 = 96 * n_layers * h**2 * (1 + s / (6 * h) + v / (16 * n_layers * h))
     assert hardware_flops_per_token(shape, "full") == pytest.approx(equation_3, rel=1e-12)
-
-
-def test_korthikanti_2022_counts_recomputed_attention_three_times() -> None:
-    """Table 5, 22B: HFU 43.7. The paper's equation has s/(3h), which is three forward passes of attention."""
-    shape = gpt(48, 6144, 64)
-    percent = 100 * 4 * 2048 / 1.10 / (8 * 312e12)
-    model, once = flops_per_token(shape), hardware_flops_per_token(shape, "selective")
-    assert percent * (model + 3 * (once - model)) == pytest.approx(43.7, abs=0.2)
-    assert percent * once == pytest.approx(42.2, abs=0.2)
 
 
 def test_torchtitan_convention_6n_plus_12lds() -> None:
@@ -70,27 +44,6 @@ def test_mfu_causal_mfu_and_hfu_follow_their_formulas(tiny: Recipe) -> None:
     assert used == pytest.approx({"mfu": 0.5, "mfu_causal": 0.5 * (6 * n + attention / 2) / full, "hfu": 0.5})
     again = utilisation(tiny.model, "full", 0.5)
     assert again["hfu"] == pytest.approx(0.5 * (full + 2 * (n - 320 * 16) + attention / 3) / full)
-
-
-@pytest.mark.parametrize(
-    ("iteration_seconds", "heads", "tflops"), [(102.03, 64, 153.68), (105.89, 128, 148.08)], ids=["L947", "L949"]
-)
-def test_bloom_176b_tflops_from_its_iteration_times(iteration_seconds: float, heads: int, tflops: float) -> None:
-    shape = gpt(70, 14_336, heads, vocab=250_880)
-    done = hardware_flops_per_token(shape, "full") * 2048 * 2048
-    assert done / iteration_seconds / 384 / 1e12 == pytest.approx(tflops, rel=1e-3)
-
-
-def test_mpt_70b_mfu_and_hfu_as_llm_foundry_prints_them() -> None:
-    # scripts/train/benchmarking/README.md, line 166: 64 A100, 410 tokens/s each, 53.33 and 71.1
-    shape = gpt(80, 8192, 64, vocab=50_368, dropout=0)
-    for convention, percent in (("mpt_mfu", 53.33), ("mpt_hfu", 71.1)):
-        assert 100 * counted(shape, convention, "full") * 410 / 312e12 == pytest.approx(percent, abs=0.2)
-
-
-def test_megatron_prints_llama_3_8b_in_the_convention_of_korthikanti() -> None:
-    # examples/llama/README.md: 13,812 tokens/s a GPU, 800 TFLOP/s
-    assert counted(LLAMA_8B, "korthikanti_model") * 13_812 / 1e12 == pytest.approx(800, rel=2e-3)
 
 
 def test_experts_count_for_the_tokens_that_are_sent_to_them_and_latent_attention_by_its_own_widths() -> None:

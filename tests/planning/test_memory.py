@@ -169,20 +169,6 @@ def test_a_large_vocabulary_is_worth_blocks() -> None:
         assert max(layers[0] + ends, *layers[1:-1], layers[-1] + ends) == best
 
 
-def test_playbook_1b_on_two_stages_is_measured_on_the_first_which_has_eleven_of_sixteen_blocks() -> None:
-    shape = SMALL.model_copy(
-        update={
-            **{"n_layers": 16, "d_model": 2048, "n_heads": 32, "n_kv_heads": 32, "d_ff": 8192},
-            **{"vocab_size": 131_072, "seq_len": 4096, "tied_embeddings": True},
-        }
-    )
-    assert stage_layers(shape, 2, "work") == (11, 5)
-    rows = (Layout(dp=128, tp=2, pp=2, zero=1), 2, 1, 8.4), (Layout(dp=16, pp=2, zero=1), 1, 16, 16.39)
-    for layout, micro_batch, gas, gb in rows:
-        first = stage_memory(shape, Arrangement(layout, micro_batch, gas), 0, NANOTRON)
-        assert first.total / GIB == pytest.approx(gb, rel=0.02)
-
-
 def test_sent_outputs_are_kept_if_the_code_keeps_them() -> None:
     shape, how = gpt(48, 6144, 64), Arrangement(Layout(pp=4), 2, 16)
     grown = [

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.planning.shapes import LLAMA_8B, LLM_FOUNDRY, MEGATRON_FP16, TORCHTITAN, gpt
+from tests.planning.shapes import LLAMA_8B, LLM_FOUNDRY, TORCHTITAN, gpt
 
 from leaven.catalogue.runs import find_run
 from leaven.planning.accelerators import Accelerator
-from leaven.planning.arrangement import Arrangement, bubble
+from leaven.planning.arrangement import Arrangement
 from leaven.planning.blueprint import blueprint
 from leaven.planning.hardware import Cluster, find_accelerator, parse_cluster
 from leaven.planning.operators import (
@@ -36,9 +36,6 @@ from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
 
-JEAN_ZAY = Cluster(384, replace(find_accelerator("A100-80GB"), network_gb_s=6.25))
-BLOOM_182B = gpt(78, 13_824, 96, vocab=250_880)
-PREQUEL = Layout(dp=8, tp=4, pp=12, zero=1, recompute="full")
 # 1e15 FLOP/s, 1e12 B/s of memory, 100 and 10 GB/s of links, 4 a node, 100 processors
 ROUND = Accelerator(
     "round",
@@ -84,14 +81,6 @@ def test_a_thin_product_takes_the_time_of_its_bytes_and_a_tiny_one_that_of_a_lau
 def test_widths_that_do_not_suit_the_tensor_cores_are_slow() -> None:
     good, of_64, of_8 = (matmul_seconds((4096, n, 4096), BUSY) for n in (8192, 8184, 8190))
     assert good < of_64 < of_8
-    # BLOOM's prequel, lines 582 and 584: h 14,400 with tp 8 took 221.21 s, 13,824 took 151.07
-    layout = Layout(dp=4, tp=8, pp=10, zero=1, recompute="full")
-    cluster = replace(JEAN_ZAY, gpus=320)
-    slow, fast = (
-        step_time(gpt(80, h, 64, vocab=250_880), Arrangement(layout, mbs, 512 // mbs), cluster, MEGATRON_FP16).step
-        for h, mbs in ((14_400, 1), (13_824, 2))
-    )
-    assert slow / fast == pytest.approx(221.21 / 151.07, rel=0.08)
 
 
 def test_a_ring_moves_all_but_one_share_and_waits_at_every_step() -> None:
@@ -124,18 +113,6 @@ def test_tensor_ranks_reduce_twice_forward_twice_backward_and_twice_more_if_all_
     assert hidden == pytest.approx(2 * 4 * once / 4)
 
 
-def test_the_bubble_has_the_form_measured_at_bloom() -> None:
-    # prequel lines 867 to 870: 0.7422 (m + 11) + 3.87 s for m = 32, 64, 96, 128
-    seconds = {m: step_time(BLOOM_182B, Arrangement(PREQUEL, 2, m), JEAN_ZAY, MEGATRON_FP16) for m in (32, 96, 128)}
-    slope = (seconds[128].step - seconds[96].step) / 32
-    assert slope == pytest.approx((seconds[96].step - seconds[32].step) / 64)
-    rest = seconds[32].data_parallel + seconds[32].optimizer
-    assert seconds[32].step == pytest.approx(slope * (32 + 11) + rest)
-    assert seconds[32].bubble / (seconds[32].step - rest) == pytest.approx(bubble(32, 12))
-    assert slope == pytest.approx(0.7422, rel=0.08)
-    assert rest == pytest.approx(3.87, rel=0.6)  # the optimizer of 2022 took longer than its memory traffic
-
-
 def test_several_stages_on_a_rank_divide_the_bubble_and_zero_bubble_fills_it_with_the_gradients_of_weights() -> None:
     shape, cluster = gpt(32, 4096, 32), parse_cluster("4xH100")
 
@@ -155,17 +132,6 @@ def test_several_stages_on_a_rank_divide_the_bubble_and_zero_bubble_fills_it_wit
     weights += adding_seconds(rank_parameters(shape, how.layout, 0, code).total, cluster.accelerator, code)
     assert filled == pytest.approx(one - 3 * 2 * weights)
     assert filled < one / 2
-
-
-def test_operators_add_up_to_the_block_and_full_recomputation_is_its_forward_again() -> None:
-    shape, cluster = gpt(48, 6144, 64), parse_cluster("8xA100-80GB")
-    none, full = (Arrangement(Layout.model_validate({"tp": 8, "recompute": kind}), 4, 1) for kind in ("none", "full"))
-    block, again = (block_time(shape, how, cluster) for how in (none, full))
-    found = operators(none, cluster, LEAVEN_BF16, shape)
-    assert sum(operator.forward for operator in found.values()) == pytest.approx(block.forward)
-    assert sum(operator.backward for operator in found.values()) == pytest.approx(block.backward)
-    assert again.backward - block.backward == pytest.approx(block.forward)
-    assert {"attention.query + attention.key + attention.value", "attention", "norms and residuals"} < set(found)
 
 
 def test_selective_recomputation_repeats_the_core_or_all_but_every_second_product() -> None:
@@ -224,18 +190,6 @@ def test_experts_are_reached_by_an_all_to_all_there_and_back_and_it_is_slower_be
         block_time(model, Arrangement(Layout(dp=64, ep=ep), 4, 1), parse_cluster("64xH100")).forward for ep in (8, 64)
     )
     assert few == pytest.approx(many, rel=0.2)
-
-
-def test_gradients_hide_behind_the_backward_pass_if_it_is_long_enough_and_the_code_lets_them() -> None:
-    shape, cluster = gpt(24, 1024, 16, seq_len=256), parse_cluster("64xA100-80GB")
-    patient = TrainingCode(overlap=False)
-    short, long, waiting = (
-        step_time(shape, Arrangement(Layout(dp=64), micro_batch, 1), cluster, code).data_parallel
-        for micro_batch, code in ((1, TrainingCode()), (128, TrainingCode()), (128, patient))
-    )
-    assert short > 0
-    assert long == 0
-    assert waiting > short
 
 
 def test_what_is_in_no_block_is_exchanged_after_the_backward_pass_and_in_a_pipeline_everything_is() -> None:

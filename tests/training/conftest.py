@@ -13,6 +13,13 @@ from leaven.recipe.files import parse_recipe
 from leaven.training.metrics import Step
 from leaven.training.run_folder import RunFolder
 
+# What a run keeps besides its weights, so that a value that is not restored shows.
+KEPT_STATE: dict[str, Any] = {
+    "model.dropout": 0.1,
+    "hyperparameters.grad_clip": {"mode": "running", "limit": 0.8},  # clips nearly always
+    "batch.micro_batch": 2,
+}
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:

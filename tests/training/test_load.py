@@ -6,19 +6,13 @@ import torch
 from tests.distributed.cut_up import whole_checkpoint
 
 import leaven
-from leaven.data.tokens import TokenSet, prepare
+from leaven.data.tokens import TokenSet
 from leaven.interop.weights import read_huggingface, recipe_from
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.load import export_run, load_run
 from leaven.training.trainer import Training, train
-
-
-@pytest.fixture
-def tokens(scaled_run: Path) -> TokenSet:
-    recipe = read_recipe(scaled_run / "recipe.toml")
-    return prepare(recipe.data, recipe.model.vocab_size)
 
 
 @pytest.fixture

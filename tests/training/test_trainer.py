@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training.conftest import losses, scalars
+from tests.training.conftest import KEPT_STATE, losses, scalars
 
 from leaven.data.stream import validation_windows
 from leaven.data.tokens import TokenSet
@@ -59,12 +59,9 @@ def _targets_a_byte(recipe: Recipe, tokens: TokenSet) -> float:
     return float(targets.size / sum(len(text.encode()) for text in decoded))
 
 
-STATEFUL = {  # everything that a run keeps besides its weights, so that a value that is not restored shows
-    "model.dropout": 0.1,
-    "hyperparameters.grad_clip": {"mode": "running", "limit": 0.9},  # clips nearly always
+STATEFUL = KEPT_STATE | {
     "precision.compute": "fp16",
     "stability.noise_scale_every_tokens": 256,
-    "batch.micro_batch": 2,
     "batch.ramp": {"start_tokens": 128, "increment_tokens": 64, "over_tokens": 2_000, "rule": "scaled"},
     "scaling.base": {"width": 8, "depth": 1, "batch_tokens": 128, "tokens": 5_120, "d_head": 4},
     "data.tokens": 5_120,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.training.conftest import KEPT_STATE
 
 from leaven.data.tokens import prepare
 from leaven.planning.flops import flops_per_token
@@ -20,13 +21,9 @@ from leaven.training.run_folder import checkpoints
 from leaven.training.trial import cooldown_start, train_trial
 
 STEP = 256  # tokens
-# All that a run keeps besides its weights, so that anything that is not restored shows.
-STATEFUL: dict[str, Any] = {
-    "model.dropout": 0.1,
-    "hyperparameters.grad_clip": {"mode": "running", "limit": 0.8},
+STATEFUL: dict[str, Any] = KEPT_STATE | {
     "batch.ramp": {"start_tokens": 128, "increment_tokens": 64, "over_tokens": 4 * STEP},
     "stability.noise_scale_every_tokens": 4 * STEP,
-    "batch.micro_batch": 2,
 }
 
 

@@ -35,7 +35,7 @@ def after(found: SearchResult) -> tuple[Region, np.ndarray, np.ndarray, np.ndarr
 
 def test_the_expected_gain_of_twice_the_trials_is_within_a_factor_of_three_on_average() -> None:
     trials, expected, gained = 24, [], []
-    for seed in range(10):
+    for seed in range(5):
         land = landscape(D, seed)
         now, points, losses, proposed, best = after(searched(land, seed, trials))
         gain = further_gain(now, AXES, points, losses, searched=proposed, best=best)
