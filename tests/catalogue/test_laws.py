@@ -133,16 +133,6 @@ def test_the_replication_differs_in_the_irreducible_loss() -> None:
         assert replication.loss(*point) == pytest.approx(CHINCHILLA.loss.loss(*point), rel=0.03)
 
 
-def test_the_batch_of_power_lines_is_within_an_octave_of_step_laws() -> None:
-    one = [result(law, ONE).batch_tokens for law in ("Power Lines 2025", "Step Law 2025")]
-    assert one == pytest.approx([553e3, 442e3], rel=2e-3)
-    for point in ((215e6, 4e9), (536e6, 28e9), (1.07e9, 100e9)):
-        power, step = result("Power Lines 2025", point), result("Step Law 2025", point)
-        assert power.batch_tokens is not None
-        assert step.batch_tokens is not None
-        assert 0.5 < power.batch_tokens / step.batch_tokens < 2
-
-
 def test_laws_without_constants_have_no_values() -> None:
     """The constant of Bjorck 2024 cannot be recovered from the paper."""
     silent = {row.law: row for row in evaluate(*ONE) if row.says}
@@ -150,32 +140,6 @@ def test_laws_without_constants_have_no_values() -> None:
     for row in silent.values():
         assert (row.lr, row.batch_tokens, row.loss, row.tau) == (None, None, None, None)
     assert "D^-0.32" in silent["Bjorck 2024"].says
-
-
-def test_the_exponent_of_step_laws_lr_in_tokens() -> None:
-    lrs = [result("Step Law 2025", (1e9, tokens)).lr for tokens in (20e9, 80e9)]
-    assert lrs[0] is not None
-    assert lrs[1] == pytest.approx(4**0.307 * lrs[0])
-    # At fixed batch, lr ~ N^-0.61 D^0.01 B^0.31. With B ~ D^0.571, that is D^0.19.
-    assert STEP_LAW.lr_batch_exponent is not None
-    assert 0.01 + STEP_LAW.lr_batch_exponent * 0.571 == pytest.approx(0.19, abs=0.005)
-
-
-def test_misprint_of_kaplan_and_minicpm_batch_constants() -> None:
-    assert CHINCHILLA.loss is not None
-    point = Point(1e9, 20e9, 1.2e20, CHINCHILLA.loss.loss(1e9, 20e9))
-    for law in (KAPLAN_BATCH, MINICPM):
-        assert law.batch is not None
-        misprint = law.batch.model_copy(update={"coefficient": 2e18})
-        assert law.batch.at(point) < point.tokens < misprint.at(point)  # a batch larger than the whole run
-
-
-def test_misprint_of_the_deepseek_lr_constant() -> None:
-    """The constant is 0.3118. Some copies have 0.3188."""
-    point = Point(1e9, 20e9, 1.2e20, 1)
-    assert isinstance(DEEPSEEK.lr, Power)
-    assert DEEPSEEK.lr.at(point) == pytest.approx(9.6e-4, abs=5e-6)
-    assert DEEPSEEK.lr.model_copy(update={"coefficient": 0.3188}).at(point) != pytest.approx(9.6e-4, abs=5e-6)
 
 
 @pytest.mark.parametrize(("run", "width", "lr"), [("1.3b", 2048, 7.5e-4), ("2.7b", 2560, 6e-4)])

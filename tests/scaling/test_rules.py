@@ -144,26 +144,6 @@ def test_tied_embedding_is_the_unembedding_row_moved_by_the_abc_symmetry(name: s
     assert tied.weight_decay == pytest.approx(untied.weight_decay * c)
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("role", Role)
-def test_two_transfers_equal_one(rule: Rule, role: Role) -> None:
-    first = TensorRatios(fan_in=2, fan_out=3, head=1.5, depth=5, batch=0.5, tokens=7)
-    second = TensorRatios(fan_in=4, fan_out=0.5, head=2, depth=0.2, batch=6, tokens=11)
-    whole = TensorRatios(**{name: value * vars(second)[name] for name, value in vars(first).items()})
-    at = Exponents(0.7, 0.4, True)
-    a, b, once = (vars(factors(rule, role, ratios, at)) for ratios in (first, second, whole))
-    assert {name: a[name] * b[name] for name in a} == pytest.approx(once)
-
-
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("role", Role)
-def test_batch_and_tokens_that_grow_alike_change_nothing(rule: Rule, role: Role) -> None:
-    at_base, grown = (
-        factors(rule, role, at, Exponents()) for at in (TensorRatios(), TensorRatios(batch=3, tokens=3))
-    )
-    assert vars(grown) == pytest.approx(vars(at_base), rel=1e-15)
-
-
 def test_initial_variance_lr_and_decay_follow_the_fan_in_and_eps_the_fan_out() -> None:
     """A matrix whose sides grow by different factors: (48, 16) to (96, 64)."""
     at = tensor_ratios(Role.HIDDEN_WEIGHT, (96, 64), (48, 16), Ratios(width=4))

@@ -19,10 +19,6 @@ def parabola(best_octave: float, noise: float = 0.0, seed: int = 0) -> LossGrid:
     )
 
 
-def test_the_optimum_is_the_vertex_between_grid_points():
-    assert parabola(-6.3).optimum() == pytest.approx(-6.3)
-
-
 def test_shift_and_regret_of_two_parabolas():
     octaves, regret = shift(parabola(-6.5), parabola(-7.5))
     assert (octaves.value, *octaves.ends) == (pytest.approx(-1),) * 3

@@ -2,17 +2,7 @@ import pytest
 from written import proxy, target
 
 from leaven.scaling.table import parameter_table
-from leaven.views.parameters import at_base, by_label, groups, reason
-
-
-def test_layers_with_equal_values_are_one_group():
-    recipe = target(proxy().replace({"hyperparameters.depth": {}}))
-    found = groups(parameter_table(recipe).rows)
-    assert [(g.label, g.layers) for g in found if g.label in {"embedding", "mlp.in"}] == [
-        ("embedding", ""),
-        ("mlp.in", "0-7"),
-    ]
-    assert len(found) == len({g.label for g in found})
+from leaven.views.parameters import at_base, by_label, reason
 
 
 def test_the_base_of_a_transferred_recipe_is_the_recipe_it_came_from():
