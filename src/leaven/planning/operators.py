@@ -197,8 +197,8 @@ def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: T
 def bandwidth(ranks: int, stride: int, cluster: Cluster) -> float:
     """Return the bandwidth that a collective reaches on one rank of a group, in bytes/s.
 
-    Inside a node, the limit is the link between GPUs, such as NVLink. Across nodes, it is also the sum of the NICs of
-    the group's members in one node.
+    The limit is the link between GPUs, such as NVLink. Across nodes, the limit may also be the NICs, of which the
+    group has one for each of its ranks in a node.
     """
     accelerator = cluster.accelerator
     gb_s = accelerator.link_gb_s

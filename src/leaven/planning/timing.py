@@ -1,7 +1,7 @@
 """Compute the time of a step from the published numbers of the device: operators, transfers, bubble, optimizer.
 
-The times of operators and of collectives are in operators.py. When a training code (a program such as Megatron-LM)
-exchanges gradients and weights is described in training_codes.toml:
+The times of operators and of collectives are in operators.py. Ranks exchange gradients and weights as follows. Where
+training codes (programs such as Megatron-LM) differ, training_codes.toml says what each does.
 
 - Gradients: under ZeRO 0 and 1 they are exchanged once per step. Some training codes overlap the exchange with the
   last backward pass. Under ZeRO 2 and 3 gradients are scattered during the backward pass of every micro-batch.
