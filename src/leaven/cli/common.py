@@ -99,18 +99,17 @@ def count_above_0(text: str) -> int:
     return count
 
 
-def count_option(help: str, default: str | bool = True) -> Any:
+def count_option(help: str, default: str | bool = True, parse: Callable[[str], int] = count_above_0) -> Any:
     """Return an option for a count, for example 7B, 64k or 32_768."""
-    return parsed_option(count_above_0, "COUNT", help, default)
+    return parsed_option(parse, "COUNT", help, default)
 
 
 TokensOption = Annotated[
     int | None,
-    parsed_option(
-        parse_quantity,  # 0 is the checkpoint of the initial weights
-        "COUNT",
+    count_option(
         "Use the checkpoint that was written at this number of tokens.",
         "the newest complete checkpoint",
+        parse=parse_quantity,  # 0 is the checkpoint of the initial weights
     ),
 ]
 
