@@ -142,3 +142,8 @@ def test_the_list_of_accelerators_marks_unverified_numbers(
     assert set(accelerators()) <= lines.keys()
     assert "*" not in lines["H100-SXM-80GB"]
     assert lines["A800-SXM-80GB"].count("*") == 7  # all seven numbers; nobody measured a matmul
+
+
+def test_only_the_speed_of_an_unmeasured_matmul_is_assumed(leaven: Verb) -> None:
+    assert "bf16 794.5 · fp8 1402.6 · 80% of the peak\n" in leaven("hardware", "H100-SXM-80GB")[1]
+    assert "none known · 80% of the peak is assumed" in leaven("hardware", "H100-PCIe-80GB")[1]

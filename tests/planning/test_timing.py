@@ -84,26 +84,24 @@ def test_widths_that_do_not_suit_the_tensor_cores_are_slow() -> None:
 
 
 def test_a_ring_moves_all_but_one_share_and_waits_at_every_step() -> None:
-    inside, across = Cluster(4, ROUND), Cluster(16, ROUND)
-    assert ring(1e9, 4, 1, inside) == pytest.approx(3 / 4 * 1e9 / (100e9 * LINK_SHARE) + 3 * LINK_LATENCY)
+    assert ring(1e9, 4, 1, ROUND) == pytest.approx(3 / 4 * 1e9 / (100e9 * LINK_SHARE) + 3 * LINK_LATENCY)
     # 16 ranks on 4 nodes use the four adapters of each node; 4 of the 15 steps are between nodes
     latency = 4 * NETWORK_LATENCY + 11 * LINK_LATENCY
-    assert ring(1e9, 16, 1, across, messages=3) == pytest.approx(15 / 16 * 1e9 / (40e9 * LINK_SHARE) + 3 * latency)
+    assert ring(1e9, 16, 1, ROUND, messages=3) == pytest.approx(15 / 16 * 1e9 / (40e9 * LINK_SHARE) + 3 * latency)
     # with one rank per node, a ring has one adapter
-    assert ring(1e9, 4, 4, across) == pytest.approx(3 / 4 * 1e9 / (10e9 * LINK_SHARE) + 3 * NETWORK_LATENCY, rel=0.01)
-    assert ring(1e9, 1, 1, inside) == all_reduce(1e9, 1, 1, inside) == all_to_all(1e9, 1, 1, inside) == 0
+    assert ring(1e9, 4, 4, ROUND) == pytest.approx(3 / 4 * 1e9 / (10e9 * LINK_SHARE) + 3 * NETWORK_LATENCY, rel=0.01)
+    assert ring(1e9, 1, 1, ROUND) == all_reduce(1e9, 1, 1, ROUND) == all_to_all(1e9, 1, 1, ROUND) == 0
 
 
 def test_an_all_reduce_is_two_rings_or_over_many_nodes_a_tree() -> None:
-    cluster = Cluster(4096, ROUND)
     volume = 2 * 1023 / 1024 * 1e6 / (10e9 * LINK_SHARE)
-    assert all_reduce(1e6, 1024, 4, cluster) - volume == pytest.approx(2 * 10 * NETWORK_LATENCY)
-    assert all_reduce(1e9, 4, 1, Cluster(4, ROUND)) == pytest.approx(2 * ring(1e9, 4, 1, Cluster(4, ROUND)))
+    assert all_reduce(1e6, 1024, 4, ROUND) - volume == pytest.approx(2 * 10 * NETWORK_LATENCY)
+    assert all_reduce(1e9, 4, 1, ROUND) == pytest.approx(2 * ring(1e9, 4, 1, ROUND))
 
 
 def test_tensor_ranks_reduce_twice_forward_twice_backward_and_twice_more_if_all_is_computed_again() -> None:
     shape, cluster = gpt(2, 1024, 8), Cluster(4, ROUND)
-    once = all_reduce(2 * 2048 * 1024, 4, 1, cluster)
+    once = all_reduce(2 * 2048 * 1024, 4, 1, ROUND)
     kinds: tuple[tuple[Recompute, int], ...] = (("none", 4), ("full", 6))
     for recompute, times in kinds:
         how = Arrangement(Layout(tp=4, recompute=recompute), 1, 3)
@@ -200,12 +198,12 @@ def test_what_is_in_no_block_is_exchanged_after_the_backward_pass_and_in_a_pipel
         return step_time(shape, how, cluster, LEAVEN_BF16).data_parallel
 
     ends = 4 * (2 * LLAMA_8B.vocab_size + 1) * LLAMA_8B.d_model
-    assert exposed(LLAMA_8B, dp=64) == pytest.approx(all_reduce(ends, 64, 1, cluster))
+    assert exposed(LLAMA_8B, dp=64) == pytest.approx(all_reduce(ends, 64, 1, cluster.accelerator))
     # each of the two stages has half of the blocks, and an end
     blocks, half = 4 * 16 * blueprint(LLAMA_8B).blocks[0].params, 4 * LLAMA_8B.vocab_size * LLAMA_8B.d_model
     messages = 2 * 16 + 1  # two per block, and one for the end
     assert exposed(LLAMA_8B, dp=32, pp=2) == pytest.approx(
-        all_reduce(blocks + half, 32, 1, cluster, messages), rel=1e-3
+        all_reduce(blocks + half, 32, 1, cluster.accelerator, messages), rel=1e-3
     )
 
 
@@ -278,4 +276,4 @@ def test_replicas_exchange_units_once_a_step_with_the_last_backward_pass() -> No
     long = Arrangement(layout, 512, 1)
     ends = 4 * (shape.vocab_size + 2) * 1024 / 4
     some = step_time(shape, long, Cluster(16, fast), LEAVEN_BF16).data_parallel
-    assert some == pytest.approx(all_reduce(ends, 4, 4, Cluster(16, fast)), rel=0.25)
+    assert some == pytest.approx(all_reduce(ends, 4, 4, fast), rel=0.25)

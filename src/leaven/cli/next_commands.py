@@ -26,7 +26,7 @@ def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[st
 
 
 def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands after ``check coordinates`` passed: tune the proxy, or without an untuned proxy train."""
+    """Return the commands after ``check coordinates`` passed: tune the proxy; if it is tuned or missing, train."""
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
         return tune(path, recipe, read_recipe(target) if target.exists() else None, overrides)
@@ -40,7 +40,7 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def after_tune(path: Path, study: Path) -> list[str]:
-    """Return the commands after a study: transfer the best values to the target, or without a target train them."""
+    """Return the commands after a study: transfer the best values to the target; if there is none, train them."""
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
     report = _line("report", study, "-o", study / "report.html")
@@ -51,7 +51,7 @@ def after_tune(path: Path, study: Path) -> list[str]:
 
 
 def after_writing(output: Path | None, recipe: Recipe, name: str) -> list[str]:
-    """Return the commands after ``transfer`` and ``import config``: write the new recipe, or check and train it."""
+    """Return the commands after ``transfer`` and ``import config``: check and train the recipe, or first write it."""
     if output is None:
         return [again("-o", str(_free(Path(f"{name}.toml"))))]
     return [_line("recipes", "check", output), *train(output, recipe)]

@@ -98,12 +98,13 @@ def plan(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
+    hourly = None if price is None else parse_price(price)
     if budget is not None:
-        beside = "recipe gpus layout explain share report moments measure history overrides"
-        require_alone(context, "--budget", beside)
+        others = "recipe gpus layout explain share report moments measure history overrides"
+        require_alone(context, "--budget", others)
         from leaven.planning.budget import budget as sizes_that_fit
 
-        sizes = sizes_that_fit(budget, mfu=mfu, price=None if price is None else parse_price(price))
+        sizes = sizes_that_fit(budget, mfu=mfu, price=hourly)
         print_document(sizes, budget_screen(sizes), json_output, next_commands.after_budget(sizes))
         return
     if recipe is None or gpus is None:
@@ -116,17 +117,16 @@ def plan(
         raise InputError(
             "--mfu applies only to --budget, because the speed of a recipe is predicted; leave --mfu out"
         )
-    each = None if price is None else parse_price(price)
     if not recipe.exists() and recipe.suffix != ".toml" and len(recipe.parts) == 1:
         require_alone(context, f"the published run {recipe}", "overrides measure")
         name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments)
-        document = found.document(explain, each, share)
+        document = found.document(explain, hourly, share)
         following = next_commands.after_plan_of_run(name, document.cluster)
     else:
         read = load_recipe(recipe, overrides)
         name, found = read.name, plan_recipe(read, gpus, layout, moments)
         found = by_measurement(found, read, gpus, measure=measure, history=history)
-        document = found.document(explain, each, share)
+        document = found.document(explain, hourly, share)
         following = next_commands.after_plan(recipe, read, document, overrides or ())
     screen = plan_screen(document)
     if report is not None:

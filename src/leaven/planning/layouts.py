@@ -203,11 +203,14 @@ def layouts(job: Job, fixed: Mapping[str, Any] | None = None) -> Iterator[Layout
     def divisors(number: int, most: int) -> list[int]:
         return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
 
+    # A rank gets one chunk of each half of the sequence, so that causal attention is equal work for all ranks.
+    most = seq_len // _LEAST_CONTEXT
+    contexts = {1, *(cp for cp in range(2, most + 1) if seq_len % (2 * cp) == 0)}
     degrees = [
         (dp, tp, pp, cp)
         for tp in values("tp", [tp for tp in tensor_degrees(model) if in_a_node(tp, gpus, node)])
         for pp in values("pp", divisors(gpus // tp, n_layers))
-        for cp in values("cp", [cp for cp in divisors(gpus // (tp * pp), seq_len) if _cuts(seq_len, cp)])
+        for cp in values("cp", [cp for cp in divisors(gpus // (tp * pp), seq_len) if cp in contexts])
         for dp in values("dp", (gpus // (tp * pp * cp),))
         if dp * tp * pp * cp == gpus
     ]
@@ -244,11 +247,6 @@ def layouts(job: Job, fixed: Mapping[str, Any] | None = None) -> Iterator[Layout
 def in_a_node(tp: int, gpus: int, node: int) -> bool:
     """Return whether tensor-parallel groups of ``tp`` ranks fit into the nodes so that no group spans two nodes."""
     return gpus % tp == 0 and tp <= node and (node % tp == 0 or gpus <= node)
-
-
-def _cuts(seq_len: int, cp: int) -> bool:
-    """Return whether a sequence can be split over ``cp`` ranks, with at least 4,096 tokens for each."""
-    return cp == 1 or (seq_len % (2 * cp) == 0 and seq_len // cp >= _LEAST_CONTEXT)
 
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:

@@ -2,9 +2,9 @@
 
 The parts are the weights, gradients and optimizer states (ZeRO paper, arXiv 1910.02054), the activations that
 operators save for the backward pass, the logits, the buffers, and a fixed amount for the device context and NCCL.
+
 Autograd saves the inputs of matrix products, norms and activation functions, the dropout masks, and the tensors that
-the backward pass of attention reads. Context parallelism gives a rank fewer tokens, but does not change the bytes of
-activations per token.
+the backward pass of attention reads. Their bytes per token do not depend on context parallelism.
 
 docs/evidence/planner-accuracy.md lists the errors on published measurements; benchmarks/memory.py measures the errors
 on leaven's own steps.

@@ -45,7 +45,10 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
     compared = _compared(target, near)
     if near.close:
         moved = [one.what for one in compared if one.outside and not one.what.startswith("init")]
-        lines = [line for one in compared for line in parts("target", _line(one), {"one": one})]
+        lines = []
+        for one in compared:
+            kind = "beta" if one.what.startswith("beta") else "value"
+            lines += parts("target", f"{kind} outside" if one.factor > _ROUNDING else kind, {"one": one})
         if started.tuning.proxy and moved:
             lines += parts("target", "two readings", {"moved": " and ".join(moved)})
     else:
@@ -160,9 +163,3 @@ def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
             ComparedRow(what=what, path=path, value=value, low=low, high=high, factor=factor, outside=outside)
         )
     return tuple(compared)
-
-
-def _line(one: ComparedRow) -> str:
-    """Return the key in messages.toml of the line that compares one hyperparameter with published runs."""
-    kind = "beta" if one.what.startswith("beta") else "value"
-    return f"{kind} outside" if one.factor > _ROUNDING else kind

@@ -1,7 +1,7 @@
 """Compute the time of a step from the published numbers of the device: operators, transfers, bubble, optimizer.
 
-The times of operators and of collectives are in operators.py. When a training code (a program such as Megatron-LM)
-exchanges gradients and weights is described in training_codes.toml:
+The times of operators and of collectives are in operators.py. Ranks exchange gradients and weights as follows. Where
+training codes (programs such as Megatron-LM) differ, training_codes.toml says what each does.
 
 - Gradients: under ZeRO 0 and 1 they are exchanged once per step. Some training codes overlap the exchange with the
   last backward pass. Under ZeRO 2 and 3 gradients are scattered during the backward pass of every micro-batch.
@@ -124,9 +124,8 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
     Tensor-parallel ranks exchange activations after attention and after the MLP. Context-parallel ranks send keys and
     values around a ring, which overlaps with attention. Expert-parallel ranks send tokens to their experts and back.
     """
-    node = Cluster(work.tp * work.cp * work.ep, accelerator)
     stream = code.element * work.tokens * work.width
-    seconds = 2 * all_reduce(stream, work.tp, 1, node)
+    seconds = 2 * all_reduce(stream, work.tp, 1, accelerator)
     if code.behind_products:
         seconds /= work.tp
     if work.cp > 1:
@@ -134,11 +133,11 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
         keys = code.element * work.tokens * core.kv_heads * (core.d_qk + core.d_v) / work.tp
         operators = block_operators(block, work, accelerator, code)
         attention = next(operator.forward for operator in operators if operator.name == "attention")
-        seconds += max(0.0, ring(work.cp * keys, work.cp, work.tp, node) - attention)
+        seconds += max(0.0, ring(work.cp * keys, work.cp, work.tp, accelerator) - attention)
     sent = max((row.passed for row in block.matmuls if row.routed), default=0)
     if sent and work.ep > 1:
         message = stream * sent / (work.tp if code.sequence_parallel else 1)
-        seconds += 2 * all_to_all(message, work.ep, work.tp, node)
+        seconds += 2 * all_to_all(message, work.ep, work.tp, accelerator)
     return seconds
 
 
@@ -164,7 +163,7 @@ def transfer_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Tra
     if layout.pp == 1:
         return 0.0
     message = code.residual * _tokens(table, how) * table.d_model / layout.tp
-    return hop(message, layout.ranks, cluster)
+    return hop(message, layout.ranks, cluster.accelerator)
 
 
 def adding_seconds(parameters: float, accelerator: Accelerator, code: TrainingCode = LEAVEN_BF16) -> float:
@@ -246,8 +245,9 @@ def _data_parallel(
     layout, m, ranks = how.layout, how.grad_accumulation, how.layout.dp * how.layout.cp
     if ranks == 1:
         return 0.0
+    accelerator = cluster.accelerator
     if not code.shared_nics and cluster.nodes > 1:  # each ring has one NIC, as with one GPU per node
-        cluster = replace(cluster, accelerator=replace(cluster.accelerator, node_size=1))
+        accelerator = replace(accelerator, node_size=1)
     tp, ep, often = layout.tp, layout.ep, layout.zero > 1
     sharers = ranks // layout.dp_replicate
     expert_sharers = max(1, sharers // ep)
@@ -260,25 +260,26 @@ def _data_parallel(
 
     def over(collective: Callable[..., float], of_each: float) -> float:
         """Return the seconds of a collective over all blocks and experts, with ``of_each`` bytes per parameter."""
-        of_experts = collective(of_each * held.experts, expert_sharers, tp * ep, cluster, messages)
-        return collective(of_each * blocks, sharers, tp, cluster, messages) + (of_experts if held.experts else 0.0)
+        of_blocks = collective(of_each * blocks, sharers, tp, accelerator, messages)
+        of_experts = collective(of_each * held.experts, expert_sharers, tp * ep, accelerator, messages)
+        return of_blocks + (of_experts if held.experts else 0.0)
 
     if layout.zero == 0:
-        root = all_reduce(each * ends, ranks, tp, cluster) if ends else 0.0
+        root = all_reduce(each * ends, ranks, tp, accelerator) if ends else 0.0
         return root + max(0.0, over(all_reduce, each) - hidden)
     # Replicas (dp_replicate) all-reduce the gradients of their shards once per step, during the last backward pass.
-    between = all_reduce(each * blocks / sharers, layout.dp_replicate, tp * sharers, cluster, units or 1)
+    between = all_reduce(each * blocks / sharers, layout.dp_replicate, tp * sharers, accelerator, units or 1)
     if held.experts:
         copies, stride = ranks // ep // expert_sharers, tp * ep * expert_sharers
-        between += all_reduce(each * held.experts / expert_sharers, copies, stride, cluster, units or 1)
+        between += all_reduce(each * held.experts / expert_sharers, copies, stride, accelerator, units or 1)
     scatter, root, after = over(ring, each), 0.0, 0.0
     if ends:
-        root = ring(each * ends, sharers, tp, cluster)
-        after = all_reduce(each * ends / sharers, layout.dp_replicate, tp * sharers, cluster)
+        root = ring(each * ends, sharers, tp, accelerator)
+        after = all_reduce(each * ends / sharers, layout.dp_replicate, tp * sharers, accelerator)
     cut = layout.zero >= code.shards_weights_from
     copy = (code.compute_copy if cut else 0) or code.weights
     gather = over(ring, copy)
-    first = ring(ends * (code.gathered_ends or copy), sharers, tp, cluster) if ends else 0.0
+    first = ring(ends * (code.gathered_ends or copy), sharers, tp, accelerator) if ends else 0.0
     if layout.zero == 3:
         scatter += gather
         fetched = m * (first + max(0.0, gather - forward))
