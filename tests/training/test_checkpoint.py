@@ -67,7 +67,7 @@ def test_a_read_error_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(module, "_fingerprint", fails)
-    with pytest.raises(InputError, match=r"512: cannot be read: Input/output error; solve this problem and run"):
+    with pytest.raises(InputError, match=r"512: cannot be read: Input/output error; make it readable and run"):
         read_checkpoint(tmp_path)
 
 

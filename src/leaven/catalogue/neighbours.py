@@ -185,11 +185,10 @@ class Neighbours:
         return {run.id: run for run in (*self.runs, *([self.reference] if self.reference else []))}
 
     def values(self, what: str | Callable[[PublishedRun], Any]) -> dict[str, Any]:
-        """Return the published values of the runs that vote, by run id.
+        """Return the values that the neighbours publish, by run id. Runs that publish none are left out.
 
-        If the reference run publishes a value, return only this value.
-
-        ``what`` is a path of a recipe such as ``hyperparameters.lr``, or a function that returns a value of a run.
+        ``what`` is the path of a recipe value such as ``hyperparameters.lr``, or a function of a run. If a reference
+        run was given (the run that the user wants to follow) and it publishes a value, return only this value.
         """
         known = {
             id: value
@@ -240,9 +239,10 @@ def neighbours(
 ) -> Neighbours:
     """Return the neighbours of a model: one dense run of each lineage, with an lr comparable to AdamW's.
 
-    Of a lineage (runs that copied one another's lr), a run within `FACTOR` of the model's size is preferred, then a
-    run with AdamW, pre-norm and the given QK-norm, then the nearest run. The neighbours are in the same order. If no
-    run at all is within `FACTOR`, only the distance counts.
+    A lineage is a group of runs that copied one another's lr. All runs are ranked by three keys: whether they are
+    within `FACTOR` of the model's size, whether they use AdamW, pre-norm and the given QK-norm, and their distance in
+    size and tokens. The neighbours are the first run of each lineage in this order. If no run is within `FACTOR`,
+    only the distance counts.
     """
     stack = Stack("pre", qk_norm, "adamw")
     ranked = [run for factor in (FACTOR, math.inf) for run, _ in nearest(params, tokens, factor=factor, stack=stack)]

@@ -105,13 +105,13 @@ def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[Para
 
 
 def rescale_attention(model: nn.Module, structure: ModelStructure, factor: float) -> list[LogitScale]:
-    """Return the attention modules whose scale of query . key changes, as (module, attribute, new value).
+    """Return the new scale of query . key of each attention module, as (module, attribute, new value).
 
-    The new scale is ``factor`` times the present one. The model is not changed.
+    The new scale is ``factor`` times the present one. If ``factor`` is 1, nothing changes and the list is empty. The
+    function does not change the model; the caller sets the attributes.
 
     Raises:
-        InputError: if ``factor`` is not 1, but the number of attention modules with an attribute for the scale is not
-            the number of blocks.
+        InputError: if not every block has an attention module with an attribute for its scale.
     """
     if factor == 1.0:
         return []

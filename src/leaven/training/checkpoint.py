@@ -216,7 +216,7 @@ def read_checkpoint(
             found, unreadable = None, error.strerror or str(error)
         if group.any(unreadable is not None):
             why = unreadable or "another process cannot read it"
-            raise InputError(f"{candidate}: cannot be read: {why}; solve this problem and run the same command again")
+            raise InputError(f"{candidate}: cannot be read: {why}; make it readable and run the same command again")
         anywhere = group.any(found is None)
         if found is None or anywhere:
             damaged.append(candidate)

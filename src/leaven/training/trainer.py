@@ -3,8 +3,9 @@
 What ``leaven train recipe.toml`` does, in order. To follow a run, read the files in bold. Each other file answers one
 question:
 
-1. **cli/train.py** reads and checks the recipe, and tokenises the text or reads it from the cache. Sample n of the
-   token stream depends only on the seed and n, so the stream has no state to save (``data/stream.py``).
+1. **cli/train.py** reads and checks the recipe (``recipe/files.py``), and tokenises the text or reads its tokens from
+   the cache (``data/tokens.py``). Sample n of the token stream depends only on the seed and n, so the stream has no
+   state to save (``data/stream.py``).
 2. **trainer.py**, this file: :func:`train` checks the recipe against the run folder, builds the state of the run and
    locks the folder. :class:`RunTrainer` restores the newest undamaged checkpoint, if there is one.
    What is in the folder? ``run_folder.py``. How is the micro-batch chosen? ``micro_batch.py``.
@@ -14,9 +15,9 @@ question:
 5. **optimizer.py** clips the gradients and updates the parameters with Adam. The lr of a parameter is the base lr x
    multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). For
    example, complete-d-p gives a hidden matrix the factor I^-1 L^(alpha-1) B^(1/2) D^-t, where I, L, B and D are the
-   ratios of its fan in, the depth, the batch and the tokens to those of the base model. Each step multiplies this by
-   the lr schedule at its end, by a factor that recent rewinds have lowered and, while the batch grows, by a factor of
-   the batch size.
+   ratios of its fan in, the depth, the batch and the tokens to those of the base model. Each step multiplies
+   this by the lr schedule at the end of the step. A recent rewind lowers the lr, and a growing batch changes it, by
+   one more factor each.
 6. **metrics.py** measures the step, writes it to metrics.jsonl and the curves, and computes the validation loss.
 7. **checkpoint.py** saves checkpoints while training continues. How is a tensor read that several processes saved?
    ``checkpoint_tensors.py``.

@@ -1,7 +1,7 @@
 """Compare a recipe with published runs and report unusual values, for ``leaven recipes check``.
 
-To add a check, write its limits and its message in ``checks.toml``, and a test in ``tests/catalogue``. If no key of
-``checks.toml`` can state the value to compare, also write a function in ``quantities.py`` that computes this value.
+To add a check, write its limits and its message in ``checks.toml``, and a test in ``tests/catalogue``. If the value
+to compare is not simply a value of the recipe, also write a function in ``quantities.py`` that computes it.
 """
 
 import math

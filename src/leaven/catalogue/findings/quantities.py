@@ -113,10 +113,10 @@ def beta2(check: Check, case: Case) -> Check:
 
 
 def weight_decay(check: Check, case: Case) -> Check | None:
-    """Compare the weight decay with published values, if the scaling rule does not change it.
+    """Compare the weight decay with published values. Return None if the scaling rule raises the decay.
 
-    A rule may raise the decay by the same factor by which it lowers the lr. Then only the check ``timescale``
-    compares the decay, together with the lr.
+    Some rules divide the lr by a factor and multiply the decay by the same factor. Then the check ``timescale``
+    compares the product of both.
     """
     tuned = case.recipe.hyperparameters
     moved = check.value and ratio(check.value, tuned.weight_decay) > 1.02

@@ -116,7 +116,7 @@ class Settings:
     - ``default``: the trainer's default; a count or number without a default must be given;
     - ``path``: the key of a recipe that has the same meaning;
     - ``values``: the recipe's value for each possible word, or the recipe's two values for off and on;
-    - ``optional``: if true, ``path`` is set only if the setting is given, and never to the default.
+    - ``optional``: if true, a setting that is not given leaves ``path`` unset, in place of the trainer's default.
     """
 
     origin: str  # the imported file, for messages

@@ -396,8 +396,11 @@ class SearchPlan:
         return self._fitted(runs).confirmed(by_surrogate=self.by_surrogate)
 
     def ended_early(self, runs: Sequence[Evaluation], now: float) -> bool:
-        """Return whether a completed search has budget left, because it stopped when several rounds gained less than
-        the noise. Do not call this for a search that the user stopped."""
+        """Return whether a completed search stopped early, because several rounds gained less than the noise.
+
+        It did if budget is left. The runs that the present budget paid for confirmation are not counted, because they
+        come after the search. Do not call this for a search that the user stopped.
+        """
         return self._room([run for run in runs if run.budget != self.budget.label], now)
 
     def why_nothing(self, runs: Sequence[Evaluation]) -> str:
