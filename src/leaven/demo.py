@@ -29,10 +29,9 @@ from leaven.tuning.algorithm.noise import t95
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.recipe_family import RecipeTrial, recipe_models
 from leaven.verification.runs import RunStore
-from leaven.views.demo import RULES, best, curves
+from leaven.views.demo import RULES, best, curves, demo_plan
 from leaven.views.folders import read_demo
 from leaven.views.page import folder_page
-from leaven.views.terminal.demo import demo_plan
 from leaven.views.terminal.live import LiveScreen
 
 COPIED, MOVED = RULES  # the scaling rules that copy and that move hyperparameters

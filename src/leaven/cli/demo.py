@@ -38,7 +38,7 @@ def demo(
 ) -> None:
     from leaven.demo import run_demo
     from leaven.verification.runs import ChecksStopped
-    from leaven.views.terminal.demo import demo_summary
+    from leaven.views.demo import demo_summary
 
     if quick and size not in {None, "quick"}:
         raise InputError(f"--quick contradicts --size {size}; give one of them")

@@ -86,11 +86,7 @@ def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] |
 def _regime(
     family: ModelFamily, base: RunScale, losses: Mapping[RunScale, LossGrid], store: RunStore, seeds: int
 ) -> MeasuredRow:
-    """Return the table row that says how much doubling the batch raises the loss.
-
-    The runs have the recipe's own duration and the best lr for it. The rise is divided by the drop of the loss from
-    doubling the tokens, so its unit is octaves of tokens.
-    """
+    """Return the row with the cost of doubling the batch in octaves of tokens, which the top of this file defines."""
     name = "cost of twice the batch, octaves of tokens"
     longest = max(losses, key=lambda scale: scale.tokens)
     best = int(losses[base].means.argmin())
@@ -123,11 +119,8 @@ def _regime(
 
 
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
-    """Return rows that compare longer runs under the rule with two groups of control runs.
-
-    In the first group, the lr is the same as in the short run. In the second group, all hyperparameters are the same
-    as in the short run.
-    """
+    """Return rows that compare longer runs under the rule with control runs, which keep the short run's lr, or all of
+    its hyperparameters."""
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     settings = {}
     for scale in longer:

@@ -272,7 +272,6 @@ def _data(source: str) -> Data:
 
 
 def _made(entry: str, scale: RunScale, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Batches | None]:
-    """Return the model, optimizer and batches of a factory, called with a seeded random state."""
     factory = _factory(entry)
     ratios = Ratios(batch=scale.batch, tokens=scale.tokens)
     known = inspect.signature(factory).parameters

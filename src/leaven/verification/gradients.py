@@ -108,7 +108,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
         def gradients() -> dict[str, float]:
             return _rms(instance, {name: parameter.grad for name, parameter in parameters.items()})
 
-        # PlainTraining counts tokens. Here a batch counts as one token.
+        # PlainTraining counts tokens; here it counts batches.
         training = PlainTraining(instance.optimizer, instance.loss, 1, self.steps, lambda n: min(n / WARMUP_STEPS, 1))
         first: dict[str, float] = {}
         late: list[dict[str, float]] = []
@@ -177,10 +177,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
 
 def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the RMS of ``values`` by label, over all entries of all layers.
-
-    ``values`` maps the name of each parameter to a tensor, or to None if the parameter is to be left out.
-    """
+    """Return the RMS of ``values`` (tensors by parameter name) by label. Values that are None are left out."""
     sums: dict[str, tuple[float, int]] = {}
     for name, tensor in values.items():
         label = instance.label(name)
@@ -191,10 +188,7 @@ def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[s
 
 
 def _failure(records: Sequence[GradientRecord]) -> str:
-    """Return the reason why a parameter fails whatever its exponents are, or "" if its exponents can be judged.
-
-    The reasons are: the parameter never changes, or a quantity is 0 at some sizes only.
-    """
+    """Return why a parameter fails whatever its exponents are, or "" if its exponents can be judged."""
     if not all(record.moved for record in records):
         return f"never changes{WHY_NO_CHANGE}"
     named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}

@@ -150,13 +150,10 @@ def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[Scal
 def _exponents(
     column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
-    """Return the exponents with which a combination of settings changes between two scales, one for each layer.
+    """Return for each layer the exponent with which a combination, such as ``lr x decay x steps``, changes.
 
-    ``column`` is the name of the combination, such as ``lr x decay x steps``. ``ratio`` is the larger size divided by
-    the smaller size.
-
-    If the models have different numbers of layers, only their first and last layers are compared. An exponent
-    is infinite if the combination is 0 at only one of the scales.
+    ``ratio`` is the larger size / the smaller size. Of models with different numbers of layers, only the first and
+    last layers are compared. An exponent is infinite if the combination is 0 at one scale only.
     """
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]
@@ -171,7 +168,7 @@ def _exponents(
 
 
 def _allowed(column: str, axis: str, alpha: float) -> tuple[float, float]:
-    """Return the lowest and the highest right exponent of the combination ``column`` over an axis such as width."""
+    """Return the lowest and the highest right exponent."""
     if column == "lr":
         return (0.5, 0.5) if axis == "batch" else (-0.5, 0.0)
     return (alpha - 1 if column == "lr x decay x steps" and axis in {"depth", "both"} else 0.0), 0.0

@@ -129,7 +129,7 @@ def check_memory(
 
 
 def tensors(recipe: Recipe) -> TrainingCode:
-    """Return the constants with which the planner computes the memory of leaven's trainer, for tensors only."""
+    """Return the planner's constants of leaven's trainer, for tensors only."""
     return (LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16).tensors_only()
 
 

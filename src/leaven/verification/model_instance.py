@@ -43,11 +43,7 @@ class RunSetting:
 
     @property
     def ruled_scale(self) -> RunScale:
-        """The scale for which the scaling rule computes the hyperparameters.
-
-        If ``ruled`` is true, this is the scale of the run. Otherwise it is a scale with the width and depth of the
-        run, but with the batch and tokens of the recipe or factory.
-        """
+        """The scale at which the rule computes hyperparameters; its batch and tokens are 1 unless ``ruled``."""
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 
 
@@ -72,13 +68,11 @@ class ModelInstance:
         return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten().to(logits.device))
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """Return the model's logits for token ids."""
         found = tensor_of(self.model(inputs.to(next(self.model.parameters()).device)))
         assert found is not None, "the model returns no tensor"
         return found
 
     def scale_lr(self, factor: float) -> None:
-        """Multiply the lr of every parameter group."""
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
 

@@ -94,12 +94,11 @@ class LossGrid:
         return np.asarray(a * octave**2 + b * octave + c)
 
     def _points(self, place: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices of the `POINTS` grid values that are nearest to each index in ``place``."""
         first = np.clip(place - POINTS // 2, 0, max(len(self.octaves) - POINTS, 0))
         return np.asarray(np.expand_dims(first, -1) + np.arange(POINTS))
 
     def _parabola(self, place: NDArray[np.int64]) -> tuple[Array, Array, Array]:
-        """Return (a, b, c) of the parabola a x^2 + b x + c through the mean losses around each index in ``place``."""
+        """Return (a, b, c) of a x^2 + b x + c through the mean losses around each index in ``place``."""
         near = self._points(place)
         x0, x1, x2 = np.moveaxis(self.octaves[near], -1, 0)
         y0, y1, y2 = np.moveaxis(np.take_along_axis(self.means, near, -1), -1, 0)

@@ -58,7 +58,7 @@ def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
 
 
 def _fitted(shape: ModelShape) -> ModelShape:
-    """Return the shape at width 64 or, if it does not fit this width, at a nearby width in similar proportions."""
+    """Return the shape at width 64 or, if it does not fit, at a nearby width in similar proportions."""
     try:
         return shape.scaled(WIDTH, DEPTHS[0])
     except ValueError:

@@ -208,11 +208,7 @@ def _exponents(family: ModelFamily, swept: SweptValue, losses: Mapping[RunScale,
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield the curves of the check's document.
-
-    For each scale, there is a curve of the loss over the swept value, and a curve with one point at the best value.
-    For each axis, such as width, there is a curve of the best value over the size.
-    """
+    """Yield the loss over the swept value and the best value of each scale, and the best value over each axis."""
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         yield curve(names[scale], swept.key, "loss", (2**grid.octaves).tolist(), grid.losses.tolist())
@@ -240,10 +236,7 @@ def _curves(
 
 
 def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> VerdictRow:
-    """Return the row that compares a scale with the base.
-
-    ``pair`` maps two names to losses: first the name of the base, then the name of the other scale.
-    """
+    """Return the row that compares two scales. ``pair`` has the losses of the base, then of the other, by name."""
     limit = swept.shift_limit
     row = partial(VerdictRow, module=f"best {swept.label}, octaves", axis=" -> ".join(pair), limit=limit)
     for name, grid in pair.items():

@@ -20,12 +20,11 @@ HUES = {
     )
     for name in names.split()
 }  # fmt: skip
-_LEAST_GIB = 0.05  # parts of memory that are smaller on every rank are not drawn
 
 
 def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
     """Return the colour of each part of memory, such as activations, except parts that are small on every rank."""
-    parts = [part for part in stages[0] if max(sizes[part] for sizes in stages) >= _LEAST_GIB]
+    parts = [part for part in stages[0] if max(sizes[part] for sizes in stages) >= numbers.LEAST_GIB]
     return {part: HUES.get(part, MUTED) for part in parts}
 
 
@@ -153,7 +152,6 @@ def drawn_layouts(candidates: Sequence[CandidateRow], chosen: CandidateRow) -> l
 
 
 def _slowest(candidates: Iterable[CandidateRow], chosen: CandidateRow) -> float:
-    """Return the largest step time of a layout that the chart shows."""
     fastest = min(each.step_seconds for each in [*candidates, chosen])
     return max(SLOWEST * fastest, 1.3 * chosen.step_seconds)
 
@@ -203,7 +201,6 @@ def layouts(
 
 
 def tensor_hues(candidates: Iterable[CandidateRow]) -> dict[int, str]:
-    """Return the colour of each tensor-parallel degree."""
     degrees = sorted({each.layout["tp"] for each in candidates})
     return {tp: charts.hue(n) for n, tp in enumerate(degrees)}
 

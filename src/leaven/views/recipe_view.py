@@ -65,10 +65,9 @@ def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[s
 
 
 def _band(label: str, factors: Sequence[float], reach: int, text: str, state: str = "") -> Mapping[str, Any]:
-    """Return a band of colours that shows the ``factors``, one for each layer.
+    """Return a band with a colour for each layer, ``text`` beside it, and ``label`` in its tooltip.
 
-    The page shows ``text`` next to the band, and ``label`` in the tooltip of the band. ``state`` is "left" if the
-    study left this multiplier out of its search.
+    ``state`` is "left" if the study left this multiplier out of its search.
     """
     layers = ", layer by layer" if len(set(factors)) > 1 else ""
     shown = ", ".join(map(numbers.ratio, factors if layers else factors[:1]))

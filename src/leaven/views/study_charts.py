@@ -164,7 +164,6 @@ def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float
     low, high = max(dimension.low, x[0]) - room, min(dimension.high, x[-1]) + room
 
     def between(first: Sequence[float], second: Sequence[float], colour: str) -> list[Figure]:
-        """Return two invisible lines and the coloured area between them."""
         lines = [[(at, min(y, 3 * height)) for at, y in zip(x, ys, strict=True)] for ys in (first, second)]
         return [charts.line(lines[0], MUTED, 0), charts.line(lines[1], MUTED, 0, fill="tonexty", fillcolor=colour)]
 

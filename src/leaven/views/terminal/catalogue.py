@@ -35,7 +35,6 @@ def _marked(run: RunSummary) -> bool:
 
 
 def _sizes(runs: Sequence[RunSummary]) -> tuple[Column, ...]:
-    """Return the columns of model sizes, with a column of active parameters if a run is a mixture of experts."""
     return (_SIZE, _ACTIVE) if any(map(_sparse, runs)) else (_SIZE,)
 
 

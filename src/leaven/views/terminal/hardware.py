@@ -53,7 +53,6 @@ def accelerators_screen(known: Sequence[AcceleratorRow]) -> Iterator[RenderableT
 
 
 def accelerator_screen(one: AcceleratorRow) -> Iterator[RenderableType]:
-    """Yield the numbers of one accelerator with their sources."""
     at = {source.group: source for source in one.sources}
 
     def fact(label: str, group: str, *values: str) -> Fact:

@@ -120,7 +120,6 @@ class TuneScreen(LiveScreen):
         return min(found, key=lambda each: each[0])[1] if found else None
 
     def _name(self, worker: str) -> str:
-        """Return the short name of a worker: w1, w2 and so on, in the order of their first trials."""
         return self._names.setdefault(worker, f"w{len(self._names) + 1}")
 
     def _status(self) -> Iterator[RenderableType]:
