@@ -208,7 +208,7 @@ def _exponents(family: ModelFamily, swept: SweptValue, losses: Mapping[RunScale,
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield the loss over the swept value for each scale, and the best value over each axis."""
+    """Yield the loss over the swept value and the best value of each scale, and the best value over each axis."""
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         yield curve(names[scale], swept.key, "loss", (2**grid.octaves).tolist(), grid.losses.tolist())

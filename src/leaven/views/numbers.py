@@ -10,6 +10,7 @@ from leaven.recipe.units import format_number, format_quantity, format_seconds
 
 MINUS = "−"
 NONE = "–"
+LEAST_GIB = 0.05  # smaller parts of memory are not shown
 
 
 def value(number: float | None, digits: int = 3) -> str:

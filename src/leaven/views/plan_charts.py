@@ -20,12 +20,11 @@ HUES = {
     )
     for name in names.split()
 }  # fmt: skip
-_LEAST_GIB = 0.05  # parts of memory that are smaller on every rank are not drawn
 
 
 def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
     """Return the colour of each part of memory, such as activations, except parts that are small on every rank."""
-    parts = [part for part in stages[0] if max(sizes[part] for sizes in stages) >= _LEAST_GIB]
+    parts = [part for part in stages[0] if max(sizes[part] for sizes in stages) >= numbers.LEAST_GIB]
     return {part: HUES.get(part, MUTED) for part in parts}
 
 

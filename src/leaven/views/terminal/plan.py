@@ -11,7 +11,7 @@ from leaven.planning.explain import PARTS
 from leaven.planning.layouts import EQUAL
 from leaven.planning.plan import ACCURACY
 from leaven.recipe.units import format_quantity, format_seconds
-from leaven.views.numbers import costs, duration
+from leaven.views.numbers import LEAST_GIB, costs, duration
 from leaven.views.tables import Cell, Column, Fact, Facts, Table, under
 
 ALTERNATIVES = 3
@@ -45,7 +45,7 @@ def _memory(plan: PlanDocument) -> list[Cell]:
     cells: list[Cell] = [f"{plan.memory.gib:.1f} GiB of {plan.memory.capacity_gib:g}"]
     if not plan.memory.fits:
         cells.append(Text("DOES NOT FIT", style="red"))
-    cells += [f"{name} {gib:.1f}" for name, gib in plan.memory.parts.items() if gib >= 0.05]
+    cells += [f"{name} {gib:.1f}" for name, gib in plan.memory.parts.items() if gib >= LEAST_GIB]
     if len(plan.stages) > 1:
         totals = [stage.gib for stage in plan.stages]
         fullest, least = max(totals), min(totals)
