@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from leaven.catalogue.laws import find_law
 from leaven.catalogue.neighbours import middle, neighbours, size_ratio
-from leaven.catalogue.run import PublishedRun
-from leaven.catalogue.runs import find_run, load_runs
+from leaven.catalogue.runs import PublishedRun, find_run, load_runs
 from leaven.catalogue.starter.batch import BATCH_TOKENS_EXPONENT, LEAST_STEPS, batch_ramps
 from leaven.catalogue.starter.draft import StarterRecipes
 from leaven.catalogue.starter.optimizer import LR_SIZE_EXPONENT

@@ -12,8 +12,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from leaven.catalogue.run import Kind, PublishedRun, Stack, same_lr_meaning
-from leaven.catalogue.runs import listed, load_runs
+from leaven.catalogue.runs import Kind, PublishedRun, Stack, listed, load_runs, same_lr_meaning
 from leaven.catalogue.terms import term
 from leaven.documents.catalogue import NearRun
 from leaven.recipe.errors import InputError

@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from leaven.catalogue.laws import main_laws
 from leaven.catalogue.neighbours import neighbours, ratio, size_ratio
-from leaven.catalogue.run import PublishedRun, Stack
-from leaven.catalogue.runs import load_runs
+from leaven.catalogue.runs import PublishedRun, Stack, load_runs
 from leaven.catalogue.terms import read
 from leaven.documents.catalogue import LawRow
 from leaven.recipe.recipe import Recipe

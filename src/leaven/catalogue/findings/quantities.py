@@ -14,8 +14,7 @@ from leaven.catalogue import laws
 from leaven.catalogue.findings.case import Case, Check
 from leaven.catalogue.laws import find_law, power_lines_tau
 from leaven.catalogue.neighbours import FACTOR, ratio, size_ratio
-from leaven.catalogue.run import PublishedRun
-from leaven.catalogue.runs import find_run, load_runs
+from leaven.catalogue.runs import PublishedRun, find_run, load_runs
 from leaven.recipe.data import STDLIB_TOKENS
 from leaven.recipe.init_std import usual_std
 from leaven.recipe.shape import BRANCH_ENDS, Role

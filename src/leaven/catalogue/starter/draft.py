@@ -13,7 +13,7 @@ from typing import Any
 from leaven.catalogue.laws import main_laws
 from leaven.catalogue.messages import parts, sentence
 from leaven.catalogue.neighbours import Neighbours, Votes, middle
-from leaven.catalogue.run import PublishedRun
+from leaven.catalogue.runs import PublishedRun
 from leaven.catalogue.starter.proxy import TuningAdvice
 from leaven.documents.catalogue import LawRow
 from leaven.documents.planning import ComparedRow, DerivationRow, NewRecipe, TimeFit

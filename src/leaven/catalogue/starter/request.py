@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from leaven.catalogue.neighbours import nearest
-from leaven.catalogue.run import PublishedRun
-from leaven.catalogue.runs import find_run, listed, load_runs
+from leaven.catalogue.runs import PublishedRun, find_run, listed, load_runs
 from leaven.recipe.errors import InputError
 from leaven.recipe.units import format_quantity
 

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, get_args
 
 from leaven.catalogue.laws import batches, evaluate
 from leaven.catalogue.neighbours import Neighbours, Votes, first_of_each, middle, neighbours, of_size
-from leaven.catalogue.run import PublishedRun
-from leaven.catalogue.runs import load_runs
+from leaven.catalogue.runs import PublishedRun, load_runs
 from leaven.catalogue.starter.draft import StarterDraft
 from leaven.catalogue.starter.request import StarterRequest
 from leaven.catalogue.terms import terms

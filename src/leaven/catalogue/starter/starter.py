@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from leaven.catalogue.messages import constants, parts, sentence
 from leaven.catalogue.neighbours import FACTOR, Neighbours, neighbours, size_ratio
-from leaven.catalogue.run import PublishedRun
+from leaven.catalogue.runs import PublishedRun
 from leaven.catalogue.starter.base import StarterBase, choose_base, take_tuned
 from leaven.catalogue.starter.batch import batch_ramps, choose_batch, choose_ramp, repeated_growth
 from leaven.catalogue.starter.draft import StarterDraft, StarterRecipes, StarterScale
