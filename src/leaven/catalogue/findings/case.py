@@ -78,10 +78,8 @@ class Check:
     sure: bool = True  # whether the limits hold at this size; if not, a finding is a note at most
 
     def read(self, case: "Case") -> "Check":
-        """Return a copy of this check that has the value, suggestions and facts of the recipe of ``case``.
-
-        The entry of the check in ``checks.toml`` determines how they are computed.
-        """
+        """Return a copy of this check with what its entry in ``checks.toml`` says about the recipe of ``case``: the
+        compared value, the suggested changes, and the facts for the message."""
         value, facts = None, {}
         if self.hidden:
             value, facts["where"] = case.hidden(self.hidden), "the hidden weights have"

@@ -277,7 +277,6 @@ def no_ramp(check: Check, case: Case) -> Check | None:
         return None
 
     def of_run(run: PublishedRun) -> float | None:
-        """Return the batch of a published run without a ramp, else None."""
         return run.batch_tokens if run.constant_batch or run.ramp_start == 1 else None
 
     start, over = case.sequences(case.batch / 8), round(0.03 * case.tokens)

@@ -119,7 +119,6 @@ class StarterScale:
 
     @cached_property
     def laws(self) -> list[LawRow]:
-        """Return what each law predicts at this scale. Of a law with several forms only the main form is used."""
         return main_laws(self.model, self.tokens)
 
     def evidence(
