@@ -30,7 +30,7 @@ import sys
 from pathlib import Path
 
 from leaven.catalogue.neighbours import neighbours
-from leaven.catalogue.run import PublishedRun
+from leaven.catalogue.runs import PublishedRun
 from leaven.catalogue.starter.optimizer import LR_SIZE_EXPONENT, batch_factor
 from leaven.catalogue.starter.starter import untuned
 from leaven.catalogue.terms import terms

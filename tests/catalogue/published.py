@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from leaven.catalogue.run import PublishedRun
-from leaven.catalogue.runs import load_runs
+from leaven.catalogue.runs import PublishedRun, load_runs
 from leaven.catalogue.terms import terms
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from leaven.catalogue.groups import Provenance, PublishedGroup
-from leaven.catalogue.run import PublishedRun
-from leaven.catalogue.runs import FOLDER, find_run, load_runs
+from leaven.catalogue.runs import FOLDER, PublishedRun, find_run, load_runs
 from leaven.planning.published import published_blueprint
 
 IDS = sorted(path.stem for path in FOLDER.glob("*.toml"))

@@ -243,9 +243,9 @@ def test_a_value_found_by_a_study_is_a_note() -> None:
 @pytest.mark.parametrize(
     ("values", "module"),
     [
-        ({"beta1": 0.27}, "the matrices inside the blocks have"),
-        ({"beta1": 0.991}, "the matrices inside the blocks have"),
-        ({"beta2": 0.899}, "the matrices inside the blocks have"),
+        ({"beta1": 0.27}, "the hidden weights have"),
+        ({"beta1": 0.991}, "the hidden weights have"),
+        ({"beta2": 0.899}, "the hidden weights have"),
         ({"modules": {"embedding": {"beta2": 4.0}}}, "embedding has"),
     ],
 )

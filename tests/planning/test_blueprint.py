@@ -2,8 +2,7 @@ import pytest
 from tests.catalogue.published import model_shape
 from tests.planning.shapes import LLAMA_8B, gpt
 
-from leaven.catalogue.run import PublishedRun
-from leaven.catalogue.runs import find_run, load_runs
+from leaven.catalogue.runs import PublishedRun, find_run, load_runs
 from leaven.planning.blueprint import Blueprint, Core, Matmul, blueprint
 from leaven.planning.published import published_blueprint
 from leaven.recipe.errors import InputError

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from leaven.catalogue.laws import FRONTIERS
-from leaven.catalogue.starter.request import StarterRequest
+from leaven.catalogue.starter.draft import StarterRequest
 from leaven.documents.planning import BudgetDocument, Price
 from leaven.planning import budget as module
 from leaven.planning.arrangement import Arrangement

@@ -4,8 +4,8 @@ import pytest
 
 from leaven.catalogue.findings import findings
 from leaven.catalogue.starter.base import tuned_bases
+from leaven.catalogue.starter.draft import StarterRequest
 from leaven.catalogue.starter.proxy import SHARE, SMALLEST, WORTH, trials_worth
-from leaven.catalogue.starter.request import StarterRequest
 from leaven.planning.start import StarterRecipes, start
 from leaven.recipe.errors import InputError
 from leaven.recipe.shape import Role

@@ -4,9 +4,10 @@ import math
 
 import pytest
 
+from leaven.recipe.recipe import Scaling
 from leaven.recipe.shape import Role
 from leaven.scaling.apply import Factors, factors, tensor_ratios
-from leaven.scaling.cells import Cell, Exponents, Ratios, TensorRatios
+from leaven.scaling.cells import Cell, Ratios, TensorRatios
 from leaven.scaling.rules import COMPLETE_D_P, QUANTITIES, RULES, Rule
 
 N, L, B, D = 4.0, 8.0, 2.0, 32.0
@@ -29,9 +30,13 @@ SHAPES = {
 }
 
 
+def scaling(alpha: float, t: float, scale_decay: bool) -> Scaling:
+    return Scaling(alpha=alpha, token_exponent=t, scale_decay_with_depth=scale_decay)
+
+
 def moved(name: str, role: Role, alpha: float = 1.0, t: float = 0.5, scale_decay: bool = False) -> Factors:
     base, target = SHAPES[role]
-    return factors(RULES[name], role, tensor_ratios(role, target, base, AT), Exponents(alpha, t, scale_decay))
+    return factors(RULES[name], role, tensor_ratios(role, target, base, AT), scaling(alpha, t, scale_decay))
 
 
 # Every cell as printed, as functions of m_N, m_L and alpha: (variance, lr, eps, decay, forward).
@@ -119,7 +124,7 @@ def test_betas_keep_their_half_life_as_a_share_of_the_run_and_stay_in_range() ->
     assert math.log(found.beta(0.9)) == pytest.approx(math.log(0.9) * Q)
     # To first order the printed form, 1 - (1 - beta) q; at q = 40 that would be -1.
     assert 1 - found.beta(0.999) == pytest.approx(0.001 * Q, rel=1e-3)
-    large = factors(COMPLETE_D_P, Role.HIDDEN_WEIGHT, TensorRatios(batch=40), Exponents())
+    large = factors(COMPLETE_D_P, Role.HIDDEN_WEIGHT, TensorRatios(batch=40), Scaling())
     assert 0 < large.beta(0.95) < 1
     assert 1 - found.beta(0.999, multiplier=2) == pytest.approx(0.002 * Q, rel=1e-3)
 
@@ -148,7 +153,7 @@ def test_initial_variance_lr_and_decay_follow_the_fan_in_and_eps_the_fan_out() -
     """A matrix whose sides grow by different factors: (48, 16) to (96, 64)."""
     at = tensor_ratios(Role.HIDDEN_WEIGHT, (96, 64), (48, 16), Ratios(width=4))
     assert (at.fan_in, at.fan_out) == (4, 2)
-    found = factors(COMPLETE_D_P, Role.HIDDEN_WEIGHT, at, Exponents())
+    found = factors(COMPLETE_D_P, Role.HIDDEN_WEIGHT, at, Scaling())
     assert (found.init_std, found.lr, found.weight_decay, found.eps) == (1 / 2, 1 / 4, 4, 1 / 2)
     # Gains per head fill the width, a shared one the head: twice as large heads, half the eps.
     per_head = tensor_ratios(Role.HIDDEN_NORM, (8, 16), (4, 8), Ratios(width=4))
@@ -165,7 +170,7 @@ def test_a_matrix_must_have_two_dimensions(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_the_attention_scale_of_larger_heads(name: str) -> None:
     """sqrt(d_base) / d of muP is 1 / sqrt(d) times sqrt(d_base / d); standard keeps 1 / sqrt(d)."""
-    found = factors(RULES[name], Role.HIDDEN_WEIGHT, TensorRatios(head=4), Exponents())
+    found = factors(RULES[name], Role.HIDDEN_WEIGHT, TensorRatios(head=4), Scaling())
     assert found.attention == (1 if name == "standard" else 1 / 2)
 
 
@@ -174,7 +179,7 @@ def test_every_cell_has_a_source_and_is_neutral_at_the_base_to_the_last_bit(rule
     cells = [rule.cells[quantity][role] for quantity in QUANTITIES for role in Role]
     for cell in [*cells, *rule.shared.values()]:
         assert len(cell.source) > 10
-        assert cell.factor(TensorRatios(), Exponents(0.7, 0.3, True)) == 1.0
+        assert cell.factor(TensorRatios(), scaling(0.7, 0.3, True)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -192,4 +197,4 @@ def test_every_cell_has_a_source_and_is_neutral_at_the_base_to_the_last_bit(rule
 )
 def test_cells(text: str, expected: float) -> None:
     at = TensorRatios(fan_in=3, fan_out=5, depth=7, tokens=11, batch=13, head=2)
-    assert Cell(text, "").factor(at, Exponents(0.7, 0.4, True)) == pytest.approx(expected)
+    assert Cell(text, "").factor(at, scaling(0.7, 0.4, True)) == pytest.approx(expected)

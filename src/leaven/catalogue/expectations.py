@@ -2,7 +2,7 @@
 
 ``leaven tune --prior laws`` starts from these predictions, which use the same runs and laws as ``leaven new``. A
 recipe's scaling rule converts the recipe's hyperparameters for each parameter of the model. A prediction is stated
-relative to the converted hyperparameter of the matrices inside the blocks.
+relative to the converted hyperparameter of the hidden weights, the matrices inside the blocks.
 """
 
 import math
@@ -11,9 +11,7 @@ from statistics import pstdev
 
 from leaven.catalogue.findings.case import Case
 from leaven.catalogue.laws import power_lines_tau
-from leaven.catalogue.neighbours import neighbours
 from leaven.catalogue.starter.batch import batch_evidence
-from leaven.catalogue.starter.draft import StarterScale
 from leaven.catalogue.starter.optimizer import lr_evidence
 
 
@@ -21,7 +19,7 @@ from leaven.catalogue.starter.optimizer import lr_evidence
 class Expectation:
     """How far the expected best value of a hyperparameter is from the recipe's value, and how certain that is.
 
-    The recipe's value is the one that the scaling rule gives the matrices inside the blocks.
+    The recipe's value is the one that the scaling rule gives the hidden weights.
     """
 
     octaves: float  # log2(expected value / the recipe's value)
@@ -33,9 +31,7 @@ def expectations(case: Case) -> dict[str, Expectation]:
 
     The init std is left out if no run publishes one. Hyperparameters that are 0 in the recipe are left out, too.
     """
-    near = neighbours(case.params, case.tokens, qk_norm=case.recipe.model.qk_norm)
-    at = StarterScale(near, case.recipe.model, case.tokens)
-    lr, batch = lr_evidence(at, case.batch), batch_evidence(at)
+    near, lr, batch = case.scale.near, lr_evidence(case.scale, case.batch), batch_evidence(case.scale)
     decays = near.values("hyperparameters.weight_decay")
     by_tau = case.batch / (case.hidden("lr") * case.tokens * power_lines_tau(case.params, case.tokens))
     stds = {

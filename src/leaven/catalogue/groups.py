@@ -1,6 +1,6 @@
 """The tables in the file of a published run, such as ``[optim]`` and ``[schedule]``. Each table states its source.
 
-Unknown values are left out, never guessed. :class:`leaven.catalogue.run.PublishedRun` offers the values under
+Unknown values are left out, never guessed. :class:`leaven.catalogue.runs.PublishedRun` offers the values under
 leaven's names.
 """
 

@@ -12,8 +12,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from leaven.catalogue.run import Kind, PublishedRun, Stack, same_lr_meaning
-from leaven.catalogue.runs import listed, load_runs
+from leaven.catalogue.runs import Kind, PublishedRun, Stack, listed, load_runs, same_lr_meaning
 from leaven.catalogue.terms import term
 from leaven.documents.catalogue import NearRun
 from leaven.recipe.errors import InputError
@@ -23,8 +22,8 @@ FACTOR = 4.0
 NEAREST = 3
 """At least this many lineages vote, even if they are not near, so that no lineage decides alone."""
 EDGE = 1.5
-"""If fewer than `NEAREST` lineages are near, farther runs vote, too: the weight of a vote then falls to 0 at this
-factor x the size ratio of the farthest of these runs."""
+"""With fewer than `NEAREST` near lineages, farther runs vote, too. Weights then fall to 0 at this factor beyond the
+farthest of them: if it is 10 times larger than the model, at 15 times."""
 LEAST_WEIGHT = 1e-6
 """Smallest weight of a vote; it is not 0, so that a single vote still counts."""
 # Weight of log2(tokens) in a distance; log2(parameters) has weight 1. Published values hardly depend on the tokens.
@@ -202,7 +201,7 @@ class Neighbours:
     def middle(self, by: Mapping[str, float]) -> Votes:
         """Return the values ``by`` (run id -> value) together with their weighted median.
 
-        The closer a run is to the recipe in size and tokens, the more weight it has.
+        The closer a run is to the model in size, the more weight it has.
         """
         return middle(by, self.weights(by))
 
@@ -217,8 +216,8 @@ class Neighbours:
         """Return the weight of each run's vote, by run id.
 
         A run of the model's size has weight 1. The weight falls linearly with the logarithm of the size ratio, and is
-        nearly 0 at the ratio `FACTOR`. If fewer than `NEAREST` runs are within `FACTOR`, the weight reaches 0 at a
-        larger ratio. All weights are 1 if there is a reference run, or if no run is within `FACTOR`.
+        nearly 0 at the ratio `FACTOR`, or at a larger ratio if few runs are near (`EDGE`). All weights are 1 if there
+        is a reference run, or if no run is within `FACTOR`.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)

@@ -1,21 +1,318 @@
-"""Read the published training runs: one TOML file for each run in ``runs/``, with the sources of all values.
+"""The published training runs: one TOML file for each run in ``runs/``, with the sources of all values.
 
 To add a run, add a file with the tables of :mod:`leaven.catalogue.groups`; its name is the run's id. Files with a
 table ``[tuning]`` are runs of leaven itself, small models whose hyperparameters can be transferred.
+:class:`PublishedRun` has the tables of a file, and the same values under leaven's names and in its units.
 """
 
 import difflib
+import math
 import tomllib
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
 
-from leaven.catalogue.run import PublishedRun
-from leaven.documents.catalogue import DifferenceRow
+from pydantic import Field
+
+from leaven.catalogue import groups
+from leaven.catalogue.groups import NormPlacement, Optimizer
+from leaven.documents.catalogue import DifferenceRow, RunSummary
+from leaven.recipe.base import Part
 from leaven.recipe.errors import InputError
-from leaven.recipe.recipe import differing
+from leaven.recipe.recipe import differing, flatten
+from leaven.recipe.schedule import Decay
 
 FOLDER = Path(__file__).parent / "runs"
+Kind = Literal["dense", "moe", "vlm"]
+_DECAYS: dict[str, Decay] = {
+    "cosine": "cosine",
+    "cosine_then_constant": "cosine",
+    "linear": "linear",
+    "wsd": "wsd",
+    "multi_step": "wsd",  # constant, then steps down late: the nearest of leaven's shapes
+    "constant_then_rsqrt": "inverse_sqrt",
+    "constant": "constant",
+}
+# Keys of sources and of free text, which are not values of the run.
+_NOT_VALUES = {"source", "confidence", "evidence", "exceptions", "derived", "notes", "instabilities"}
+# Two names for the same factor, because a layer has two residual branches.
+_BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(number of residual layers)")
+
+
+def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """Return the optimizers whose learning rates can be compared with those of ``optimizer``.
+
+    Adam and AdamW can be compared with each other. Any other optimizer can be compared only with itself.
+    """
+    return ("adam", "adamw") if optimizer in ("adam", "adamw") else (optimizer,)
+
+
+class Stack(NamedTuple):
+    """Norm placement, QK-norm and optimizer. None means unknown in a run, and any value in a request."""
+
+    norm_placement: NormPlacement | None = None
+    qk_norm: bool | None = None
+    optimizer: Optimizer | None = None
+
+    def fits(self, other: "Stack") -> bool:
+        """Return whether ``other`` has all values of this stack that are not None. Adam and AdamW count as equal."""
+        return (
+            self.norm_placement in (None, other.norm_placement)
+            and self.qk_norm in (None, other.qk_norm)
+            and (self.optimizer is None or other.optimizer in same_lr_meaning(self.optimizer))
+        )
+
+    @property
+    def text(self) -> str:
+        """Return the stack as one line, for example ``output, qk-norm, adamw``, without unknown values."""
+        qk_norm = {True: "qk-norm", False: "no qk-norm", None: None}[self.qk_norm]
+        return ", ".join(part for part in (self.norm_placement, qk_norm, self.optimizer) if part)
+
+
+class PublishedRun(Part):
+    """A published run, or a run that leaven tuned itself (which has :attr:`tuning`).
+
+    The fields contain the values as the source states them. The properties convert them to leaven's names and units;
+    a property is None if its value is not known.
+    """
+
+    id: str
+    family: str
+    organisation: str
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}$")]  # month of the model's release or of the run's start
+    kind: Kind
+    status: Literal["succeeded", "succeeded-with-interventions"]
+    params_total: int
+    params_active: int
+    lineage: groups.Lineage
+    params: groups.Params
+    arch: groups.PublishedArchitecture
+    data: groups.PublishedData | None = None
+    batch: groups.PublishedBatch | None = None
+    optim: groups.Optim | None = None
+    schedule: groups.PublishedSchedule | None = None
+    init: groups.PublishedInit | None = None
+    precision: groups.PublishedPrecision | None = None
+    parallel: groups.Parallel | None = None
+    hardware: groups.Hardware | None = None
+    throughput: groups.PublishedThroughput | None = None
+    tuning: groups.TunedBase | None = None  # only for runs that leaven tuned itself
+    instabilities: Annotated[tuple[groups.Instability, ...], Field(strict=False)] = ()
+    notes: groups.Texts = ()
+
+    @property
+    def tokens(self) -> int | None:
+        return self.data.tokens_total if self.data else None
+
+    @property
+    def batch_tokens(self) -> int | None:
+        """Return the final global batch in tokens."""
+        return self.batch.global_batch_tokens if self.batch else None
+
+    @property
+    def constant_batch(self) -> bool:
+        """Return whether the source states that the batch did not grow."""
+        return bool(self.batch and self.batch.rampup and self.batch.rampup.kind == "none")
+
+    @property
+    def ramp(self) -> groups.BatchRamp | None:
+        """Return how the batch grew, or None if it did not grow or if that is not known."""
+        return self.batch.rampup if self.batch and not self.constant_batch else None
+
+    @property
+    def batch_grew(self) -> bool | None:
+        """Return whether the last batch was larger than the first, or None if that is not known."""
+        if self.ramp is None:
+            return False if self.constant_batch else None
+        stages = [stage["tokens"] for stage in self.ramp.stages or () if "tokens" in stage]
+        return stages[-1] > stages[0] if stages else True
+
+    @property
+    def ramp_start_tokens(self) -> int | None:
+        """Return the first batch of the ramp in tokens."""
+        ramp, seq_len = self.ramp, self.data.seq_len if self.data else None
+        if ramp is None:
+            return None
+        if ramp.stages:
+            return ramp.stages[0].get("tokens")
+        return ramp.start_tokens or (ramp.start_samples * seq_len if ramp.start_samples and seq_len else None)
+
+    @property
+    def ramp_start(self) -> float | None:
+        """Return the first batch of the ramp as a share of the final batch."""
+        start = self.ramp_start_tokens
+        return start / self.batch_tokens if start and self.batch_tokens else None
+
+    @property
+    def ramp_tokens(self) -> int | None:
+        """Return the number of tokens after which the batch has its full size."""
+        if self.ramp is None:
+            return None
+        return self.ramp.stages[-1].get("from_tokens") if self.ramp.stages else self.ramp.over_tokens
+
+    @property
+    def stage_begins(self) -> list[float] | None:
+        """Return the tokens that the run had consumed before each stage of its batch, or None if not published."""
+        begins, steps = [0.0], 0
+        for before, stage in pairwise((self.ramp and self.ramp.stages) or ()):
+            if "from_tokens" in stage:
+                begins.append(stage["from_tokens"])
+            elif "from_fraction" in stage and self.tokens:
+                begins.append(stage["from_fraction"] * self.tokens)
+            elif "from_step" in stage:
+                begins.append(begins[-1] + (stage["from_step"] - steps) * before["tokens"])
+                steps = stage["from_step"]
+            else:
+                return None
+        return begins
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return self.optim.optimizer if self.optim else None
+
+    @property
+    def peak_lr(self) -> float | None:
+        return self.schedule.peak_lr if self.schedule else None
+
+    @property
+    def lr_sources(self) -> tuple[str, ...]:
+        return self.schedule.provenance("peak_lr").sources if self.schedule else ()
+
+    @property
+    def lr_comparable(self) -> bool:
+        """Return whether the lr is for Adam or AdamW, in the standard parametrisation and not in muP."""
+        return self.comparable_lr(same_lr_meaning("adamw"))
+
+    def comparable_lr(self, optimizers: tuple[Optimizer, ...]) -> bool:
+        """Return whether the lr is for one of ``optimizers``, in the standard parametrisation and not in muP."""
+        schedule = self.schedule
+        return bool(schedule and schedule.peak_lr and not schedule.parametrisation) and self.optimizer in optimizers
+
+    @property
+    def min_lr_ratio(self) -> float | None:
+        schedule = self.schedule
+        if schedule is None:
+            return None
+        if schedule.min_lr_ratio is None and schedule.min_lr is not None and schedule.peak_lr:
+            return schedule.min_lr / schedule.peak_lr
+        return schedule.min_lr_ratio
+
+    @property
+    def warmup_fraction(self) -> float | None:
+        """Return the share of the run's tokens that the warm-up takes.
+
+        A warm-up published in steps is converted to tokens with the run's batch. This is not possible if the batch
+        grew. The result is then the share that the source states, or None if the source states no share.
+        """
+        schedule, tokens, batch = self.schedule, self.tokens, self.batch_tokens
+        if schedule is None:
+            return None
+        if schedule.warmup_tokens is not None and tokens:
+            return schedule.warmup_tokens / tokens
+        if schedule.warmup_steps is not None and tokens and batch and self.ramp is None:
+            return schedule.warmup_steps * batch / tokens
+        return schedule.warmup_fraction
+
+    @property
+    def warmup_tokens(self) -> float | None:
+        """Return the warm-up in tokens; a warm-up in steps is converted with the batch of each step."""
+        if self.warmup_fraction is not None and self.tokens:
+            return self.warmup_fraction * self.tokens
+        steps, begins = self.schedule.warmup_steps if self.schedule else None, self.stage_begins
+        if not (steps and begins and self.ramp and self.ramp.stages):
+            return None
+        total, left = 0.0, float(steps)
+        for stage, begin, end in zip(self.ramp.stages, begins, [*begins[1:], math.inf], strict=True):
+            taken = min(left, (end - begin) / stage["tokens"])
+            total, left = total + taken * stage["tokens"], left - taken
+        return total
+
+    @property
+    def cooldown_share(self) -> float | None:
+        """Return the share of the run that the final cooldown of a wsd schedule took, or None for other schedules."""
+        schedule = self.schedule
+        if schedule is None or schedule.shape != "wsd":
+            return None
+        if schedule.decay_fraction is not None:
+            return schedule.decay_fraction
+        if schedule.decay_steps and schedule.total_steps:
+            return schedule.decay_steps / schedule.total_steps
+        return schedule.decay_tokens / self.tokens if schedule.decay_tokens and self.tokens else None
+
+    @property
+    def decay(self) -> Decay | None:
+        """Return the decay of a recipe's schedule, such as "cosine", that is nearest to the published decay."""
+        return _DECAYS[self.schedule.shape] if self.schedule and self.schedule.shape else None
+
+    @property
+    def init_std(self) -> float | None:
+        return self.init.std if self.init else None
+
+    @property
+    def init_scale(self) -> float | None:
+        """Return init std x sqrt(d_model), which can be compared between widths."""
+        return self.init_std * math.sqrt(self.arch.d_model) if self.init_std and self.arch.d_model else None
+
+    @property
+    def residual_init_std(self) -> float | None:
+        """Return the init std of the matrices that write to the residual stream.
+
+        Return None if the std is not known, or if it differs from layer to layer (as with the init ``mitchell``).
+        """
+        init, n_layers = self.init, self.arch.n_layers
+        if init is None or init.residual_std is not None or init.std is None:
+            return init.residual_std if init else None
+        if init.residual_scaling in _BY_DEPTH and n_layers:
+            return init.std / math.sqrt(2 * n_layers)
+        return init.std if init.residual_scaling == "none" else None
+
+    @property
+    def tokens_per_parameter(self) -> float | None:
+        return self.tokens / self.params_total if self.tokens else None
+
+    @property
+    def aspect(self) -> float | None:
+        """Return d_model / n_layers."""
+        return self.arch.d_model / self.arch.n_layers if self.arch.d_model and self.arch.n_layers else None
+
+    @property
+    def mlp_ratio(self) -> float | None:
+        """Return d_ff / d_model."""
+        return self.arch.d_ff / self.arch.d_model if self.arch.d_ff and self.arch.d_model else None
+
+    @property
+    def query_groups(self) -> float | None:
+        """Return the number of query heads per key-value head."""
+        return self.arch.n_heads / self.arch.n_kv_heads if self.arch.n_heads and self.arch.n_kv_heads else None
+
+    @property
+    def stack(self) -> Stack:
+        """Return norm placement, QK-norm and optimizer, on which the best lr depends more than on the size."""
+        return Stack(self.arch.norm_placement, self.arch.qk_norm, self.optimizer)
+
+    def summary(self) -> RunSummary:
+        """Return the row of ``leaven recipes list`` for this run."""
+        return RunSummary(
+            id=self.id,
+            params=self.params_total,
+            tokens=self.tokens,
+            peak_lr=self.peak_lr,
+            batch_tokens=self.batch_tokens,
+            source="; ".join(self.lr_sources),
+            params_active=self.params_active,
+            kind=self.kind,
+            optimizer=self.optimizer,
+            decay=self.decay,
+            lineage=self.lineage.name,
+            lr_comparable=self.lr_comparable,
+        )
+
+    def flat(self) -> dict[str, Any]:
+        """Return every known value by its dotted path, without sources and free text."""
+        values = flatten(self.model_dump(exclude_none=True))
+        return {path: value for path, value in values.items() if _NOT_VALUES.isdisjoint(path.split("."))}
 
 
 def load_runs() -> tuple[PublishedRun, ...]:

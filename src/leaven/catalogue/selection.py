@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from leaven.catalogue.run import PublishedRun
-from leaven.catalogue.runs import closest, listed
+from leaven.catalogue.runs import PublishedRun, closest, listed
 from leaven.recipe.errors import InputError
 from leaven.recipe.units import parse_quantity
 

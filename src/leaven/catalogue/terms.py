@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from leaven.catalogue.run import PublishedRun
+from leaven.catalogue.runs import PublishedRun
 from leaven.documents.catalogue import RecipeDifference
 from leaven.recipe.recipe import Recipe, flatten
 

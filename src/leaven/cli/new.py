@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from leaven.catalogue.starter.request import StarterRequest, find_reference
+from leaven.catalogue.starter.draft import StarterRequest, find_reference
 from leaven.cli import next_commands
 from leaven.cli.common import (
     JsonOption,

@@ -11,8 +11,7 @@ from rich.console import RenderableType
 
 from leaven.catalogue.groups import NormPlacement, Optimizer
 from leaven.catalogue.neighbours import near_run, nearest
-from leaven.catalogue.run import Kind, PublishedRun, Stack
-from leaven.catalogue.runs import diff, find_run, load_runs, own_runs
+from leaven.catalogue.runs import Kind, PublishedRun, Stack, diff, find_run, load_runs, own_runs
 from leaven.catalogue.selection import Condition, parse_condition, parse_range, select
 from leaven.catalogue.terms import L2_DECAY, diff_in_terms, terms
 from leaven.cli.common import (

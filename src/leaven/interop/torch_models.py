@@ -24,7 +24,7 @@ from leaven.recipe.shape import Parameter, Role
 from leaven.scaling.apply import factors, tensor_ratios
 from leaven.scaling.cells import Ratios, TensorRatios
 from leaven.scaling.rules import RULES
-from leaven.scaling.table import ParameterRow, exponents, optimizer_groups, parameter_row
+from leaven.scaling.table import ParameterRow, optimizer_groups, parameter_row
 
 _SAME = Ratios()
 
@@ -165,16 +165,13 @@ def parametrize(
             "otherwise parametrize the model together with its head"
         )
 
-    chosen, free = RULES[scaling.rule], exponents(scaling)
     gated = any(kind.module == "mlp.gate" for kind in classified.values())
     rows: list[ParameterRow] = []
     for site in structure.sites:
         parameter = classified[site.name]
         scales = tensor_ratios(parameter.role, site.shape, site.base_shape, ratios_at, head)
         n_layers = 1 if site.layer is None else structure.stacks[site.stack]
-        rows.append(
-            parameter_row(parameter, scales, rule=chosen, free=free, base=tuned, n_layers=n_layers, gated=gated)
-        )
+        rows.append(parameter_row(parameter, scales, scaling=scaling, base=tuned, n_layers=n_layers, gated=gated))
     try:
         if initialise:
             wider = any(site.shape != site.base_shape for site in structure.sites)
@@ -182,7 +179,7 @@ def parametrize(
         tuned.require_modules({row.module: row.role for row in rows})
     except ValueError as error:
         raise InputError(str(error)) from None
-    attention = factors(chosen, Role.HIDDEN_WEIGHT, TensorRatios(head=head), free).attention
+    attention = factors(RULES[scaling.rule], Role.HIDDEN_WEIGHT, TensorRatios(head=head), scaling).attention
     hooks, logit_scales = multipliers(target, structure, rows), rescale_attention(target, structure, attention)
     if initialise:
         _initialise(structure, rows, seed)

@@ -16,8 +16,14 @@ from typing import NamedTuple
 from leaven.catalogue.laws import FRONTIERS
 from leaven.catalogue.neighbours import neighbours
 from leaven.catalogue.starter.batch import choose_batch
-from leaven.catalogue.starter.draft import StarterDraft, StarterScale
-from leaven.catalogue.starter.request import LEAST_PARAMS, MOST_PARAMS, MOST_TOKENS, StarterRequest
+from leaven.catalogue.starter.draft import (
+    LEAST_PARAMS,
+    MOST_PARAMS,
+    MOST_TOKENS,
+    StarterDraft,
+    StarterRequest,
+    StarterScale,
+)
 from leaven.catalogue.starter.shape import choose_shape
 from leaven.catalogue.starter.starter import MOST_EPOCHS
 from leaven.documents.planning import BudgetDocument, FittingSize, Price, RefusedRow, TimeFit

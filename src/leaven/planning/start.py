@@ -9,8 +9,7 @@ from statistics import median
 
 from leaven.catalogue.messages import constants, parts, sentence
 from leaven.catalogue.neighbours import Neighbours, neighbours
-from leaven.catalogue.starter.draft import StarterRecipes, derivation_step
-from leaven.catalogue.starter.request import StarterRequest
+from leaven.catalogue.starter.draft import StarterRecipes, StarterRequest, derivation_step
 from leaven.catalogue.starter.starter import LEAST_HELD_OUT, MOST_EVALUATED, starter
 from leaven.documents.planning import ComparedRow
 from leaven.planning.hardware import Cluster

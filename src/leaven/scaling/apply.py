@@ -3,8 +3,9 @@
 import math
 from dataclasses import dataclass
 
+from leaven.recipe.recipe import Scaling
 from leaven.recipe.shape import Role
-from leaven.scaling.cells import Cell, Exponents, Ratios, TensorRatios
+from leaven.scaling.cells import Cell, Ratios, TensorRatios
 from leaven.scaling.rules import Rule
 
 
@@ -36,14 +37,14 @@ class Factors:
 AT_BASE = Factors(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 
-def factors(rule: Rule, role: Role, at: TensorRatios, exponents: Exponents) -> Factors:
+def factors(rule: Rule, role: Role, at: TensorRatios, scaling: Scaling) -> Factors:
     """Return the factors of a scaling rule for a tensor.
 
-    ``at`` contains the tensor's sizes divided by those of the same tensor in the base.
+    ``at`` contains the tensor's sizes divided by those of the same tensor in the base, and ``scaling`` the exponents.
     """
 
     def product(*cells: Cell) -> float:
-        return math.prod(cell.factor(at, exponents) for cell in cells)
+        return math.prod(cell.factor(at, scaling) for cell in cells)
 
     return Factors(
         init_std=math.sqrt(product(*rule.of("init_variance", role))),

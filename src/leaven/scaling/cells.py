@@ -14,6 +14,8 @@ alpha with ``scaling.scale_decay_with_depth``, else 0).
 import re
 from dataclasses import dataclass
 
+from leaven.recipe.recipe import Scaling
+
 LETTERS = {
     "I": "fan_in",
     "O": "fan_out",
@@ -47,50 +49,37 @@ class TensorRatios:
 
 
 @dataclass(frozen=True)
-class Exponents:
-    """The exponents that a recipe sets in ``[scaling]``; :class:`leaven.recipe.recipe.Scaling` explains them."""
-
-    alpha: float = 1.0
-    token_exponent: float = 0.5
-    scale_decay_with_depth: bool = False
-
-    def symbol(self, name: str) -> float:
-        match name:
-            case "alpha":
-                return self.alpha
-            case "t":
-                return self.token_exponent
-            case _:
-                return 1 - self.alpha if self.scale_decay_with_depth else 0.0
-
-
-@dataclass(frozen=True)
 class Cell:
     """A factor as a product of powers of ratios, and its source."""
 
     text: str  # for example ``I^-1 L^(alpha-1)``; the docstring of this module explains the letters
     source: str  # table and row of a paper, or the derivation
 
-    def factor(self, at: TensorRatios, exponents: Exponents) -> float:
+    def factor(self, at: TensorRatios, scaling: Scaling) -> float:
         """Return the value of the factor; it is exactly 1.0 if all its ratios are 1."""
         if self.text == "1":
             return 1.0
         value = 1.0
         for power in self.text.split():
             letter, _, exponent = power.partition("^")
-            value *= float(getattr(at, LETTERS[letter])) ** _exponent(exponent or "1", exponents)
+            value *= float(getattr(at, LETTERS[letter])) ** _exponent(exponent or "1", scaling)
         return value
 
 
 _TERM = re.compile(r"([+-]?)(?:(\d+)(?:/(\d+))?|(alpha|t|w))")
 
 
-def _exponent(text: str, exponents: Exponents) -> float:
+def _exponent(text: str, scaling: Scaling) -> float:
     inside = text.strip("()")
     terms = list(_TERM.finditer(inside))
     assert "".join(term.group() for term in terms) == inside, f"not an exponent: {text}"
+    symbols = {
+        "alpha": scaling.alpha,
+        "t": scaling.token_exponent,
+        "w": 1 - scaling.alpha if scaling.scale_decay_with_depth else 0.0,
+    }
     value = 0.0
     for sign, numerator, denominator, symbol in (term.groups() for term in terms):
-        size = exponents.symbol(symbol) if symbol else int(numerator) / int(denominator or 1)
+        size = symbols[symbol] if symbol else int(numerator) / int(denominator or 1)
         value += -size if sign == "-" else size
     return value

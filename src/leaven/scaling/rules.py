@@ -1,6 +1,6 @@
 """The scaling rules as tables: how each hyperparameter changes with scale, with a source for every cell.
 
-A table has a row for each role of a tensor, such as embedding, hidden matrix or norm gain.
+A table has a row for each role of a tensor, such as embedding, hidden weight (inside the blocks) or norm gain.
 
 :mod:`leaven.scaling.cells` explains the cells, :mod:`leaven.scaling.apply` applies a table, and ``leaven show --rule
 NAME`` prints one. All tables differ from the papers in these points:

@@ -16,7 +16,7 @@ from leaven.recipe.init_std import INITS
 from leaven.recipe.recipe import Recipe, Scaling
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Parameter, Role
 from leaven.scaling.apply import AT_BASE, Factors, factors, tensor_ratios
-from leaven.scaling.cells import Exponents, Ratios, TensorRatios
+from leaven.scaling.cells import Ratios, TensorRatios
 from leaven.scaling.rules import RULES, Rule
 
 # Roles whose initial mean is 1.
@@ -69,14 +69,9 @@ def ratios(recipe: Recipe) -> Ratios:
     )
 
 
-def exponents(scaling: Scaling) -> Exponents:
-    return Exponents(scaling.alpha, scaling.token_exponent, scaling.scale_decay_with_depth)
-
-
 def parameter_table(recipe: Recipe) -> ParameterTable:
     """Return the parameter table of a recipe, in the order of ``recipe.model.parameters()``."""
     rule, at, model = RULES[recipe.scaling.rule], ratios(recipe), recipe.model
-    free = exponents(recipe.scaling)
     base_shapes = {label(parameter.name): parameter.shape for parameter in recipe.base_shape.parameters()}
     head = model.d_head / recipe.base_shape.d_head
     rows = []
@@ -87,14 +82,13 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
             parameter_row(
                 parameter,
                 scales,
-                rule=rule,
-                free=free,
+                scaling=recipe.scaling,
                 base=recipe.hyperparameters,
                 n_layers=model.n_layers,
                 gated=model.gated,
             )
         )
-    shared = factors(rule, Role.HIDDEN_WEIGHT, rows[0].ratios, free)
+    shared = factors(rule, Role.HIDDEN_WEIGHT, rows[0].ratios, recipe.scaling)
     return ParameterTable(
         rule,
         at,
@@ -118,7 +112,7 @@ def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
         if recipe.batch.rule == "fixed" or batch == recipe.batch.tokens:
             return AT_BASE
         share = TensorRatios(batch=batch / recipe.batch.tokens)
-        return factors(RULES[recipe.scaling.rule], Role.HIDDEN_WEIGHT, share, exponents(recipe.scaling))
+        return factors(RULES[recipe.scaling.rule], Role.HIDDEN_WEIGHT, share, recipe.scaling)
 
     now, before = at(step), at(max(step - 1, 0))
     return now, now.half_life / before.half_life
@@ -128,8 +122,7 @@ def parameter_row(
     parameter: Parameter,
     at: TensorRatios,
     *,
-    rule: Rule,
-    free: Exponents,
+    scaling: Scaling,
     base: Hyperparameters,
     n_layers: int,
     gated: bool,
@@ -138,13 +131,13 @@ def parameter_row(
 
     Args:
         at: the ratios of the parameter to its counterpart in the base model.
-        free: the exponents that ``[scaling]`` sets.
+        scaling: the scaling rule and its exponents.
         base: the hyperparameters, written for the base.
         gated: whether the model has a gated MLP; some published inits depend on this.
     """
     role = parameter.role
     module = base.modules.get(parameter.module, Multipliers())
-    moved = factors(rule, role, at, free)
+    moved = factors(RULES[scaling.rule], role, at, scaling)
 
     def multiplier(quantity: str) -> float:
         """Return the module's multiplier times the multiplier for the block's depth."""

@@ -16,7 +16,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.scaling.apply import factors
 from leaven.scaling.describe import matrices
-from leaven.scaling.table import ParameterTable, exponents, parameter_table
+from leaven.scaling.table import ParameterTable, parameter_table
 
 TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
     Path(__file__).with_name("tested_ranges.toml").read_text(encoding="utf-8")
@@ -152,9 +152,8 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow
     """
     if recipe.hyperparameters.optimizer != "adam":
         return
-    free = exponents(recipe.scaling)
     decayed = [row for row in table.rows if row.weight_decay]
-    moved = {row.module: factors(table.rule, row.role, row.ratios, free).weight_decay for row in decayed}
+    moved = {row.module: factors(table.rule, row.role, row.ratios, recipe.scaling).weight_decay for row in decayed}
     module = max(moved, key=lambda module: abs(math.log(moved[module])), default=None)
     if module is not None and moved[module] != 1:
         yield _caution("optimizer", moved[module], 1.0, rule=table.rule.name, module=module)

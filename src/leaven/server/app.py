@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from leaven.catalogue.runs import load_runs
-from leaven.catalogue.starter.request import StarterRequest
+from leaven.catalogue.starter.draft import StarterRequest
 from leaven.catalogue.starter.starter import starter
 from leaven.planning.hardware import parse_cluster, parse_price
 from leaven.planning.plan import ClusterPlan, plan_recipe

@@ -12,7 +12,6 @@ from leaven.recipe.files import explain
 from leaven.recipe.recipe import NOT_NUMBERS, Recipe
 from leaven.scaling.cells import TensorRatios
 from leaven.scaling.rules import RULES
-from leaven.scaling.table import exponents
 from leaven.scaling.transfer import transfer
 from leaven.training.early_stopping import divergence_limit
 from leaven.training.engine import check_trainable
@@ -78,7 +77,7 @@ class RecipeFamily:
         if cell is None or axis not in ("batch", "tokens"):
             return 0.0
         at = TensorRatios(**{axis: 2.0})
-        return round(math.log2(cell.factor(at, exponents(scaling))), 12)
+        return round(math.log2(cell.factor(at, scaling)), 12)
 
     def trial(self, setting: RunSetting) -> "RecipeTrial":
         """Return the training run of a setting, which can be executed in any process.

@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 
 from leaven.catalogue.findings.case import Case
 from leaven.catalogue.laws import evaluate
-from leaven.catalogue.run import PublishedRun
+from leaven.catalogue.runs import PublishedRun
 from leaven.catalogue.terms import read
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table

@@ -20,7 +20,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS
 from leaven.scaling.cells import Cell
 from leaven.scaling.rules import Rule
-from leaven.scaling.table import ParameterRow, ParameterTable, exponents, label
+from leaven.scaling.table import ParameterRow, ParameterTable, label
 from leaven.scaling.transfer import transfer
 from leaven.views.numbers import value
 
@@ -110,7 +110,7 @@ def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: s
     if quantity == "init_std" and init != "rule" and row.init_std:
         return f"{init}: {INITS[init].formula(row, recipe.model.gated).text}"
     cells = _cells(table.rule, row, quantity)
-    factor = math.prod(cell.factor(row.ratios, exponents(recipe.scaling)) for cell in cells)
+    factor = math.prod(cell.factor(row.ratios, recipe.scaling) for cell in cells)
     if quantity == "weight_decay" and not (row.role.is_matrix or recipe.hyperparameters.decay_norm_and_bias):
         return "gains and biases have no weight decay (decay_norm_and_bias)"
     moving = [cell.text for cell in cells if cell.text != "1"]

@@ -1,7 +1,7 @@
 """The data of a check: :class:`Check` is one check, :class:`Case` is the recipe to check.
 
 A recipe's scaling rule converts the hyperparameters in the recipe for each parameter of the model. Checks compare the
-converted hyperparameters of the matrices inside the blocks with published runs.
+converted hyperparameters of the hidden weights, the matrices inside the blocks, with published runs.
 """
 
 import math
@@ -11,12 +11,10 @@ from functools import cached_property
 from statistics import median
 from typing import Any, Literal
 
-from leaven.catalogue.laws import main_laws
 from leaven.catalogue.neighbours import neighbours, ratio, size_ratio
-from leaven.catalogue.run import PublishedRun, Stack
-from leaven.catalogue.runs import load_runs
+from leaven.catalogue.runs import PublishedRun, Stack, load_runs
+from leaven.catalogue.starter.draft import StarterScale
 from leaven.catalogue.terms import read
-from leaven.documents.catalogue import LawRow
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS, Role
 
@@ -63,10 +61,10 @@ class Check:
     otherwise: Mapping[str, Any] = field(default_factory=dict)  # replaces usual, outside, far for some recipes
     trained: Bounds | None = None  # beyond this range a value is "outside", even if a search found it
     source: str = "the published runs"  # evidence in addition to the runs that a finding names
-    hidden: str | None = None  # the compared quantity of the matrices inside the blocks, for example beta1
+    hidden: str | None = None  # the compared quantity of the hidden weights, for example beta1
     setting: str | None = None  # instead of hidden: path of the compared value in the recipe
     run: str | None = None  # path of the compared value in a published run
-    wanted: Sequence[float] = ()  # suggested values for the matrices inside the blocks
+    wanted: Sequence[float] = ()  # suggested values for the hidden weights
     set: Sequence[Suggestion] = ()  # suggested changes of the recipe, by path
     far_from_runs: Literal["note", "skip"] | None = None  # if no run is near in size: at most a note, or no check
 
@@ -80,13 +78,11 @@ class Check:
     sure: bool = True  # whether the limits hold at this size; if not, a finding is a note at most
 
     def read(self, case: "Case") -> "Check":
-        """Return a copy of this check that has the value, suggestions and facts of the recipe of ``case``.
-
-        The entry of the check in ``checks.toml`` determines how they are computed.
-        """
+        """Return a copy of this check with what its entry in ``checks.toml`` says about the recipe of ``case``: the
+        compared value, the suggested changes, and the facts for the message."""
         value, facts = None, {}
         if self.hidden:
-            value, facts["where"] = case.hidden(self.hidden), "the matrices inside the blocks have"
+            value, facts["where"] = case.hidden(self.hidden), "the hidden weights have"
         elif self.setting:
             value = read(case.recipe, self.setting)
         if self.hidden and self.trained and (row := farthest(case.rows, self.hidden, self.trained)):
@@ -128,9 +124,10 @@ class Case:
         return self.recipe.batch.tokens
 
     @cached_property
-    def laws(self) -> list[LawRow]:
-        """Return what each law predicts for the recipe. Of a law with several forms only the main form is used."""
-        return main_laws(self.recipe.model, self.tokens)
+    def scale(self) -> StarterScale:
+        """Return the published runs near the recipe's size and the laws, as `leaven new` would weigh them for it."""
+        near = neighbours(self.params, self.tokens, qk_norm=self.recipe.model.qk_norm)
+        return StarterScale(near, self.recipe.model, self.tokens)
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
@@ -145,7 +142,7 @@ class Case:
         A lineage is a group of runs that copied one another's lr. Runs with pre-norm, AdamW and the recipe's
         ``qk_norm`` come before all other runs. Among equals, the run nearest in size comes first.
         """
-        return neighbours(self.params, self.tokens, qk_norm=self.recipe.model.qk_norm).close[:VOTES]
+        return self.scale.near.close[:VOTES]
 
     @cached_property
     def alike(self) -> frozenset[str]:
@@ -161,15 +158,15 @@ class Case:
         )
 
     def hidden(self, quantity: str) -> float:
-        """Return the median of a quantity over the matrices inside the blocks, after the scaling rule."""
+        """Return the median of a quantity over the hidden weights, after the scaling rule."""
         values: list[float] = [getattr(row, quantity) for row in self.rows if row.role is Role.HIDDEN_WEIGHT]
         return median(values)
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of the matrices in the blocks, except the last matrix of each residual branch.
+        """Return the median init std of the hidden weights, except the last matrix of each residual branch.
 
-        Matrices with an init std of 0 do not count. If all have 0, return 0.
+        Weights with an init std of 0 do not count. If all have 0, return 0.
         """
         stds: list[float] = [
             row.init_std
@@ -186,7 +183,7 @@ class Case:
 
     @property
     def as_trained(self) -> dict[str, float]:
-        """Return the hyperparameters that the matrices inside the blocks get, by their paths in the recipe."""
+        """Return the hyperparameters that the hidden weights get, by their paths in the recipe."""
         quantities = ("lr", "weight_decay", "beta1", "beta2", "eps")
         hidden = {f"hyperparameters.{name}": self.hidden(name) for name in quantities}
         return hidden | {"hyperparameters.init_std": self.init_std}
@@ -201,11 +198,11 @@ class Case:
         return min(known), max(known)
 
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
-        """Return the change of hyperparameter ``quantity`` that gives the matrices inside the blocks ``wanted``.
+        """Return the change of hyperparameter ``quantity`` that gives the hidden weights ``wanted``.
 
-        The new value in the recipe differs from ``wanted``, because the scaling rule converts it for the matrices. It
-        is rounded to two digits by ``to``: ``math.ceil`` if the matrices must get at least ``wanted``, ``math.floor``
-        if they must get at most ``wanted``. A beta is rounded to the nearest number with three digits instead.
+        The new value differs from ``wanted``, because the scaling rule converts it. ``to`` rounds it to two digits:
+        ``math.ceil`` if the weights must get at least ``wanted``, ``math.floor`` if they must get at most ``wanted``.
+        A beta is rounded to the nearest number with three digits instead.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)

@@ -14,8 +14,7 @@ from leaven.catalogue import laws
 from leaven.catalogue.findings.case import Case, Check
 from leaven.catalogue.laws import find_law, power_lines_tau
 from leaven.catalogue.neighbours import FACTOR, ratio, size_ratio
-from leaven.catalogue.run import PublishedRun
-from leaven.catalogue.runs import find_run, load_runs
+from leaven.catalogue.runs import PublishedRun, find_run, load_runs
 from leaven.recipe.data import STDLIB_TOKENS
 from leaven.recipe.init_std import usual_std
 from leaven.recipe.shape import BRANCH_ENDS, Role
@@ -43,8 +42,8 @@ def lr(check: Check, case: Case) -> Check | None:
     The finding is "outside" if the lr is above or below the lrs of all these runs, and differs from the median of
     their lrs by more than a factor of 3.
 
-    Published runs have one lr for all parameters, but the scaling rule may give the embedding and the matrices inside
-    the blocks two different lrs. The compared lr is then the number between the two that is nearest to the median.
+    Published runs have one lr for all parameters, but the scaling rule may give the embedding and the hidden weights
+    two different lrs. The compared lr is then the number between the two that is nearest to the median.
     """
     known = case.near(attrgetter("peak_lr"))
     if not known:
@@ -53,7 +52,7 @@ def lr(check: Check, case: Case) -> Check | None:
     lrs = [row.lr for row in case.rows if row.role in (Role.HIDDEN_WEIGHT, Role.EMBEDDING, Role.TIED_EMBEDDING)]
     value = case.hidden("lr")
     value = min(middle, max(value, *lrs)) if value < middle else max(middle, min(value, *lrs))
-    lrs_by_law = [law.lr for law in case.laws if law.lr]
+    lrs_by_law = [law.lr for law in case.scale.laws if law.lr]
     facts = {"middle": middle, "times": value / middle, "least": min(lrs_by_law), "most": max(lrs_by_law)}
     facts |= {"lowest": known[0], "highest": known[-1]}
     facts |= {"lower": min(known[0], middle / 3), "upper": max(known[-1], 3 * middle)}
@@ -263,13 +262,13 @@ def critical_batch(check: Check, case: Case) -> Check:
             return None
         return run.batch_tokens / _critical_batch(run.params_total, run.tokens)
 
-    middle = laws.critical_batch(case.laws)
+    middle = laws.critical_batch(case.scale.laws)
     return replace(
         check,
         value=case.batch / middle,
         of_run=of_run,
         suggestions=[case.with_batch(middle), case.with_batch(0.9 * middle)],
-        facts={"laws": laws.batches(case.laws, "critical"), "batch": case.batch},
+        facts={"laws": laws.batches(case.scale.laws, "critical"), "batch": case.batch},
     )
 
 
@@ -278,7 +277,6 @@ def no_ramp(check: Check, case: Case) -> Check | None:
         return None
 
     def of_run(run: PublishedRun) -> float | None:
-        """Return the batch of a published run without a ramp, else None."""
         return run.batch_tokens if run.constant_batch or run.ramp_start == 1 else None
 
     start, over = case.sequences(case.batch / 8), round(0.03 * case.tokens)

@@ -12,9 +12,8 @@ from typing import Any
 
 from leaven.catalogue.messages import sentence
 from leaven.catalogue.neighbours import neighbours
-from leaven.catalogue.starter.draft import StarterDraft, StarterScale
+from leaven.catalogue.starter.draft import StarterDraft, StarterRequest, StarterScale
 from leaven.catalogue.starter.proxy import SMALL_FACTOR, TuningAdvice, choose_proxy
-from leaven.catalogue.starter.request import StarterRequest
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, flatten

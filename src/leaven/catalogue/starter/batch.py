@@ -7,8 +7,7 @@ from typing import Any
 from leaven.catalogue.laws import batches, critical_batch
 from leaven.catalogue.messages import sentence
 from leaven.catalogue.neighbours import middle, of_size
-from leaven.catalogue.run import PublishedRun
-from leaven.catalogue.runs import load_runs
+from leaven.catalogue.runs import PublishedRun, load_runs
 from leaven.catalogue.starter.draft import Evidence, StarterDraft, StarterScale
 from leaven.recipe.batch import Ramp
 from leaven.recipe.errors import InputError

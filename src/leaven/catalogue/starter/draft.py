@@ -1,6 +1,7 @@
-"""Build a starter recipe in numbered steps: each value is decided once, with a reason.
+"""The data of `leaven new`: the request, the evidence for a value, the unfinished recipe, and the result.
 
-The sentences of the reasons are in ``catalogue/messages.toml``.
+A recipe is built in numbered steps. Each value is decided once, with a reason, whose sentence is in
+``catalogue/messages.toml``.
 """
 
 import math
@@ -12,14 +13,91 @@ from typing import Any
 
 from leaven.catalogue.laws import main_laws
 from leaven.catalogue.messages import parts, sentence
-from leaven.catalogue.neighbours import Neighbours, Votes, middle
-from leaven.catalogue.run import PublishedRun
+from leaven.catalogue.neighbours import Neighbours, Votes, middle, nearest
+from leaven.catalogue.runs import PublishedRun, find_run, listed, load_runs
 from leaven.catalogue.starter.proxy import TuningAdvice
 from leaven.documents.catalogue import LawRow
 from leaven.documents.planning import ComparedRow, DerivationRow, NewRecipe, TimeFit
 from leaven.recipe.batch import Batch, BatchSchedule
+from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe, set_path
 from leaven.recipe.shape import ModelShape
+from leaven.recipe.units import format_quantity
+
+LEAST_PARAMS, MOST_PARAMS = 100_000, 10**13
+MOST_TOKENS = 10**15
+
+
+@dataclass(frozen=True)
+class StarterRequest:
+    """The options of `leaven new`."""
+
+    name: str
+    params: int  # size of the model
+    tokens: int  # length of the run
+    source: str = "python-stdlib"  # the training text
+    vocab: int | None = None  # None: leaven chooses
+    seq_len: int | None = None  # None: leaven chooses
+    reference: str | None = None  # ``--from``: id of a published run whose values replace the votes of many runs
+    gpus: int = 1  # the batch must divide over these GPUs
+    proxy: int | None = None  # parameters of the proxy; None: leaven chooses; 0: no proxy
+    text_tokens: int | None = None  # tokens of the text, if known
+
+    def validate(self) -> None:
+        """Check that all counts are in range.
+
+        Raises:
+            InputError: if a count is out of range.
+        """
+        if not LEAST_PARAMS <= self.params <= MOST_PARAMS:
+            largest = max(run.params_total for run in load_runs() if run.kind == "dense")
+            beyond = (
+                f"the largest published dense run has {format_quantity(largest)}"
+                if self.params > MOST_PARAMS
+                else "a smaller model is nearly all vocabulary"
+            )
+            raise InputError(
+                f"--params {self.params:,}: give {format_quantity(LEAST_PARAMS)} to {format_quantity(MOST_PARAMS)}; "
+                f"{beyond}"
+            )
+        if not 0 < self.tokens <= MOST_TOKENS:
+            raise InputError(f"--tokens {self.tokens:,}: give a count up to {format_quantity(MOST_TOKENS)}, e.g. 20B")
+        for option, count, least in (("--vocab", self.vocab, 257), ("--seq-len", self.seq_len, 16)):
+            if count is not None and count < least:
+                raise InputError(f"{option} {count}: give {least} or more, or leave it out")
+
+
+def find_reference(id: str) -> PublishedRun:
+    """Return the published run that ``--from`` names.
+
+    Raises:
+        InputError: if there is no such run, or if it cannot be used. The run must be dense, with an lr for plain Adam
+            or AdamW and with known shape, batch and length. The message names runs that can be used.
+    """
+    run = find_run(id)
+    lacks = _lacks(run)
+    if lacks is None:
+        return run
+    others = nearest(run.params_active, run.tokens or 20 * run.params_active, limit=20)
+    usable = [other.id for other, _ in others if _lacks(other) is None][:3]
+    raise InputError(f"--from {id}: {lacks}; give a run of similar size: {listed(usable)}")
+
+
+def _lacks(run: PublishedRun) -> str | None:
+    schedule = run.schedule
+    if run.kind != "dense":
+        what = "a mixture of experts" if run.kind == "moe" else "a model with vision"
+        return f"{what}, but leaven builds only dense models of text"
+    if schedule is None or schedule.peak_lr is None:
+        return "it publishes no learning rate"
+    if not run.lr_comparable:
+        how = schedule.parametrisation or run.optimizer or "an unknown optimizer"
+        return f"its learning rate {schedule.peak_lr:g} is for {how} and cannot be used with plain AdamW"
+    if run.batch_tokens is None or run.tokens is None:
+        return "its batch or its number of tokens is not published, so its learning rate says little"
+    if run.arch.d_model is None or run.arch.n_layers is None:
+        return "its shape is not published"
+    return None
 
 
 @dataclass(frozen=True)
@@ -41,7 +119,6 @@ class StarterScale:
 
     @cached_property
     def laws(self) -> list[LawRow]:
-        """Return what each law predicts at this scale. Of a law with several forms only the main form is used."""
         return main_laws(self.model, self.tokens)
 
     def evidence(

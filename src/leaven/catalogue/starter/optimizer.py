@@ -168,8 +168,7 @@ def choose_adam(draft: StarterDraft, at: StarterScale, batch: int, lr: float) ->
 
 
 def _init_rules(width: int) -> dict[str, float]:
-    """Return a dict from the name of each common init formula to the std that it gives to the matrices inside the
-    blocks."""
+    """Return the std that each common init formula gives to the hidden weights, by the formula's name."""
     return {
         "mt-nlg sqrt(1/(3d))": usual_std(width),
         "small-init sqrt(2/(5d))": math.sqrt(2 / (5 * width)),

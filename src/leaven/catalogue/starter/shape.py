@@ -11,10 +11,8 @@ from typing import Any, NamedTuple, get_args
 
 from leaven.catalogue.laws import batches, evaluate
 from leaven.catalogue.neighbours import Neighbours, Votes, first_of_each, middle, neighbours, of_size
-from leaven.catalogue.run import PublishedRun
-from leaven.catalogue.runs import load_runs
-from leaven.catalogue.starter.draft import StarterDraft
-from leaven.catalogue.starter.request import StarterRequest
+from leaven.catalogue.runs import PublishedRun, load_runs
+from leaven.catalogue.starter.draft import StarterDraft, StarterRequest
 from leaven.catalogue.terms import terms
 from leaven.recipe.errors import InputError
 from leaven.recipe.shape import Activation, ModelShape, Positions

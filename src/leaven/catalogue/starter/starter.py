@@ -20,12 +20,11 @@ from pydantic import ValidationError
 
 from leaven.catalogue.messages import constants, parts, sentence
 from leaven.catalogue.neighbours import FACTOR, Neighbours, neighbours, size_ratio
-from leaven.catalogue.run import PublishedRun
+from leaven.catalogue.runs import PublishedRun
 from leaven.catalogue.starter.base import StarterBase, choose_base, take_tuned
 from leaven.catalogue.starter.batch import batch_ramps, choose_batch, choose_ramp, repeated_growth
-from leaven.catalogue.starter.draft import StarterDraft, StarterRecipes, StarterScale
+from leaven.catalogue.starter.draft import StarterDraft, StarterRecipes, StarterRequest, StarterScale, find_reference
 from leaven.catalogue.starter.optimizer import choose_adam, choose_lr, choose_schedule
-from leaven.catalogue.starter.request import StarterRequest, find_reference
 from leaven.catalogue.starter.shape import choose_shape, decide_shape
 from leaven.catalogue.terms import without_counterpart
 from leaven.recipe.data import STDLIB_TOKENS

@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from leaven.catalogue.groups import Provenance, PublishedGroup
-from leaven.catalogue.run import PublishedRun
+from leaven.catalogue.runs import PublishedRun
 from leaven.documents.catalogue import DifferenceRow, NearRun, RecipeDifference, RunSummary
 from leaven.recipe.units import format_number, format_quantity
 from leaven.views import numbers
