@@ -57,7 +57,8 @@ class Stack(NamedTuple):
     optimizer: Optimizer | None = None
 
     def fits(self, other: "Stack") -> bool:
-        """Return whether ``other`` has all values of this stack that are not None. Adam and AdamW count as equal."""
+        """Return whether ``other`` has the values of this stack. A value of this stack that is None fits everything.
+        Adam and AdamW count as equal."""
         return (
             self.norm_placement in (None, other.norm_placement)
             and self.qk_norm in (None, other.qk_norm)

@@ -187,7 +187,7 @@ def duration(
     if write is not None:
         if not isinstance(recipe, Recipe):
             raise InputError(
-                f"--write applies only to recipes, not to {recipe}; pass token_exponent to leaven.parametrize"
+                f"{recipe}: --write needs a recipe; for other models, pass token_exponent to leaven.parametrize"
             )
         rule = recipe.scaling.rule
         if "lr" not in RULES[rule].columns:

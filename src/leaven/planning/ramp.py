@@ -70,7 +70,7 @@ class RampThroughput:
         return self.step(batch_tokens // self.job.model.seq_len)[1]
 
     def point(self, sequences: int) -> RampPoint:
-        """Return the arrangement and the throughput at a batch of ``sequences`` sequences."""
+        """Return micro-batch, gradient accumulation and throughput at a batch of ``sequences`` sequences."""
         job = self.job
         (how, seconds), full = self.step(sequences), self.seconds(job.batch.tokens)
         rate = sequences * job.model.seq_len / seconds

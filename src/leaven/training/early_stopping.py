@@ -56,7 +56,7 @@ class DivergenceMonitor(Callback):
             raise Diverged(f"mean loss {self.mean:g} at step {step.step}")
 
     def has_diverged(self, loss: float, batch_tokens: int) -> bool:
-        """Add the mean loss of a step, in nats per token. Return whether the run has diverged."""
+        """Return whether the run has diverged, after adding the mean loss of one more step, in nats per token."""
         before, self.done = self.done, self.done + batch_tokens
         if not math.isfinite(loss):
             return True

@@ -114,7 +114,8 @@ def distance(path: str, value: float, to: float) -> float:
 
 
 def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, Value]:
-    """Return the values of a recipe at a point, by path. At distance 0 a value is exactly as in the recipe.
+    """Return the values of a recipe at a point, by path. ``octaves`` has the distance of each value from the recipe's
+    value; at distance 0 the value is exactly the recipe's.
 
     Raises:
         ValueError: if a batch would have less than one sequence.

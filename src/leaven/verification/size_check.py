@@ -50,7 +50,7 @@ class SizeAxis:
 
 @dataclass(frozen=True)
 class SizeCheck(ABC, Generic[Measured]):
-    """A check that trains for a few steps. Subclasses define how a model is measured and how a module is judged."""
+    """A check that trains for a few steps. Subclasses define what is measured in a model and when a module passes."""
 
     family: SmallModels | ForeignFamily  # makes the models
     widths: Sequence[int]

@@ -201,10 +201,10 @@ def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str,
 
 
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[LossRow]]:
-    """Return a model shape that a target supports, and a loss for each value that had to be replaced.
+    """Return a model shape that a target supports, and one row for each value that is lost because it was replaced.
 
-    ``holds`` maps keys of ``[model]`` to supported values; the first replaces any other value. For ``d_attention``,
-    "d_model" stands for None, the default.
+    ``holds`` maps keys of ``[model]`` to the values that the target supports. The first of them replaces a value that
+    is not among them. A ``d_attention`` of None means d_model, and is written "d_model" there.
     """
     losses, changes = [], {}
     for key, held in holds.items():

@@ -182,7 +182,7 @@ class Settings:
         return " and ".join(there) + self.suffix if there else self.default.format(names[0])
 
     def copy_to(self, draft: Draft) -> None:
-        """Set each value of ``draft`` that has an equivalent setting and is not set yet."""
+        """Copy each setting that has a ``path`` to this path of ``draft``, unless the draft has a value there."""
         for name, row in self.table.items():
             path = row.get("path")
             if path and path not in draft.values and not (row.get("optional") and name not in self):

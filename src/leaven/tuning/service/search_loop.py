@@ -145,8 +145,8 @@ class SearchLoop:
             raise self._error
 
     def _look(self) -> int:
-        """Mark the running trials of dead commands as failed, then read all runs of the study. Return the index of
-        the next proposal of the search."""
+        """Mark the running trials of dead commands as failed, then read all runs of the study. Return the number
+        of jobs so far, without retries; it is the index of the next job."""
         trials = self._stored.trials
         running = {t.number: t.user_attrs.get(OWNER) for t in trials if t.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})

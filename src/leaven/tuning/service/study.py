@@ -12,8 +12,8 @@ What ``leaven tune`` does from start to end:
    ends early if it diverges, or if it is pruned because it is so far behind the best trial that it cannot win
    (``training/early_stopping.py``). Pruning begins once the noise is known from 3 seeds, or is given.
 3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). It is measured by running
-   the start 3 times (2 times with fewer than 24 trials, once with fewer than 12), and by every other point that is
-   run again. If the noise is given, the start is run once.
+   the start, which is the recipe itself, 3 times (2 times with fewer than 24 trials, once with fewer than 12), and by
+   every other point that is run again. If the noise is given, the start is run once.
 4. If the search has found a better point than the start, the last trials run this point with fresh seeds: once with
    16 to 23 trials, twice with 24 to 63. From 64 trials on, the best 2 or 3 points are run twice, and then the chosen
    point and the start with 2 more seeds. With 8 to 15 trials the best point is run once more, if the noise is known
