@@ -45,7 +45,7 @@ def train(folder: Path, sizes: dict[str, dict[Variant, Recipe]], seeds: Sequence
     """Return the losses by (size, path, what) and seed; train those that are missing."""
     results = folder / "runs.jsonl"
     lines = results.read_text().splitlines() if results.exists() else []
-    losses = {tuple(key): loss for *key, loss in map(json.loads, lines)}
+    losses = {tuple(key): math.inf if loss is None else loss for *key, loss in map(json.loads, lines)}
     with WorkerPool(workers) as pool:
         futures = {}
         for size, recipes in sizes.items():
@@ -85,9 +85,12 @@ def report(losses: dict, sizes: dict[str, dict[Variant, Recipe]], seeds: Sequenc
         cells = []
         for size in sizes:
             gains = [a - b for a, b in zip(of(size, path, "start"), of(size, "", "answer"), strict=True)]
-            triples = zip(of(size, path, "lower"), of(size, "", "answer"), of(size, path, "higher"), strict=True)
-            best = [minimum(*map(statistics.fmean, zip(*triples, strict=True)))] if path else []
-            cells += [mean(gains), f"{best[0]:+.2f}" if path else ""]
+            cells.append(mean(gains))
+            if not path:
+                cells.append("")
+                continue
+            along = of(size, path, "lower"), of(size, "", "answer"), of(size, path, "higher")
+            cells.append(f"{minimum(*map(statistics.fmean, along)):+.2f}")
         print(f"| {short_path(path) if path else 'all'} | {' | '.join(cells)} |")
 
 
