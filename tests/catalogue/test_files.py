@@ -177,9 +177,7 @@ def test_an_error_in_a_file_names_file_and_field(
     monkeypatch.setattr("leaven.catalogue.runs.FOLDER", tmp_path)
     with pytest.raises(ValueError, match=message) as refused:
         load_runs()
-    assert refused.value.__notes__ == [
-        "the wrong file is mine.toml; leaven.catalogue.groups lists the allowed tables and keys"
-    ]
+    assert "mine.toml" in refused.value.__notes__[0]
 
 
 def test_an_initial_std_is_what_its_formula_gives() -> None:

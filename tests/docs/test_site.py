@@ -77,11 +77,8 @@ def test_every_key_is_in_the_page_of_recipes_with_its_default_and_description() 
     page = recipe_page()
     for part in Recipe.model_fields:
         assert f"## {part}\n" in page or f"`{part}`" in page
-    assert (
-        "| `batch.ramp.over_tokens` | integer, above 0 | required | length of the whole ramp, not of one increment |"
-        in page
-    )
-    assert "| `stability.max_rollbacks` | integer, above 0 | `3` | rollbacks for one spike" in page
+    assert "| `batch.ramp.over_tokens` | integer, above 0 | required | length of the whole ramp" in page
+    assert "| `stability.max_rollbacks` | integer, above 0 | `3` | rollbacks" in page
 
 
 def test_the_pages_that_files_name_exist() -> None:

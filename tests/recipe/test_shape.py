@@ -3,17 +3,8 @@ from pydantic import ValidationError
 
 from leaven.recipe.shape import ModelShape
 
-LLAMA_1B = {
-    "n_layers": 16,
-    "d_model": 2048,
-    "n_heads": 32,
-    "n_kv_heads": 8,
-    "d_head": 64,
-    "d_ff": 8192,
-    "vocab_size": 128_256,
-    "seq_len": 8192,
-    "tied_embeddings": True,
-}
+LLAMA_1B = {"n_layers": 16, "d_model": 2048, "n_heads": 32, "n_kv_heads": 8, "d_head": 64, "d_ff": 8192}
+LLAMA_1B |= {"vocab_size": 128_256, "seq_len": 8192, "tied_embeddings": True}
 
 
 def test_names_are_unique_and_every_module_is_tunable() -> None:
@@ -31,19 +22,8 @@ def test_scaled_keeps_head_dimension_and_ratios() -> None:
     assert (shape.d_head, shape.n_heads, shape.n_kv_heads, shape.d_ff, shape.n_layers) == (64, 64, 16, 16_384, 32)
 
 
-QWEN3_0_6B = {
-    "n_layers": 28,
-    "d_model": 1024,
-    "n_heads": 16,
-    "n_kv_heads": 8,
-    "d_head": 128,
-    "d_attention": 2048,
-    "d_ff": 3072,
-    "vocab_size": 151_936,
-    "seq_len": 4096,
-    "qk_norm": True,
-    "tied_embeddings": True,
-}
+QWEN3_0_6B = LLAMA_1B | {"n_layers": 28, "d_model": 1024, "n_heads": 16, "d_head": 128, "d_attention": 2048}
+QWEN3_0_6B |= {"d_ff": 3072, "vocab_size": 151_936, "qk_norm": True}
 
 
 def test_an_attention_width_that_is_not_the_model_width() -> None:

@@ -35,10 +35,7 @@ def test_the_document_states_which_init_applies(tiny: Recipe) -> None:
     assert found["usual_std"] == pytest.approx(math.sqrt(1 / 48))
     assert all(start["std"] == start["published"]["mt-nlg"] for start in found["starts"])
     assert found["nearest"][0] == {"init": "mt-nlg", "octaves": 0}
-    assert found["published"]["depth-scaled"]["std"] == (
-        "0.02, embedding 1, outputs 0.02 / sqrt(2 (l + 1)), unembedding 1 / sqrt(d), "
-        "a gated mlp.in 0.02 / sqrt(2 (l + 1))"
-    )
+    assert "outputs 0.02 / sqrt(2 (l + 1)), unembedding 1 / sqrt(d)" in found["published"]["depth-scaled"]["std"]
 
 
 def test_the_nearest_init_is_the_one_with_the_smallest_mean_of_octaves() -> None:

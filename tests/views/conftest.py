@@ -7,6 +7,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import studied
+from tests.cli.conftest import leaven  # noqa: F401
 from written import proxy, target, write_run
 
 

@@ -3,12 +3,11 @@
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import document
 
-from leaven.cli import main
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.views.comparison import comparison_page, speedup
@@ -40,24 +39,17 @@ def runs(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return Path(shutil.copytree(folders / "runs", tmp_path / "runs"))
 
 
-def test_report_of_two_runs_compares_them(runs, capsys, monkeypatch):
-    def leaven(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["leaven", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        assert not stopped.value.code
-        return capsys.readouterr().out
-
-    document = json.loads(leaven("report", "runs/copied", "runs/moved", "--json"))
-    copied, moved = document["runs"]
+def test_report_of_two_runs_compares_them(runs, leaven):
+    compared = document(leaven("report", "runs/copied", "runs/moved", "--json"))
+    copied, moved = compared["runs"]
     assert (copied["difference"], copied["speedup"]) == (None, None)
     assert moved["difference"] == pytest.approx(moved["loss"] - copied["loss"])
     assert moved["speedup"] > 1
-    different = {row["path"]: row["values"] for row in document["different"]}
+    different = {row["path"]: row["values"] for row in compared["different"]}
     assert different["hyperparameters.lr"] == [0.004, pytest.approx(0.0012131, rel=1e-4)]
-    assert document["warnings"] == []
+    assert compared["warnings"] == []
     assert "runs/moved has the lowest validation loss" in Path("report.html").read_text(encoding="utf-8")
-    out = leaven("report", "runs/copied", "runs/moved")
+    _, out, _ = leaven("report", "runs/copied", "runs/moved")
     assert "−0.1400" in out
     assert "hyperparameters.lr" in out
 
@@ -68,8 +60,8 @@ def test_runs_of_other_texts_or_unfinished_ones_get_a_warning(runs):
     events = runs / "moved/events.jsonl"
     kept = [line for line in events.read_text().splitlines() if json.loads(line)["event"] != "finish"]
     events.write_text("\n".join(kept) + "\n")
-    _, document = comparison_page([runs / "copied", runs / "moved"], Path("out.html"))
-    unfinished, texts, seeds = document.warnings
+    _, compared = comparison_page([runs / "copied", runs / "moved"], Path("out.html"))
+    unfinished, texts, seeds = compared.warnings
     assert "moved is not finished" in unfinished
     assert "the texts differ" in texts
     assert "the seeds differ" in seeds

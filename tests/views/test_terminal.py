@@ -1,8 +1,7 @@
 """Test the screens of commands: tables that fit the terminal, and live screens of runs and studies."""
 
 import re
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
+from tests.cli.conftest import Verb
 from written import proxy, target
 
-from leaven.cli import main
 from leaven.documents.checks import CheckDocument
 from leaven.recipe.files import read_recipe
 from leaven.scaling.describe import describe
@@ -24,8 +23,6 @@ from leaven.views.terminal.checks import check_screen
 from leaven.views.terminal.recipe import recipe_screen
 from leaven.views.terminal.study import TuneScreen
 from leaven.views.terminal.training import EVENTS, TrainScreen
-
-Read = Callable[..., list[str]]
 
 
 def printed(screen: Iterable[RenderableType] | RenderableType, width: int) -> list[str]:
@@ -47,24 +44,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> StringIO:
 # --- results
 
 
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Read:
-    """Run a command on a terminal of 80 columns and return its lines. Only commands to copy may be longer."""
-
-    def run(*arguments: object) -> list[str]:
-        monkeypatch.setattr(sys, "argv", ["leaven", *map(str, arguments)])
-        monkeypatch.setattr(console.console, "width", 80)
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        assert not stopped.value.code
-        lines = capsys.readouterr().out.splitlines()
-        end = next((n for n, line in enumerate(lines) if line.startswith("next       leaven ")), len(lines))
-        assert [line for line in lines[:end] if len(line) > 80] == []
-        return lines[:end]
-
-    return run
-
-
 @pytest.mark.parametrize(
     "command",
     [
@@ -76,8 +55,16 @@ def read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         "plan RECIPE --gpus cpu",
     ],
 )
-def test_a_screen_fits_80_columns(read: Read, tiny_file: Path, command: str) -> None:
-    assert len(read(*command.replace("RECIPE", str(tiny_file)).split())) > 5
+def test_a_screen_fits_80_columns(
+    leaven: Verb, monkeypatch: pytest.MonkeyPatch, tiny_file: Path, command: str
+) -> None:
+    """Only the commands to copy, under "next", may be longer."""
+    monkeypatch.setattr(console.console, "width", 80)
+    code, out, _ = leaven(*command.replace("RECIPE", str(tiny_file)).split())
+    lines = out.partition("\nnext       leaven ")[0].splitlines()
+    assert code == 0
+    assert len(lines) > 5
+    assert [line for line in lines if len(line) > 80] == []
 
 
 def test_the_parameter_table_has_units_and_one_line_per_group() -> None:
