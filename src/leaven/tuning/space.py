@@ -26,18 +26,21 @@ replace:
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import ClassVar, Self
 
 from pydantic import ValidationError
 
 from leaven.catalogue.expectations import Expectation
 from leaven.catalogue.findings import CHECKS
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import explain
-from leaven.recipe.recipe import Recipe, split_path
+from leaven.recipe.files import explain, read_recipe, write_recipe
+from leaven.recipe.recipe import Difference, Recipe, differences, flatten, short_path, split_path
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape
 from leaven.tuning import point
 from leaven.tuning.algorithm.surrogate import EarlierTrials
@@ -108,14 +111,45 @@ BOUNDS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Space:
-    """A search space around a recipe: which values are searched, and how far."""
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace(ABC):
+    """A search space: which values are searched, and how far. Subclasses turn a point into values."""
 
-    recipe: Recipe
     dimensions: tuple[Dimension, ...]
     left_out: tuple[tuple[str, str], ...] = ()  # path and reason of values that are not searched
     earlier: EarlierTrials | None = None  # trials of an earlier study, as points of this space
+
+    kind: ClassVar[str]  # what the file of the start is called in messages
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The name of a study over this space."""
+
+    @property
+    @abstractmethod
+    def seed(self) -> int:
+        """The seed of the search, to which a run adds the number of its fresh seed."""
+
+    @abstractmethod
+    def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
+        """Return the searched values, by path, at the distances ``octaves`` from the start."""
+
+    @abstractmethod
+    def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
+        """Return all values, by name, that a command may use at a point. See :mod:`leaven.tuning.command`.
+
+        Raises:
+            ValueError: if the values are invalid together.
+        """
+
+    @abstractmethod
+    def write(self, path: Path, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> None:
+        """Write the file of the start at the distances ``octaves``, with a reason for values under ``[why]``."""
+
+    @abstractmethod
+    def changes_since(self, path: Path) -> list[Difference]:
+        """Return the changes since :meth:`write` wrote the start to ``path`` that make trials incomparable."""
 
     @property
     def axes(self) -> Axes:
@@ -144,9 +178,58 @@ class Space:
         """The box in which a search begins, by path. The search extends it while the best points lie at its edge."""
         return self.axes.near
 
+    def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> Self:
+        """Return the space with this prior knowledge: ``expected`` optima by path (distance and its standard
+        deviation), and the trials of an ``earlier`` study."""
+        informed = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
+        return replace(self, dimensions=informed, earlier=earlier)
+
+    def within_near(self) -> Self:
+        """Return the space limited to the box in which a search begins. It is for a grid search, which cannot extend
+        the box."""
+        kept = [
+            replace(d, low=d.near[0], high=d.near[1], near=None, ends=("the end of the grid",) * 2) if d.near else d
+            for d in self.dimensions
+        ]
+        return replace(self, dimensions=tuple(kept))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space(SearchSpace):
+    """A search space around a recipe."""
+
+    recipe: Recipe
+
+    kind = "recipe"
+
+    @property
+    def name(self) -> str:
+        return self.recipe.name
+
+    @property
+    def seed(self) -> int:
+        return self.recipe.data.seed
+
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Return the searched values, by path, at the distances ``octaves`` from the recipe."""
         return point.values(self.recipe, octaves)
+
+    def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
+        """Return all values of the recipe at a point, by path, and by the short form of the path."""
+        recipe = recipe_at(self.recipe, octaves, seed)
+        found = {
+            path: value
+            for path, value in flatten(recipe.model_dump(mode="json", exclude={"why"})).items()
+            if isinstance(value, int | float | str)
+        }
+        found |= {path: value for path in self.paths if (value := point.value_at(recipe, path)) is not None}
+        return found | {short_path(path): value for path, value in found.items()}
+
+    def write(self, path: Path, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> None:
+        changes = {"scaling.base": self.recipe.base.model_dump(), "why": self.recipe.why | reasons} if reasons else {}
+        write_recipe(recipe_at(self.recipe, octaves).replace(changes), path)
+
+    def changes_since(self, path: Path) -> list[Difference]:
+        return differences(read_recipe(path), self.recipe)
 
     def without(self, path: str, reason: str) -> "Space":
         """Return the space without the value at ``path``. ``reason`` is the text for the user."""
@@ -182,21 +265,6 @@ class Space:
             if (found := expected.get(each.path)) is not None
         }
         return self.knowing(known, self.earlier)
-
-    def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> "Space":
-        """Return the space with this prior knowledge: ``expected`` optima by path (distance and its standard
-        deviation), and the trials of an ``earlier`` study."""
-        informed = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
-        return replace(self, dimensions=informed, earlier=earlier)
-
-    def within_near(self) -> "Space":
-        """Return the space limited to the box in which a search begins. It is for a grid search, which cannot extend
-        the box."""
-        kept = [
-            replace(d, low=d.near[0], high=d.near[1], near=None, ends=("the end of the grid",) * 2) if d.near else d
-            for d in self.dimensions
-        ]
-        return replace(self, dimensions=tuple(kept))
 
 
 def space(recipe: Recipe, which: str | None = None) -> Space:
@@ -243,7 +311,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
                 raise InputError(f"{origin} {path}: {left_out[path]}")
     if not found:
         raise InputError(f"--space {which}: nothing is left to search; {next(iter(left_out.values()))}")
-    return Space(recipe, tuple(found.values()), tuple(left_out.items()))
+    return Space(recipe=recipe, dimensions=tuple(found.values()), left_out=tuple(left_out.items()))
 
 
 def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list[str]:

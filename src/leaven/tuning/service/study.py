@@ -35,25 +35,27 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import optuna
 
 from leaven.data.tokens import TokenSet
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import make_folder, read_recipe, write_recipe, write_text
+from leaven.recipe.files import make_folder, write_text
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_number
 from leaven.training.engine import check_trainable
 from leaven.training.outcome import Outcome
+from leaven.training.run_folder import describe_changes
 from leaven.training.trial import WorkerPool, branches_of, cooldown_start, train_trial
 from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.trust_region import radius_of, results
@@ -62,9 +64,9 @@ from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, recipe_
 from leaven.tuning.service.samplers import ped_anova
 from leaven.tuning.service.search_loop import Objective, Proposal, SearchLoop, TrialReleased, WorkerDied
 from leaven.tuning.service.search_plan import Budget, SearchPlan, by_surrogate, check_search, known_runs
-from leaven.tuning.service.stored_study import check_recipe, join_study
+from leaven.tuning.service.stored_study import join_study
 from leaven.tuning.service.stores import StoreGone, exists, open_store
-from leaven.tuning.space import Space
+from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 
 CHECKPOINTS = "checkpoints"
@@ -210,53 +212,49 @@ class TrialTrainer:
         return folder
 
 
-class Study:
+class BaseStudy(ABC):
     """A context manager for a study in a folder, or in a database with a folder for the results.
+
+    A subclass says what computes the loss of a trial: :class:`Study` trains a recipe, and
+    :class:`leaven.tuning.service.command.CommandStudy` runs a command.
 
     Args:
         out: the folder.
         store: the URL of a database; by default the study is in an Optuna journal in the folder.
-        durations: run lengths in tokens. Each trial trains and compares all of them, and its loss is that of the
-            longest.
         noise: the standard deviation of the loss between seeds, in nats per token, if it is known.
         from_study: the folder of an earlier study, whose trials and noise are prior knowledge for this study.
+        recipe: the recipe that all commands on the study must share, if there is one.
+        shared: further settings that all commands on the study must share.
+        run_flops: FLOPs of a run, if they are known.
+        about: further fields of the study's document.
 
     Raises:
-        InputError: if the recipe cannot be trained on the tokens, if the folder cannot be created, or if the folder
-            contains other files. Entering the context raises it if the store is missing or contains another study;
-            the folder is then unchanged.
+        InputError: if the folder cannot be created, or contains other files. Entering the context raises it if the
+            store is missing or contains another study; the folder is then unchanged.
     """
 
-    def __init__(  # noqa: PLR0917 - the first ones are natural by position
+    def __init__(
         self,
         out: Path,
-        recipe: Recipe,
-        space: Space,
+        space: SearchSpace,
         method: str,
-        tokens: TokenSet,
-        store: str | None = None,
+        store: str | None,
         *,
-        durations: Sequence[int] = (),
-        noise: float | None = None,
-        from_study: Path | None = None,
+        noise: float | None,
+        from_study: Path | None,
+        recipe: Recipe | None = None,
+        shared: Mapping[str, Any],
+        run_flops: float | None = None,
+        about: Mapping[str, Any],
     ) -> None:
-        check_trainable(recipe, tokens)
-        *branches, longest = branches_of(recipe, durations, tokens) or [recipe]
-        cooldowns = sum(branch.data.tokens - cooldown_start(branch) for branch in branches)
-        self._run_flops = flops_per_token(recipe.model) * (longest.data.tokens + cooldowns)
-        space = _narrowed(space, method, durations)
-        if TOKENS in space.paths and max(tokens.epochs(recipe.data.tokens).values()) <= 1:
-            raise InputError(
-                f"--space {TOKENS}: no text is repeated, so more tokens are always better and cost more; leave this "
-                "value out, or compare run lengths with --durations"
-            )
         self._noise_given = noise is not None
         if from_study is not None:
             earlier, known = earlier_trials(from_study, space)
             space, noise = replace(space, earlier=earlier), known if noise is None else noise
-        check_search(method, space.axes, recipe.name)
-        self.out, self.recipe, self.space, self.method = out, recipe, space, method
-        self._tokens, self._durations, self._noise = tokens, tuple(durations), noise
+        check_search(method, space.axes, space.name)
+        self.out, self.space, self.method = out, space, method
+        self._recipe, self._shared, self._about, self._noise = recipe, shared, about, noise
+        self._run_flops = run_flops
         self._where: str | Path = store or out / "journal.log"
         self._name = f"--study {store or out}"
         self._over = False  # whether ``run`` has run the search to its end
@@ -267,6 +265,10 @@ class Study:
         self._next_save = 0.0  # by time.monotonic()
         self._check_folder()
 
+    @abstractmethod
+    def _trainer(self, workers: int, checkpoint_seconds: float) -> AbstractContextManager[Objective]:
+        """Return the objective, which computes the loss of a trial in one of the ``workers`` threads."""
+
     def _check_folder(self) -> None:
         out = self.out.absolute()
         nearest = next(path for path in (out, *out.parents) if os.path.lexists(path))  # Path.exists may be refused
@@ -276,18 +278,20 @@ class Study:
             raise InputError(f"{self.out}: nothing can be written in {nearest}; use another folder")
         centre = self.out / "centre.toml"
         if centre.exists():
-            check_recipe(read_recipe(centre), self.recipe, str(self.out))
+            if changes := self.space.changes_since(centre):
+                kind = self.space.kind
+                raise InputError(f"{self.out} has another {kind}: {describe_changes(changes)}; use another --study")
         elif self.out.exists() and not all(any(fnmatch(e.name, own) for own in OURS) for e in self.out.iterdir()):
             raise InputError(f"{self.out} is not empty and contains no study; use another folder")
 
-    def __enter__(self) -> "Study":
+    def __enter__(self) -> Self:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         ended = self._ended_trials()
         if ended and not exists(self._where):
             raise self._store_lost(ended)
         if isinstance(self._where, Path):
             make_folder(self.out)
-        store, name = open_store(self._where, self._waited), self.recipe.name
+        store, name = open_store(self._where, self._waited), self.space.name
         stored = {study.study_name: study._study_id for study in store.get_all_studies()}
         if others := [other for other in stored if other != name and isinstance(self._where, Path)]:
             raise InputError(f"{self._name} contains the study {others[0]}, not {name}; use another --study")
@@ -300,16 +304,16 @@ class Study:
             "give it the same, or use another --study",
             method=self.method,
             axes=self.space.axes,
-            seed=self.recipe.data.seed,
+            seed=self.space.seed,
             noise=self._noise,
             own_noise=self._noise_given,
-            recipe=self.recipe,  # commands on other machines have another folder, so it is in the store, too
-            shared={"text": self._tokens.fingerprint, "durations": list(self._durations)},
+            recipe=self._recipe,  # commands on other machines have another folder, so it is in the store, too
+            shared=self._shared,
         )
         self.space = self.space.knowing(self._stored.axes.expected, self._stored.axes.earlier)
         make_folder(self.out)
         if not (self.out / "centre.toml").exists():
-            write_recipe(self.recipe, self.out / "centre.toml")
+            self.space.write(self.out / "centre.toml", {}, {})
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -374,7 +378,7 @@ class Study:
                 results cannot be written.
         """
         self._screen, self._stop = screen or NoScreen(), stop
-        budget, seed = Budget(trials, flops, hours, self._run_flops), self.recipe.data.seed
+        budget, seed = Budget(trials, flops, hours, self._run_flops), self.space.seed
         plan = SearchPlan(self._stored.axes, self.method, seed, budget, self._stored.noise, stop_at_noise)
         with (
             self._trainer(workers, checkpoint_seconds) as trainer,
@@ -400,12 +404,6 @@ class Study:
             ) from None
         self._screen.ended(state)
         return state
-
-    def _trainer(self, workers: int, checkpoint_seconds: float) -> AbstractContextManager[Objective]:
-        folder = self.out / CHECKPOINTS
-        return TrialTrainer(
-            self.space, self._tokens, self._durations, folder, workers, self._stop, checkpoint_seconds
-        )
 
     def _remove_checkpoints(self) -> None:
         """Remove the checkpoints of runs that have ended."""
@@ -455,8 +453,8 @@ class Study:
             space=space.paths,
             radius=radius_of(space.axes, results(runs, space.axes)[2]) if ranks_by_surrogate else None,
             stalled=self._stalled,
-            durations=self._durations,
             front=front(trials),
+            **self._about,
         )
 
     def save(self) -> StudyDocument:
@@ -466,23 +464,75 @@ class Study:
         return state
 
 
-def write_results(out: Path, space: Space, state: StudyDocument) -> None:
+class Study(BaseStudy):
+    """A study over training runs of a recipe. See :class:`BaseStudy` for the other arguments.
+
+    Args:
+        durations: run lengths in tokens. Each trial trains and compares all of them, and its loss is that of the
+            longest.
+
+    Raises:
+        InputError: if the recipe cannot be trained on the tokens; see also :class:`BaseStudy`.
+    """
+
+    def __init__(  # noqa: PLR0917 - the first ones are natural by position
+        self,
+        out: Path,
+        recipe: Recipe,
+        space: Space,
+        method: str,
+        tokens: TokenSet,
+        store: str | None = None,
+        *,
+        durations: Sequence[int] = (),
+        noise: float | None = None,
+        from_study: Path | None = None,
+    ) -> None:
+        check_trainable(recipe, tokens)
+        *branches, longest = branches_of(recipe, durations, tokens) or [recipe]
+        cooldowns = sum(branch.data.tokens - cooldown_start(branch) for branch in branches)
+        space = _narrowed(space, method, durations)
+        if TOKENS in space.paths and max(tokens.epochs(recipe.data.tokens).values()) <= 1:
+            raise InputError(
+                f"--space {TOKENS}: no text is repeated, so more tokens are always better and cost more; leave this "
+                "value out, or compare run lengths with --durations"
+            )
+        self._centre, self._tokens, self._durations = space, tokens, tuple(durations)
+        super().__init__(
+            out,
+            space,
+            method,
+            store,
+            noise=noise,
+            from_study=from_study,
+            recipe=recipe,
+            shared={"text": tokens.fingerprint, "durations": list(durations)},
+            run_flops=flops_per_token(recipe.model) * (longest.data.tokens + cooldowns),
+            about={"durations": tuple(durations)},
+        )
+
+    def _trainer(self, workers: int, checkpoint_seconds: float) -> AbstractContextManager[Objective]:
+        folder = self.out / CHECKPOINTS
+        return TrialTrainer(
+            self._centre, self._tokens, self._durations, folder, workers, self._stop, checkpoint_seconds
+        )
+
+
+def write_results(out: Path, space: SearchSpace, state: StudyDocument) -> None:
     """Write study.json. If there is a best point, also write its recipe to best.toml. If another point is as good
     within the noise and changes fewer values, write its recipe to fewest.toml."""
     write_text(out / "study.json", state.model_dump_json(indent=2) + "\n")
     if state.best is None:
         return
-    start = space.recipe
     for file, point, fewest in (("best.toml", state.octaves, False), ("fewest.toml", state.fewer, True)):
         if point is None:  # remove the file of an earlier answer
             (out / file).unlink(missing_ok=True)
             continue
         reasons = {path: reason(path, state, space, fewest=fewest) for path in space.paths}
-        changes = {"scaling.base": start.base.model_dump(), "why": start.why | reasons}
-        write_recipe(recipe_at(start, point).replace(changes), out / file)
+        space.write(out / file, point, reasons)
 
 
-def reason(path: str, state: StudyDocument, space: Space, *, fewest: bool = False) -> str:
+def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool = False) -> str:
     """Return the text that explains the value at ``path`` in the table ``[why]`` of best.toml or, if ``fewest`` is
     true, of fewest.toml."""
     point, best = (state.fewest_octaves, state.fewest) if fewest else (state.octaves, state.best)
