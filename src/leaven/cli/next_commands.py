@@ -39,11 +39,16 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
     return [_line("recipes", "check", path, sets=overrides)]
 
 
-def after_tune(path: Path, study: Path) -> list[str]:
-    """Return the commands after a study: transfer the best values to the target; if there is none, train them."""
+def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
+    """Return the commands after a study: transfer the best values to the target; if there is none, train them.
+
+    ``command`` is the shell command with the best values, if the study ran a command.
+    """
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
     report = _line("report", study, "-o", study / "report.html")
+    if command:
+        return [command, report]
     if target == path or not target.exists():
         run = _free(Path("runs", path.stem))
         return [_line("recipes", "check", best), _line("train", best, "--run", run), report]

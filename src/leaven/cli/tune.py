@@ -9,7 +9,6 @@ from leaven.cli import next_commands
 from leaven.cli.common import (
     DeviceOption,
     JsonOption,
-    RecipeArgument,
     SetOption,
     count_above_0,
     exit_interrupted,
@@ -25,14 +24,21 @@ from leaven.views.terminal.console import errors
 from leaven.views.terminal.study import TuneScreen, answer_screen
 
 if TYPE_CHECKING:
+    from leaven.tuning.command import Command, CommandSpace
     from leaven.tuning.space import Space
 
 TRIALS = 32  # the number of trials if no budget is given
+WITHOUT_COMMAND = "durations flops stack device"  # options that a study over a command does not have
 
 
 def tune(
     context: typer.Context,
-    recipe: RecipeArgument,
+    recipe: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECIPE", help="A recipe file (TOML), or a command file: a command, its loss and its search space."
+        ),
+    ],
     study: Annotated[
         str,
         typer.Option(
@@ -66,12 +72,30 @@ def tune(
             show_default="the tuning section of the recipe, else global",
         ),
     ] = None,
+    command: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Run this shell command instead of leaven's own trainer. Placeholders such as {lr} stand for values "
+            "of the recipe, {seed} for the seed and {out} for an empty folder.",
+            show_default="leaven's own trainer",
+        ),
+    ] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="With --command: a regular expression for the losses in its output, with {loss} for the number and "
+            "{step} for the step, e.g. 'step {step}: val loss {loss}'.",
+            show_default=False,
+        ),
+    ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Number of worker processes, each with one thread.",
-            show_default="one per core, or 1 on a GPU",
+            help="Number of trials at once. leaven's own trainer uses one process with one thread for each.",
+            show_default="one per core, or 1 on a GPU or for a command",
         ),
     ] = None,
     stack: Annotated[
@@ -125,31 +149,41 @@ def tune(
     device: DeviceOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    loaded = load_recipe(recipe, overrides)
-
     from leaven.planning.hardware import cores
     from leaven.training.device import default_device
+    from leaven.tuning.service.command import CommandStudy
     from leaven.tuning.service.stores import StoreGone
-    from leaven.tuning.service.study import Study, check_request
+    from leaven.tuning.service.study import BaseStudy, Study, check_request
+    from leaven.tuning.space import SearchSpace
     from leaven.tuning.space import space as space_of
 
-    searched = space_of(loaded, space)
-    if prior is not None:
-        searched = _with_laws(searched)
-    if not study:
-        raise InputError("--study is empty; give a folder, or the URL of a database")
-    url, folder = (study, out or Path("studies", loaded.name)) if "://" in study else (None, Path(study))
     if trials is None and flops is None and hours is None:
         trials = TRIALS
-    given: dict[str, Any] = {"durations": durations or (), "noise": noise, "from_study": from_study}
-    check_request(loaded, searched, method, trials=trials, flops=flops, hours=hours, **given)
-    workers = workers or (cores() if default_device().type == "cpu" else 1)
-    if (stack or 1) > 1:
-        require_alone(context, "--stack", "durations")
-        searched = _as_of_stacks(searched)
-    tokens = prepare_text(loaded.data, loaded.model.vocab_size)
+    run, of_file = _command(context, recipe, command, loss, overrides)
+    searched: SearchSpace
+    if of_file is not None:
+        searched = of_file
+    else:
+        loaded = load_recipe(recipe, overrides)
+        searched = around = space_of(loaded, space) if prior is None else _with_laws(space_of(loaded, space))
+    if not study:
+        raise InputError("--study is empty; give a folder, or the URL of a database")
+    url, folder = (study, out or Path("studies", searched.name)) if "://" in study else (None, Path(study))
+    given: dict[str, Any] = {"noise": noise, "from_study": from_study}
+    if run is not None:
+        workers = workers or 1
+        study_of: BaseStudy = CommandStudy(folder, run, searched, method, url, **given)
+        study_of.check_budget(trials, hours)
+    else:
+        given["durations"] = durations or ()
+        check_request(loaded, around, method, trials=trials, flops=flops, hours=hours, **given)
+        workers = workers or (cores() if default_device().type == "cpu" else 1)
+        if (stack or 1) > 1:
+            require_alone(context, "--stack", "durations")
+            around = _as_of_stacks(around)
+        tokens = prepare_text(loaded.data, loaded.model.vocab_size)
+        study_of = Study(folder, loaded, around, method, tokens, url, **given)
     try:
-        study_of = Study(folder, loaded, searched, method, tokens, url, **given)
         with stop_on_signal() as stop, study_of as opened:
             for path, reason in opened.space.left_out:
                 errors.print(f"not searched: {path}: {reason}")
@@ -158,7 +192,7 @@ def tune(
             interrupted = stop()
     except StoreGone as gone:
         exit_interrupted(str(gone))
-    following = next_commands.after_tune(recipe, folder) if state.best is not None and not interrupted else []
+    following = next_commands.after_tune(recipe, folder, state.best_command) if state.best is not None and not interrupted else []
     document = state.summary(folder / "best.toml")
     if json_output or following:
         print_document(document, answer_screen(state, folder, trials), json_output, following)
@@ -167,6 +201,28 @@ def tune(
     if state.best is None:
         errors.print(opened.nothing)
         raise typer.Exit(1)
+
+
+def _command(
+    context: typer.Context, path: Path, command: str | None, loss: str | None, overrides: list[str] | None
+) -> "tuple[Command | None, CommandSpace | None]":
+    """Return the command that a study runs, and its space if ``path`` is a command file. Both are None if leaven's own
+    trainer is used."""
+    from leaven.recipe.files import validated
+    from leaven.tuning.command import Command, command_space, is_command_file
+
+    if is_command_file(path):
+        require_alone(context, "a command file", f"command loss space prior {WITHOUT_COMMAND}")
+        found = command_space(path, overrides)
+        return found.file, found
+    if command is None:
+        if loss is not None:
+            raise InputError("--loss needs --command; leave it out to use leaven's own trainer")
+        return None, None
+    require_alone(context, "--command", WITHOUT_COMMAND)
+    if loss is None:
+        raise InputError("--command needs --loss PATTERN, as in --loss 'step {step}: val loss {loss}'")
+    return validated(Command, {"command": command, "loss": {"pattern": loss}}, "--command"), None
 
 
 def _with_laws(space: "Space") -> "Space":

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import tomlkit
 from pydantic import BaseModel, ValidationError
@@ -16,6 +16,9 @@ from leaven import storage
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe, flatten, set_path, split_path
 from leaven.recipe.units import parse_quantity
+
+
+Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
@@ -43,6 +46,11 @@ def read_text(path: Path | str) -> str:
 
 def parse_recipe(text: str, origin: str, overrides: Iterable[str] = ()) -> Recipe:
     """Return the recipe in a TOML text. Error messages begin with ``origin``, the name of the file of the text."""
+    return validated(Recipe, parse_toml(text, origin, overrides), origin)
+
+
+def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """Return a TOML text as nested dicts, with ``a.b=value`` overrides."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -54,10 +62,15 @@ def parse_recipe(text: str, origin: str, overrides: Iterable[str] = ()) -> Recip
         _override(document, path.strip(), value.strip())
         if isinstance(why := document.get("why"), dict):
             why.pop(path.strip(), None)  # the reason belongs to the value that was replaced
+    return document
+
+
+def validated(kind: type[Kind], document: dict[str, Any], origin: str) -> Kind:
+    """Return a document as an object of the class ``kind``."""
     try:
-        return Recipe.model_validate(document)
+        return kind.model_validate(document)
     except ValidationError as error:
-        raise InputError(f"{origin}: {explain(error)}") from None
+        raise InputError(f"{origin}: {explain(error, kind)}") from None
 
 
 def _override(document: dict[str, Any], path: str, text: str) -> None:
@@ -90,7 +103,7 @@ def _take_out(document: dict[str, Any], path: str) -> None:
     del part[last]
 
 
-def explain(error: ValidationError) -> str:
+def explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
     """Return the first validation error in one line: ``[model] d_modle: no such key; did you mean d_model?``"""
     # An unknown key is reported first: if a key is missing as well, the unknown key is usually its misspelling.
     faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
@@ -102,18 +115,18 @@ def explain(error: ValidationError) -> str:
     where = f"[{'.'.join(keys[:-1])}] {keys[-1]}" if len(keys) > 1 else keys[0]
     match fault["type"]:
         case "extra_forbidden":
-            return f"{where}: no such key; {_suggestion(keys)}"
+            return f"{where}: no such key; {_suggestion(keys, kind)}"
         case "missing":
-            return f"{where}: missing; every recipe needs it"
+            return f"{where}: missing; every {'recipe' if kind is Recipe else 'command file'} needs it"
         case "value_error":
             return f"[{'.'.join(keys)}] {message}" if len(keys) == 1 else f"{where}: {message}"
         case _:
             return f"{where}: {message[0].lower()}{message[1:]}, not {fault['input']!r}"
 
 
-def _suggestion(keys: list[str]) -> str:
-    """Return a hint for an unknown key: the known key most similar to it, or all known keys of its table."""
-    part: type[BaseModel] = Recipe
+def _suggestion(keys: list[str], part: type[BaseModel]) -> str:
+    """Return a hint for an unknown key of ``part``: the known key most similar to it, or all known keys of its
+    table."""
     for key in keys[:-1]:
         if field := part.model_fields.get(key):  # other keys are names of modules or numbers in a list
             part = next(_parts(field.annotation), part)
@@ -145,14 +158,14 @@ def render(recipe: Recipe, template: str = "") -> str:
         values["hyperparameters"][part] = explicit["hyperparameters"].get(part, {})
     if not template:
         values["batch"] = {key: value for key, value in values["batch"].items() if value != []}
-        _update(document, values, prune=False)
+        update(document, values, prune=False)
         return tomlkit.dumps(document)
     stated, own = flatten(document.unwrap()), flatten(explicit)
     chosen: dict[str, Any] = {}
     for path, value in flatten(values).items():
         if path in own or path in stated or any(path.startswith(f"{key}.") for key in stated):
             set_path(chosen, path, _trimmed(value, own.get(path), stated.get(path)))
-    _update(document, chosen, prune=True)
+    update(document, chosen, prune=True)
     return tomlkit.dumps(document)
 
 
@@ -171,7 +184,7 @@ def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
     ]
 
 
-def _update(target: Any, values: Mapping[str, Any], *, prune: bool) -> None:
+def update(target: Any, values: Mapping[str, Any], *, prune: bool) -> None:
     """Write nested values into a TOML container; values that do not change keep their spelling.
 
     With ``prune``, keys that are not in ``values`` are removed.
@@ -187,7 +200,7 @@ def _update(target: Any, values: Mapping[str, Any], *, prune: bool) -> None:
                 small = not any(isinstance(inner, Mapping) for inner in value.values())
                 inline = small and key not in Recipe.model_fields
                 target[key] = tomlkit.inline_table() if inline else tomlkit.table()
-            _update(target[key], value, prune=prune)
+            update(target[key], value, prune=prune)
         elif key not in target or _plain(target[key]) != value:
             target[key] = _item(value)
 

@@ -229,6 +229,9 @@ class StudyDocument(Answer):
     stalled: bool = False  # whether the search stopped early because several rounds gained less than the noise
     durations: tuple[int, ...] = ()  # compared run lengths in tokens; each trial trains all of them
     front: tuple[Front, ...] = ()
+    command: str = ""  # the shell command of a trial, with placeholders; empty if leaven trained the trials
+    best_command: str = ""  # the command with the best values
+    progress: str = "tokens"  # what the curves are over: tokens, steps or losses (the number of losses so far)
 
     @property
     def ended(self) -> int:

@@ -419,6 +419,9 @@ def without_outliers(losses: Array) -> Array:
     return np.where(losses > median + OUTLIER * (median - finite.min()), np.inf, losses)
 
 
+RATES = ("lr", "learning_rate", "max_lr", "peak_lr")  # names of the global learning rate
+
+
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
     """Return which of the D ``names`` are learning rates to lower after a divergence, as an array (D,).
 
@@ -426,5 +429,5 @@ def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
     modules and depths are lowered.
     """
     keys = [name.rpartition(".") for name in names]
-    everywhere = np.array([key == "lr" and folder in {"", "hyperparameters"} for folder, _, key in keys])
+    everywhere = np.array([key in RATES and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])

@@ -96,8 +96,8 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
             loss or an :class:`leaven.training.outcome.Outcome`. A loss that is infinite, nan or beyond +-1e50 is a
             divergence. The objective is called from ``workers`` threads.
         space: lowest and highest log2 multiplier by name, within -1000 and 1000, or ``range(n)`` for a choice of n
-            levels, which the objective gets as an index. While every run diverges, values named ``lr`` or ``*.lr``
-            are lowered.
+            levels, which the objective gets as an index. While every run diverges, values named ``lr``,
+            ``learning_rate``, ``max_lr``, ``peak_lr`` or ``*.lr`` are lowered.
         start: log2 multipliers at which the search starts; default 0.
         trials: number of runs, including reruns. None if the budget is ``flops`` or ``hours``; see
             :class:`leaven.tuning.service.search_plan.Budget` for these and ``run_flops``.

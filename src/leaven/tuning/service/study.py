@@ -405,6 +405,10 @@ class BaseStudy(ABC):
         self._screen.ended(state)
         return state
 
+    def check_budget(self, trials: int | None, hours: float | None) -> None:
+        """Raise InputError if the smallest grid does not fit into the budget of :meth:`run`."""
+        known_runs(self.space.axes, self.method, Budget(trials, None, hours, self._run_flops), self._noise)
+
     def _remove_checkpoints(self) -> None:
         """Remove the checkpoints of runs that have ended."""
         ended = {f"{run.origin:06d}" for run in self._stored.runs if run.state not in UNDER_WAY}

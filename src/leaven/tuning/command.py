@@ -1,0 +1,360 @@
+"""A shell command whose loss a study minimises, and the command file that describes it together with a search space.
+
+A command file is TOML::
+
+    command = "python train.py --learning_rate={lr} --seed={seed} --out_dir={out}"
+    loss.pattern = 'step {step}: val loss {loss}'
+    [space]
+    lr = {start = 6e-4, low = 1e-5, high = 1e-2}
+    optimizer = {choices = ["adamw", "lion"]}
+
+A placeholder is a name in braces, in the command, in ``environment`` or in the file ``config``. It is the name of a
+searched value or one of these:
+
+- ``{seed}``: the seed of the trial.
+- ``{out}``: an empty folder for the output of the trial.
+- ``{worker}``: the index of the worker that runs the command, from 0.
+- ``{config}``: the path of the file ``config``, filled in.
+
+In a command for a recipe, a placeholder is the path of any value of the recipe, or the short form of the path
+(``{lr}`` for ``hyperparameters.lr``), or ``{recipe}``, the path of a file with the recipe of the trial.
+
+``{{name}}`` stands for ``{name}``, and ``${name}`` is left to the shell.
+"""
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import tomlkit
+from pydantic import AfterValidator, Field, model_validator
+
+from leaven.recipe.base import Part
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import parse_toml, read_text, update, validated, write_text
+from leaven.recipe.recipe import Difference, differing, short_path
+from leaven.tuning.point import Value
+from leaven.tuning.space import SearchSpace
+from leaven.tuning.study_document import Dimension
+
+SEED, OUT, WORKER, CONFIG, RECIPE = "seed", "out", "worker", "config", "recipe"
+OF_TRIAL = (SEED, OUT, WORKER, CONFIG)  # placeholders that are no values
+NAME = r"[A-Za-z_][\w-]*"
+_PLACEHOLDER = re.compile(r"\{(\{[A-Za-z_][\w.\-\[\]]*\})\}|(?<!\$)\{([A-Za-z_][\w.\-\[\]]*)\}")
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?i:nan|inf(?:inity)?)"
+_STEP = r"\d[\d,_]*"
+SOURCES = ("pattern", "jsonl", "tensorboard", "wandb")
+DIGITS = 6  # significant digits of a value
+
+
+def _expression(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+    return pattern
+
+
+class LossSource(Part):
+    """Where a command reports its losses. The last one is the loss of the trial."""
+
+    pattern: str | None = None  # a regular expression, in which {loss} stands for a number and {step} for a count
+    file: str | None = None  # the text file that the pattern reads; by default the output of the command
+    jsonl: str | None = None  # a file with a JSON object per line
+    tensorboard: str | None = None  # a folder with TensorBoard event files
+    wandb: str | None = None  # a folder with an offline run of Weights & Biases
+    key: str | None = None  # the name of the loss in a JSON line, in TensorBoard or in W&B
+    step: str | None = None  # the name of the step in a JSON line
+    tokens_per_step: Annotated[int, Field(gt=0)] | None = None  # if it is known, curves are over tokens
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in SOURCES if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = f"two sources of a loss, {given[0]} and {given[1]}; keep one" if given else "no source of a loss"
+            raise ValueError(f"{found}; give one of {', '.join(SOURCES)}")
+        if self.pattern is not None:
+            if "{loss}" not in self.pattern:
+                raise ValueError("the pattern has no {loss}; write {loss} where the number is, as in 'val loss {loss}'")
+            _expression(self.expression)
+        elif self.key is None:
+            raise ValueError(f'{given[0]} needs the name of the loss; add loss.key = "NAME"')
+        wrong = {"pattern": ("key", "step"), "jsonl": ("file",)}.get(given[0], ("file", "step"))
+        if unused := next((name for name in wrong if getattr(self, name) is not None), None):
+            raise ValueError(f"{unused} has no effect with {given[0]}; remove it")
+        return self
+
+    @property
+    def expression(self) -> str:
+        """The pattern with groups in place of {loss} and {step}."""
+        once = (self.pattern or "").replace("{loss}", f"(?P<loss>{_NUMBER})", 1)
+        return once.replace("{step}", f"(?P<step>{_STEP})", 1)
+
+    @property
+    def progress(self) -> str:
+        """What the losses are counted by."""
+        if self.tokens_per_step is not None:
+            return "tokens"
+        stepped = self.step or "{step}" in (self.pattern or "") or self.tensorboard or self.wandb
+        return "steps" if stepped else "losses"
+
+    @property
+    def where(self) -> str | None:
+        """The file or folder with the losses, with placeholders; None if it is the output of the command."""
+        return self.file if self.pattern is not None else self.jsonl or self.tensorboard or self.wandb
+
+
+class Command(Part):
+    """A shell command that trains once and reports its loss."""
+
+    command: Annotated[str, Field(min_length=1)]  # run by the shell in the current folder
+    loss: LossSource
+    environment: dict[str, str] = {}  # further environment variables
+    config: str | None = None  # the path of a text file that leaven fills in for every trial
+    timeout_seconds: Annotated[float, Field(gt=0)] | None = None  # a run that takes longer has failed
+    diverged: Annotated[str, AfterValidator(_expression)] | None = None  # a run with such an output has diverged
+    prune: bool = True  # whether a run ends early if its losses are too far behind those of the best run
+
+    @cached_property
+    def template(self) -> str:
+        """The text of the file ``config``."""
+        return "" if self.config is None else read_text(self.config)
+
+    @property
+    def used(self) -> set[str]:
+        """The names of the placeholders."""
+        return self._required | (_names(self.template) if CONFIG in self._required else set())
+
+    @property
+    def _required(self) -> set[str]:
+        """The placeholders that must exist. A file ``config`` may contain other words in braces."""
+        return _names(*self._texts)
+
+    @property
+    def _texts(self) -> list[str]:
+        return [self.command, *self.environment.values(), *([self.loss.where] if self.loss.where else [])]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What all commands on a study must share."""
+        shared = self.model_dump(include={"command", "loss", "environment", "diverged"}, exclude_none=True)
+        text = blake2b(self.template.encode(), digest_size=8).hexdigest()
+        return shared | ({} if self.config is None else {"config": text})
+
+    def check(self, space: SearchSpace) -> None:
+        """Raise InputError if the placeholders are not the values of the space."""
+        known = space.placeholders(dict.fromkeys(space.paths, 0.0), space.seed)
+        of_recipe = RECIPE in self.used and space.kind == "recipe"
+        names = {*known, *OF_TRIAL, *([RECIPE] if of_recipe else [])}
+        for name in sorted(self._required - names):
+            close = get_close_matches(name, [*space.paths, *map(short_path, space.paths), *OF_TRIAL], 1)
+            hint = f"did you mean {{{close[0]}}}? " if close else ""
+            raise InputError(
+                f"{{{name}}} in the command is not a searched value; {hint}for the plain text, write {{{{{name}}}}}"
+            )
+        if self.config is None and CONFIG in self.used:
+            raise InputError('the command has {config}, but there is no file; add config = "FILE"')
+        if self.config is not None and CONFIG not in self.used:
+            raise InputError(f"the command does not read {self.config}; write {{config}} where its path belongs")
+        for path in space.paths:
+            if not (of_recipe or {path, short_path(path)} & self.used):
+                raise InputError(
+                    f"the command has no {{{short_path(path)}}}, which is searched; add it, or search other values"
+                )
+
+    @property
+    def has_seed(self) -> bool:
+        return bool({SEED, RECIPE, "data.seed"} & self.used)
+
+    def filled(self, values: Mapping[str, Value]) -> str:
+        """Return the command with values in place of the placeholders."""
+        return fill(self.command, {name: shlex.quote(text_of(value)) for name, value in values.items()})
+
+    def line(self, values: Mapping[str, Value]) -> str:
+        """Return a line for the shell that runs the command with its environment."""
+        environment = [f"{name}={shlex.quote(fill(text, values))}" for name, text in self.environment.items()]
+        return " ".join([*environment, self.filled(values)])
+
+
+class SearchedValue(Part):
+    """A searched value of a command: a number from ``low`` to ``high``, or one of several ``choices``."""
+
+    start: int | float | None = None  # where the search begins; if it is a whole number, so are all values
+    low: int | float | None = None
+    high: int | float | None = None
+    unit: Literal["octave", "tenth", "beta"] = "octave"  # see :meth:`moved`
+    choices: Annotated[list[int | float | str], Field(min_length=2)] | None = None  # the search begins at the first
+
+    @model_validator(mode="after")
+    def _valid(self) -> Self:
+        if self.choices is not None:
+            if (self.start, self.low, self.high) != (None, None, None):
+                raise ValueError("give choices, or start, low and high, not both")
+            if len(set(self.choices)) < len(self.choices):
+                raise ValueError("a choice appears twice; remove it")
+            return self
+        if self.start is None or self.low is None or self.high is None:
+            raise ValueError("give start, low and high; or choices, as in {choices = [1, 2]}")
+        if not self.low <= self.start <= self.high or self.low == self.high:
+            raise ValueError(f"start = {self.start:g} is not between low = {self.low:g} and high = {self.high:g}")
+        if self.unit == "octave" and self.low <= 0:
+            raise ValueError('a search multiplies this value, so low must be above 0; or set unit = "tenth"')
+        if self.unit == "beta" and not 0 < self.low <= self.high < 1:
+            raise ValueError('with unit = "beta", low and high must be between 0 and 1')
+        return self
+
+    def moved(self, octaves: float) -> Value:
+        """Return the value at a distance from the start.
+
+        By unit: an ``octave`` doubles the value, a ``tenth`` adds 0.1, and for a ``beta`` an octave halves the
+        half-life, as in ``leaven.tuning.point``. Values are rounded to 6 significant digits.
+        """
+        if self.choices is not None:
+            return self.choices[round(octaves)]
+        start, low, high = self._range
+        if not octaves:
+            return start
+        match self.unit:
+            case "octave":
+                value = start * 2.0**octaves
+            case "tenth":
+                value = start + octaves / 10
+            case "beta":
+                value = start ** (2.0**octaves)
+        value = min(max(value, low), high)
+        return round(value) if isinstance(start, int) else float(f"{value:.{DIGITS}g}")
+
+    def distance(self, value: Value) -> float:
+        """Return the distance of a value from the start. For a choice, it is the index."""
+        if self.choices is not None:
+            return float(self.choices.index(value))
+        start, to = self._range[0], float(value)
+        match self.unit:
+            case "octave":
+                return math.log2(to / start)
+            case "tenth":
+                return 10 * (to - start)
+            case "beta":
+                return math.log2(math.log(to) / math.log(start))
+
+    @property
+    def _range(self) -> tuple[float, float, float]:
+        assert self.start is not None
+        assert self.low is not None
+        assert self.high is not None
+        return self.start, self.low, self.high
+
+    def dimension(self, name: str) -> Dimension:
+        if self.choices is not None:
+            levels = tuple(text_of(choice) for choice in self.choices)
+            return Dimension(name, levels[0], 0.0, len(levels) - 1.0, unit="choice", levels=levels, ends=("", ""))
+        start, *bounds = self._range
+        (low, below), (high, above) = sorted(
+            (self.distance(value), f"the bound, {side} = {value:g}")
+            for side, value in zip(("low", "high"), bounds, strict=True)
+        )
+        unit = "tenth" if self.unit == "tenth" else "octave"
+        return Dimension(name, float(start), low, high, unit=unit, ends=(below, above))
+
+
+def _names_of_values(space: dict[str, SearchedValue]) -> dict[str, SearchedValue]:
+    for name in space:
+        if not re.fullmatch(NAME, name) or name in OF_TRIAL:
+            raise ValueError(f"{name} cannot be the name of a value; use letters, digits and _, but not {OF_TRIAL}")
+    return space
+
+
+class CommandFile(Command):
+    """A command and its search space."""
+
+    name: Annotated[str, Field(min_length=1)]  # the name of the study; by default the name of the file
+    seed: Annotated[int, Field(ge=0)] = 0  # the seed of the search; the placeholder {seed} counts up from it
+    space: Annotated[dict[str, SearchedValue], Field(min_length=1), AfterValidator(_names_of_values)]
+    why: dict[str, str] = {}  # reasons of values
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandSpace(SearchSpace):
+    """The search space of a command file."""
+
+    file: CommandFile
+    text: str  # of the file, whose comments are kept
+
+    kind = "command file"
+
+    @property
+    def name(self) -> str:
+        return self.file.name
+
+    @property
+    def seed(self) -> int:
+        return self.file.seed
+
+    def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
+        return {name: self.file.space[name].moved(x) for name, x in octaves.items()}
+
+    def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
+        return self.values(octaves)
+
+    def write(self, path: Path, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> None:
+        """Write the command file with the start at a point."""
+        document = tomlkit.parse(self.text)
+        changes: dict[str, Any] = {}
+        for name, value in self.values(octaves).items():
+            choices = self.file.space[name].choices
+            changes[name] = (
+                {"start": value} if choices is None else {"choices": [value, *(c for c in choices if c != value)]}
+            )
+        update(document, {"name": self.name, "space": changes, "why": self.file.why | reasons}, prune=False)
+        write_text(path, tomlkit.dumps(document))
+
+    def changes_since(self, path: Path) -> list[Difference]:
+        there, here = (
+            file.model_dump(exclude={"why", "timeout_seconds", "prune"}) for file in (command_space(path).file, self.file)
+        )
+        return differing(there, here)
+
+
+def command_space(path: Path, overrides: list[str] | None = None) -> CommandSpace:
+    """Return the search space of a command file, with the values of ``--set``."""
+    text = read_text(path)
+    document = {"name": path.stem} | parse_toml(text, str(path), overrides or [])
+    file = validated(CommandFile, document, str(path))
+    if overrides:
+        text = tomlkit.dumps(document)
+    return CommandSpace(
+        file=file, text=text, dimensions=tuple(value.dimension(name) for name, value in file.space.items())
+    )
+
+
+def is_command_file(path: Path) -> bool:
+    """Return whether a TOML file is a command file and not a recipe."""
+    return path.is_file() and "command" in parse_toml(read_text(path), str(path))
+
+
+def text_of(value: Value) -> str:
+    """Return a value as every reader of command lines, TOML, JSON and YAML understands it."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    # YAML 1.1 reads 1e-05 as text, but 1.0e-05 as a number.
+    return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
+
+
+def fill(text: str, values: Mapping[str, Value]) -> str:
+    """Return the text with values in place of placeholders. Other names in braces stay."""
+
+    def replaced(found: re.Match[str]) -> str:
+        return found[1] or (text_of(values[found[2]]) if found[2] in values else found[0])
+
+    return _PLACEHOLDER.sub(replaced, text)
+
+
+def _names(*texts: str) -> set[str]:
+    return {found[2] for text in texts for found in _PLACEHOLDER.finditer(text) if found[2]}

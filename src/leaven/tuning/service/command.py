@@ -1,0 +1,250 @@
+"""A study whose trials run a shell command: somebody else's trainer, or a job of a cluster.
+
+Every attempt at a trial has a folder ``trials/NUMBER`` in the study's folder, with the output of the command
+(``output.log``), the filled-in file ``config`` or recipe, and an empty folder ``out``. What the end of a command
+means:
+
+- It ends with exit code 0 and has reported a loss: the trial is complete.
+- Its last loss is NaN or infinite, or its output has the text ``diverged``: the trial has diverged. The command is
+  ended as soon as this is read.
+- Its losses are too far behind those of the best trial: the trial is pruned, and the command is ended.
+- It ends with another exit code, reports no loss, or takes longer than ``timeout_seconds``: the trial is run once
+  more, as if its process had died, and has then failed. But if this happens at the start of the search before any
+  other trial has a result, then the command itself is wrong, and the search ends.
+"""
+
+import math
+import os
+import re
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import make_folder, write_recipe, write_text
+from leaven.training.early_stopping import expected, should_prune
+from leaven.training.outcome import Outcome
+from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, fill
+from leaven.tuning.point import Value, recipe_at
+from leaven.tuning.service.losses import read_losses
+from leaven.tuning.service.processes import Commands
+from leaven.tuning.service.search_loop import Objective, Proposal, TrialReleased, WorkerDied
+from leaven.tuning.service.study import BaseStudy
+from leaven.tuning.space import SearchSpace, Space
+from leaven.tuning.study_document import StudyDocument
+
+TRIALS, OUTPUT, BEST = "trials", "output.log", "best"
+POLL = 0.25  # seconds between looks at a running command
+READING = 0.1  # the largest share of the time for reading losses while a command runs
+LAST_LINES, LAST_CHARACTERS = 4, 400  # of the output of a failed command that a message shows
+
+
+class CommandTrainer:
+    """The objective of a study over a command: runs it with the values of a proposal, and returns its loss.
+
+    Args:
+        folder: the folder of the folders of trials.
+        works: whether a run of the study has a result already.
+        stop: a function that returns true when the trials are to be released.
+        note: a function that shows a line to the user.
+    """
+
+    def __init__(
+        self,
+        command: Command,
+        space: SearchSpace,
+        folder: Path,
+        *,
+        works: bool,
+        stop: Callable[[], bool],
+        note: Callable[[str], None],
+    ) -> None:
+        self._command, self._space, self._folder = command, space, folder
+        self._works, self._stop, self._note = works, stop, note
+        self._leaving, self._commands = threading.Event(), Commands()
+        self._worker = f"{socket.gethostname()}:{os.getpid()}"
+
+    def __enter__(self) -> "CommandTrainer":
+        self._commands.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._leaving.set()
+        self._commands.__exit__()
+
+    def __call__(self, proposal: Proposal) -> Outcome:
+        """Run the command and return the outcome.
+
+        Raises:
+            TrialReleased: if the search is stopped meanwhile.
+            WorkerDied: if the command failed.
+            InputError: if the command failed at the start of the search.
+        """
+        command, folder = self._command, self._folder / f"{proposal.number:06d}"
+        try:
+            values = values_of(command, self._space, proposal, folder, proposal.seed, proposal.worker)
+        except ValueError:  # values that are invalid together, such as a warm-up longer than the run
+            return Outcome(math.inf)
+        make_folder(folder / "out")
+        write_inputs(command, self._space, proposal, values)
+        # Python would otherwise keep its output, and so the losses, in a buffer.
+        environment = {"PYTHONUNBUFFERED": "1"} | {
+            name: fill(text, values) for name, text in command.environment.items()
+        }
+        with (folder / OUTPUT).open("wb") as output:
+            process = self._commands.start(command.filled(values), environment, output)
+        try:
+            where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
+            outcome = self._watch(process, proposal, folder / OUTPUT, where)
+        finally:
+            self._commands.end(process)
+        if isinstance(outcome, str):
+            raise self._failure(proposal, folder / OUTPUT, outcome)
+        self._works = True
+        return outcome
+
+    def _watch(
+        self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path
+    ) -> Outcome | str:
+        """Return the outcome of a running command, or as text how it failed. ``where`` has the losses."""
+        command, began, next_look = self._command, time.monotonic(), 0.0
+        baseline = proposal.baseline if command.prune else None
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(POLL)
+            code, look = process.poll(), time.monotonic()
+            if code is None:
+                if self._stop() or self._leaving.is_set():
+                    raise TrialReleased
+                if command.timeout_seconds is not None and look - began > command.timeout_seconds:
+                    return f"took longer than timeout_seconds = {command.timeout_seconds:g}"
+                if look < next_look:
+                    continue
+            curve = read_losses(command.loss, where, complete=code is not None)
+            ran = Outcome(
+                loss=curve[-1][1] if curve else math.nan,
+                tokens=curve[-1][0] if curve and command.loss.tokens_per_step else 0,
+                seconds=look - began,
+                curve=curve,
+                worker=f"{self._worker}-{proposal.worker + 1}",
+            )
+            text = output.read_text(errors="replace") if command.diverged else ""
+            if (curve and ran.diverged) or (command.diverged and re.search(command.diverged, text)):
+                return replace(ran, loss=math.inf)
+            if code is None:
+                if baseline is not None and curve and should_prune(curve, baseline):
+                    return replace(ran, loss=expected(curve, baseline), stopped=True)
+                next_look = look + (time.monotonic() - look) / READING
+                continue
+            if code:
+                return f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
+            return ran if curve else "reported no loss"
+
+    def _failure(self, proposal: Proposal, output: Path, how: str) -> Exception:
+        """Return the exception for a command that failed, and tell the user about it."""
+        lines = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
+        last = " | ".join(lines[-LAST_LINES:])[-LAST_CHARACTERS:] or "none"
+        told = f"{how}; the last lines of its output ({output}): {last}"
+        if not self._works and not any(proposal.values()):
+            self._leaving.set()
+            return InputError(f"the first run of the command {told}")
+        self._note(f"trial {proposal.number} {told}")
+        return WorkerDied()
+
+
+def values_of(
+    command: Command, space: SearchSpace, point: Mapping[str, float], folder: Path, seed: int = 0, worker: int = 0
+) -> dict[str, Value]:
+    """Return the values of all placeholders of a trial at a point, by name. ``folder`` is the folder of the trial.
+
+    Raises:
+        ValueError: if the values are invalid together.
+    """
+    folder, seed = folder.absolute(), space.seed + seed
+    found = space.placeholders(point, seed) | {SEED: seed, WORKER: worker, OUT: str(folder / "out")}
+    if command.config is not None:
+        found[CONFIG] = str(folder / Path(command.config).name)
+    return found | {RECIPE: str(folder / "recipe.toml")}
+
+
+def write_inputs(
+    command: Command, space: SearchSpace, point: Mapping[str, float], values: Mapping[str, Value]
+) -> None:
+    """Write the files that a command reads: ``config``, filled in, and the recipe at the point."""
+    if command.config is not None:
+        write_text(str(values[CONFIG]), fill(command.template, values))
+    if RECIPE in command.used and isinstance(space, Space):
+        write_recipe(recipe_at(space.recipe, point, int(values[SEED])), str(values[RECIPE]))
+
+
+class CommandStudy(BaseStudy):
+    """A study over a command. See :class:`BaseStudy` for the other arguments.
+
+    Raises:
+        InputError: if a placeholder is no value, a searched value has no placeholder, or the command has no
+            ``{seed}`` and the noise is not given as 0; see also :class:`BaseStudy`.
+    """
+
+    def __init__(  # noqa: PLR0917 - the first ones are natural by position
+        self,
+        out: Path,
+        command: Command,
+        space: SearchSpace,
+        method: str,
+        store: str | None = None,
+        *,
+        noise: float | None = None,
+        from_study: Path | None = None,
+    ) -> None:
+        command.check(space)
+        if not command.has_seed and noise != 0:
+            raise InputError(
+                "the command has no {seed}, so the noise between seeds cannot be measured; add {seed}, or give "
+                "--noise 0 if equal values always give the same loss"
+            )
+        self._command = command
+        super().__init__(
+            out,
+            space.within_near() if method == "grid" else space,
+            method,
+            store,
+            noise=noise,
+            from_study=from_study,
+            recipe=space.recipe if isinstance(space, Space) else None,
+            shared={"command": command.settings},
+            about={"command": command.command, "progress": command.loss.progress},
+        )
+
+    def _trainer(self, workers: int, checkpoint_seconds: float) -> AbstractContextManager[Objective]:
+        return CommandTrainer(
+            self._command,
+            self.space,
+            self.out / TRIALS,
+            works=any(run.finished for run in self._stored.runs),
+            stop=self._stop,
+            note=self._screen.note,
+        )
+
+    def state(self) -> StudyDocument:
+        state = super().state()
+        if state.best is None:
+            return state
+        best = self._command.line(self._best_values(state.octaves))
+        return state.model_copy(update={"best_command": best})
+
+    def save(self) -> StudyDocument:
+        """Write the results, and the filled-in files that the best command reads."""
+        state = super().save()
+        if state.best is not None:
+            make_folder(self.out / BEST)
+            write_inputs(self._command, self.space, state.octaves, self._best_values(state.octaves))
+        return state
+
+    def _best_values(self, point: Mapping[str, float]) -> dict[str, Value]:
+        found = values_of(self._command, self.space, point, self.out / BEST)
+        return found | {OUT: str(Path("runs", self.space.name))}

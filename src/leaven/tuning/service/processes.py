@@ -1,0 +1,110 @@
+"""Start shell commands and end them with everything that they have started, even if leaven is killed.
+
+A command leads a session of its own, so Ctrl-C in the terminal reaches only leaven. A guard, a process that runs this
+file, ends the commands of a leaven that was killed: it reads the ids of commands from a pipe, which closes when leaven
+is gone.
+
+This file imports no other file of leaven, so that the guard starts quickly.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import psutil
+
+GRACE_SECONDS = 10.0  # from the request to end until processes are killed
+
+
+class Commands:
+    """A context manager that starts commands, and ends those that still run when it is left."""
+
+    def __enter__(self) -> "Commands":
+        self._running: set[int] = set()
+        self._guard = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__))], stdin=subprocess.PIPE, start_new_session=True
+        )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._guard.communicate()
+
+    def start(self, command: str, environment: Mapping[str, str], output: BinaryIO) -> "subprocess.Popen[bytes]":
+        """Start a shell command that writes to the file ``output``, in the current folder."""
+        process = subprocess.Popen(
+            command,
+            shell=True,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | environment,
+            start_new_session=True,
+        )
+        self._tell(f"{process.pid}\n")
+        return process
+
+    def end(self, process: "subprocess.Popen[bytes]") -> None:
+        """End what is left of a command, and wait for it."""
+        end([process.pid])
+        process.wait()
+        self._tell(f"-{process.pid}\n")
+
+    def _tell(self, line: str) -> None:
+        assert self._guard.stdin is not None
+        with suppress(OSError):  # somebody has killed the guard
+            os.write(self._guard.stdin.fileno(), line.encode())  # one write is whole, whichever thread writes
+
+
+def end(leaders: Iterable[int], grace_seconds: float = GRACE_SECONDS) -> None:
+    """End the commands with these process ids, and everything that they have started.
+
+    They are asked to end (SIGTERM), so that launchers such as torchrun can end what they have started. What is left
+    after ``grace_seconds`` is killed.
+    """
+    leaders = set(leaders)
+    asked = dict[int, psutil.Process]()
+    until = time.monotonic() + grace_seconds
+    while found := [process for process in [*asked.values(), *_family(leaders)] if _runs(process)]:
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                if time.monotonic() > until:
+                    process.kill()
+                elif process.pid not in asked:
+                    process.terminate()
+            asked[process.pid] = process
+        time.sleep(0.02)
+
+
+def _family(leaders: set[int]) -> list[psutil.Process]:
+    """Return the processes of these commands: those of their sessions, and all their children."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+            leads = process.pid in leaders
+            if leads or (hasattr(os, "getsid") and os.getsid(process.pid) in leaders):
+                found += [process, *process.children(recursive=True)]
+    return found
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _guard() -> None:
+    """Read ids of commands, negative ones if a command has ended. When leaven is gone, end the others."""
+    running = set[int]()
+    for line in sys.stdin:
+        pid = int(line)
+        running = running | {pid} if pid > 0 else running - {-pid}
+    end(running)
+
+
+if __name__ == "__main__":
+    _guard()
