@@ -36,7 +36,8 @@ def tune(
     recipe: Annotated[
         Path,
         typer.Argument(
-            metavar="RECIPE", help="A recipe file (TOML), or a command file: a command, its loss and its search space."
+            metavar="RECIPE",
+            help="A recipe file (TOML), or a command file: a command, its loss and its search space.",
         ),
     ],
     study: Annotated[
@@ -192,7 +193,11 @@ def tune(
             interrupted = stop()
     except StoreGone as gone:
         exit_interrupted(str(gone))
-    following = next_commands.after_tune(recipe, folder, state.best_command) if state.best is not None and not interrupted else []
+    following = (
+        next_commands.after_tune(recipe, folder, state.best_command)
+        if state.best is not None and not interrupted
+        else []
+    )
     document = state.summary(folder / "best.toml")
     if json_output or following:
         print_document(document, answer_screen(state, folder, trials), json_output, following)

@@ -83,7 +83,9 @@ class LossSource(Part):
             raise ValueError(f"{found}; give one of {', '.join(SOURCES)}")
         if self.pattern is not None:
             if "{loss}" not in self.pattern:
-                raise ValueError("the pattern has no {loss}; write {loss} where the number is, as in 'val loss {loss}'")
+                raise ValueError(
+                    "the pattern has no {loss}; write {loss} where the number is, as in 'val loss {loss}'"
+                )
             _expression(self.expression)
         elif self.key is None:
             raise ValueError(f'{given[0]} needs the name of the loss; add loss.key = "NAME"')
@@ -280,6 +282,10 @@ class CommandFile(Command):
     space: Annotated[dict[str, SearchedValue], Field(min_length=1), AfterValidator(_names_of_values)]
     why: dict[str, str] = {}  # reasons of values
 
+    def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
+        """Return the values, by name, at these distances from the start."""
+        return {name: self.space[name].moved(x) for name, x in octaves.items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommandSpace(SearchSpace):
@@ -299,7 +305,7 @@ class CommandSpace(SearchSpace):
         return self.file.seed
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        return {name: self.file.space[name].moved(x) for name, x in octaves.items()}
+        return self.file.values(octaves)
 
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
         return self.values(octaves)
@@ -318,7 +324,8 @@ class CommandSpace(SearchSpace):
 
     def changes_since(self, path: Path) -> list[Difference]:
         there, here = (
-            file.model_dump(exclude={"why", "timeout_seconds", "prune"}) for file in (command_space(path).file, self.file)
+            file.model_dump(exclude={"why", "timeout_seconds", "prune"})
+            for file in (command_space(path).file, self.file)
         )
         return differing(there, here)
 

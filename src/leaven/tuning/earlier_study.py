@@ -13,11 +13,14 @@ Each trial of the study becomes a point of the new search: for each value, its d
 - The batch size and the run's tokens are chosen for each model size, and no rule scales them. So their distance is
   measured within the earlier study, from the start of that study. But if the new recipe's batch size or tokens were
   found by a study, the distance of that value is measured from the best point of the earlier study.
+
+Of two command files, values of the same name are compared. Whether they mean the same, only the user knows.
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,14 +32,17 @@ from leaven.recipe.recipe import Recipe, split_path
 from leaven.scaling.transfer import searched_paths
 from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.point import BATCH, CHOICES, TOKENS, WARM_UP, distance, levels, recipe_at, value_at
-from leaven.tuning.space import Space
-from leaven.tuning.study_document import StudyDocument
+from leaven.tuning.command import CommandSpace, is_command_file
+from leaven.tuning.space import SearchSpace, Space
+from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial
+
+PointOf = Callable[[StudyTrial, Sequence[Dimension]], list[float]]
 
 LEAST = 4  # the fewest finished trials that an earlier study must have
 MEASURED = 4  # the fewest degrees of freedom of a noise that the new search takes over
 
 
-def earlier_trials(folder: Path, space: Space) -> tuple[EarlierTrials, float | None]:
+def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, float | None]:
     """Return (trials, noise): the finished trials of the study in ``folder`` as points of ``space``, and the standard
     deviation of the loss between seeds in this study. The noise is None if too few runs measured it.
 
@@ -47,13 +53,14 @@ def earlier_trials(folder: Path, space: Space) -> tuple[EarlierTrials, float | N
         InputError: if the folder has no readable study, if the study has another base or scaling rule or too few
             finished trials, or if a distance cannot be computed, usually because a value is 0 or missing.
     """
-    what, recipe = f"--from-study {folder}", space.recipe
-    document, centre = _read(folder, what)
-    if (centre.base, centre.scaling.rule) != (recipe.base, recipe.scaling.rule):
-        raise InputError(
-            f"{what}: its recipe has another base or scaling rule, so equal values mean something else; "
-            "make both recipes with leaven transfer from one base"
-        )
+    what = f"--from-study {folder}"
+    document = _read(folder, what)
+    if isinstance(space, Space):
+        point_of = _compare_recipes(folder, space, document, what)
+    elif isinstance(space, CommandSpace) and document.command and is_command_file(folder / "centre.toml"):
+        point_of = partial(_point_of_command, space)
+    else:
+        raise InputError(f"{what}: not a study over a command file; leave --from-study out")
     others = [d for d in document.dimensions if d.path not in space.paths and d.path not in CHOICES]
     ended = [trial for trial in document.trials if trial.state == "complete" and trial.loss is not None]
     if len(ended) < LEAST:
@@ -61,34 +68,54 @@ def earlier_trials(folder: Path, space: Space) -> tuple[EarlierTrials, float | N
             f"{what}: only {len(ended)} of its trials are finished, at least {LEAST} are needed; wait for more, "
             "or leave --from-study out"
         )
-    rows = []
     try:
-        for trial in ended:
-            there = recipe_at(centre, trial.octaves or {})
-            since = {path: (trial.octaves or {}).get(path, 0.0) for path in (BATCH, TOKENS)}
-            for path in since.keys() & searched_paths(recipe):
-                since[path] -= document.octaves.get(path, 0.0)
-            own = [_octaves(path, there, space, since) for path in space.paths]
-            rows.append([*own, *(_octaves(other.path, there, space, since) / other.scale for other in others)])
+        rows = [point_of(trial, others) for trial in ended]
     except (ValueError, ArithmeticError, AttributeError, KeyError, TypeError) as error:
         raise InputError(
-            f"{what}: its trials cannot be compared with this recipe ({error}); usual cause: a value that is 0 or "
-            "missing in one of the two recipes; leave --from-study out"
+            f"{what}: its trials cannot be compared with this {space.kind} ({error}); usual cause: a value that is 0 or "
+            f"missing in one of the two {space.kind}s; leave --from-study out"
         ) from None
     noise = document.noise_floor if document.noise_runs >= MEASURED else None
     return EarlierTrials(np.array(rows), np.array([trial.loss for trial in ended], float), noise), noise
 
 
-def _read(folder: Path, what: str) -> tuple[StudyDocument, Recipe]:
+def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:
+    """Return the function that computes the point of a trial, with the recipe from which the study started."""
+    recipe, centre = space.recipe, read_recipe(folder / "centre.toml")
+    if (centre.base, centre.scaling.rule) != (recipe.base, recipe.scaling.rule):
+        raise InputError(
+            f"{what}: its recipe has another base or scaling rule, so equal values mean something else; "
+            "make both recipes with leaven transfer from one base"
+        )
+
+    def point_of(trial: StudyTrial, others: Sequence[Dimension]) -> list[float]:
+        there = recipe_at(centre, trial.octaves or {})
+        since = {path: (trial.octaves or {}).get(path, 0.0) for path in (BATCH, TOKENS)}
+        for path in since.keys() & searched_paths(recipe):
+            since[path] -= document.octaves.get(path, 0.0)
+        own = [_octaves(path, there, space, since) for path in space.paths]
+        return [*own, *(_octaves(other.path, there, space, since) / other.scale for other in others)]
+
+    return point_of
+
+
+def _point_of_command(space: CommandSpace, trial: StudyTrial, others: Sequence[Dimension]) -> list[float]:
+    """Return the point of a trial of a command: a value that the trial has is compared with the start's."""
+    own = [
+        space.file.space[path].distance(trial.values[path]) if path in trial.values else 0.0 for path in space.paths
+    ]
+    return [*own, *((trial.octaves or {})[other.path] / other.scale for other in others)]
+
+
+def _read(folder: Path, what: str) -> StudyDocument:
     try:
-        document = StudyDocument.model_validate(json.loads((folder / "study.json").read_text(encoding="utf-8")))
+        return StudyDocument.model_validate(json.loads((folder / "study.json").read_text(encoding="utf-8")))
     except OSError:
         raise InputError(f"{what}: no study.json there; give the folder of a leaven tune --study") from None
     except (ValueError, ValidationError):
         raise InputError(
             f"{what}: its study.json is damaged; run its leaven tune command again to write it"
         ) from None
-    return document, read_recipe(folder / "centre.toml")
 
 
 def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:

@@ -225,7 +225,9 @@ class Space(SearchSpace):
         return found | {short_path(path): value for path, value in found.items()}
 
     def write(self, path: Path, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> None:
-        changes = {"scaling.base": self.recipe.base.model_dump(), "why": self.recipe.why | reasons} if reasons else {}
+        changes = (
+            {"scaling.base": self.recipe.base.model_dump(), "why": {**self.recipe.why, **reasons}} if reasons else {}
+        )
         write_recipe(recipe_at(self.recipe, octaves).replace(changes), path)
 
     def changes_since(self, path: Path) -> list[Difference]:

@@ -230,6 +230,7 @@ class StudyDocument(Answer):
     durations: tuple[int, ...] = ()  # compared run lengths in tokens; each trial trains all of them
     front: tuple[Front, ...] = ()
     command: str = ""  # the shell command of a trial, with placeholders; empty if leaven trained the trials
+    loss_pattern: str = ""  # with --command: the regular expression for its losses
     best_command: str = ""  # the command with the best values
     progress: str = "tokens"  # what the curves are over: tokens, steps or losses (the number of losses so far)
 

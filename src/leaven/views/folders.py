@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +16,9 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import finite, read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.run_folder import RETURNS, RunFolder
+from leaven.tuning import point
+from leaven.tuning.command import CommandFile, command_space, is_command_file
+from leaven.tuning.point import Value
 from leaven.tuning.study_document import StudyDocument, StudyTrial
 from leaven.views.points import at_start
 
@@ -51,8 +54,13 @@ class RunView:
 class StudyView(StudyDocument):
     """A study (a search for hyperparameters) as it is displayed."""
 
-    centre: Recipe  # the recipe from which the search started
-    best_recipe: Recipe | None
+    centre: Recipe | CommandFile  # the recipe or the command file from which the search started
+    best_recipe: Recipe | None  # None also if the search started from a command file
+
+    def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
+        """Return the values, by path, at these distances from the start."""
+        of = self.centre
+        return point.values(of, octaves) if isinstance(of, Recipe) else of.values(octaves)
 
     @property
     def best_trial(self) -> StudyTrial | None:
@@ -151,12 +159,13 @@ def read_study(folder: Path) -> StudyView:
     state = _document(folder / "study.json", StudyDocument)
     if not state.trials:
         raise InputError(f"{folder / 'study.json'}: no trials yet; run leaven tune first")
-    best = folder / "best.toml"
+    best, centre = folder / "best.toml", folder / "centre.toml"
+    of_file = is_command_file(centre)
     in_order = tuple(sorted(state.trials, key=lambda trial: trial.number))
     return StudyView(
         **vars(state) | {"trials": in_order},
-        centre=read_recipe(folder / "centre.toml"),
-        best_recipe=read_recipe(best) if best.exists() else None,
+        centre=command_space(centre).file if of_file else read_recipe(centre),
+        best_recipe=read_recipe(best) if best.exists() and not of_file else None,
     )
 
 

@@ -179,7 +179,9 @@ def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
 
 
 def _wider(dimension: Dimension, best: float) -> str:
-    """Return the recipe setting that extends the search space beyond ``best``, a value at its limit."""
+    """Return as text how to extend the search space beyond ``best``, a value at its limit."""
+    if "." not in dimension.path:  # of a command file; a path in a recipe has a section
+        return f"move this bound of {dimension.path} under [space]"
     low, high, step = dimension.low, dimension.high, 2 * dimension.scale
     low, high = (low, math.ceil(high + step)) if best > 0 else (math.floor(low - step), high)
     # 0, which stands for the value in the recipe, must be between the two limits.

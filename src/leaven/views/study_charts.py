@@ -258,7 +258,8 @@ def curves(study: StudyView, known: Curves, title: str) -> Figure:
     low, high = np.quantile(losses, [0.005, 0.98]).tolist()
     room = 0.05 * (high - low) or 0.1
     x_axis = charts.log_axis(first, end, numbers.tick)
-    return charts.figure("tokens consumed", title, traces, x=x_axis, y={"range": [low - room, high + room]})
+    over = "tokens consumed" if study.progress == "tokens" else study.progress
+    return charts.figure(over, title, traces, x=x_axis, y={"range": [low - room, high + room]})
 
 
 def front(study: StudyView) -> Figure | None:

@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from leaven.recipe.recipe import short_path, split_path
+from leaven.recipe.recipe import Recipe, short_path, split_path
 from leaven.tuning.algorithm.noise import GIVEN
-from leaven.tuning.point import values
 from leaven.tuning.study_document import UNDER_WAY, Coordinate
 from leaven.views import numbers, points, study_charts
 from leaven.views.charts import Figure
@@ -23,10 +22,13 @@ SHOWN = 30  # number of rows of the table of trials that are visible at first, i
 def study_page(study: StudyView) -> str:
     """Return the HTML page of a study."""
     charts, search = search_view(study)
-    best, recipe = study.best_recipe, study.best_recipe or study.centre
+    best, start = study.best_recipe, study.centre if isinstance(study.centre, Recipe) else None
+    recipe = best or start
     known = study_charts.known_curves(study)
     if known:
-        charts["curves"] = study_charts.curves(study, known, "training loss, nats per token")
+        charts["curves"] = study_charts.curves(
+            study, known, f"{'' if study.command else 'training '}loss, nats per token"
+        )
         if ahead := study_charts.against_best(study, known):
             charts["ahead"] = study_charts.curves(study, ahead, "above the best trial, nats per token")
     charts["front"] = study_charts.front(study)
@@ -45,8 +47,12 @@ def study_page(study: StudyView) -> str:
         trials=trial_rows(study),
         shown=SHOWN,
         cost=_cost(study),
-        view=recipe_view(recipe, study.centre if best else None, ("centre", "best" if best else "start")),
-        commands=[tune_command(study, "centre.toml", "."), "leaven report . -o report.html"],
+        view=recipe and recipe_view(recipe, start if best else None, ("centre", "best" if best else "start")),
+        commands=[
+            tune_command(study, "centre.toml", "."),
+            *([study.best_command] if study.best_command else []),
+            "leaven report . -o report.html",
+        ],
     )
 
 
@@ -98,7 +104,7 @@ def changes(study: StudyView) -> Mapping[str, Any] | None:
     )
     if study.best is None or not moved:
         return None
-    at_best, at_fewest = values(study.centre, moved), values(study.centre, fewer)
+    at_best, at_fewest = study.values(moved), study.values(fewer)
     rows = []
     for path in sorted(moved, key=lambda path: (path not in fewer, -abs(moved[path]))):
         found = [study.dimension(path).centre, at_best[path]]
@@ -154,7 +160,10 @@ def _cost(study: StudyView) -> Mapping[str, Any]:
 def tune_command(study: StudyView, recipe: str, folder: str) -> str:
     """Return the ``leaven tune`` command that repeats a study, with the same method, search space and trials."""
     counted = str(max(study.ended, 1))
-    options = ["--study", folder, "--trials", counted, "--method", study.method, "--space", _space(study)]
+    options = ["--study", folder, "--trials", counted, "--method", study.method]
+    if isinstance(study.centre, Recipe):
+        options += ["--space", _space(study, study.centre)]
+        options += ["--command", study.command, "--loss", study.loss_pattern] if study.command else []
     if study.durations:
         options += ["--durations", ",".join(map(str, study.durations))]
     if study.noise_runs == GIVEN:
@@ -162,12 +171,12 @@ def tune_command(study: StudyView, recipe: str, folder: str) -> str:
     return shlex.join(["leaven", "tune", recipe, *options])
 
 
-def _space(study: StudyView) -> str:
+def _space(study: StudyView, recipe: Recipe) -> str:
     """Return the argument of ``--space`` for the searched hyperparameters.
 
     If a hyperparameter such as ``lr`` is searched in all modules, ``*`` replaces the names of the modules.
     """
-    recipe, searched = study.centre, set(study.space)
+    searched = set(study.space)
     names = dict[str, None]()
     for path in study.space:
         *outer, quantity = split_path(path)

@@ -217,7 +217,11 @@ class CommandStudy(BaseStudy):
             from_study=from_study,
             recipe=space.recipe if isinstance(space, Space) else None,
             shared={"command": command.settings},
-            about={"command": command.command, "progress": command.loss.progress},
+            about={
+                "command": command.command,
+                "loss_pattern": command.loss.pattern or "",
+                "progress": command.loss.progress,
+            },
         )
 
     def _trainer(self, workers: int, checkpoint_seconds: float) -> AbstractContextManager[Objective]:

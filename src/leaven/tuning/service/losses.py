@@ -92,7 +92,9 @@ def _of_wandb(key: str, folder: Path) -> Losses:
             for field, history in _fields(record):
                 if field != 2 or not isinstance(history, bytes):  # Record.history
                     continue
-                row = dict(_item(item) for number, item in _fields(history) if number == 1 and isinstance(item, bytes))
+                row = dict(
+                    _item(item) for number, item in _fields(history) if number == 1 and isinstance(item, bytes)
+                )
                 if key in row:
                     yield _whole(row.get("_step")), _number(row[key], f"{file}: {key}")
 
