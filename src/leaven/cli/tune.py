@@ -37,7 +37,7 @@ def tune(
         Path,
         typer.Argument(
             metavar="RECIPE",
-            help="A recipe file (TOML), or a command file: a command, its loss and its search space.",
+            help="A recipe (TOML), or a command file: a command, its loss and its search space.",
         ),
     ],
     study: Annotated[
@@ -211,8 +211,10 @@ def tune(
 def _command(
     context: typer.Context, path: Path, command: str | None, loss: str | None, overrides: list[str] | None
 ) -> "tuple[Command | None, CommandSpace | None]":
-    """Return the command that a study runs, and its space if ``path`` is a command file. Both are None if leaven's own
-    trainer is used."""
+    """Return the command that a study runs, and its space if ``path`` is a command file.
+
+    Both are None if leaven's own trainer is used.
+    """
     from leaven.recipe.files import validated
     from leaven.tuning.command import Command, command_space, is_command_file
 

@@ -17,7 +17,6 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe, flatten, set_path, split_path
 from leaven.recipe.units import parse_quantity
 
-
 Kind = TypeVar("Kind", bound=BaseModel)
 
 

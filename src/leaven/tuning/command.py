@@ -319,7 +319,7 @@ class CommandSpace(SearchSpace):
             changes[name] = (
                 {"start": value} if choices is None else {"choices": [value, *(c for c in choices if c != value)]}
             )
-        update(document, {"name": self.name, "space": changes, "why": self.file.why | reasons}, prune=False)
+        update(document, {"name": self.name, "space": changes, "why": {**self.file.why, **reasons}}, prune=False)
         write_text(path, tomlkit.dumps(document))
 
     def changes_since(self, path: Path) -> list[Difference]:

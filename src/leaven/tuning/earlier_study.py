@@ -31,8 +31,8 @@ from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, split_path
 from leaven.scaling.transfer import searched_paths
 from leaven.tuning.algorithm.surrogate import EarlierTrials
-from leaven.tuning.point import BATCH, CHOICES, TOKENS, WARM_UP, distance, levels, recipe_at, value_at
 from leaven.tuning.command import CommandSpace, is_command_file
+from leaven.tuning.point import BATCH, CHOICES, TOKENS, WARM_UP, distance, levels, recipe_at, value_at
 from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial
 
@@ -72,8 +72,8 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
         rows = [point_of(trial, others) for trial in ended]
     except (ValueError, ArithmeticError, AttributeError, KeyError, TypeError) as error:
         raise InputError(
-            f"{what}: its trials cannot be compared with this {space.kind} ({error}); usual cause: a value that is 0 or "
-            f"missing in one of the two {space.kind}s; leave --from-study out"
+            f"{what}: its trials cannot be compared with this {space.kind} ({error}); usual cause: a value that is 0 "
+            f"or missing in one of the two {space.kind}s; leave --from-study out"
         ) from None
     noise = document.noise_floor if document.noise_runs >= MEASURED else None
     return EarlierTrials(np.array(rows), np.array([trial.loss for trial in ended], float), noise), noise

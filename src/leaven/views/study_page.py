@@ -26,9 +26,8 @@ def study_page(study: StudyView) -> str:
     recipe = best or start
     known = study_charts.known_curves(study)
     if known:
-        charts["curves"] = study_charts.curves(
-            study, known, f"{'' if study.command else 'training '}loss, nats per token"
-        )
+        what = "loss" if study.command else "training loss"
+        charts["curves"] = study_charts.curves(study, known, f"{what}, nats per token")
         if ahead := study_charts.against_best(study, known):
             charts["ahead"] = study_charts.curves(study, ahead, "above the best trial, nats per token")
     charts["front"] = study_charts.front(study)

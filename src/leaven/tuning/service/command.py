@@ -157,7 +157,7 @@ class CommandTrainer:
         return WorkerDied()
 
 
-def values_of(
+def values_of(  # noqa: PLR0917 - one of each
     command: Command, space: SearchSpace, point: Mapping[str, float], folder: Path, seed: int = 0, worker: int = 0
 ) -> dict[str, Value]:
     """Return the values of all placeholders of a trial at a point, by name. ``folder`` is the folder of the trial.
@@ -190,7 +190,7 @@ class CommandStudy(BaseStudy):
             ``{seed}`` and the noise is not given as 0; see also :class:`BaseStudy`.
     """
 
-    def __init__(  # noqa: PLR0917 - the first ones are natural by position
+    def __init__(
         self,
         out: Path,
         command: Command,

@@ -1,5 +1,5 @@
-"""Read the losses that a command reports: in text, JSON lines, TensorBoard event files, or an offline run of Weights &
-Biases. Files are read while they are written, so an incomplete last line or record is ignored."""
+"""Read the losses that a command reports: in text, JSON lines, TensorBoard event files, or an offline run of W&B
+(Weights & Biases). Files are read while they are written, so an incomplete last line or record is ignored."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def _of_text(pattern: re.Pattern[str], file: Path, complete: bool) -> Losses:
     text = file.read_bytes().decode(errors="replace").replace("\r", "\n") if file.is_file() else ""
     for found in pattern.finditer(text if complete else text[: text.rfind("\n") + 1]):
         step = found.groupdict().get("step")
-        yield step and int(re.sub("[,_]", "", step)), float(found["loss"])
+        yield int(re.sub("[,_]", "", step)) if step else None, float(found["loss"])
 
 
 def _of_json_lines(source: LossSource, file: Path) -> Losses:

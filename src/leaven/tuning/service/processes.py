@@ -1,8 +1,8 @@
 """Start shell commands and end them with everything that they have started, even if leaven is killed.
 
-A command leads a session of its own, so Ctrl-C in the terminal reaches only leaven. A guard, a process that runs this
-file, ends the commands of a leaven that was killed: it reads the ids of commands from a pipe, which closes when leaven
-is gone.
+A command leads a session of its own, so Ctrl-C in the terminal reaches only leaven. A guard, a process that runs
+this file, ends the commands of a leaven that was killed: it reads the ids of commands from a pipe, which closes when
+leaven is gone.
 
 This file imports no other file of leaven, so that the guard starts quickly.
 """
@@ -22,10 +22,9 @@ GRACE_SECONDS = 10.0  # from the request to end until processes are killed
 
 
 class Commands:
-    """A context manager that starts commands, and ends those that still run when it is left."""
+    """A context manager that starts commands, and has a guard for them."""
 
     def __enter__(self) -> "Commands":
-        self._running: set[int] = set()
         self._guard = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__))], stdin=subprocess.PIPE, start_new_session=True
         )
