@@ -55,7 +55,7 @@ class Commands:
 
     def _tell(self, line: str) -> None:
         assert self._guard.stdin is not None
-        with suppress(OSError):  # somebody has killed the guard
+        with suppress(OSError, ValueError):  # the guard was killed, or the context is being left
             os.write(self._guard.stdin.fileno(), line.encode())  # one write is whole, whichever thread writes
 
 

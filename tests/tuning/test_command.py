@@ -1,0 +1,465 @@
+"""Studies over a command: another trainer reports its losses, and its failures mean something."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from leaven.cli import app
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import read_recipe
+from leaven.training.outcome import Baseline
+from leaven.tuning import search
+from leaven.tuning.command import Command, SearchedValue, command_space, fill, text_of
+from leaven.tuning.service.command import CommandStudy, CommandTrainer
+from leaven.tuning.service.losses import read_losses
+from leaven.tuning.service.search_loop import Proposal, TrialReleased, WorkerDied
+from leaven.tuning.study_document import StudyDocument
+from leaven.views.folders import read_study
+from leaven.views.study_page import study_page
+from tests.tuning.bigram import train
+
+PYTHON = f"{sys.executable} -S -E"
+BIGRAM = f"{PYTHON} {Path(__file__).with_name('bigram.py')}"
+SPACE = """
+[space]
+lr = {start = 0.1, low = 0.001, high = 100}
+weight_decay = {start = 0.01, low = 1e-4, high = 1}
+"""
+PATTERN = "loss.pattern = 'iter {step}: val loss {loss}'\n"
+ONE = "[space]\nlr = {start = 0.1, low = 0.01, high = 1}\n"
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Return a function that writes a command file in the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def file(command: str, more: str = PATTERN, space: str = SPACE, name: str = "tiny.toml") -> Path:
+        Path(name).write_text(f"command = '''{command}'''\n{more}{space}")
+        return Path(name)
+
+    return file
+
+
+def tune(*words: object) -> tuple[int, str]:
+    """Return the exit code of ``leaven tune`` and what it printed; an InputError has the code 2."""
+    result = CliRunner().invoke(app, ["tune", *map(str, words)])
+    if isinstance(result.exception, InputError):
+        return 2, str(result.exception)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def document(folder: str = "study") -> StudyDocument:
+    return StudyDocument.model_validate_json(Path(folder, "study.json").read_bytes())
+
+
+def trainer(file: Path, **more: object) -> CommandTrainer:
+    space, notes = command_space(file), list[str]()
+    given = {"works": False, "stop": lambda: False, "note": notes.append} | more
+    made = CommandTrainer(space.file, space, Path("trials"), **given)  # type: ignore[arg-type]
+    made.notes = notes  # type: ignore[attr-defined]
+    return made
+
+
+def test_a_study_over_a_command_is_the_search_over_the_same_function(write: Write) -> None:
+    file = write(f"{BIGRAM} --lr={{lr}} --weight_decay={{weight_decay}} --seed={{seed}}")
+    code, printed = tune(file, "--study", "study", "--trials", 16)
+    assert code == 0, printed
+    space, study = command_space(file), document()
+
+    def objective(point: Proposal) -> float:
+        *_, (_, loss) = train(**space.values(point), seed=point.seed)  # type: ignore[arg-type]
+        return loss
+
+    found = search(objective, space.limits, trials=16, seed=space.seed)
+    assert [trial.octaves for trial in study.trials] == [trial.params for trial in found.trials]
+    assert [trial.loss for trial in study.trials] == [trial.loss for trial in found.trials]
+    assert study.octaves == found.params
+    assert study.best is not None
+    assert study.best.loss == found.loss < study.trials[0].loss - 0.5  # type: ignore[operator]
+    best = command_space(Path("study/best.toml"))  # a command file that starts at the best values
+    assert best.centre == space.values(study.octaves)
+    assert "trial" in best.file.why["lr"]
+    command = f"{BIGRAM} --lr={text_of(best.centre['lr'])} --weight_decay={text_of(best.centre['weight_decay'])} --seed=0"
+    assert study.best_command == command
+    assert command in printed
+    assert command in study_page(read_study(Path("study"))).replace("&#39;", "'")
+    first = subprocess.run(study.best_command, shell=True, capture_output=True, text=True, check=True)
+    assert float(first.stdout.split()[-1]) == next(trial.loss for trial in study.trials if trial.octaves == study.octaves)
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        (f"{BIGRAM} --weight_decay {{weight_decay}} --seed {{seed}}", PATTERN + 'environment.LR = "{lr}"\n'),
+        (f"{BIGRAM} --config {{config}}", PATTERN + 'config = "base.json"\n'),
+        (
+            f"{BIGRAM} --lr {{lr}} --weight_decay {{weight_decay}} --seed {{seed}} --out_dir {{out}}",
+            'loss = {jsonl = "{out}/log.jsonl", key = "val", step = "iter"}\n',
+        ),
+        (
+            f"{BIGRAM} --lr {{lr}} --weight_decay {{weight_decay}} --seed {{seed}} > {{out}}/printed",
+            "loss = {pattern = 'iter {step}: val loss {loss}', file = \"{out}/printed\"}\n",
+        ),
+    ],
+    ids=["environment", "config", "jsonl", "file"],
+)
+def test_every_way_of_values_and_losses_gives_the_same_losses(write: Write, command: str, more: str) -> None:
+    Path("base.json").write_text('{"lr": {lr}, "weight_decay": {weight_decay}, "seed": {seed}, "text": "{as it is}"}')
+    file = write(command, more)
+    with trainer(file) as run:
+        outcome = run(Proposal({"lr": 1.0, "weight_decay": 0.0}, 3, seed=5))
+    losses = tuple(train(lr=0.2, weight_decay=0.01, seed=5))
+    # A source without steps in this order would be numbered from 1.
+    assert outcome.curve == losses
+    assert outcome.loss == losses[-1][1]
+    assert not outcome.stopped
+
+
+def test_the_readme_of_a_recipe_command(write: Write, tiny_file: Path) -> None:
+    """A recipe with --command: placeholders are values of the recipe."""
+    command = f"{BIGRAM} --lr {{lr}} --weight_decay {{weight_decay}} --seed {{seed}}"
+    words = ("--command", command, "--loss", "iter {step}: val loss {loss}", "--trials", 4, "--study", "study")
+    code, printed = tune(tiny_file, *words, "--space", "hyperparameters.lr")
+    assert code == 0, printed
+    study, start = document(), read_recipe(tiny_file)
+    decay = start.hyperparameters.weight_decay
+    for trial in study.trials:
+        *_, (_, loss) = train(trial.values["hyperparameters.lr"], decay, start.data.seed + trial.seed)  # type: ignore[arg-type]
+        assert trial.loss == loss
+    assert read_recipe(Path("study/best.toml")).hyperparameters.weight_decay == decay
+    assert "--command" in study_page(read_study(Path("study")))
+    code, printed = tune(tiny_file, *words)
+    assert (code, printed.partition(",")[0]) == (2, "the command has no {init_std}")
+
+
+FAILS = "sh -c 'echo ready; echo broken: no GPU; exit 3' {lr} {seed}"
+
+
+@pytest.mark.parametrize(
+    ("command", "more", "error"),
+    [
+        (FAILS, "", "the first run of the command ended with exit code 3; .*ready | broken: no GPU"),
+        ("echo all is well {lr} {seed}", "", "reported no loss; .*all is well"),
+        ("sleep 60 {lr} {seed}", "timeout_seconds = 0.1\n", "took longer than timeout_seconds = 0.1"),
+        ("kill -9 $$ {lr} {seed}", "", "was killed by signal 9"),
+    ],
+    ids=["crash", "no loss", "timeout", "signal"],
+)
+def test_a_command_that_fails_at_the_start_ends_the_search(write: Write, command: str, more: str, error: str) -> None:
+    file = write(command.replace("{lr}", "; : {lr}") if "sleep" in command else command, PATTERN + more, ONE)
+    began = time.monotonic()
+    code, printed = tune(file, "--study", "study", "--trials", 12)
+    assert code == 2
+    for part in error.split(".*"):
+        assert part in printed
+    assert time.monotonic() - began < 30
+    assert [trial.state for trial in document_of_store(file)] == ["waiting"]  # the same command tries again
+
+
+def document_of_store(file: Path) -> tuple[object, ...]:
+    with CommandStudy(Path("study"), command_space(file).file, command_space(file), "trust-region") as study:
+        return study.state().trials
+
+
+def test_a_command_that_fails_elsewhere_is_run_twice_and_then_left_out(write: Write) -> None:
+    file = write("echo iter 1: val loss 3; test {lr} = 0.1 || { echo too large; exit 7; }; : {seed}", PATTERN, ONE)
+    code, printed = tune(file, "--study", "study", "--trials", 2, "--noise", 0.01)
+    assert code == 0, printed
+    assert [trial.state for trial in document().trials] == ["complete", "failed"]
+    assert "trial 1 ended with exit code 7; the last lines of its output" in printed
+    assert "iter 1: val loss 3 | too large" in printed
+    assert len(list(Path("study/trials").iterdir())) == 3  # each attempt has a folder
+
+
+@pytest.mark.parametrize("loss", ["nan", "inf", "NaN", "-inf", "1e60"])
+def test_a_loss_that_is_not_finite_is_a_divergence(write: Write, loss: str) -> None:
+    file = write(f"echo iter 1: val loss 3; echo iter 2: val loss {loss}; : {{lr}} {{seed}}", PATTERN, ONE)
+    code, printed = tune(file, "--study", "study", "--trials", 1)
+    assert code == 1, printed
+    assert [trial.state for trial in document().trials] == ["diverged"]
+
+
+def test_a_divergence_ends_the_command_and_may_be_a_text(write: Write) -> None:
+    file = write("echo iter 1: val loss nan; sleep 60 & sleep 60; : {lr} {seed}", PATTERN, ONE)
+    with trainer(file) as run:
+        assert run(Proposal({"lr": 0.0}, 0)).diverged
+    text = write("echo Loss is NaN, stopping; exit 1; : {lr} {seed}", PATTERN + 'diverged = "Loss is N[aA]N"\n', ONE)
+    with trainer(text) as run:
+        assert run(Proposal({"lr": 0.0}, 1)).diverged
+    assert_no_process_left()
+
+
+def assert_no_process_left() -> None:
+    mine = psutil.Process().children(recursive=True)
+    assert not [process for process in mine if process.is_running() and "sleep" in " ".join(process.cmdline())]
+    assert not [each for each in psutil.process_iter(["cmdline"]) if "6.0625" in " ".join(each.info["cmdline"] or ())]
+
+
+def test_a_run_that_is_far_behind_the_best_is_pruned(write: Write) -> None:
+    loop = "i=0; while [ $i -lt 40 ]; do i=$((i+1)); echo iter $i: val loss 9; done; sleep 60; : {lr} {seed}"
+    best = Baseline(tuple((i, 5.0 - i / 50) for i in range(1, 101)), 3.0, 0.01)
+    with trainer(write(loop, PATTERN, ONE)) as run:
+        outcome = run(Proposal({"lr": 1.0}, 4, baseline=best))
+    assert outcome.stopped
+    assert outcome.loss > 4
+    assert outcome.curve[-1] == (40, 9.0)
+    kept = write(loop.replace("sleep 60", ":"), PATTERN + "prune = false\n", ONE)
+    with trainer(kept) as run:
+        assert not run(Proposal({"lr": 1.0}, 5, baseline=best)).stopped
+
+
+def test_a_retry_and_a_stop(write: Write) -> None:
+    file = write("sleep 6.0625 & sleep 6.0625; : {lr} {seed}", PATTERN, ONE)
+    began = time.monotonic()
+    with trainer(file, stop=lambda: time.monotonic() > began + 0.5) as run, pytest.raises(TrialReleased):
+        run(Proposal({"lr": 0.0}, 0))
+    assert_no_process_left()
+    with trainer(write("exit 1; : {lr} {seed}", PATTERN, ONE), works=True) as run, pytest.raises(WorkerDied):
+        run(Proposal({"lr": 0.0}, 0))
+
+
+def started(study: str, *words: object) -> "subprocess.Popen[str]":
+    """Start ``leaven tune`` in a process of its own, and wait until its first command runs."""
+    line = [sys.executable, "-m", "leaven", "tune", "tiny.toml", "--study", study, *map(str, words)]
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not list(Path(study).glob("trials/*/out/runs")) and time.monotonic() < until:
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.05)
+    return process
+
+
+# A launcher whose worker is in a session of its own, as those of torchrun are.
+LAUNCHER = "touch {out}/runs; setsid sleep 6.0625 & trap 'kill $!; exit 1' TERM; wait $!; sleep 60; : {lr} {seed}"
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_is_left_and_the_study_resumes(write: Write, how: signal.Signals) -> None:
+    write("test -e go || { " + LAUNCHER + "; }; echo iter 1: val loss {lr}", PATTERN, ONE)
+    process = started("study", "--trials", 3, "--workers", 2)
+    process.send_signal(how)
+    process.communicate(timeout=60)
+    assert process.returncode == (75 if how is signal.SIGINT else -signal.SIGKILL)
+    until = time.monotonic() + 12
+    while how is signal.SIGKILL and time.monotonic() < until:  # the guard ends the commands
+        try:
+            assert_no_process_left()
+            break
+        except AssertionError:
+            time.sleep(0.1)
+    assert_no_process_left()
+    Path("go").touch()
+    code, printed = tune("tiny.toml", "--study", "study", "--trials", 3, "--workers", 2)
+    assert code == 0, printed
+    assert [trial.state for trial in document().trials] == ["complete"] * 3
+
+
+def test_two_commands_share_a_study(write: Write) -> None:
+    write("echo {seed} {lr} >> ran; echo iter 1: val loss {lr}", PATTERN, ONE)
+    line = [sys.executable, "-m", "leaven", "tune", "tiny.toml", "--study", "study", "--trials", "8", "--noise", "0"]
+    both = [subprocess.Popen(line, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    errors = [process.communicate(timeout=120)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], errors
+    ran = Path("ran").read_text().split("\n")[:-1]
+    assert len(ran) == len(document().trials)
+    assert all(trial.state == "complete" for trial in document().trials)
+
+
+def test_a_job_of_a_cluster(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for sbatch, which blocks, and writes the output of the job to a file."""
+    bin = Path("bin")
+    bin.mkdir()
+    (bin / "sbatch").write_text('#!/bin/sh\n[ "$1" = --wait ] && out=${2#--output=} && shift 2 && exec "$@" > $out\n')
+    (bin / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin.absolute()}:{os.environ['PATH']}")
+    job = f"sbatch --wait --output={{out}}/log {BIGRAM} --lr {{lr}} --weight_decay {{weight_decay}} --seed {{seed}}"
+    write(job, "loss = {pattern = 'val loss {loss}', file = \"{out}/log\"}\n")
+    code, printed = tune("tiny.toml", "--study", "study", "--trials", 2)
+    assert code == 0, printed
+    *_, (_, loss) = train(0.1, 0.01, 0)
+    assert document().trials[0].loss == loss
+
+
+def test_workers_are_numbered(write: Write) -> None:
+    write("echo {worker} >> ran; sleep 0.5; echo iter 1: val loss {lr}; : {seed}", PATTERN, ONE)
+    code, printed = tune("tiny.toml", "--study", "study", "--trials", 6, "--workers", 3)
+    assert code == 0, printed
+    assert set(Path("ran").read_text().split()) == {"0", "1", "2"}
+
+
+def test_an_earlier_study_informs_the_next(write: Write) -> None:
+    command = f"{BIGRAM} --lr={{lr}} --weight_decay={{weight_decay}} --seed={{seed}}"
+    write(command)
+    assert tune("tiny.toml", "--study", "first", "--trials", 10)[0] == 0
+    wide = SPACE.replace("lr = {start = 0.1", "lr = {start = 0.4")
+    write(command, space=wide, name="wide.toml")
+    code, printed = tune("wide.toml", "--study", "second", "--trials", 4, "--from-study", "first")
+    assert code == 0, printed
+    with CommandStudy(
+        Path("third"), command_space(Path("wide.toml")).file, command_space(Path("wide.toml")), "trust-region",
+        from_study=Path("first"),
+    ) as study:  # fmt: skip
+        earlier = study.space.earlier
+    assert earlier is not None
+    first = [trial.octaves for trial in document("first").trials]
+    assert [point[0] for point in earlier.points] == pytest.approx([x["lr"] - 2 for x in first], abs=1e-4)  # type: ignore[index]
+
+
+BAD = {
+    "a placeholder that is no value": ("run {lr} {sed}", PATTERN, ONE, "{sed} in the command is not a searched value; did you mean {seed}?"),
+    "a value without a placeholder": ("run {seed}", PATTERN, ONE, "the command has no {lr}, which is searched"),
+    "no seed": ("run {lr}", PATTERN, ONE, "the command has no {seed}"),
+    "two losses": ("run {lr} {seed}", "loss = {pattern = '{loss}', jsonl = 'a', key = 'b'}\n", ONE, "two sources of a loss, pattern and jsonl; keep one"),
+    "no loss": ("run {lr} {seed}", "loss = {key = 'b'}\n", ONE, "no source of a loss; give one of pattern, jsonl, tensorboard, wandb"),
+    "no key": ("run {lr} {seed}", "loss.jsonl = 'b'\n", ONE, "jsonl needs the name of the loss"),
+    "no number": ("run {lr} {seed}", "loss.pattern = 'loss ([0-9]+)'\n", ONE, "the pattern has no {loss}"),
+    "not an expression": ("run {lr} {seed}", "loss.pattern = '({loss}'\n", ONE, "is not a regular expression"),
+    "a key without effect": ("run {lr} {seed}", "loss = {pattern = '{loss}', key = 'b'}\n", ONE, "key has no effect with pattern"),
+    "config unused": ("run {lr} {seed}", PATTERN + "config = 'tiny.toml'\n", ONE, "the command does not read tiny.toml; write {config}"),
+    "no config": ("run {lr} {seed} {config}", PATTERN, ONE, 'add config = "FILE"'),
+    "config missing": ("run {lr} {seed} {config}", PATTERN + "config = 'gone'\n", ONE, "gone: no such file"),
+    "an unknown key": ("run {lr} {seed}", PATTERN + "timeout = 3\n", ONE, "timeout: no such key; did you mean timeout_seconds?"),
+    "a bound": ("run {lr} {seed}", PATTERN, "[space]\nlr = {start = 2, low = 0.01, high = 1}\n", "start = 2 is not between low = 0.01 and high = 1"),
+    "zero": ("run {lr} {seed}", PATTERN, "[space]\nlr = {start = 2, low = 0, high = 4}\n", "low must be above 0"),
+    "half a range": ("run {lr} {seed}", PATTERN, "[space]\nlr = {start = 2}\n", "give start, low and high"),
+    "a name": ("run {out} {seed}", PATTERN, "[space]\nout = {start = 2, low = 1, high = 4}\n", "out cannot be the name of a value"),
+    "nothing": ("run {seed}", PATTERN, "[space]\n", "space"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_nothing_is_written(write: Write, case: str) -> None:
+    command, more, space, error = BAD[case]
+    file = write(command, more, space)
+    code, printed = tune(file, "--study", "study", "--trials", 4)
+    assert code == 2
+    assert error in printed
+    assert "\n" not in printed
+    assert not Path("study").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--flops", "1e18"], "a command file cannot be combined with --flops"),
+        (["--durations", "10k"], "a command file cannot be combined with --durations"),
+        (["--prior", "laws"], "a command file cannot be combined with --prior"),
+        (["--space", "lr"], "a command file cannot be combined with --space"),
+        (["--command", "run"], "a command file cannot be combined with --command"),
+        (["--method", "grid", "--trials", "2"], "a grid over 1 hyperparameters has at least 2^1 points"),
+        (["--method", "treust"], "method treust: unknown"),
+        (["--from-study", "none"], "--from-study none: no study.json there"),
+    ],
+)
+def test_options_that_a_command_does_not_have(write: Write, words: list[str], error: str) -> None:
+    code, printed = tune(write("run {lr} {seed}", PATTERN, ONE), "--study", "study", *words)
+    assert (code, error in printed) == (2, True), printed
+    assert not Path("study").exists()
+
+
+def test_a_changed_command_is_another_study(write: Write) -> None:
+    command = "echo iter 1: val loss {lr}; : {seed}"
+    assert tune(write(command, PATTERN, ONE), "--study", "study", "--trials", 1)[0] == 0
+    timed = write(command, PATTERN + "timeout_seconds = 60\n", ONE)
+    assert tune(timed, "--study", "study", "--trials", 2)[0] == 0  # a time limit may change
+    code, printed = tune(write(command + " more", PATTERN, ONE), "--study", "study", "--trials", 3)
+    assert code == 2
+    assert "study has another command file: command was" in printed
+    Path("study/centre.toml").unlink()
+    code, printed = tune("tiny.toml", "--study", "study", "--trials", 3, "--set", "seed=4")
+    assert code == 2
+
+
+def test_without_a_seed_equal_values_give_equal_losses(write: Write) -> None:
+    file = write("echo iter 1: val loss {lr}", PATTERN, ONE)
+    code, printed = tune(file, "--study", "study", "--trials", 8, "--noise", 0)
+    assert code == 0, printed
+    assert {trial.seed for trial in document().trials} == {0}
+
+
+@pytest.mark.parametrize(
+    ("value", "moves"),
+    [
+        (SearchedValue(start=32, low=8, high=256), {0.0: 32, 1.0: 64, 0.3: 39, -2.0: 8, 3.0: 256}),
+        (SearchedValue(start=0.1, low=0.0, high=0.5, unit="tenth"), {0.0: 0.1, -1.0: 0.0, 4.0: 0.5, 0.5: 0.15}),
+        (SearchedValue(start=0.9, low=0.5, high=0.99, unit="beta"), {0.0: 0.9, 1.0: 0.81, -1.0: 0.948683}),
+        (SearchedValue(choices=["adamw", 2, 0.5]), {0.0: "adamw", 1.0: 2, 2.0: 0.5}),
+    ],
+)
+def test_values_move_by_their_unit(value: SearchedValue, moves: dict[float, float | str]) -> None:
+    for octaves, there in moves.items():
+        assert value.moved(octaves) == there
+        assert type(value.moved(octaves)) is type(there)
+    dimension = value.dimension("x")
+    for end in (dimension.low, dimension.high):
+        assert value.distance(value.moved(end)) == pytest.approx(end)
+
+
+def test_placeholders_are_filled_and_other_braces_stay() -> None:
+    text = 'a {lr} ${lr} {{lr}} {"x":{lr}} {other} {attention.query.lr}'
+    filled = fill(text, {"lr": 1e-5, "attention.query.lr": 2})
+    assert filled == 'a 1.0e-05 ${lr} {lr} {"x":1.0e-05} {other} 2'
+    assert [text_of(each) for each in (3, 0.5, 1.5e-07, 1e22, "a b")] == ["3", "0.5", "1.5e-07", "1.0e+22", "a b"]
+    command = Command.model_validate({"command": "run {name}", "loss": {"pattern": "{loss}"}})
+    assert command.filled({"name": "it's; rm"}) == """run 'it'"'"'s; rm'"""
+
+
+def test_losses_are_read_while_they_are_written(tmp_path: Path) -> None:
+    source = Command.model_validate({"command": "x", "loss": {"pattern": "step {step}/9.*? loss={loss}"}}).loss
+    file = tmp_path / "output.log"
+    assert read_losses(source, file, complete=True) == ()
+    file.write_bytes(b"\xff step 1,000/9 lr=1 loss=-3.5e-1\rstep 2_000/9 loss=.25\nstep 2_000/9 loss=nan\nstep 3/9 loss=12")
+    assert read_losses(source, file, complete=False)[0] == (1000, -0.35)
+    partial, whole = (read_losses(source, file, complete=complete) for complete in (False, True))
+    assert [step for step, _ in partial] == [1000, 2000]
+    assert math.isnan(partial[1][1])  # the last loss of a step counts
+    assert whole[-1] == (3, 12.0)
+    timed = source.model_copy(update={"tokens_per_step": 512})
+    assert read_losses(timed, file, complete=True)[0] == (512000, -0.35)
+    lines = tmp_path / "log.jsonl"
+    lines.write_text('{"val": 3}\n{"other": 1}\n{"val": null, "at": {"x": 1}}\n{"val": 2.5}\n{"val": 1')
+    source = Command.model_validate({"command": "x", "loss": {"jsonl": "x", "key": "val"}}).loss
+    found = read_losses(source, lines, complete=True)
+    assert [found[0], found[2]] == [(1, 3.0), (3, 2.5)]
+    assert math.isnan(found[1][1])
+    lines.write_text('{"val": "three"}\n')
+    with pytest.raises(InputError, match="val is 'three', not a number; name another key with loss.key"):
+        read_losses(source, lines, complete=True)
+
+
+def test_tensorboard_and_wandb_are_read(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path / "run") as writer:
+        for step in (10, 20, 30):
+            writer.add_scalar("val/loss", 4 - step / 16, step)
+            writer.add_scalar("lr", 1.0, step)
+        writer.add_scalar("val/loss", 1.75, 40, new_style=True)
+    losses = ((10, 3.375), (20, 2.75), (30, 2.125), (40, 1.75))
+    source = Command.model_validate({"command": "x", "loss": {"tensorboard": "x", "key": "val/loss"}}).loss
+    assert read_losses(source, tmp_path, complete=False) == losses
+    assert read_losses(source, tmp_path / "none", complete=False) == ()
+    # Written by wandb 0.31 in offline mode, with a text of 40,000 characters that spans two blocks.
+    source = Command.model_validate({"command": "x", "loss": {"wandb": "x", "key": "val/loss"}}).loss
+    folder = Path(__file__).with_name("wandb")
+    found = read_losses(source, folder, complete=False)
+    assert found[:3] == ((0, 5.0), (10, 4.5), (20, 4.0))
+    assert found[3][0] == 80
+    assert math.isnan(found[3][1])
+    nested = source.model_copy(update={"key": "nested.a"})
+    assert read_losses(nested, folder, complete=False) == ((0, 0.0), (10, 1.0), (20, 2.0))
