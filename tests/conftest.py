@@ -115,6 +115,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     one_at_a_time = Lock()
 
     class Pool(nullcontext[Any]):
+        def __init__(self, workers: int, device: str | None = None) -> None: ...
+
         def __enter__(self) -> "Pool":
             return self
 

@@ -6,6 +6,7 @@ import math
 import os
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 TEXT = [ord(letter) - 97 for letter in "theraininspainstaysmainlyintheplain" * 3]
@@ -15,7 +16,7 @@ def train(lr: float, weight_decay: float, seed: int, steps: int = 12) -> Iterato
     """Yield (step, mean loss over the text) before the first step and after every step."""
     order = random.Random(seed)
     logits = [[order.gauss(0, 0.1) for _ in range(26)] for _ in range(26)]
-    pairs = list(zip(TEXT, TEXT[1:], strict=False))
+    pairs = list(pairwise(TEXT))
     for step in range(steps + 1):
         yield step, sum(_loss(logits[a], b) for a, b in pairs) / len(pairs)
         for a, b in order.sample(pairs, 16):

@@ -1,6 +1,5 @@
 """Studies over a command: another trainer reports its losses, and its failures mean something."""
 
-import json
 import math
 import os
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.tuning.bigram import train
 from typer.testing import CliRunner
 
 from leaven.cli import app
@@ -26,7 +26,6 @@ from leaven.tuning.service.search_loop import Proposal, TrialReleased, WorkerDie
 from leaven.tuning.study_document import StudyDocument
 from leaven.views.folders import read_study
 from leaven.views.study_page import study_page
-from tests.tuning.bigram import train
 
 PYTHON = f"{sys.executable} -S -E"
 BIGRAM = f"{PYTHON} {Path(__file__).with_name('bigram.py')}"
@@ -69,7 +68,7 @@ def document(folder: str = "study") -> StudyDocument:
 
 def trainer(file: Path, **more: object) -> CommandTrainer:
     space, notes = command_space(file), list[str]()
-    given = {"works": False, "stop": lambda: False, "note": notes.append} | more
+    given = {"devices": [None], "works": False, "stop": lambda: False, "note": notes.append} | more
     made = CommandTrainer(space.file, space, Path("trials"), **given)  # type: ignore[arg-type]
     made.notes = notes  # type: ignore[attr-defined]
     return made
@@ -94,12 +93,16 @@ def test_a_study_over_a_command_is_the_search_over_the_same_function(write: Writ
     best = command_space(Path("study/best.toml"))  # a command file that starts at the best values
     assert best.centre == space.values(study.octaves)
     assert "trial" in best.file.why["lr"]
-    command = f"{BIGRAM} --lr={text_of(best.centre['lr'])} --weight_decay={text_of(best.centre['weight_decay'])} --seed=0"
+    command = (
+        f"{BIGRAM} --lr={text_of(best.centre['lr'])} --weight_decay={text_of(best.centre['weight_decay'])} --seed=0"
+    )
     assert study.best_command == command
     assert command in printed
     assert command in study_page(read_study(Path("study"))).replace("&#39;", "'")
     first = subprocess.run(study.best_command, shell=True, capture_output=True, text=True, check=True)
-    assert float(first.stdout.split()[-1]) == next(trial.loss for trial in study.trials if trial.octaves == study.octaves)
+    assert float(first.stdout.split()[-1]) == next(
+        trial.loss for trial in study.trials if trial.octaves == study.octaves
+    )
 
 
 @pytest.mark.parametrize(
@@ -302,6 +305,21 @@ def test_workers_are_numbered(write: Write) -> None:
     assert set(Path("ran").read_text().split()) == {"0", "1", "2"}
 
 
+def test_every_worker_has_a_device(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("echo $CUDA_VISIBLE_DEVICES {worker} >> ran; sleep 1; echo iter 1: val loss {lr}; : {seed}", PATTERN, ONE)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,GPU-8")
+    code, printed = tune("tiny.toml", "--study", "study", "--trials", 16, "--workers", "auto", "--method", "random")
+    assert code == 0, printed
+    used = {
+        (name if name != "GPU-8" else "7", worker)
+        for name, worker in map(str.split, Path("ran").read_text().splitlines())
+    }
+    assert used == {(str(i), str(i)) for i in range(8)}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, printed = tune("tiny.toml", "--study", "other", "--workers", "auto")
+    assert (code, printed.partition(";")[0]) == (2, "--workers auto: no GPU here")
+
+
 def test_an_earlier_study_informs_the_next(write: Write) -> None:
     command = f"{BIGRAM} --lr={{lr}} --weight_decay={{weight_decay}} --seed={{seed}}"
     write(command)
@@ -320,31 +338,34 @@ def test_an_earlier_study_informs_the_next(write: Write) -> None:
     assert [point[0] for point in earlier.points] == pytest.approx([x["lr"] - 2 for x in first], abs=1e-4)  # type: ignore[index]
 
 
+RUN = "run {lr} {seed}"
 BAD = {
-    "a placeholder that is no value": ("run {lr} {sed}", PATTERN, ONE, "{sed} in the command is not a searched value; did you mean {seed}?"),
-    "a value without a placeholder": ("run {seed}", PATTERN, ONE, "the command has no {lr}, which is searched"),
-    "no seed": ("run {lr}", PATTERN, ONE, "the command has no {seed}"),
-    "two losses": ("run {lr} {seed}", "loss = {pattern = '{loss}', jsonl = 'a', key = 'b'}\n", ONE, "two sources of a loss, pattern and jsonl; keep one"),
-    "no loss": ("run {lr} {seed}", "loss = {key = 'b'}\n", ONE, "no source of a loss; give one of pattern, jsonl, tensorboard, wandb"),
-    "no key": ("run {lr} {seed}", "loss.jsonl = 'b'\n", ONE, "jsonl needs the name of the loss"),
-    "no number": ("run {lr} {seed}", "loss.pattern = 'loss ([0-9]+)'\n", ONE, "the pattern has no {loss}"),
-    "not an expression": ("run {lr} {seed}", "loss.pattern = '({loss}'\n", ONE, "is not a regular expression"),
-    "a key without effect": ("run {lr} {seed}", "loss = {pattern = '{loss}', key = 'b'}\n", ONE, "key has no effect with pattern"),
-    "config unused": ("run {lr} {seed}", PATTERN + "config = 'tiny.toml'\n", ONE, "the command does not read tiny.toml; write {config}"),
-    "no config": ("run {lr} {seed} {config}", PATTERN, ONE, 'add config = "FILE"'),
-    "config missing": ("run {lr} {seed} {config}", PATTERN + "config = 'gone'\n", ONE, "gone: no such file"),
-    "an unknown key": ("run {lr} {seed}", PATTERN + "timeout = 3\n", ONE, "timeout: no such key; did you mean timeout_seconds?"),
-    "a bound": ("run {lr} {seed}", PATTERN, "[space]\nlr = {start = 2, low = 0.01, high = 1}\n", "start = 2 is not between low = 0.01 and high = 1"),
-    "zero": ("run {lr} {seed}", PATTERN, "[space]\nlr = {start = 2, low = 0, high = 4}\n", "low must be above 0"),
-    "half a range": ("run {lr} {seed}", PATTERN, "[space]\nlr = {start = 2}\n", "give start, low and high"),
-    "a name": ("run {out} {seed}", PATTERN, "[space]\nout = {start = 2, low = 1, high = 4}\n", "out cannot be the name of a value"),
-    "nothing": ("run {seed}", PATTERN, "[space]\n", "space"),
+    "{sed} in the command is not a searched value; did you mean {seed}?": ("run {lr} {sed}", PATTERN, ONE),
+    "the command has no {lr}, which is searched": ("run {seed}", PATTERN, ONE),
+    "the command has no {seed}": ("run {lr}", PATTERN, ONE),
+    "two sources of a loss, pattern and jsonl; keep one": (
+        RUN, "loss = {pattern = '{loss}', jsonl = 'a', key = 'b'}\n", ONE,
+    ),
+    "no source of a loss; give one of pattern, jsonl, tensorboard, wandb": (RUN, "loss = {key = 'b'}\n", ONE),
+    "jsonl needs the name of the loss": (RUN, "loss.jsonl = 'b'\n", ONE),
+    "the pattern has no {loss}": (RUN, "loss.pattern = 'loss ([0-9]+)'\n", ONE),
+    "is not a regular expression": (RUN, "loss.pattern = '({loss}'\n", ONE),
+    "key has no effect with pattern": (RUN, "loss = {pattern = '{loss}', key = 'b'}\n", ONE),
+    "the command does not read tiny.toml; write {config}": (RUN, PATTERN + "config = 'tiny.toml'\n", ONE),
+    'add config = "FILE"': (RUN + " {config}", PATTERN, ONE),
+    "gone: no such file": (RUN + " {config}", PATTERN + "config = 'gone'\n", ONE),
+    "timeout: no such key; did you mean timeout_seconds?": (RUN, PATTERN + "timeout = 3\n", ONE),
+    "start = 2 is not between low = 0.01 and high = 1": (RUN, PATTERN, ONE.replace("0.1,", "2,")),
+    "low must be above 0": (RUN, PATTERN, ONE.replace("0.01", "0")),
+    "give start, low and high": (RUN, PATTERN, "[space]\nlr = {start = 2}\n"),
+    "out cannot be the name of a value": ("run {out} {seed}", PATTERN, ONE.replace("lr", "out")),
+    "[space]": ("run {seed}", PATTERN, "[space]\n"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_nothing_is_written(write: Write, case: str) -> None:
-    command, more, space, error = BAD[case]
+@pytest.mark.parametrize("error", BAD)
+def test_bad_input_is_one_line_and_nothing_is_written(write: Write, error: str) -> None:
+    command, more, space = BAD[error]
     file = write(command, more, space)
     code, printed = tune(file, "--study", "study", "--trials", 4)
     assert code == 2
@@ -423,7 +444,9 @@ def test_losses_are_read_while_they_are_written(tmp_path: Path) -> None:
     source = Command.model_validate({"command": "x", "loss": {"pattern": "step {step}/9.*? loss={loss}"}}).loss
     file = tmp_path / "output.log"
     assert read_losses(source, file, complete=True) == ()
-    file.write_bytes(b"\xff step 1,000/9 lr=1 loss=-3.5e-1\rstep 2_000/9 loss=.25\nstep 2_000/9 loss=nan\nstep 3/9 loss=12")
+    file.write_bytes(
+        b"\xff step 1,000/9 lr=1 loss=-3.5e-1\rstep 2_000/9 loss=.25\nstep 2_000/9 loss=nan\nstep 3/9 loss=12"
+    )
     assert read_losses(source, file, complete=False)[0] == (1000, -0.35)
     partial, whole = (read_losses(source, file, complete=complete) for complete in (False, True))
     assert [step for step, _ in partial] == [1000, 2000]

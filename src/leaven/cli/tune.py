@@ -14,6 +14,7 @@ from leaven.cli.common import (
     exit_interrupted,
     list_option,
     load_recipe,
+    parsed_option,
     prepare_text,
     print_document,
     require_alone,
@@ -25,10 +26,16 @@ from leaven.views.terminal.study import TuneScreen, answer_screen
 
 if TYPE_CHECKING:
     from leaven.tuning.command import Command, CommandSpace
+    from leaven.tuning.service.study import Study
     from leaven.tuning.space import Space
 
+AUTO = 0  # the number of workers for --workers auto
 TRIALS = 32  # the number of trials if no budget is given
 WITHOUT_COMMAND = "durations flops stack device"  # options that a study over a command does not have
+
+
+def _workers(text: str) -> int:
+    return AUTO if text == "auto" else count_above_0(text)
 
 
 def tune(
@@ -92,11 +99,13 @@ def tune(
         ),
     ] = None,
     workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of trials at once. leaven's own trainer uses one process with one thread for each.",
-            show_default="one per core, or 1 on a GPU or for a command",
+        Any,
+        parsed_option(
+            _workers,
+            "COUNT|auto",
+            "Number of trials at once. leaven's own trainer uses one process with one thread for each. auto: one for "
+            "each GPU of this machine, with this GPU in CUDA_VISIBLE_DEVICES.",
+            "one per core, or 1 on a GPU or for a command",
         ),
     ] = None,
     stack: Annotated[
@@ -150,46 +159,40 @@ def tune(
     device: DeviceOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    from leaven.planning.hardware import cores
-    from leaven.training.device import default_device
     from leaven.tuning.service.command import CommandStudy
     from leaven.tuning.service.stores import StoreGone
-    from leaven.tuning.service.study import BaseStudy, Study, check_request
+    from leaven.tuning.service.study import BaseStudy
     from leaven.tuning.space import SearchSpace
     from leaven.tuning.space import space as space_of
 
     if trials is None and flops is None and hours is None:
         trials = TRIALS
+    budget: dict[str, Any] = {"flops": flops, "hours": hours}
     run, of_file = _command(context, recipe, command, loss, overrides)
     searched: SearchSpace
     if of_file is not None:
         searched = of_file
     else:
-        loaded = load_recipe(recipe, overrides)
-        searched = around = space_of(loaded, space) if prior is None else _with_laws(space_of(loaded, space))
+        around = space_of(load_recipe(recipe, overrides), space)
+        searched = around = around if prior is None else _with_laws(around)
     if not study:
         raise InputError("--study is empty; give a folder, or the URL of a database")
     url, folder = (study, out or Path("studies", searched.name)) if "://" in study else (None, Path(study))
+    devices = _devices() if workers == AUTO else ()
+    workers = len(devices) or workers or (1 if run else _usual_workers())
     given: dict[str, Any] = {"noise": noise, "from_study": from_study}
     if run is not None:
-        workers = workers or 1
         study_of: BaseStudy = CommandStudy(folder, run, searched, method, url, **given)
         study_of.check_budget(trials, hours)
     else:
         given["durations"] = durations or ()
-        check_request(loaded, around, method, trials=trials, flops=flops, hours=hours, **given)
-        workers = workers or (cores() if default_device().type == "cpu" else 1)
-        if (stack or 1) > 1:
-            require_alone(context, "--stack", "durations")
-            around = _as_of_stacks(around)
-        tokens = prepare_text(loaded.data, loaded.model.vocab_size)
-        study_of = Study(folder, loaded, around, method, tokens, url, **given)
+        study_of = _study_of_recipe(context, around, method, folder, url, {"trials": trials, **budget}, stack, given)
     try:
         with stop_on_signal() as stop, study_of as opened:
             for path, reason in opened.space.left_out:
                 errors.print(f"not searched: {path}: {reason}")
-            with TuneScreen(opened.state(), trials, workers, flops=flops, hours=hours) as screen:
-                state = opened.run(trials, workers, flops=flops, hours=hours, screen=screen, stop=stop)
+            with TuneScreen(opened.state(), trials, workers, **budget) as screen:
+                state = opened.run(trials, workers, **budget, devices=devices, screen=screen, stop=stop)
             interrupted = stop()
     except StoreGone as gone:
         exit_interrupted(str(gone))
@@ -230,6 +233,44 @@ def _command(
     if loss is None:
         raise InputError("--command needs --loss PATTERN, as in --loss 'step {step}: val loss {loss}'")
     return validated(Command, {"command": command, "loss": {"pattern": loss}}, "--command"), None
+
+
+def _devices() -> tuple[str, ...]:
+    from leaven.planning.hardware import VISIBLE, devices_here
+
+    if not (devices := devices_here()):
+        raise InputError(f"--workers auto: no GPU here; give the number of workers, or name the GPUs in {VISIBLE}")
+    return devices
+
+
+def _usual_workers() -> int:
+    """Return the default number of workers that train a recipe."""
+    from leaven.planning.hardware import cores
+    from leaven.training.device import default_device
+
+    return cores() if default_device().type == "cpu" else 1
+
+
+def _study_of_recipe(
+    context: typer.Context,
+    searched: "Space",
+    method: str,
+    folder: Path,
+    url: str | None,
+    budget: dict[str, Any],
+    stack: int | None,
+    given: dict[str, Any],
+) -> "Study":
+    """Return the study in which leaven's own trainer trains a recipe. Its text is prepared if necessary."""
+    from leaven.tuning.service.study import Study, check_request
+
+    recipe = searched.recipe
+    check_request(recipe, searched, method, **budget, **given)
+    if (stack or 1) > 1:
+        require_alone(context, "--stack", "durations")
+        searched = _as_of_stacks(searched)
+    tokens = prepare_text(recipe.data, recipe.model.vocab_size)
+    return Study(folder, recipe, searched, method, tokens, url, **given)
 
 
 def _with_laws(space: "Space") -> "Space":

@@ -239,6 +239,16 @@ def cluster_for(recipe: Recipe) -> str:
     return f"{2 ** min(max(needed, 0), most)}x{_GPU}"
 
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # the environment variable with the GPUs that a process may use
+
+
+def devices_here() -> tuple[str, ...]:
+    """Return the names of the GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``."""
+    if (visible := os.environ.get(VISIBLE)) is not None:
+        return tuple(name.strip() for name in visible.split(",") if name.strip())
+    return tuple(map(str, range(gpus_here())))
+
+
 def gpus_here() -> int:
     """Return the number of NVIDIA GPUs of this machine, counted by device files so that torch is not imported."""
     return sum(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev")) if os.path.isdir("/dev") else 0

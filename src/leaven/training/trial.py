@@ -31,6 +31,7 @@ import torch
 from leaven.data.pool import ctrl_c_blocked, exit_with_parent
 from leaven.data.tokens import TokenSet, prepare
 from leaven.planning.flops import flops_per_token
+from leaven.planning.hardware import VISIBLE
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
@@ -210,20 +211,27 @@ class TrialCheckpoint(Callback):
         self._last = time.monotonic()
 
 
-def initialise_worker() -> None:
+def initialise_worker(device: str | None = None) -> None:
+    if device is not None:  # CUDA reads this when it is first used
+        os.environ[VISIBLE] = device
     torch.set_num_threads(1)
     exit_with_parent()
 
 
 class WorkerPool:
-    """A pool of worker processes. If a worker dies, the next :meth:`submit` starts new workers."""
+    """A pool of worker processes. If a worker dies, the next :meth:`submit` starts new workers.
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
+    ``device`` is the GPU that they use, as in ``CUDA_VISIBLE_DEVICES``.
+    """
+
+    def __init__(self, workers: int, device: str | None = None) -> None:
+        self._workers, self._device = workers, device
         self._executor = self._new()
 
     def _new(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(self._workers, get_context("spawn"), initializer=initialise_worker)
+        return ProcessPoolExecutor(
+            self._workers, get_context("spawn"), initializer=initialise_worker, initargs=(self._device,)
+        )
 
     def submit(self, function: Callable[..., Result], *arguments: object, **named: object) -> "Future[Result]":
         with ctrl_c_blocked():  # the executor may start a process

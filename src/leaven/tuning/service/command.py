@@ -20,11 +20,12 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from leaven.planning.hardware import VISIBLE
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import make_folder, write_recipe, write_text
 from leaven.training.early_stopping import expected, should_prune
@@ -49,6 +50,7 @@ class CommandTrainer:
 
     Args:
         folder: the folder of the folders of trials.
+        devices: the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None if a worker may use all.
         works: whether a run of the study has a result already.
         stop: a function that returns true when the trials are to be released.
         note: a function that shows a line to the user.
@@ -60,12 +62,13 @@ class CommandTrainer:
         space: SearchSpace,
         folder: Path,
         *,
+        devices: Sequence[str | None],
         works: bool,
         stop: Callable[[], bool],
         note: Callable[[str], None],
     ) -> None:
         self._command, self._space, self._folder = command, space, folder
-        self._works, self._stop, self._note = works, stop, note
+        self._devices, self._works, self._stop, self._note = devices, works, stop, note
         self._leaving, self._commands = threading.Event(), Commands()
         self._worker = f"{socket.gethostname()}:{os.getpid()}"
 
@@ -93,9 +96,10 @@ class CommandTrainer:
         make_folder(folder / "out")
         write_inputs(command, self._space, proposal, values)
         # Python would otherwise keep its output, and so the losses, in a buffer.
-        environment = {"PYTHONUNBUFFERED": "1"} | {
-            name: fill(text, values) for name, text in command.environment.items()
-        }
+        environment = {"PYTHONUNBUFFERED": "1"}
+        if (device := self._devices[proposal.worker]) is not None:
+            environment[VISIBLE] = device
+        environment |= {name: fill(text, values) for name, text in command.environment.items()}
         with (folder / OUTPUT).open("wb") as output:
             process = self._commands.start(command.filled(values), environment, output)
         try:
@@ -224,11 +228,12 @@ class CommandStudy(BaseStudy):
             },
         )
 
-    def _trainer(self, workers: int, checkpoint_seconds: float) -> AbstractContextManager[Objective]:
+    def _trainer(self, devices: Sequence[str | None], checkpoint_seconds: float) -> AbstractContextManager[Objective]:
         return CommandTrainer(
             self._command,
             self.space,
             self.out / TRIALS,
+            devices=devices,
             works=any(run.finished for run in self._stored.runs),
             stop=self._stop,
             note=self._screen.note,

@@ -137,10 +137,11 @@ def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
 class TrialTrainer:
     """The objective of a study: trains the recipe with the values of a proposal in a worker process.
 
-    As a context manager it starts ``workers`` processes with one thread each, and ends them at the end.
+    As a context manager it starts a process with one thread for each worker, and ends them at the end.
 
     Args:
         folder: the folder of checkpoints.
+        devices: the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None if a worker may use all.
         stop: a function that returns true when the trials are to be released.
         checkpoint_seconds: seconds between checkpoints of a trial.
     """
@@ -151,19 +152,19 @@ class TrialTrainer:
         tokens: TokenSet,
         durations: Sequence[int],
         folder: Path,
-        workers: int,
+        devices: Sequence[str | None],
         stop: Callable[[], bool],
         checkpoint_seconds: float,
     ) -> None:
         self._recipe, self._tokens, self._durations, self._folder = space.recipe, tokens, durations, folder
         # Loss curves with other cooldowns cannot be compared.
         self._prunes = COOLDOWN not in space.paths
-        self._workers, self._stop, self._checkpoint_seconds = workers, stop, checkpoint_seconds
+        self._devices, self._stop, self._checkpoint_seconds = devices, stop, checkpoint_seconds
         self._leaving, self._held = threading.Event(), ExitStack()
 
     def __enter__(self) -> "TrialTrainer":
         # A pool breaks as a whole when a process dies, so each worker has its own pool.
-        self._pools = [self._held.enter_context(WorkerPool(1)) for _ in range(self._workers)]
+        self._pools = [self._held.enter_context(WorkerPool(1, device)) for device in self._devices]
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -253,7 +254,7 @@ class BaseStudy(ABC):
             space, noise = replace(space, earlier=earlier), known if noise is None else noise
         check_search(method, space.axes, space.name)
         self.out, self.space, self.method = out, space, method
-        self._recipe, self._shared, self._about, self._noise = recipe, shared, about, noise
+        self.recipe, self._shared, self._about, self._noise = recipe, shared, about, noise
         self._run_flops = run_flops
         self._where: str | Path = store or out / "journal.log"
         self._name = f"--study {store or out}"
@@ -266,8 +267,8 @@ class BaseStudy(ABC):
         self._check_folder()
 
     @abstractmethod
-    def _trainer(self, workers: int, checkpoint_seconds: float) -> AbstractContextManager[Objective]:
-        """Return the objective, which computes the loss of a trial in one of the ``workers`` threads."""
+    def _trainer(self, devices: Sequence[str | None], checkpoint_seconds: float) -> AbstractContextManager[Objective]:
+        """Return the objective, which computes the loss of a trial in one thread for each of the ``devices``."""
 
     def _check_folder(self) -> None:
         out = self.out.absolute()
@@ -307,7 +308,7 @@ class BaseStudy(ABC):
             seed=self.space.seed,
             noise=self._noise,
             own_noise=self._noise_given,
-            recipe=self._recipe,  # commands on other machines have another folder, so it is in the store, too
+            recipe=self.recipe,  # commands on other machines have another folder, so it is in the store, too
             shared=self._shared,
         )
         self.space = self.space.knowing(self._stored.axes.expected, self._stored.axes.earlier)
@@ -357,6 +358,7 @@ class BaseStudy(ABC):
         *,
         flops: float | None = None,
         hours: float | None = None,
+        devices: Sequence[str] = (),
         screen: Screen | None = None,
         stop: Callable[[], bool] = lambda: False,
         stop_at_noise: bool = True,
@@ -370,7 +372,8 @@ class BaseStudy(ABC):
 
         Args:
             trials, flops, hours: see :class:`leaven.tuning.service.search_plan.Budget`.
-            workers: number of processes, with one thread each.
+            workers: number of trials at once.
+            devices: the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; by default every worker may use all.
             checkpoint_seconds: seconds between checkpoints of a trial.
 
         Raises:
@@ -381,7 +384,7 @@ class BaseStudy(ABC):
         budget, seed = Budget(trials, flops, hours, self._run_flops), self.space.seed
         plan = SearchPlan(self._stored.axes, self.method, seed, budget, self._stored.noise, stop_at_noise)
         with (
-            self._trainer(workers, checkpoint_seconds) as trainer,
+            self._trainer(devices or [None] * workers, checkpoint_seconds) as trainer,
             SearchLoop(plan, self._stored, trainer, workers, stop, lease_seconds) as loop,
         ):
             for event in loop:
@@ -479,6 +482,8 @@ class Study(BaseStudy):
         InputError: if the recipe cannot be trained on the tokens; see also :class:`BaseStudy`.
     """
 
+    recipe: Recipe
+
     def __init__(  # noqa: PLR0917 - the first ones are natural by position
         self,
         out: Path,
@@ -515,10 +520,10 @@ class Study(BaseStudy):
             about={"durations": tuple(durations)},
         )
 
-    def _trainer(self, workers: int, checkpoint_seconds: float) -> AbstractContextManager[Objective]:
+    def _trainer(self, devices: Sequence[str | None], checkpoint_seconds: float) -> AbstractContextManager[Objective]:
         folder = self.out / CHECKPOINTS
         return TrialTrainer(
-            self._centre, self._tokens, self._durations, folder, workers, self._stop, checkpoint_seconds
+            self._centre, self._tokens, self._durations, folder, devices, self._stop, checkpoint_seconds
         )
 
 
