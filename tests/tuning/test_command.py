@@ -181,7 +181,7 @@ def document_of_store(file: Path) -> tuple[object, ...]:
 
 def test_a_command_that_fails_elsewhere_is_run_twice_and_then_left_out(write: Write) -> None:
     file = write("echo iter 1: val loss 3; test {lr} = 0.1 || { echo too large; exit 7; }; : {seed}", PATTERN, ONE)
-    code, printed = tune(file, "--study", "study", "--trials", 2, "--noise", 0.01)
+    code, printed = tune(file, "--study", "study", "--trials", 2, "--noise", 0.01, "--method", "random")
     assert code == 0, printed
     assert [trial.state for trial in document().trials] == ["complete", "failed"]
     assert "trial 1 ended with exit code 7; the last lines of its output" in printed
@@ -359,7 +359,7 @@ BAD = {
     "low must be above 0": (RUN, PATTERN, ONE.replace("0.01", "0")),
     "give start, low and high": (RUN, PATTERN, "[space]\nlr = {start = 2}\n"),
     "out cannot be the name of a value": ("run {out} {seed}", PATTERN, ONE.replace("lr", "out")),
-    "[space]": ("run {seed}", PATTERN, "[space]\n"),
+    "[space] nothing is searched; add a value": ("run {seed}", PATTERN, "[space]\n"),
 }  # fmt: skip
 
 

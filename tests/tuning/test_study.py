@@ -246,6 +246,8 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
     left: list[list[str]] = []  # files that each attempt found
 
     class Pool(nullcontext[Any]):
+        def __init__(self, workers: int, device: str | None = None) -> None: ...
+
         def __enter__(self) -> "Pool":
             return self
 

@@ -268,9 +268,13 @@ class SearchedValue(Part):
 
 
 def _names_of_values(space: dict[str, SearchedValue]) -> dict[str, SearchedValue]:
+    if not space:
+        raise ValueError("nothing is searched; add a value, as in lr = {start = 1e-3, low = 1e-5, high = 1e-1}")
     for name in space:
         if not re.fullmatch(NAME, name) or name in OF_TRIAL:
-            raise ValueError(f"{name} cannot be the name of a value; use letters, digits and _, but not {OF_TRIAL}")
+            raise ValueError(
+                f"{name} cannot be the name of a value; use letters, digits and _, and none of {', '.join(OF_TRIAL)}"
+            )
     return space
 
 
@@ -279,7 +283,7 @@ class CommandFile(Command):
 
     name: Annotated[str, Field(min_length=1)]  # the name of the study; by default the name of the file
     seed: Annotated[int, Field(ge=0)] = 0  # the seed of the search; the placeholder {seed} counts up from it
-    space: Annotated[dict[str, SearchedValue], Field(min_length=1), AfterValidator(_names_of_values)]
+    space: Annotated[dict[str, SearchedValue], AfterValidator(_names_of_values)]
     why: dict[str, str] = {}  # reasons of values
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:

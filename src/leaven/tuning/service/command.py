@@ -206,6 +206,8 @@ class CommandStudy(BaseStudy):
         from_study: Path | None = None,
     ) -> None:
         command.check(space)
+        if os.name == "nt":
+            raise InputError("a study over a command needs /bin/sh, which Windows does not have; use WSL")
         if not command.has_seed and noise != 0:
             raise InputError(
                 "the command has no {seed}, so the noise between seeds cannot be measured; add {seed}, or give "

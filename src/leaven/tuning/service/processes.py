@@ -18,6 +18,8 @@ from typing import BinaryIO
 
 import psutil
 
+# A command starts when the guard knows it. If leaven dies before, the pipe closes, and the shell ends.
+START = 'read -r start && exec /bin/sh -c "$0" </dev/null'
 GRACE_SECONDS = 10.0  # from the request to end until processes are killed
 
 
@@ -36,15 +38,17 @@ class Commands:
     def start(self, command: str, environment: Mapping[str, str], output: BinaryIO) -> "subprocess.Popen[bytes]":
         """Start a shell command that writes to the file ``output``, in the current folder."""
         process = subprocess.Popen(
-            command,
-            shell=True,
-            stdin=subprocess.DEVNULL,
+            ["/bin/sh", "-c", START, command],
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=os.environ | environment,
             start_new_session=True,
         )
         self._tell(f"{process.pid}\n")
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin:  # broken if it was killed
+            process.stdin.write(b"\n")
         return process
 
     def end(self, process: "subprocess.Popen[bytes]") -> None:
