@@ -284,18 +284,32 @@ def test_two_commands_share_a_study(write: Write) -> None:
 
 
 def test_a_job_of_a_cluster(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for sbatch, which blocks, and writes the output of the job to a file."""
-    bin = Path("bin")
-    bin.mkdir()
-    (bin / "sbatch").write_text('#!/bin/sh\n[ "$1" = --wait ] && out=${2#--output=} && shift 2 && exec "$@" > $out\n')
-    (bin / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{bin.absolute()}:{os.environ['PATH']}")
-    job = f"sbatch --wait --output={{out}}/log {BIGRAM} --lr {{lr}} --weight_decay {{weight_decay}} --seed {{seed}}"
-    write(job, "loss = {pattern = 'val loss {loss}', file = \"{out}/log\"}\n")
+    """Stand-ins for sbatch, which blocks and writes the output of the job to a file, and for scancel."""
+    stand_ins = {
+        "sbatch": 'echo "42;cluster"; [ "$1 $2" = "--parsable --wait" ] && out=${3#--output=} && shift 3 && exec "$@" > $out',
+        "scancel": "echo $1 >> cancelled",
+    }
+    Path("bin").mkdir()
+    for name, script in stand_ins.items():
+        Path("bin", name).write_text(f"#!/bin/sh\n{script}\n")
+        Path("bin", name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:{os.environ['PATH']}")
+    submit = Path(__file__).parents[2] / "examples" / "another_trainer" / "submit.sh"
+    loss = "loss = {pattern = 'val loss {loss}', file = \"{out}/log\"}\n"
+    write(f"sh {submit} {{out}}/log {BIGRAM} --lr {{lr}} --weight_decay {{weight_decay}} --seed {{seed}}", loss)
     code, printed = tune("tiny.toml", "--study", "study", "--trials", 2)
     assert code == 0, printed
-    *_, (_, loss) = train(0.1, 0.01, 0)
-    assert document().trials[0].loss == loss
+    *_, (_, lowest) = train(0.1, 0.01, 0)
+    assert document().trials[0].loss == lowest
+    with trainer(write(f"sh {submit} {{out}}/log false; : {{lr}} {{seed}}", loss, ONE), works=True) as run:
+        with pytest.raises(WorkerDied):
+            run(Proposal({"lr": 0.0}, 0))
+        assert "reported no loss" in run.notes[0]  # type: ignore[attr-defined]
+    began = time.monotonic()
+    slow = write(f"sh {submit} {{out}}/log sleep 60; : {{lr}} {{seed}}", loss, ONE)
+    with trainer(slow, stop=lambda: time.monotonic() > began + 1) as run, pytest.raises(TrialReleased):
+        run(Proposal({"lr": 0.0}, 1))
+    assert Path("cancelled").read_text() == "42\n"
 
 
 def test_workers_are_numbered(write: Write) -> None:

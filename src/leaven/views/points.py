@@ -71,8 +71,13 @@ def share(trial: StudyTrial, state: StudyDocument) -> str:
 
     Return "" if no trial is complete, or if the given trial trained on no tokens.
     """
-    whole = max((other.tokens for other in state.trials if other.state == "complete"), default=0)
-    return f"at {min(trial.tokens / whole, 1.0):.0%}" if whole and trial.tokens else ""
+    whole = max((_reached(other) for other in state.trials if other.state == "complete"), default=0)
+    return f"at {min(_reached(trial) / whole, 1.0):.0%}" if whole and _reached(trial) else ""
+
+
+def _reached(trial: StudyTrial) -> int:
+    """Return the tokens of a trial; if a command did not say its tokens, the last step of its curve."""
+    return trial.tokens or (trial.curve[-1][0] if trial.curve else 0)
 
 
 def workers(state: StudyDocument) -> dict[str, str]:
