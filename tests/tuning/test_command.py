@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from leaven.training.outcome import Baseline
 from leaven.tuning import search
 from leaven.tuning.command import Command, SearchedValue, command_space, fill, text_of
 from leaven.tuning.service.command import CommandStudy, CommandTrainer
-from leaven.tuning.service.losses import read_losses
+from leaven.tuning.service.losses import log_records, read_losses
 from leaven.tuning.service.search_loop import Proposal, TrialReleased, WorkerDied
 from leaven.tuning.study_document import StudyDocument
 from leaven.views.folders import read_study
@@ -46,7 +47,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     monkeypatch.chdir(tmp_path)
 
     def file(command: str, more: str = PATTERN, space: str = SPACE, name: str = "tiny.toml") -> Path:
-        Path(name).write_text(f"command = '''{command}'''\n{more}{space}")
+        Path(name).write_text(f"command = '''\n{command}'''\n{more}{space}")
         return Path(name)
 
     return file
@@ -221,7 +222,7 @@ def test_a_run_that_is_far_behind_the_best_is_pruned(write: Write) -> None:
     assert outcome.stopped
     assert outcome.loss > 4
     assert outcome.curve[-1] == (40, 9.0)
-    kept = write(loop.replace("sleep 60", ":"), PATTERN + "prune = false\n", ONE)
+    kept = write(loop.replace("sleep 60", "sleep 1"), PATTERN + "prune = false\n", ONE)
     with trainer(kept) as run:
         assert not run(Proposal({"lr": 1.0}, 5, baseline=best)).stopped
 
@@ -286,7 +287,7 @@ def test_two_commands_share_a_study(write: Write) -> None:
 def test_a_job_of_a_cluster(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins for sbatch, which blocks and writes the output of the job to a file, and for scancel."""
     stand_ins = {
-        "sbatch": 'echo "42;cluster"; [ "$1 $2" = "--parsable --wait" ] && out=${3#--output=} && shift 3 && exec "$@" > $out',
+        "sbatch": 'echo "42;here"; [ "$1 $2" = "--parsable --wait" ] && out=${3#*=} && shift 3 && exec "$@" > $out',
         "scancel": "echo $1 >> cancelled",
     }
     Path("bin").mkdir()
@@ -301,10 +302,10 @@ def test_a_job_of_a_cluster(write: Write, monkeypatch: pytest.MonkeyPatch) -> No
     assert code == 0, printed
     *_, (_, lowest) = train(0.1, 0.01, 0)
     assert document().trials[0].loss == lowest
-    with trainer(write(f"sh {submit} {{out}}/log false; : {{lr}} {{seed}}", loss, ONE), works=True) as run:
+    with trainer(write(f"sh {submit} {{out}}/log sh -c 'exit 5' {{lr}} {{seed}}", loss, ONE), works=True) as run:
         with pytest.raises(WorkerDied):
             run(Proposal({"lr": 0.0}, 0))
-        assert "reported no loss" in run.notes[0]  # type: ignore[attr-defined]
+        assert "ended with exit code 5" in run.notes[0]  # type: ignore[attr-defined]
     began = time.monotonic()
     slow = write(f"sh {submit} {{out}}/log sleep 60; : {{lr}} {{seed}}", loss, ONE)
     with trainer(slow, stop=lambda: time.monotonic() > began + 1) as run, pytest.raises(TrialReleased):
@@ -466,6 +467,9 @@ def test_losses_are_read_while_they_are_written(tmp_path: Path) -> None:
     assert [step for step, _ in partial] == [1000, 2000]
     assert math.isnan(partial[1][1])  # the last loss of a step counts
     assert whole[-1] == (3, 12.0)
+    file.write_text("step 1/9 loss=4\nstep 2/9 loss=3\nstep 1/9 loss=2\n")
+    assert read_losses(source, file, complete=True) == ((2, 3.0), (1, 2.0))  # the last loss is that of the trial
+    file.write_text("step 1000/9 loss=-.35")
     timed = source.model_copy(update={"tokens_per_step": 512})
     assert read_losses(timed, file, complete=True)[0] == (512000, -0.35)
     lines = tmp_path / "log.jsonl"
@@ -499,4 +503,9 @@ def test_tensorboard_and_wandb_are_read(tmp_path: Path) -> None:
     assert found[3][0] == 80
     assert math.isnan(found[3][1])
     nested = source.model_copy(update={"key": "nested.a"})
+    # A block ends with padding if a record's header of 7 bytes does not fit.
+    first, second = b"\0" * (32768 - 7 - 7 - 3), b"end"
+    log = b":W&B" + bytes(3) + struct.pack("<IHB", 0, len(first), 1) + first + bytes(3)
+    assert list(log_records(log + struct.pack("<IHB", 0, len(second), 1) + second)) == [first, second]
+    assert list(log_records(log + struct.pack("<IHB", 0, len(second), 1) + second[:2])) == [first]  # being written
     assert read_losses(nested, folder, complete=False) == ((0, 0.0), (10, 1.0), (20, 2.0))

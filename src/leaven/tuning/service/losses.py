@@ -88,7 +88,7 @@ def _of_tensorboard(key: str, folder: Path) -> Losses:
 
 def _of_wandb(key: str, folder: Path) -> Losses:
     for file in sorted(folder.rglob("*.wandb")):
-        for record in _log_records(file.read_bytes()):
+        for record in log_records(file.read_bytes()):
             for field, history in _fields(record):
                 if field != 2 or not isinstance(history, bytes):  # Record.history
                     continue
@@ -111,7 +111,7 @@ def _item(item: bytes) -> tuple[str, Any]:
     return ".".join(keys), value
 
 
-def _log_records(log: bytes) -> Iterator[bytes]:
+def log_records(log: bytes) -> Iterator[bytes]:
     """Yield the records of a log in LevelDB's format, which W&B uses.
 
     Source: https://github.com/google/leveldb/blob/main/doc/log_format.md. W&B writes a header of 7 bytes first.
