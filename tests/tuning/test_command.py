@@ -100,6 +100,9 @@ def test_a_study_over_a_command_is_the_search_over_the_same_function(write: Writ
     assert study.best_command == command
     assert command in printed
     assert command in study_page(read_study(Path("study"))).replace("&#39;", "'")
+    assert not Path("study/best").exists()  # the command reads no file
+    with pytest.raises(InputError, match="study/best.toml: this is a command file, not a recipe"):
+        read_recipe("study/best.toml")
     first = subprocess.run(study.best_command, shell=True, capture_output=True, text=True, check=True)
     assert float(first.stdout.split()[-1]) == next(
         trial.loss for trial in study.trials if trial.octaves == study.octaves
@@ -134,8 +137,7 @@ def test_every_way_of_values_and_losses_gives_the_same_losses(write: Write, comm
     assert not outcome.stopped
 
 
-def test_the_readme_of_a_recipe_command(write: Write, tiny_file: Path) -> None:
-    """A recipe with --command: placeholders are values of the recipe."""
+def test_a_command_with_the_values_of_a_recipe(write: Write, tiny_file: Path) -> None:
     command = f"{BIGRAM} --lr {{lr}} --weight_decay {{weight_decay}} --seed {{seed}}"
     words = ("--command", command, "--loss", "iter {step}: val loss {loss}", "--trials", 4, "--study", "study")
     code, printed = tune(tiny_file, *words, "--space", "hyperparameters.lr")
@@ -149,6 +151,16 @@ def test_the_readme_of_a_recipe_command(write: Write, tiny_file: Path) -> None:
     assert "--command" in study_page(read_study(Path("study")))
     code, printed = tune(tiny_file, *words)
     assert (code, printed.partition(",")[0]) == (2, "the command has no {init_std}")
+    # {recipe} has all values; modules and the sizes of the model are placeholders, too.
+    command = "echo {embedding.lr} {model.d_model} >> seen; sed -n 's/^lr = /iter 1: val loss /p' {recipe}"
+    words = ("--command", command, *words[2:6], "--study", "other", "--space", "hyperparameters.lr")
+    code, printed = tune(tiny_file, *words)
+    assert code == 0, printed
+    best = subprocess.run(document("other").best_command, shell=True, capture_output=True, text=True, check=True)
+    assert float(best.stdout.split()[-1]) == document("other").best.loss  # type: ignore[union-attr]
+    for trial in document("other").trials:
+        assert trial.loss == trial.values["hyperparameters.lr"]
+    assert set(Path("seen").read_text().splitlines()) == {f"1.0 {start.model.d_model}"}
 
 
 FAILS = "sh -c 'echo ready; echo broken: no GPU; exit 3' {lr} {seed}"
@@ -355,8 +367,9 @@ def test_an_earlier_study_informs_the_next(write: Write) -> None:
 
 RUN = "run {lr} {seed}"
 BAD = {
-    "{sed} in the command is not a searched value; did you mean {seed}?": ("run {lr} {sed}", PATTERN, ONE),
+    "{sed} in the command is not a value; did you mean {seed}?": ("run {lr} {sed}", PATTERN, ONE),
     "the command has no {lr}, which is searched": ("run {seed}", PATTERN, ONE),
+    "{x} in the command is not a value; searched: lr; for the plain text, write {{x}}": ("run {x}", PATTERN, ONE),
     "the command has no {seed}": ("run {lr}", PATTERN, ONE),
     "two sources of a loss, pattern and jsonl; keep one": (
         RUN, "loss = {pattern = '{loss}', jsonl = 'a', key = 'b'}\n", ONE,

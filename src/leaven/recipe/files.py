@@ -45,7 +45,10 @@ def read_text(path: Path | str) -> str:
 
 def parse_recipe(text: str, origin: str, overrides: Iterable[str] = ()) -> Recipe:
     """Return the recipe in a TOML text. Error messages begin with ``origin``, the name of the file of the text."""
-    return validated(Recipe, parse_toml(text, origin, overrides), origin)
+    document = parse_toml(text, origin, overrides)
+    if "command" in document:
+        raise InputError(f"{origin}: this is a command file, not a recipe; it is for leaven tune")
+    return validated(Recipe, document, origin)
 
 
 def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[str, Any]:

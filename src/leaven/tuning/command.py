@@ -158,9 +158,11 @@ class Command(Part):
         names = {*known, *OF_TRIAL, *([RECIPE] if of_recipe else [])}
         for name in sorted(self._required - names):
             close = get_close_matches(name, [*space.paths, *map(short_path, space.paths), *OF_TRIAL], 1)
-            hint = f"did you mean {{{close[0]}}}? " if close else ""
+            hint = (
+                f"did you mean {{{close[0]}}}?" if close else f"searched: {', '.join(map(short_path, space.paths))};"
+            )
             raise InputError(
-                f"{{{name}}} in the command is not a searched value; {hint}for the plain text, write {{{{{name}}}}}"
+                f"{{{name}}} in the command is not a value; {hint} for the plain text, write {{{{{name}}}}}"
             )
         if self.config is None and CONFIG in self.used:
             raise InputError('the command has {config}, but there is no file; add config = "FILE"')

@@ -221,7 +221,8 @@ class Space(SearchSpace):
             for path, value in flatten(recipe.model_dump(mode="json", exclude={"why"})).items()
             if isinstance(value, int | float | str)
         }
-        found |= {path: value for path in self.paths if (value := point.value_at(recipe, path)) is not None}
+        paths = {*point.searchable(recipe), *self.paths}
+        found |= {path: value for path in paths if (value := point.value_at(recipe, path)) is not None}
         return found | {short_path(path): value for path, value in found.items()}
 
     def write(self, path: Path, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> None:

@@ -251,7 +251,7 @@ class CommandStudy(BaseStudy):
     def save(self) -> StudyDocument:
         """Write the results, and the filled-in files that the best command reads."""
         state = super().save()
-        if state.best is not None:
+        if state.best is not None and {CONFIG, RECIPE} & self._command.used:
             make_folder(self.out / BEST)
             write_inputs(self._command, self.space, state.octaves, self._best_values(state.octaves))
         return state
