@@ -119,7 +119,7 @@ def accounted(trials: tuple[StudyTrial, ...], count: int) -> None:
     """Check that each run is there once: the start with its seeds, the search, and the finalists with theirs."""
     assert len(trials) == count
     assert len({trial.number for trial in trials}) == count
-    assert {trial.state for trial in trials} <= {"complete", "diverged", "stopped"}
+    assert {trial.state for trial in trials} <= {"complete", "diverged", "pruned"}
     assert sorted(trial.seed for trial in trials if trial.purpose == "noise") == [1, 2]
     runs = Counter((tuple((trial.octaves or {}).values()), trial.seed) for trial in trials)
     assert set(runs.values()) == {1}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
 from leaven.catalogue.laws import REPLICATION
 from leaven.documents.runs import BestTrial, Outlook, TuneDocument, WorthRow
@@ -20,6 +20,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Curve
 
 UNDER_WAY = ("running", "waiting")  # states of trials that have not ended
+PRUNED = "pruned"  # the state of a trial that was ended early; study.json has "stopped"
 MATTERED, NOT_WORTH, UNSURE = "mattered", "not worth tuning", "unsure"  # effects of a value
 # Shares of a study's gain that may remain after the transfer to a larger model; the screen shows each of them. The
 # measured share was a quarter, for values by module (docs/log.md, 2026-11-22).
@@ -48,6 +49,11 @@ def _unbounded(interval: Any) -> Any:
 # How study.json is read. JSON has no infinities, so null stands for them there.
 Loss = Annotated[float | None, BeforeValidator(_finite)]  # None if it is not finite
 LossCurve = Annotated[Curve, BeforeValidator(_finite_points)]  # without the points whose loss is not finite
+State = Annotated[
+    str,
+    BeforeValidator(lambda state: PRUNED if state == "stopped" else state),
+    PlainSerializer(lambda state: "stopped" if state == PRUNED else state),
+]
 Interval = Annotated[tuple[float, float], BeforeValidator(_unbounded)]  # infinite if there is none
 
 
@@ -93,8 +99,8 @@ class StudyTrial:
     """One run of a study."""
 
     number: int
-    state: str  # complete | diverged | stopped (pruned) | failed (its process died) | running | waiting (for a retry)
-    loss: Loss  # validation loss, nats per token; of a stopped trial, the predicted loss
+    state: State  # complete | diverged | pruned | failed (its process died) | running | waiting (for a retry)
+    loss: Loss  # validation loss, nats per token; of a pruned trial, the predicted loss
     values: dict[str, int | float | str] = field(default_factory=dict)  # by path, in the units of the recipe
     seconds: float | None = None
     tokens_per_second: float | None = None

@@ -9,7 +9,7 @@ from typing import Any
 from leaven.recipe.recipe import short_path, split_path
 from leaven.tuning.algorithm.noise import GIVEN
 from leaven.tuning.point import values
-from leaven.tuning.study_document import UNDER_WAY, Coordinate
+from leaven.tuning.study_document import PRUNED, UNDER_WAY, Coordinate
 from leaven.views import numbers, points, study_charts
 from leaven.views.charts import Figure
 from leaven.views.folders import StudyView
@@ -38,7 +38,7 @@ def study_page(study: StudyView) -> str:
         title=study.name,
         study=study,
         result=points.result(study) if study.best else [],
-        lost=[f"{n} {state}" for state in ("diverged", "stopped", "failed", *UNDER_WAY) if (n := study.count(state))],
+        lost=[f"{n} {state}" for state in ("diverged", PRUNED, "failed", *UNDER_WAY) if (n := study.count(state))],
         search=search,
         multipliers=multipliers_view(best, study.space) if best else None,
         changes=changes(study),
@@ -140,7 +140,7 @@ def _cost(study: StudyView) -> Mapping[str, Any]:
         "seconds": sum(trial.seconds or 0.0 for trial in ran),
         "early": [
             f"{numbers.seconds(sum(trial.seconds or 0.0 for trial in ran if trial.state == state))} in {n} {state}"
-            for state in ("stopped", "diverged", "failed")
+            for state in (PRUNED, "diverged", "failed")
             if (n := study.count(state))
         ],
         "tokens": sum(trial.tokens for trial in study.trials),

@@ -58,7 +58,7 @@ from leaven.tuning.algorithm.surrogate import (
     prior_of_expectations,
     priors_of_earlier,
 )
-from leaven.tuning.study_document import Dimension, StudyTrial
+from leaven.tuning.study_document import PRUNED, Dimension, StudyTrial
 
 Array = NDArray[np.float64]
 
@@ -74,7 +74,7 @@ OUTLIER = 10.0  # a loss further above the median than this times (median - lowe
 DOWN = 0.25  # octaves by which a divergence lowers the learning rates before any trial has finished
 CLOSER, CLOSEST = 0.9, 0.05  # factor on the radius for each of these divergences, and the smallest radius
 ROUNDS = 3  # rounds without a gain above the noise after which a search stops
-RESULTS = ("complete", "diverged", "stopped")  # states of trials with a result: a loss, a divergence, or pruned
+RESULTS = ("complete", "diverged", PRUNED)  # states of trials with a result
 
 Ran = TypeVar("Ran", bound=StudyTrial)
 

@@ -172,7 +172,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
             number=run.number,
             params=dict(run.params),
             loss=loss_of(run),
-            finalist=run.finalist if run.budget == budget.label else None,
+            finalist=run.finalist if run.final_of == budget.label else None,
             purpose=run.purpose,
             seed=run.seed,
         )
