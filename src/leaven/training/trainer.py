@@ -15,10 +15,12 @@ the question beside it.
    finished, it returns the result. Else it builds the state (:class:`~leaven.training.engine.Training`), chooses the
    micro-batch (How? ``micro_batch.py``), locks the folder, and restores the newest undamaged checkpoint. A new run
    saves a checkpoint before its first step, so that it can always roll back.
-4. **loop.py** starts a step, and reads its result only after it has started the next one, so that the device never
-   waits. Callbacks act around the steps, in this order: metrics, profile, validation, checkpoints, spike guard.
+4. **loop.py** starts a step, and reads its result only after it has started the next one, so that the device does not
+   wait between steps. Callbacks act around the steps, in this order: metrics, profile, validation, checkpoints, spike
+   guard.
 5. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes in micro-batches,
-   clipping, update. The device skips the update if the loss or the gradient norm is not finite.
+   clipping, update. The device skips the update if the loss or the gradient norm is not finite or, with
+   ``on_spike = "skip"``, above the limits of the spike guard.
 6. **optimizer.py** clips the gradients and updates the parameters with Adam. The lr of a parameter is the base lr x
    multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). For
    example, complete-d-p gives a hidden weight the factor I^-1 L^(alpha-1) B^(1/2) D^-t, where I, L, B and D are the
@@ -38,8 +40,8 @@ the question beside it.
     with the commands to type next (``views/terminal/training.py``).
 
 The folder of a run (``run_folder.py``) has recipe.toml, tokenizer.json, metrics.jsonl (a line for each step),
-events.jsonl (start, resume, validation, checkpoint, rollback, stop, finish), plan.json (time and memory beside the
-plan: ``profiling.py``), checkpoints/ and tensorboard/.
+events.jsonl (start, resume, validation, checkpoint, rollback, finish and others), plan.json (time and memory beside
+the plan: ``profiling.py``), checkpoints/ and tensorboard/.
 """
 
 import math

@@ -1,14 +1,15 @@
 """A study: a search over short training runs of a recipe. It trains in worker processes and writes the best recipe.
 
-What ``leaven tune recipe.toml --study FOLDER`` does from start to end. A run is one training of a point with one
-seed. A trial is an attempt at a run: if its process dies, the run is retried by another trial.
+What ``leaven tune recipe.toml --study FOLDER`` does, in order. The files in bold are the path of a search; open
+another file only for the question beside it. A run is one training of a point with one seed. A trial is an attempt at
+a run: if its process dies, another trial retries the run.
 
-1. ``space.py`` makes the search space: which values of the recipe are searched, and how far (``point.py`` makes the
-   recipe of a point). :class:`Study` checks the arguments and narrows the space. When its context is entered, it
-   opens the store, which contains all trials (an Optuna journal or a database, ``stores.py``). It joins the study in
-   the store, or creates it (``stored_study.py``).
-2. :meth:`Study.run` runs the loop of the search (``search_loop.py``) until the budget is used. The loop asks the
-   plan (``search_plan.py``) for the next run: the start, a proposal of the search (``algorithm/trust_region.py``)
+1. **cli/tune.py** reads the recipe and makes the search space: which values are searched, and how far (``space.py``).
+   :class:`Study` checks the arguments. When its context is entered, it opens the store of all trials, which is an
+   Optuna journal in the folder, or a database (``stores.py``). It joins the study in the store, or creates it
+   (**stored_study.py**).
+2. :meth:`Study.run` runs the loop of the search (**search_loop.py**) until the budget is used. The loop asks the
+   plan (**search_plan.py**) for the next run: the start, a proposal of the search (**algorithm/trust_region.py**)
    or the best points again. :class:`TrialTrainer` trains the run in a worker process (``training/trial.py``). A trial
    ends early if it diverges, or if it is pruned because it is so far behind the best trial that it cannot win
    (``training/early_stopping.py``). Pruning begins once the noise is known from 3 seeds, or is given. A search with
@@ -20,7 +21,7 @@ seed. A trial is an attempt at a run: if its process dies, the run is retried by
    with fresh seeds: one run of one point with 16 to 23 trials, two runs of one point with 24 to 63. From 64 trials
    on, the best 2 or 3 points are run twice; then the best of them and the start get 2 more seeds, which confirm the
    gain. With 8 to 15 trials the best point is run once more, if the noise is known and the gain is in doubt.
-5. The runs with fresh seeds choose the answer (``algorithm/answer.py``). It is the start unless the gain is above the
+5. The runs with fresh seeds choose the answer (**algorithm/answer.py**). It is the start unless the gain is above the
    noise: in the runs that confirm it, if there are any; else the gain must be above 2.5 times the noise, or, after
    two runs with fresh seeds, above the noise with a predicted gain above 1.5 times the noise. The reported loss is
    the mean of the runs that confirm it, or else of those that chose it. The 95% interval is mean +- t x noise /
