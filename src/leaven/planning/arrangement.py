@@ -139,9 +139,10 @@ def written(layout: Layout) -> str:
 
 
 def tensor_degrees(model: Model) -> list[int]:
-    """Return the possible tensor-parallel degrees: the divisors of every size that tensor-parallel ranks split.
+    """Return the tensor-parallel degrees that a model allows, smallest first.
 
-    These sizes are heads, key-value heads, the width of the MLP, the vocabulary and the sequence length.
+    A degree must divide the number of heads and of key-value heads, d_ff, the vocabulary size and the sequence
+    length. For example, a model with 12 heads and 4 key-value heads allows at most 1, 2 and 4.
     """
     unit = math.gcd(blueprint(model).tensor_unit, model.seq_len)
     return [tp for tp in range(1, unit + 1) if unit % tp == 0]

@@ -220,7 +220,7 @@ def read_checkpoint(
         anywhere = group.any(found is None)
         if found is None or anywhere:
             damaged.append(candidate)
-        elif not undone(rewinds, len(found.rewinds), found.progress.tokens):
+        elif not undone(found.progress.tokens, later=rewinds[len(found.rewinds) :]):
             return found, damaged
     return None, damaged
 

@@ -353,8 +353,8 @@ def final_lr(check: Check, case: Case) -> Check:
 def init_std(check: Check, case: Case) -> Check | None:
     """Compare the init std with sqrt(1 / (3 d_model)), the init std of MT-NLG 530B and BLOOM-176B.
 
-    The compared value is the ratio of the two stds. The largest usual formula, 1 / sqrt(d_model), has a ratio of
-    1.73. BigScience's 104B model had a ratio of 3.7 and diverged.
+    ``value`` of the result is the recipe's init std divided by sqrt(1 / (3 d_model)). It is 1.73 for 1 /
+    sqrt(d_model), the largest init std in common use. It was 3.7 for BigScience's 104B model, which diverged.
     """
     tuned, std, unit = case.recipe.hyperparameters, case.init_std, usual_std(case.recipe.model.d_model)
     if not std:

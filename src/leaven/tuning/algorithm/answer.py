@@ -60,7 +60,7 @@ LIKELY = 1.5  # times the noise: with a higher predicted gain, an only finalist 
 MEASURED = 2  # the fewest degrees of freedom of a measured noise that gains are compared with
 ELSEWHERE = "lower the recipe's learning rate, which is not searched, to half or a quarter"
 
-Point = tuple[float, ...]  # octaves from the start
+Point = tuple[float, ...]  # octaves from the start point
 Losses = Mapping[int, float]  # of the runs at one point, by seed
 
 
@@ -144,14 +144,14 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return the point with the fewest changes from the start, among those as good as the best ``point``.
+    """Return the point with the fewest changes from the start point, among those as good as the best ``point``.
 
     A point is as good as ``point`` if neither its measured nor its predicted loss is higher by more than the noise.
     Only points with ``RERUNS`` or more runs with fresh seeds are considered, and only if none of these runs diverged.
     All runs of the start count as fresh, because the start was not chosen by its losses. If no other point is as
     good, the result is ``point`` itself.
 
-    The result is a pair: the point as a Best, and the point as an array of distances from the start in octaves (D,).
+    The result is a pair: the point as a Best, and the point as an array (D,) of octaves from the start point.
     """
     fresh: dict[Point, dict[int, float]] = {}
     for run, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
