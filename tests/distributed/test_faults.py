@@ -40,7 +40,7 @@ def run(recipe: Recipe, tokens: TokenSet, folder: Path, how: str = "") -> dict[s
         issued.append(training.progress.step + 1)
         if how == "nan" and group.rank == 1 and issued[-1] == 10 and issued.count(10) == 1:
             with torch.no_grad():
-                training.sharded.leaves[0].fill_(torch.nan)
+                training.sharded.local_parameters[0].fill_(torch.nan)
         return issue(training)
 
     with join_process_group(recipe.layout, torch.device("cpu")) as group, patch.object(Training, "issue", watched):

@@ -197,17 +197,17 @@ def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
     return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)
 
 
-def forwards(layout: Layout, seq_len: int, batch_tokens: int, micro_batch: int) -> int:
+def grad_accumulation(layout: Layout, seq_len: int, batch_tokens: int, micro_batch: int) -> int:
     """Return the number of micro-batches that a rank runs in a step of ``batch_tokens`` tokens."""
     return -(-batch_tokens // seq_len // layout.dp // micro_batch)
 
 
 def pipeline_refusal(layout: Layout, seq_len: int, smallest_tokens: int, micro_batch: int) -> str | None:
     """Return why the smallest batch of a run cannot fill the pipeline and what to change, or None if it can."""
-    count = forwards(layout, seq_len, smallest_tokens, micro_batch)
+    count = grad_accumulation(layout, seq_len, smallest_tokens, micro_batch)
     if count >= layout.pp:
         return None
-    lower = forwards(layout, seq_len, smallest_tokens, 1) >= layout.pp
+    lower = grad_accumulation(layout, seq_len, smallest_tokens, 1) >= layout.pp
     return (
         f"pp={layout.pp}: the smallest batch of {smallest_tokens // seq_len:,} sequences is {count} "
         f"micro-batch{'' if count == 1 else 'es'} a rank, fewer "

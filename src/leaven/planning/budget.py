@@ -20,9 +20,9 @@ from leaven.catalogue.starter.draft import (
     LEAST_PARAMS,
     MOST_PARAMS,
     MOST_TOKENS,
+    RunSize,
     StarterDraft,
     StarterRequest,
-    StarterScale,
 )
 from leaven.catalogue.starter.shape import choose_shape
 from leaven.catalogue.starter.starter import MOST_EPOCHS
@@ -208,7 +208,7 @@ class _Speeds:
             )
         near = neighbours(request.params, request.tokens)
         shape = choose_shape(request, near)
-        batch = choose_batch(StarterDraft(), StarterScale(near, shape, request.tokens, request.gpus))
+        batch = choose_batch(StarterDraft(), RunSize(near, shape, request.tokens, request.gpus))
         if self.mfu is None:
             compute = "fp32" if cluster.accelerator.name == "cpu" else "bf16"
             found = plan(Job(shape, Batch(tokens=batch), cluster), request.tokens).calibrated(self.records, compute)

@@ -298,5 +298,5 @@ def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
     on other devices, return None. (On a CPU, allocated memory takes no space until it is written to.)"""
     if training.device.type != "cuda":
         return None
-    n_parameters = sum(leaf.numel() for leaf in training.sharded.leaves)
+    n_parameters = sum(parameter.numel() for parameter in training.sharded.local_parameters)
     return torch.empty(copies * n_parameters, device=training.device)

@@ -114,8 +114,8 @@ class RunProfile(Callback):
         training, seconds = self._training, self._seconds.get(batch_tokens)
         held = max(self._memory.get(batch_tokens, 0.0), self.highest_memory) - self._memory_before / GIB
         measured = StepCost(step_seconds=median(seconds), memory_gib=held if held > 0 else None) if seconds else None
-        size, forwards = training.forwards(batch_tokens // training.recipe.model.seq_len)
-        how, steps = Arrangement(training.recipe.layout, size, forwards), len(seconds or ())
+        split = training.split(batch_tokens // training.recipe.model.seq_len)
+        how, steps = Arrangement(training.recipe.layout, *split), len(seconds or ())
         return record_of(training.recipe, training.device, batch_tokens, how, measured, by="run", steps=steps)
 
 

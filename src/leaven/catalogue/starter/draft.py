@@ -101,8 +101,8 @@ def _lacks(run: PublishedRun) -> str | None:
 
 
 @dataclass(frozen=True)
-class StarterScale:
-    """A model and a number of training tokens for which values are chosen, with the evidence for this scale."""
+class RunSize:
+    """The model and tokens of a run for which values are chosen, with published runs and laws for this size."""
 
     near: Neighbours  # the published runs nearest in size
     model: ModelShape

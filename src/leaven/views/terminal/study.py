@@ -171,7 +171,7 @@ class TuneScreen(LiveScreen):
             start = next((trial.loss for trial in state.trials if trial.number == 0), None)
             parts += [] if start is None else [f"start {start:.4f}"]
         parts.append(self._done())
-        parts += [f"{n} {kind}" for kind in ("diverged", PRUNED, "failed") if (n := state.count(kind))]
+        parts += points.counts(state).values()
         parts += [noise] if (noise := _noise(state)) else []
         parts.append(f"{self._workers} workers" if self._workers > 1 else "1 worker")
         return [*parts, left] if (left := self._time_left()) else [*parts]
