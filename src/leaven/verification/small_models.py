@@ -17,7 +17,7 @@ from leaven.scaling.table import ParameterTable, parameter_table
 from leaven.scaling.transfer import transfer
 from leaven.training.optimizer import Optimizer
 from leaven.verification.batches import Batches
-from leaven.verification.model_instance import ModelInstance, RunScale, own_label
+from leaven.verification.model_instance import ModelInstance, RunScale, own_labels
 from leaven.verification.recipe_family import RecipeFamily
 
 WIDTH, TIMES = 64, (1, 2, 4, 8)  # the smallest width, and the widths as multiples of it
@@ -178,4 +178,4 @@ class SmallModels(RecipeFamily):
         table = self.table(recipe)
         model = build_model(recipe.model, table, seed)
         optimizer = Optimizer.build(dict(model.named_parameters()), table.rows, recipe.hyperparameters.optimizer)
-        return ModelInstance(model, optimizer.adam, self.batches, seed, own_label)
+        return ModelInstance(model, optimizer.adam, self.batches, seed, own_labels(model))
