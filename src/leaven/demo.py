@@ -19,9 +19,10 @@ import torch
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.documents.runs import DemoCorpus, DemoDocument, DemoModel, DemoResult, DemoRun
-from leaven.recipe.errors import InputError
-from leaven.recipe.files import parse_recipe, write_recipe, write_text
+from leaven.errors import InputError
+from leaven.recipe.files import parse_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
+from leaven.storage import write_text
 from leaven.training.device import machine
 from leaven.training.engine import Training
 from leaven.training.run_folder import LOCK, locked_folder

@@ -21,7 +21,7 @@ from tests.training.conftest import losses
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.process_group import join_process_group
-from leaven.recipe.errors import ProcessLost
+from leaven.errors import ProcessLost
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
+from leaven.errors import InputError
 from leaven.recipe.batch import Ramp
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe, differences
 from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer, transfer_like

@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 
 from leaven.cli import INTERRUPTED, app
 from leaven.data.tokens import TokenSet, prepare
+from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint

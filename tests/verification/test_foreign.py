@@ -14,8 +14,8 @@ from tests.cli.conftest import Verb
 from torch import Tensor, nn
 
 from leaven.data.stream import Stream
+from leaven.errors import InputError
 from leaven.interop.multipliers import ScaleOutput
-from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.verification import equivalence as equivalence_module
 from leaven.verification import foreign as foreign_module

@@ -15,8 +15,8 @@ from pydantic import Field
 
 from leaven.catalogue.noise_scale import surge_lr
 from leaven.documents.catalogue import BeyondRange, LawRow, LrAtBatch, OptimumRow
+from leaven.errors import InputError
 from leaven.recipe.base import Part
-from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
 
 ParamsDefinition = Literal["all", "non-embedding", "without input embedding"]

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from leaven.recipe.errors import InputError, ProcessLost, Settled
+from leaven.errors import InputError, ProcessLost, Settled
 from leaven.recipe.layout import Layout
 
 AXES = ("pp", "replicate", "shard", "tp")

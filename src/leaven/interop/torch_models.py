@@ -10,12 +10,12 @@ from pydantic import ValidationError
 from torch import nn
 
 from leaven.distributed.pieces import piece_of
+from leaven.errors import InputError
 from leaven.interop.multipliers import ROWS, install, multipliers, rescale_attention
 from leaven.interop.roles import Classifier
 from leaven.interop.structure import ModelStructure, depth_ratio, inspect_model, matched, unwrapped
 from leaven.model.initialise import fill
 from leaven.model.transformer import Transformer
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.hyperparameters import Hyperparameters
 from leaven.recipe.init_std import require_one_rule

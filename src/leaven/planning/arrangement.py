@@ -12,9 +12,9 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from leaven.errors import InputError
 from leaven.planning.blueprint import Model, blueprint
 from leaven.planning.hardware import Cluster
-from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout, Pipeline, Recompute
 from leaven.recipe.shape import ModelShape
 

@@ -27,6 +27,7 @@ from leaven.catalogue.starter.draft import (
 from leaven.catalogue.starter.shape import choose_shape
 from leaven.catalogue.starter.starter import MOST_EPOCHS
 from leaven.documents.planning import BudgetDocument, FittingSize, Price, RefusedRow, TimeFit
+from leaven.errors import InputError
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.calibration import CalibrationRecord, history
 from leaven.planning.flops import CONVENTION, flops_per_token
@@ -34,7 +35,6 @@ from leaven.planning.hardware import Cluster, parse_cluster
 from leaven.planning.layouts import Job
 from leaven.planning.plan import plan
 from leaven.recipe.batch import Batch
-from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from leaven.catalogue.messages import sentence, templates
 from leaven.catalogue.terms import read
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from leaven.distributed.sharded_model import ShardedModel
+from leaven.errors import InputError
 from leaven.model.kernels import subtract_, widened
 from leaven.planning.flops import flops_per_token
 from leaven.planning.memory import GIB
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable
 from leaven.training.checkpoint import Progress

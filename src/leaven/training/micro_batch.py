@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from leaven.errors import InputError
 from leaven.model.loss import CHUNK_ELEMENTS
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.memory import GIB, stage_memory
 from leaven.planning.training_codes import LEAVEN_BF16
-from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity

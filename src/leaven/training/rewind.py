@@ -9,7 +9,7 @@ the steps in between, so the result is the same.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 from leaven.training.run_folder import (

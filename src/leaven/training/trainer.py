@@ -56,8 +56,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.documents.runs import TrainDocument
+from leaven.errors import InputError, Settled, out_of_memory
 from leaven.planning.flops import utilisation
-from leaven.recipe.errors import InputError, Settled, out_of_memory
 from leaven.recipe.recipe import Difference, Recipe, rearrangement
 from leaven.training.checkpoint import Checkpoint, Checkpoints, Progress, read_checkpoint
 from leaven.training.device import (

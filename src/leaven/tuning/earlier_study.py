@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, split_path
 from leaven.scaling.transfer import searched_paths

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from leaven.errors import InputError
 from leaven.model.kernels import causal_attention
-from leaven.recipe.errors import InputError
 
 ROWS = 256
 """The number of positions that are kept of each output. The RMS over these positions differs by a few percent from

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from leaven.documents.checks import CheckDocument, MeasuredRow
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.verification.foreign import ModelFamily
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.optimum import Array, LossGrid, estimate

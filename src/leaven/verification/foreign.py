@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from leaven.data.tokens import prepare
+from leaven.errors import InputError
 from leaven.recipe.data import Data
-from leaven.recipe.errors import InputError
 from leaven.recipe.schedule import Schedule
 from leaven.scaling.cells import Ratios
 from leaven.training.early_stopping import DivergenceMonitor, divergence_limit

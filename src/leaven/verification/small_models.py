@@ -8,8 +8,8 @@ its head dimension is reduced and its d_ff is rounded. Vocabulary and sequence l
 from dataclasses import dataclass, replace
 from typing import Any
 
+from leaven.errors import InputError
 from leaven.model.initialise import build_model
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape, Role
 from leaven.scaling.rules import RULES

@@ -35,7 +35,7 @@ from typing import get_args
 import numpy as np
 
 from leaven.documents.checks import CheckDocument, MeasuredRow, VerdictCurve, VerdictRow
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.verification.foreign import ModelFamily
 from leaven.verification.model_instance import Quantity, RunScale, RunSetting, ScaleAxis
 from leaven.verification.optimum import Estimate, LossGrid, estimate, exponent, shift

@@ -14,7 +14,7 @@ from leaven.catalogue.messages import sentence
 from leaven.catalogue.neighbours import neighbours
 from leaven.catalogue.starter.draft import RunSize, StarterDraft, StarterRequest
 from leaven.catalogue.starter.proxy import SMALL_FACTOR, TuningAdvice, choose_proxy
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, flatten
 from leaven.recipe.shape import ModelShape

@@ -9,8 +9,8 @@ from leaven.catalogue.messages import sentence
 from leaven.catalogue.neighbours import middle, of_size
 from leaven.catalogue.runs import PublishedRun, load_runs
 from leaven.catalogue.starter.draft import Evidence, RunSize, StarterDraft
+from leaven.errors import InputError
 from leaven.recipe.batch import Ramp
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import flatten
 from leaven.recipe.units import format_quantity
 

@@ -18,8 +18,8 @@ from leaven.catalogue.runs import PublishedRun, find_run, listed, load_runs
 from leaven.catalogue.starter.proxy import TuningAdvice
 from leaven.documents.catalogue import LawRow
 from leaven.documents.planning import ComparedRow, DerivationRow, NewRecipe, TimeFit
+from leaven.errors import InputError
 from leaven.recipe.batch import Batch, BatchSchedule
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe, set_path
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity

@@ -6,7 +6,7 @@ from typing import Any
 from leaven.catalogue.laws import critical_batch, lr_at_batch, power_lines_tau
 from leaven.catalogue.neighbours import middle, most_common
 from leaven.catalogue.starter.draft import Evidence, RunSize, StarterDraft
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.init_std import INITS, usual_std
 from leaven.recipe.shape import BRANCH_ENDS
 from leaven.recipe.units import format_quantity

@@ -14,7 +14,7 @@ from leaven.catalogue.neighbours import Neighbours, Votes, first_of_each, middle
 from leaven.catalogue.runs import PublishedRun, load_runs
 from leaven.catalogue.starter.draft import StarterDraft, StarterRequest
 from leaven.catalogue.terms import terms
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.shape import Activation, ModelShape, Positions
 from leaven.recipe.units import format_quantity, parse_quantity
 

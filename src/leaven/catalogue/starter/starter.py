@@ -27,8 +27,8 @@ from leaven.catalogue.starter.draft import RunSize, StarterDraft, StarterRecipes
 from leaven.catalogue.starter.optimizer import choose_adam, choose_lr, choose_schedule
 from leaven.catalogue.starter.shape import choose_shape, decide_shape
 from leaven.catalogue.terms import without_counterpart
+from leaven.errors import InputError
 from leaven.recipe.data import STDLIB_TOKENS
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe, flatten
 from leaven.recipe.shape import Activation, ModelShape, Positions

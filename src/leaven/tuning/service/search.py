@@ -12,7 +12,7 @@ import optuna
 from optuna.storages import BaseStorage
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.tuning.algorithm.noise import interval_of_mean
 from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes, loss_of, results

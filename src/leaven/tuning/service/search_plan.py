@@ -21,7 +21,7 @@ from difflib import get_close_matches
 
 import numpy as np
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.training.outcome import Baseline
 from leaven.tuning.algorithm.answer import (
     CONFIRMATIONS,

@@ -36,7 +36,7 @@ from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe, differences
 from leaven.training.outcome import Outcome, curve_of
 from leaven.training.run_folder import describe_changes

@@ -53,11 +53,12 @@ from typing import Protocol
 import optuna
 
 from leaven.data.tokens import TokenSet
+from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
-from leaven.recipe.errors import InputError
-from leaven.recipe.files import make_folder, read_recipe, write_recipe, write_text
+from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_number
+from leaven.storage import make_folder, write_text
 from leaven.training.engine import check_trainable
 from leaven.training.outcome import Outcome
 from leaven.training.trial import WorkerPool, branches_of, cooldown_start, train_trial
