@@ -121,7 +121,7 @@ class RunFolder:
         Call :meth:`check` before this method, so that no folder is created for a recipe that is refused.
         """
         with locked_folder(self.path, "run folder"):
-            self.check(recipe)
+            self.check(recipe)  # again: another process may have started a run here before this one locked the folder
             for file in (self.recipe_file, self.plan_file):
                 for torn in self.path.glob(f".{file.name}.*.tmp"):
                     torn.unlink()
