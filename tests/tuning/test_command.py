@@ -16,7 +16,7 @@ from tests.tuning.bigram import train
 from typer.testing import CliRunner
 
 from leaven.cli import app
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.training.outcome import Baseline
 from leaven.tuning import search

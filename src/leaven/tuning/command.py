@@ -37,10 +37,11 @@ from typing import Annotated, Any, Literal, Self
 import tomlkit
 from pydantic import AfterValidator, Field, model_validator
 
+from leaven.errors import InputError
 from leaven.recipe.base import Part
-from leaven.recipe.errors import InputError
-from leaven.recipe.files import parse_toml, read_text, update, validated, write_text
+from leaven.recipe.files import parse_toml, read_text, update, validated
 from leaven.recipe.recipe import Difference, differing, short_path
+from leaven.storage import write_text
 from leaven.tuning.point import Value
 from leaven.tuning.space import SearchSpace
 from leaven.tuning.study_document import Dimension

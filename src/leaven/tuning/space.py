@@ -38,7 +38,7 @@ from pydantic import ValidationError
 
 from leaven.catalogue.expectations import Expectation
 from leaven.catalogue.findings import CHECKS
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import explain, read_recipe, write_recipe
 from leaven.recipe.recipe import Difference, Recipe, differences, flatten, short_path, split_path
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape

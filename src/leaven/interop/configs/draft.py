@@ -12,8 +12,8 @@ from typing import Any
 
 from leaven.catalogue.laws import evaluate
 from leaven.catalogue.neighbours import nearest
+from leaven.errors import InputError
 from leaven.interop.architectures import HuggingFaceModel, validated
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe, set_path
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity

@@ -10,9 +10,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from leaven.errors import InputError
 from leaven.interop.architectures import read_config, read_json
 from leaven.interop.configs.draft import Draft, Imported, Settings
-from leaven.recipe.errors import InputError
 from leaven.recipe.shape import BRANCH_ENDS
 
 CONFIG, ARGUMENTS = "config.json", "training_args.json"

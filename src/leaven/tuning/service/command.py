@@ -25,9 +25,10 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from leaven.errors import InputError
 from leaven.planning.hardware import VISIBLE
-from leaven.recipe.errors import InputError
-from leaven.recipe.files import make_folder, write_recipe, write_text
+from leaven.recipe.files import write_recipe
+from leaven.storage import make_folder, write_text
 from leaven.training.early_stopping import expected, should_prune
 from leaven.training.outcome import Outcome
 from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, fill

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from leaven import storage
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.training.outcome import Curve
 from leaven.tuning.command import LossSource
 
