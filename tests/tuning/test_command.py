@@ -325,6 +325,25 @@ def test_a_job_of_a_cluster(write: Write, monkeypatch: pytest.MonkeyPatch) -> No
     assert Path("cancelled").read_text() == "42\n"
 
 
+def test_the_examples_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    space = command_space(examples / "another_trainer" / "study.toml")
+    space.file.check(space)
+    values = space.placeholders(dict.fromkeys(space.paths, 0.0), 0) | {"seed": 0, "out": "out"}
+    line = space.file.filled(values).replace("python", sys.executable, 1) + " --max_iters 10"
+    with (tmp_path / "output.log").open("wb") as output:
+        subprocess.run(line, shell=True, check=True, stdout=output, cwd=examples / "another_trainer")
+    steps, losses = zip(*read_losses(space.file.loss, tmp_path / "output.log", complete=True), strict=True)
+    assert steps == (0, 5, 10)
+    assert losses[-1] < losses[0] < 6
+    (tmp_path / "leaven").write_text('#!/bin/sh\necho "$@"')
+    (tmp_path / "leaven").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    array = ["bash", str(examples / "slurm_tune.sh"), "study.toml", "shared"]
+    started = subprocess.run(array, capture_output=True, text=True, check=True)
+    assert started.stdout == "tune study.toml --study shared --trials 64 --workers auto\n"
+
+
 def test_workers_are_numbered(write: Write) -> None:
     write("echo {worker} >> ran; sleep 0.5; echo iter 1: val loss {lr}; : {seed}", PATTERN, ONE)
     code, printed = tune("tiny.toml", "--study", "study", "--trials", 6, "--workers", 3)

@@ -106,6 +106,9 @@ class CommandTrainer:
         try:
             where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
             outcome = self._watch(process, proposal, folder / OUTPUT, where)
+        except InputError:  # it ends the search, so the other commands need not go on
+            self._leaving.set()
+            raise
         finally:
             self._commands.end(process)
         if isinstance(outcome, str):
