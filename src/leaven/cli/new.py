@@ -22,6 +22,7 @@ from leaven.documents.planning import AdoptedRecipe
 from leaven.planning.budget import size_for_time
 from leaven.planning.hardware import gpus_here, parse_cluster
 from leaven.planning.start import start
+from leaven.recipe.data import DataSource
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_recipe
 from leaven.scaling.tested_ranges import warnings
@@ -107,7 +108,7 @@ def new(
         _adopt(output, name, from_weights, tokens, source, json_output)
         return
     cluster = parse_cluster(gpus) if gpus else None
-    text_tokens = None if source == "python-stdlib" else estimated_tokens(source)
+    text_tokens = None if source == "python-stdlib" else estimated_tokens(DataSource(source=source))
     fit = None
     if time is not None:
         require_alone(context, "--time", "params tokens from_run")

@@ -24,6 +24,7 @@ from leaven.model.kernels import widened
 from leaven.model.loss import IGNORED, isolated
 from leaven.model.transformer import Transformer
 from leaven.planning.trainable import require_trainable
+from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table, ramp_factors
 from leaven.training.checkpoint import Checkpoint, Progress
@@ -323,5 +324,9 @@ def check_trainable(recipe: Recipe, tokens: "TokenSet", group: ProcessGroup = SI
     require_trainable(recipe, group.size)
     if recipe.start.folder is not None:
         require_start(recipe.model, recipe.start.folder)
+    if recipe.data.documents == "isolated" and tokens.end_of_text is None:
+        raise InputError(
+            'documents = "isolated" needs the id of the token that ends documents; set end_of_text in [data]'
+        )
     tokens.stream(recipe.model.seq_len, recipe.data.seed)
     tokens.validation_windows(recipe.model.seq_len, recipe.evaluation.tokens)
