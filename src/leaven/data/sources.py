@@ -118,10 +118,13 @@ def _files(source: str) -> list[tuple[str, Path]]:
             f"path or glob, relative to the current folder, of {', '.join(SUFFIXES)} files (text) or of "
             f"{', '.join(TOKEN_SUFFIXES)} files (token ids)"
         )
-    suffixes = TOKEN_SUFFIXES if found[0][1].suffix in TOKEN_SUFFIXES else SUFFIXES
     for _, file in found:
-        if not file.name.endswith(suffixes):
-            raise InputError(f"{file} is not a {', '.join(suffixes)} file; convert it or exclude it from data.source")
+        if not file.name.endswith(SUFFIXES + TOKEN_SUFFIXES):
+            suffixes = f"{', '.join(SUFFIXES)} file (text) or a {', '.join(TOKEN_SUFFIXES)} file (token ids)"
+            raise InputError(f"{file} is not a {suffixes}; convert it or exclude it from data.source")
+    ids = [file for _, file in found if file.name.endswith(TOKEN_SUFFIXES)]
+    if 0 < len(ids) < len(found):
+        raise InputError(f"data.source {source!r} matches text and token ids ({ids[0]}); give them as two sources")
     return found
 
 

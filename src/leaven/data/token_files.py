@@ -30,6 +30,7 @@ LLM_C_FORMATS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 _LLM_C_HEADER = 256 * 4  # bytes
 _DATES = range(2020_00_00, 2100_00_00)  # llm.c's magic numbers are dates
 
+BLOCKS = 16
 _CHECKED_IDS = 2**20
 
 
@@ -114,7 +115,10 @@ class TokenFile:
         start = ids[: _CHECKED_IDS // 2 * 2]
         if dtype.itemsize < 8 and len(start) > 1 and not start[1::2].any() and start[::2].any():
             wider = {1: "uint16", 2: "uint32", 4: "int64"}[dtype.itemsize]
-            raise BrokenFile(f'is not of {dtype.name}: every second id would be 0; set dtype = "{wider}"')
+            raise BrokenFile(
+                f"is not of {dtype.name}, because every second id would be 0; "
+                f'write source = [{{ source = ..., dtype = "{wider}" }}]'
+            )
         return MappedTokens((ids,), None, raw=self.dtype is None)
 
     def _numpy(self) -> MappedTokens:
@@ -190,7 +194,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], offset: int = 0) -> NDArray[Any]:
 def arrow_tokens(chunks: list[Any]) -> MappedTokens:
     """Return the token ids in a column of lists, which is given as Arrow arrays. Each row is a document.
 
-    Rows that all have the same length, except for the last, are blocks of a longer text, not documents.
+    If `BLOCKS` rows or more all have the same length, except for the last, they are blocks of a longer text.
 
     Raises:
         BrokenFile: if there is a null among the ids.
@@ -204,6 +208,6 @@ def arrow_tokens(chunks: list[Any]) -> MappedTokens:
         arrays.append(ids.to_numpy(zero_copy_only=True))
         lengths.append(chunk.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))
     rows = np.concatenate([*lengths, np.zeros(0, np.int64)]).astype(np.int64)
-    blocks = len(rows) > 2 and (rows[:-1] == rows[0]).all() and rows[-1] <= rows[0]
+    blocks = len(rows) >= BLOCKS and (rows[:-1] == rows[0]).all() and rows[-1] <= rows[0]
     ends = np.cumsum(rows[rows > 0])
     return MappedTokens(tuple(array for array in arrays if len(array)), None if blocks else ends)

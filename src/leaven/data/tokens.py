@@ -122,9 +122,9 @@ def prepare(
     parts = {source.source: source_parts(source) for source in data.sources}
     of_ids = {name: found.ids for name, found in parts.items() if found.ids}
     _validate(data, vocab_size, of_ids)
-    given = given_tokenizer(data.tokenizer, vocab_size)
     cache = cache or cache_folder()
     texts = [source for source in data.sources if source.source not in of_ids]
+    given = given_tokenizer(data.tokenizer, vocab_size) if texts or data.tokenizer != "bpe" else None
     found: dict[str, Shards] = {}
     path, encoder, end_of_text = None, None, data.end_of_text
     try:
