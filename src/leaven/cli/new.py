@@ -18,6 +18,7 @@ from leaven.cli.common import (
     require_new,
 )
 from leaven.data.sources import estimated_tokens
+from leaven.data.token_files import TOKEN_SUFFIXES
 from leaven.documents.planning import AdoptedRecipe
 from leaven.planning.budget import size_for_time
 from leaven.planning.hardware import gpus_here, parse_cluster
@@ -108,6 +109,10 @@ def new(
         _adopt(output, name, from_weights, tokens, source, json_output)
         return
     cluster = parse_cluster(gpus) if gpus else None
+    if source.endswith(TOKEN_SUFFIXES) and vocab is None:
+        raise InputError(
+            f"{source} has token ids; add --vocab COUNT, the size of the vocabulary they were written with"
+        )
     text_tokens = None if source == "python-stdlib" else estimated_tokens(DataSource(source=source))
     fit = None
     if time is not None:
