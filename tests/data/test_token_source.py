@@ -94,6 +94,11 @@ def test_a_missing_end_of_text_token_is_added(name: str, tmp_path: Path, prepare
     assert np.array_equal(found[0].train[: ends[4] + 1], flat(written[:5]))
 
 
+def test_empty_documents_do_not_count(tmp_path: Path, prepare: Any) -> None:
+    found = prepare(megatron(tmp_path / "a.bin", [[], *TEXTS[:9], [], [], *TEXTS[9:], []]), end_of_text=END)
+    assert [*found.train[:], *found.validation[:]] == flat([[*text, END] for text in TEXTS])
+
+
 @given(data=st.data())
 def test_added_tokens_are_at_the_ends_of_documents(data: st.DataObject) -> None:
     texts = data.draw(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), max_size=8))

@@ -167,8 +167,7 @@ def _megatron(path: Path, index: Path) -> MappedTokens:
         if firsts[0] != 0 or (np.diff(firsts) < 0).any():
             raise BrokenFile(f"has an index {index.name} whose documents are not in order; write it again")
         ends = np.concatenate([[0], stops])[firsts]
-    ends = np.unique(ends)  # without empty documents
-    return MappedTokens((_mapped(path, dtype),), ends[ends > 0])
+    return MappedTokens((_mapped(path, dtype),), ends[np.diff(ends, prepend=0) > 0])  # without empty documents
 
 
 def _llm_c(path: Path, size: int, magic: int, version: int, tokens: int) -> MappedTokens:
