@@ -79,6 +79,11 @@ def test_an_end_of_text_token_marks_documents_of_flat_files(tmp_path: Path, prep
     assert found.train[-1 + len(found.train) :].tolist() == [END]
 
 
+def test_a_document_that_ends_at_the_cut_is_the_last_of_training(tmp_path: Path, prepare: Any) -> None:
+    texts = [[*[10 + number] * 49, END] for number in range(40)]
+    assert len(prepare(nanogpt(tmp_path / "a.bin", texts), end_of_text=END).train) == 1_900
+
+
 @pytest.mark.parametrize("name", WITH_DOCUMENTS)
 def test_a_missing_end_of_text_token_is_added(name: str, tmp_path: Path, prepare: Any) -> None:
     written, bare = documents(end_of_text=END), documents()
@@ -210,7 +215,10 @@ def test_unchanged_files_are_not_read_again(tmp_path: Path, prepare: Any, monkey
             prepare(source, vocab_size=251)  # checked against another vocabulary
     changed = [[11, *TEXTS[0][1:]], *TEXTS[1:]]
     megatron(tmp_path / "a.bin", changed)
-    assert prepare(source).fingerprint != first.fingerprint
+    second = prepare(source)
+    index = tmp_path / "a.idx"
+    index.write_bytes(Path(megatron(tmp_path / "b.bin", [flat(changed)])).with_suffix(".idx").read_bytes())
+    assert len({first.fingerprint, second.fingerprint, prepare(source).fingerprint}) == 3
 
 
 def test_new_keys_do_not_change_older_recipes() -> None:
