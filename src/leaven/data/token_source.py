@@ -187,7 +187,7 @@ class _SourceIds:
 
 def _survey(mapped: MappedTokens, end_of_text: int | None, meter: Meter) -> TokenSurvey:
     content = blake2b(digest_size=16)
-    lowest, highest, ends = 0, -1, 0
+    lowest, highest, ends = 0, 0, 0
     for array in mapped.arrays:
         content.update(array.dtype.str.encode())
         for first in range(0, len(array), _BLOCK):
