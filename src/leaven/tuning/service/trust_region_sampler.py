@@ -13,10 +13,12 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from leaven.recipe.errors import InputError
-from leaven.tuning.algorithm.trust_region import RADIUS, Array, Axes, region
+from leaven.tuning.algorithm.surrogate import FITTED, fitted_noise
+from leaven.tuning.algorithm.trust_region import RADIUS, Array, Axes, Features, region
 
 STEPS = 6  # steps (typical distances of an optimum from the start) into which the range of a number is divided
 HUGE = 1e50  # the largest objective value that is not a divergence
+FEWEST = 5  # the fewest trials to which the noise is fitted
 REDRAWN = 10  # proposals that are drawn before a point is repeated
 
 Space = dict[str, BaseDistribution]
@@ -46,8 +48,8 @@ class TrustRegionSampler(BaseSampler):
     Args:
         start: values of the start, by name. The others are those of the study's first trial, for example from
             ``study.enqueue_trial``; else the middle of the range, and the first choice.
-        noise: standard deviation of the objective between runs of one point, if known. By default it is estimated
-            from points that were run several times.
+        noise: standard deviation of the objective between runs of one point; 0 if the objective has no noise. By
+            default it is fitted to the trials.
         seed: makes proposals reproducible; default random.
 
     Raises:
@@ -95,9 +97,9 @@ class TrustRegionSampler(BaseSampler):
         losses = _losses(trials, -1.0 if study.direction == StudyDirection.MAXIMIZE else 1.0)
         ended = {each.number: each.params for each in trials if each.number in losses}
         points = [axes.octaves({name: axis.at(x[name]) for name, axis in numbers.items()}) for x in ended.values()]
-        here = region(
-            axes, np.array(points).reshape(-1, len(numbers)), np.array(list(losses.values())), self._noise
-        )
+        at, results = np.array(points).reshape(-1, len(numbers)), np.array(list(losses.values()))
+        noise = _estimated_noise(axes, at, results) if self._noise is None else self._noise
+        here = region(axes, at, results, noise)
         had, rng = [{name: x[name] for name in numbers} for x in ended.values()], self._rng(trial)
         for _ in range(REDRAWN):
             drawn = axes.params(here.proposal(rng))
@@ -171,6 +173,13 @@ class AxisOfDistribution:
         if to.step:
             number = to.low + to.step * round((number - to.low) / to.step)
         return to.to_external_repr(min(max(number, to.low), to.high))
+
+
+def _estimated_noise(axes: Axes, points: Array, losses: Array) -> float | None:
+    """Return the noise between runs, fitted to the lowest losses; None if there are too few trials."""
+    lowest = np.argsort(losses, kind="stable")[: min(FITTED, int(np.isfinite(losses).sum()))]
+    columns = Features(np.zeros(points.shape[1]), axes.scale, axes.levels).of(points[lowest])
+    return fitted_noise(columns, losses[lowest]) if len(lowest) >= FEWEST else None
 
 
 def _losses(trials: Sequence[FrozenTrial], sign: float) -> dict[int, float]:
