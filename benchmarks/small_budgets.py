@@ -4,8 +4,8 @@ Minimises smooth functions of 2 to 5 values whose minimum is about an octave (a 
 and without noise. Regret is the noise-free loss of the result above the minimum, in per cent of the start's. The
 trust region is `leaven.tuning.search`, including its trials that measure noise and confirm the result; in a second
 column the noise is given. Every other method spends all trials on its search, and its result is the trial with the
-lowest loss. "sampler" is ``leaven.tuning.TrustRegionSampler``, and like the other samplers of Optuna it runs in a plain
-``study.optimize``. ``--families modules`` adds 30 values with divergences (benchmarks/_landscapes.py).
+lowest loss. "sampler" is ``leaven.tuning.TrustRegionSampler``, which runs in a plain ``study.optimize``, as the other
+samplers do. ``--families modules`` has 30 values, and divergences (benchmarks/_landscapes.py).
 
 ``--steplaw`` adds losses as functions of lr and batch, interpolated from a published sweep of 17 sizes (Li et al.
 2025, arXiv 2503.04715), with starts within 0.06 nats of the minimum. FILE is data/dense_lr_bs_loss.csv of
@@ -224,7 +224,11 @@ def picture(runs: dict[str, float], methods: list[str]) -> str:
         of = means.setdefault(f"{family}, {d} values, noise {noise}", {}).setdefault(method, {})
         of.setdefault(int(trials), []).append(value)
     hues = dict(
-        zip(METHODS, ("#c2185b", "#1976d2", "#795548", "#388e3c", "#00838f", "#f57c00", "#7b1fa2", "#9e9e9e"), strict=True)
+        zip(
+            METHODS,
+            ("#c2185b", "#1976d2", "#795548", "#388e3c", "#00838f", "#f57c00", "#7b1fa2", "#9e9e9e"),
+            strict=True,
+        )
     )
     wide, high, columns = 300, 170, 3
     rows = -(-len(means) // columns)

@@ -1,6 +1,7 @@
 """leaven's trust region as an Optuna sampler: ``from leaven.tuning import TrustRegionSampler``. It needs no torch."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ STEPS = 6  # steps (typical distances of an optimum from the start) into which t
 HUGE = 1e50  # the largest objective value that is not a divergence
 FEWEST = 5  # the fewest trials to which the noise is fitted
 REDRAWN = 10  # proposals that are drawn before a point is repeated
+NUMBERS = FloatDistribution | IntDistribution
 
 Space = dict[str, BaseDistribution]
 
@@ -30,15 +32,15 @@ class TrustRegionSampler(BaseSampler):
         study = optuna.create_study(sampler=TrustRegionSampler(start={"lr": 1e-3}, seed=0))
         study.optimize(objective, n_trials=60)
 
-    The first trial is the start. The algorithm (``algorithm/trust_region.py``) expects the optimum about one step from
-    it along each number. A step is a sixth of the range that the objective gives to ``suggest_float`` or
+    The first trial is the start. The algorithm (``algorithm/trust_region.py``) expects the optimum about one step
+    away from it along each number. A step is a sixth of the range that the objective gives to ``suggest_float`` or
     ``suggest_int``, in octaves (powers of two) if ``log=True``, but at least the ``step`` of the distribution.
 
-    - A value that is infinite, or beyond +-1e50, counts as a divergence. So does a failed trial: Optuna does not store
-      whether its value was nan or it raised an exception. While every trial diverges, values named ``lr`` or ``*.lr``
-      are lowered.
+    - If the objective returns an infinite value, or one beyond +-1e50, the trial has diverged. A failed trial has
+      diverged, too: Optuna does not store whether its value was nan or it raised an exception. While all trials
+      diverge, parameters named ``lr`` or ``*.lr`` are lowered.
     - The value of a pruned trial is the last one that it reported, limited to the worse half of the completed trials.
-    - Values that only some trials have, or whose range changes, are drawn at random.
+    - Parameters that only some trials have, or whose range changes, are drawn at random.
     - A sampler does not know the number of trials. So it spends none on measuring the noise or on confirming the best
       point with other seeds, as :func:`leaven.tuning.search` does.
 
@@ -53,8 +55,8 @@ class TrustRegionSampler(BaseSampler):
         seed: makes proposals reproducible; default random.
 
     Raises:
-        InputError: if ``noise`` or ``seed`` is negative, if a value of ``start`` is outside its range, or if the study
-            has several objectives.
+        InputError: if ``noise`` or ``seed`` is negative, if a value of ``start`` is outside its range, or if the
+            study has several objectives.
     """
 
     def __init__(
@@ -68,11 +70,7 @@ class TrustRegionSampler(BaseSampler):
         self._seed = np.random.SeedSequence(seed).entropy
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> Space:
-        if len(study.directions) > 1:
-            raise InputError(
-                f"TrustRegionSampler is for one objective, but the study has {len(study.directions)}; use another "
-                "sampler, such as optuna.samplers.NSGAIISampler"
-            )
+        _check(study)
         trials = study.get_trials(deepcopy=False)
         ended = [each for each in trials if each.state in {TrialState.COMPLETE, TrialState.PRUNED}]
         spaces = [each.distributions for each in ended or trials if each.state.is_finished()] or [{}]
@@ -85,25 +83,24 @@ class TrustRegionSampler(BaseSampler):
     def sample_relative(self, study: optuna.Study, trial: FrozenTrial, search_space: Space) -> dict[str, Any]:
         if not search_space:
             return {}
-        numbers = {name: AxisOfDistribution.of(name, limits) for name, limits in search_space.items()}
+        axis_of = {name: AxisOfDistribution.of(name, limits) for name, limits in search_space.items()}
         trials = [
             each
             for each in study.get_trials(deepcopy=False)
             if all(each.distributions.get(name) == limits for name, limits in search_space.items())
         ]
         first = trials[0].params if trials else {}
-        start = {name: axis.start(self._start, first) for name, axis in numbers.items()}
-        axes = Axes({name: axis.limits for name, axis in numbers.items()}, start=start)
-        losses = _losses(trials, -1.0 if study.direction == StudyDirection.MAXIMIZE else 1.0)
-        ended = {each.number: each.params for each in trials if each.number in losses}
-        points = [axes.octaves({name: axis.at(x[name]) for name, axis in numbers.items()}) for x in ended.values()]
-        at, results = np.array(points).reshape(-1, len(numbers)), np.array(list(losses.values()))
-        noise = _estimated_noise(axes, at, results) if self._noise is None else self._noise
-        here = region(axes, at, results, noise)
-        had, rng = [{name: x[name] for name in numbers} for x in ended.values()], self._rng(trial)
+        start = {name: axis.start(self._start, first) for name, axis in axis_of.items()}
+        axes = Axes({name: axis.limits for name, axis in axis_of.items()}, start=start)
+        result_of = _losses(trials, -1.0 if study.direction == StudyDirection.MAXIMIZE else 1.0)
+        had = [{name: each.params[name] for name in axis_of} for each in trials if each.number in result_of]
+        points = [axes.octaves({name: axis.at(params[name]) for name, axis in axis_of.items()}) for params in had]
+        x, losses = np.array(points).reshape(-1, len(axis_of)), np.array(list(result_of.values()))
+        noise = _fitted_noise(axes, x, losses) if self._noise is None else self._noise
+        here, rng = region(axes, x, losses, noise), self._rng(trial)
         for _ in range(REDRAWN):
             drawn = axes.params(here.proposal(rng))
-            proposal = {name: axis.value(drawn[name]) for name, axis in numbers.items()}
+            proposal = {name: axis.value(drawn[name]) for name, axis in axis_of.items()}
             if proposal not in had:
                 return proposal
         return {}  # sample_independent draws a random point
@@ -111,6 +108,7 @@ class TrustRegionSampler(BaseSampler):
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
+        _check(study)
         rng, axis = self._rng(trial, param_name), AxisOfDistribution.of(param_name, param_distribution)
         known = any(each.state.is_finished() for each in study.get_trials(deepcopy=False))
         if not known and (trial.number == 0 or not isinstance(axis.limits, range)):
@@ -120,6 +118,13 @@ class TrustRegionSampler(BaseSampler):
         return RandomSampler(int(rng.integers(2**32))).sample_independent(
             study, trial, param_name, param_distribution
         )
+
+    def after_trial(
+        self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
+    ) -> None:
+        unknown = ", ".join(self._start.keys() - trial.params)
+        if trial.number == 0 and state is TrialState.COMPLETE and unknown:
+            warnings.warn(f"start has {unknown}, but the first trial has {', '.join(trial.params)}", stacklevel=2)
 
     def _rng(self, trial: FrozenTrial, name: str = "") -> np.random.Generator:
         return np.random.default_rng([self._seed, trial.number, *name.encode()])
@@ -138,7 +143,7 @@ class AxisOfDistribution:
     def of(cls, name: str, distribution: BaseDistribution) -> "AxisOfDistribution":
         if isinstance(distribution, CategoricalDistribution):
             return cls(name, distribution, range(len(distribution.choices)))
-        assert isinstance(distribution, FloatDistribution | IntDistribution)
+        assert isinstance(distribution, NUMBERS)
         low, high, step = distribution.low, distribution.high, distribution.step or 0.0
         if distribution.log:
             low, high, step = math.log2(low), math.log2(high), math.log2(low + step) - math.log2(low)
@@ -157,7 +162,9 @@ class AxisOfDistribution:
                 return found
         except ValueError:  # not a number, or not a choice
             pass
-        raise InputError(f"start of {self.name} = {given[self.name]!r:.60}: give a value of {self.distribution}")
+        to = self.distribution
+        allowed = f"{to.low:g} to {to.high:g}" if isinstance(to, NUMBERS) else getattr(to, "choices", ())
+        raise InputError(f"start: {self.name} = {given[self.name]!r:.60}; the objective asks for {allowed}")
 
     def at(self, value: Any) -> float:
         """Return where a value is on the axis: steps, or the index of a choice."""
@@ -167,7 +174,7 @@ class AxisOfDistribution:
     def value(self, at: float) -> Any:
         """Return the value of the distribution that is nearest to ``at`` on the axis."""
         to = self.distribution
-        if not isinstance(to, FloatDistribution | IntDistribution):
+        if not isinstance(to, NUMBERS):
             return to.to_external_repr(round(at))
         number = 2.0 ** (at * self.unit) if to.log else at * self.unit
         if to.step:
@@ -175,7 +182,15 @@ class AxisOfDistribution:
         return to.to_external_repr(min(max(number, to.low), to.high))
 
 
-def _estimated_noise(axes: Axes, points: Array, losses: Array) -> float | None:
+def _check(study: optuna.Study) -> None:
+    if len(study.directions) > 1:
+        raise InputError(
+            f"TrustRegionSampler is for one objective, but the study has {len(study.directions)}; use another "
+            "sampler, such as optuna.samplers.NSGAIISampler"
+        )
+
+
+def _fitted_noise(axes: Axes, points: Array, losses: Array) -> float | None:
     """Return the noise between runs, fitted to the lowest losses; None if there are too few trials."""
     lowest = np.argsort(losses, kind="stable")[: min(FITTED, int(np.isfinite(losses).sum()))]
     columns = Features(np.zeros(points.shape[1]), axes.scale, axes.levels).of(points[lowest])
@@ -183,18 +198,18 @@ def _estimated_noise(axes: Axes, points: Array, losses: Array) -> float | None:
 
 
 def _losses(trials: Sequence[FrozenTrial], sign: float) -> dict[int, float]:
-    """Return the losses of the trials with a result, by number: infinite where a trial diverged. ``sign`` is -1 if the
-    objective is maximised."""
+    """Return the losses of the trials with a result, by number: infinite where a trial diverged. ``sign`` is -1 if
+    the objective is maximised."""
     found = {}
     for trial in trials:
         if trial.state is TrialState.FAIL or trial.value is not None:
-            finite = trial.value is not None and abs(trial.value) <= HUGE
-            found[trial.number] = sign * trial.value if finite else math.inf
+            value = math.inf if trial.value is None else trial.value
+            found[trial.number] = sign * value if abs(value) <= HUGE else math.inf
         elif trial.state is TrialState.PRUNED and trial.intermediate_values:
             found[trial.number] = math.inf  # the last report was nan
-    completed = [found[trial.number] for trial in trials if trial.state is TrialState.COMPLETE]
-    worse = [loss for loss in completed if loss < math.inf and loss >= np.median(completed)]
+    completed = [found[each.number] for each in trials if each.state is TrialState.COMPLETE]
+    completed = [loss for loss in completed if loss < math.inf]
     for trial in trials:
-        if trial.state is TrialState.PRUNED and math.isfinite(found.get(trial.number, math.inf)) and worse:
-            found[trial.number] = float(np.clip(found[trial.number], min(worse), max(worse)))
+        if completed and trial.state is TrialState.PRUNED and found.get(trial.number, math.inf) < math.inf:
+            found[trial.number] = float(np.clip(found[trial.number], np.median(completed), max(completed)))
     return found
