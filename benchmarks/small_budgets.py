@@ -241,7 +241,7 @@ def picture(runs: dict[str, float], methods: list[str]) -> str:
     ]
     shown = [m for m in methods if m in hues]
     for i, method in enumerate(shown):
-        at = 20 + i * 126
+        at = 20 + i * 110
         parts.append(f'<line x1="{at}" x2="{at + 22}" y1="14" y2="14" stroke="{hues[method]}" stroke-width="2.5"/>')
         parts.append(f'<text x="{at + 28}" y="18">{method}</text>')
     parts.append('<text x="20" y="36">mean regret, per cent of the start\'s, over the number of trials</text>')

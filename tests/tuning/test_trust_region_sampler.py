@@ -22,8 +22,9 @@ from optuna.trial import TrialState
 
 from leaven.recipe.errors import InputError
 from leaven.tuning import TrustRegionSampler
+from leaven.tuning.algorithm.surrogate import fitted_noise
 from leaven.tuning.algorithm.trust_region import Axes, region
-from leaven.tuning.service.trust_region_sampler import STEPS
+from leaven.tuning.service.trust_region_sampler import FEWEST, STEPS
 
 Objective = Callable[[optuna.Trial], float]
 
@@ -60,12 +61,13 @@ def test_the_first_trial_is_the_start() -> None:
     assert params(study_of(bowl, 1, TrustRegionSampler(given)))[0].items() >= given.items()
 
 
-def test_proposals_are_those_of_the_trust_region() -> None:
+@pytest.mark.parametrize("noise", [0.1, None])
+def test_proposals_are_those_of_the_trust_region(noise: float | None) -> None:
     def objective(trial: optuna.Trial) -> float:
         a, b = trial.suggest_float("a", 2.0**-12, 1.0, log=True), trial.suggest_float("b", -30.0, 30.0)
         return (math.log2(a) + 9) ** 2 / 4 + (b / 10 - 1) ** 2
 
-    study = optuna.create_study(sampler=TrustRegionSampler(noise=0.1, seed=3))
+    study = optuna.create_study(sampler=TrustRegionSampler(noise=noise, seed=3))
     study.enqueue_trial({"a": 2.0**-5, "b": -10.0})
     study.optimize(objective, 12)
     # In steps: two octaves of a, ten of b.
@@ -74,7 +76,9 @@ def test_proposals_are_those_of_the_trust_region() -> None:
     losses = np.array([trial.value for trial in study.trials])
     assert STEPS == 6
     for k in range(1, 12):
-        here = region(axes, steps[:k] - steps[0], losses[:k], 0.1)
+        x = steps[:k] - steps[0]
+        fitted = fitted_noise(x, losses[:k]) if noise is None and k >= FEWEST else noise
+        here = region(axes, x, losses[:k], fitted)
         expected = here.proposal(np.random.default_rng([3, k])) + steps[0]
         assert steps[k] == pytest.approx(expected, abs=1e-9)
 
@@ -159,19 +163,24 @@ def test_while_everything_diverges_the_learning_rate_falls() -> None:
 def test_a_pruned_trial_counts_as_one_of_the_worse_half() -> None:
     """A report at an early step is far from every final loss, and is no divergence."""
 
-    def objective(trial: optuna.Trial, early: float) -> float:
-        x = trial.suggest_float("x", -3.0, 3.0)
-        if 10 <= trial.number < 13:
-            trial.report(early, step=1)
-            raise optuna.TrialPruned
-        return x**2
+    def two(trial: optuna.Trial) -> float:
+        return trial.suggest_float("x", -3.0, 3.0) ** 2 + abs(trial.suggest_float("y", -3.0, 3.0) + 1)
 
-    high, higher, nothing = (
-        params(study_of(lambda trial, early=early: objective(trial, early), 16)) for early in (1e3, 1e6, -1e6)
-    )
-    assert high == higher  # the worst completed loss
-    assert nothing[:10] == high[:10]
-    assert nothing != high  # the median one
+    def points(of_some: Objective) -> list[dict[str, Any]]:
+        def objective(trial: optuna.Trial) -> float:
+            loss = two(trial)
+            return of_some(trial) if 10 <= trial.number < 13 else loss
+
+        return params(study_of(objective, 14))
+
+    def pruned(trial: optuna.Trial, report: float) -> float:
+        trial.report(report, step=1)
+        raise optuna.TrialPruned
+
+    losses = [trial.value for trial in study_of(two, 10).trials]
+    assert points(lambda trial: pruned(trial, 1e6)) == points(lambda _: max(losses))
+    assert points(lambda trial: pruned(trial, -1e6)) == points(lambda _: float(np.median(losses)))
+    assert points(lambda trial: pruned(trial, math.nan)) == points(lambda _: math.inf)
 
 
 def test_parallel_trials_begin_near_the_start_and_differ() -> None:
@@ -206,13 +215,21 @@ def test_values_of_some_trials_are_random_and_the_others_are_searched() -> None:
     assert max(drawn) - min(drawn) > 0.5
 
 
-def test_points_are_not_repeated_before_new_ones_are_tried() -> None:
+def test_new_points_near_the_best_are_tried_before_points_are_repeated() -> None:
     def objective(trial: optuna.Trial) -> float:
-        return abs(trial.suggest_int("n", 0, 30) - 20)
+        return -trial.suggest_int("n", 0, 60) - trial.suggest_float("x", 0, 60)
 
-    points = [trial.params["n"] for trial in study_of(objective, 20).trials]
-    assert 20 in points
-    assert len(set(points)) >= 15
+    points = [tuple(trial.params.values()) for trial in study_of(objective, 30).trials]
+    assert (60, 60.0) in points
+    assert len(set(points)) == 30
+    assert sum(n + x > 90 for n, x in points) >= 20
+
+
+def test_every_choice_of_a_small_space_is_tried() -> None:
+    def objective(trial: optuna.Trial) -> float:
+        return sum(trial.suggest_categorical(name, [0, 1, 2]) for name in "ab")
+
+    assert len({tuple(trial.params.values()) for trial in study_of(objective, 25).trials}) == 9
 
 
 def test_bad_input_gets_one_line() -> None:

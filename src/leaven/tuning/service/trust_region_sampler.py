@@ -20,7 +20,8 @@ from leaven.tuning.algorithm.trust_region import RADIUS, Array, Axes, Features, 
 STEPS = 6  # steps (typical distances of an optimum from the start) into which the range of a number is divided
 HUGE = 1e50  # the largest objective value that is not a divergence
 FEWEST = 5  # the fewest trials to which the noise is fitted
-REDRAWN = 10  # proposals that are drawn before a point is repeated
+# Steps by which proposals that repeat a point are moved at random, until one is new.
+SPREADS = np.linspace(0, 2 * RADIUS, 10)
 NUMBERS = FloatDistribution | IntDistribution
 
 Space = dict[str, BaseDistribution]
@@ -98,8 +99,9 @@ class TrustRegionSampler(BaseSampler):
         x, losses = np.array(points).reshape(-1, len(axis_of)), np.array(list(result_of.values()))
         noise = _fitted_noise(axes, x, losses) if self._noise is None else self._noise
         here, rng = region(axes, x, losses, noise), self._rng(trial)
-        for _ in range(REDRAWN):
-            drawn = axes.params(here.proposal(rng))
+        for spread in SPREADS:
+            point = here.proposal(rng)
+            drawn = axes.params(point + spread * rng.normal(size=len(point)) * (axes.levels == 0))
             proposal = {name: axis.value(drawn[name]) for name, axis in axis_of.items()}
             if proposal not in had:
                 return proposal
