@@ -61,6 +61,19 @@ def test_the_first_trial_is_the_start() -> None:
     assert params(study_of(bowl, 1, TrustRegionSampler(given)))[0].items() >= given.items()
 
 
+def test_a_trial_that_failed_before_its_values_were_drawn_is_not_the_first() -> None:
+    def objective(trial: optuna.Trial) -> float:
+        if trial.number < 2:
+            raise FileNotFoundError("no data")
+        return bowl(trial)
+
+    study = optuna.create_study(sampler=TrustRegionSampler({"optimizer": "adam"}, seed=0))
+    study.optimize(objective, 8, catch=FileNotFoundError)
+    whole = params(study_of(bowl, 1, TrustRegionSampler({"optimizer": "adam"})))
+    assert params(study)[:3] == [{}, {}, *whole]
+    assert study.best_value < study.trials[2].value
+
+
 @pytest.mark.parametrize("noise", [0.1, None])
 def test_proposals_are_those_of_the_trust_region(noise: float | None) -> None:
     def objective(trial: optuna.Trial) -> float:

@@ -41,7 +41,7 @@ class TrustRegionSampler(BaseSampler):
       diverged, too: Optuna does not store whether its value was nan or it raised an exception. While all trials
       diverge, parameters named ``lr`` or ``*.lr`` are lowered.
     - The value of a pruned trial is the last one that it reported, limited to the worse half of the completed trials.
-    - Parameters that only some trials have, or whose range changes, are drawn at random.
+    - Parameters that only some trials have, or whose range changes, begin at the start, and are then drawn at random.
     - A sampler does not know the number of trials. So it spends none on measuring the noise or on confirming the best
       point with other seeds, as :func:`leaven.tuning.search` does.
 
@@ -74,10 +74,11 @@ class TrustRegionSampler(BaseSampler):
         _check(study)
         trials = study.get_trials(deepcopy=False)
         ended = [each for each in trials if each.state in {TrialState.COMPLETE, TrialState.PRUNED}]
-        spaces = [each.distributions for each in ended or trials if each.state.is_finished()] or [{}]
+        failed = [each for each in trials if each.state is TrialState.FAIL]
+        spaces = [each.distributions for each in ended or failed if each.distributions]
         return {
             name: limits
-            for name, limits in spaces[0].items()
+            for name, limits in (spaces[0] if spaces else {}).items()
             if not limits.single() and all(space.get(name) == limits for space in spaces)
         }
 
@@ -112,11 +113,16 @@ class TrustRegionSampler(BaseSampler):
     ) -> Any:
         _check(study)
         rng, axis = self._rng(trial, param_name), AxisOfDistribution.of(param_name, param_distribution)
-        known = any(each.state.is_finished() for each in study.get_trials(deepcopy=False))
-        if not known and (trial.number == 0 or not isinstance(axis.limits, range)):
+        earlier = [
+            each.state
+            for each in study.get_trials(deepcopy=False)
+            if each.number < trial.number and (param_name in each.distributions or each.state is TrialState.RUNNING)
+        ]
+        if not earlier:
+            return axis.value(axis.start(self._start, {}))
+        if not isinstance(axis.limits, range) and set(earlier) == {TrialState.RUNNING}:
             # Trials that run in parallel with the first one begin near it.
-            away = 0.0 if trial.number == 0 else RADIUS * rng.normal()
-            return axis.value(axis.start(self._start, {}) + away)
+            return axis.value(axis.start(self._start, {}) + RADIUS * rng.normal())
         return RandomSampler(int(rng.integers(2**32))).sample_independent(
             study, trial, param_name, param_distribution
         )
