@@ -1,0 +1,199 @@
+"""Imports a recipe from a configuration of torchtitan.
+
+There are two kinds of files. The TOML file of torchtitan up to 0.2.2 names a model by its flavor; all parameters have
+the same optimizer settings, and the initial values are those of the init ``depth-scaled``. The JSON file that 0.3.0 and
+later save with ``--debug.save_config_file`` describes every module and every parameter group.
+``targets/torchtitan_keys.toml`` contains the keys of both, their defaults and the corresponding keys of a recipe.
+"""
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from leaven.interop.configs.compare import ParameterSettings
+from leaven.interop.configs.draft import Draft, Imported, Settings, as_number
+from leaven.interop.configs.per_parameter import TORCHTITAN_NAMES
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import read_text
+from leaven.recipe.shape import ModelShape
+
+TABLE = tomllib.loads((Path(__file__).parent / "targets/torchtitan_keys.toml").read_text(encoding="utf-8"))
+SAVE = "run torchtitan with --debug.save_config_file config.json and give that file"
+QKV = ("attention.query", "attention.key", "attention.value")
+
+
+def read(path: Path, name: str, ranks: int | None = None) -> Imported:
+    """Return the recipe of a TOML or JSON file. ``ranks`` is the number of processes of the run.
+
+    Raises:
+        InputError: if the file cannot be read, or a recipe cannot represent a value.
+    """
+    document, draft = _document(path), Draft(str(path))
+    spec = document.pop("model_spec", None)
+    given = _settings(document, draft, saved=spec is not None)
+    if spec is None:
+        _flavor(given, draft)
+    else:
+        _saved_model(spec, document, given, draft)
+    given.copy_to(draft)
+    shape = draft.shape()
+    _batch(given, draft, shape.seq_len, ranks)
+    _schedule(given, draft)
+    return draft.finish(name, shape)
+
+
+def _document(path: Path) -> dict[str, Any]:
+    if path.suffix == ".py":
+        raise InputError(f"{path}: leaven does not run Python files; {SAVE}")
+    text = read_text(path)
+    try:
+        document = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+    except ValueError as error:
+        raise InputError(f"{path}: cannot be read as TOML or JSON ({error})") from None
+    if "model_spec" not in document and not isinstance(document.get("model"), dict):
+        raise InputError(f"{path}: has neither [model] nor model_spec, so it is no torchtitan configuration; {SAVE}")
+    return document
+
+
+def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Settings:
+    """Return the known keys, as ``section.key``. Unknown keys are added to the draft."""
+    given = Settings(draft.origin, TABLE["keys"], default="torchtitan's default of {}")
+    for section, values in document.items():
+        for key, value in values.items() if isinstance(values, dict) else [(None, values)]:
+            stated = section if key is None else f"{section}.{key}"
+            name = TABLE["aliases"].get(stated, stated)
+            if value is None or value == [] or (saved and name == "optimizer.param_groups"):
+                continue
+            if name in TABLE["keys"]:
+                # torchtitan switches clipping off with an infinite norm, leaven with 0
+                given.given[name] = 0.0 if name == "training.max_norm" and value == math.inf else value
+            elif not any(fnmatchcase(f"{name}.", f"{pattern}.") for pattern in TABLE["ignored"]):
+                draft.unread.append(stated)
+    return given
+
+
+def _flavor(given: Settings, draft: Draft) -> None:
+    """Set the model, its init and its documents from [model] name and flavor."""
+    name, flavor = given["model.name"], given["model.flavor"]
+    flavors = TABLE["flavors"].get(name)
+    if flavors is None:
+        raise InputError(f"{draft.origin}: model.name {name}: leaven reads {' and '.join(TABLE['flavors'])}")
+    plain, _, masked = flavor.partition("_")  # such as 8B_flex, whose attention stops at the start of a document
+    if plain not in flavors or plain == "all" or masked not in {"", "flex", "varlen", "flex_attn", "varlen_attn"}:
+        known = ", ".join(each for each in flavors if each != "all")
+        raise InputError(f"{draft.origin}: model.flavor {flavor}: leaven knows {known} of {name}; for others, {SAVE}")
+    why = f"{name} {flavor} of torchtitan 0.2.2"
+    for key, value in (flavors["all"] | flavors[plain]).items():
+        draft.set(f"model.{key}", value, why)
+    draft.set("data.documents", "isolated" if masked else "packed", why)
+    draft.set("hyperparameters.init", "depth-scaled", why)
+    draft.set("hyperparameters.decay_norm_and_bias", True, "torchtitan 0.2 decays all parameters")
+    if name == "llama3":
+        draft.unread.append("scaled rotary positions of llama3: leaven has plain ones")
+
+
+def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings, draft: Draft) -> None:
+    """Set the model and the settings of its parameters from the sections model_spec and optimizer."""
+    name = spec.get("name") if isinstance(spec, dict) else None
+    if name not in TABLE["flavors"]:
+        raise InputError(f"{draft.origin}: model_spec.name {name}: leaven reads {' and '.join(TABLE['flavors'])}")
+    try:
+        model = spec["model"]
+        blocks = model["layers"]
+        if any(block["moe"] for block in blocks):
+            raise InputError(f"{draft.origin}: model_spec.model.layers: leaven does not have mixtures of experts")
+        attention, first, rope = blocks[0]["attention"], blocks[0], blocks[0]["attention"]["rope"]
+        shape = {
+            "n_layers": len(blocks),
+            "d_model": model["dim"],
+            "n_heads": attention["n_heads"],
+            "n_kv_heads": attention["n_kv_heads"] or attention["n_heads"],
+            "d_head": attention["qkv_linear"]["head_dim"],
+            "d_ff": first["feed_forward"]["w1"]["out_features"],
+            "vocab_size": model["vocab_size"],
+            "norm_eps": float(model["norm"]["eps"]),
+            "rope_theta": float(rope["theta"]),
+            "qk_norm": attention["qk_norm"] is not None,
+            "tied_embeddings": model["enable_weight_tying"],
+        }
+        if shape["n_heads"] * shape["d_head"] != shape["d_model"]:
+            shape["d_attention"] = shape["n_heads"] * shape["d_head"]
+        for key, value in shape.items():
+            draft.set(f"model.{key}", value, "model_spec")
+        draft.set("model.seq_len", given["training.seq_len"], given.why("training.seq_len"))
+        draft.set("data.documents", "isolated", "torchtitan's language models do not attend across documents")
+        if rope["scaling"] != "none":
+            draft.unread.append(f"rope.scaling {rope['scaling']}: leaven has plain rotary positions")
+        _parameters(draft, draft.shape(), model, document["optimizer"]["param_groups"])
+    except (KeyError, TypeError, IndexError, AttributeError, re.error) as error:
+        raise InputError(
+            f"{draft.origin}: not a file of torchtitan 0.3 ({type(error).__name__}: {error}); {SAVE}"
+        ) from None
+    policy = document.get("activation_checkpoint")
+    selective = policy is not None and len(policy) > 3  # three settings are those that full recomputation has, too
+    recompute = "none" if policy is None else "selective" if selective else "full"
+    draft.set("layout.recompute", recompute, "activation_checkpoint")
+
+
+def _parameters(draft: Draft, shape: ModelShape, model: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+    """Set the hyperparameters from the initial values of a saved model and from its parameter groups."""
+    names = {group["optimizer_name"] for group in groups}
+    kinds = TABLE["keys"]["optimizer.name"]["values"]
+    if len(names) != 1 or not names <= kinds.keys():
+        raise InputError(f"{draft.origin}: optimizer_name {', '.join(sorted(names))}: leaven supports one of AdamW, Adam")
+    draft.set("hyperparameters.optimizer", kinds[names.pop()], "optimizer_name")
+    settings: dict[str, ParameterSettings] = {}
+    fused = "wqkv" in model["layers"][0]["attention"]["qkv_linear"]
+    for parameter in shape.parameters():
+        place = TORCHTITAN_NAMES[parameter.module]
+        if parameter.module in QKV and fused:
+            place = "attention.qkv_linear.wqkv"
+        full = f"{place}.weight" if parameter.layer is None else f"layers.{parameter.layer}.{place}.weight"
+        group = next((each for each in groups if re.search(each["pattern"], full)), None)
+        if group is None:
+            raise InputError(f"{draft.origin}: optimizer.param_groups: no pattern matches {full}")
+        values = group["optimizer_kwargs"]
+        beta1, beta2 = values.get("betas", (0.9, 0.999))  # defaults of torch's AdamW, as those below
+        lr, eps = values.get("lr", 1e-3), values.get("eps", 1e-8)
+        decay = values.get("weight_decay", 1e-2 if group["optimizer_name"] == "AdamW" else 0.0)
+        where = model if parameter.layer is None else model["layers"][parameter.layer]
+        mean, std = _start(draft, _init_of(where, parameter.module, shape.tied_embeddings), full)
+        settings[parameter.name] = ParameterSettings(
+            mean, std, *(as_number(each, f"{draft.origin}: {full}") for each in (lr, decay, beta1, beta2, eps))
+        )
+    if fused:
+        draft.unknown.append(f"init_std of {', '.join(QKV)}: the fused matrix does not say it; that of mlp.gate is used")
+    draft.set_parameters(settings, shape, "param_init", "param_groups")
+
+
+def _init_of(where: dict[str, Any], module: str, tied: bool) -> str:
+    """Return the text of the function that draws a module's weight."""
+    if module == "embedding" and tied:
+        place = "lm_head"
+    elif module in QKV and "wqkv" in where["attention"]["qkv_linear"]:
+        place = "feed_forward.w1"
+    else:
+        place = TORCHTITAN_NAMES[module]
+    place = place.replace("wk", "wkv").replace("wv", "wkv").replace("wkkv", "wkv")
+    place = place.replace("q_norm", "qk_norm").replace("k_norm", "qk_norm") if "norm" in place else place
+    for key in place.split("."):
+        where = where[key]
+    return str(where["param_init"]["weight"])
+
+
+def _start(draft: Draft, text: str, name: str) -> tuple[float, float]:
+    """Return mean and std of the initial values that a function such as ``partial(<function normal_>, std=1)`` draws."""
+    kind = next((each for each in ("normal_", "ones_", "zeros_", "constant_") if f"function {each}" in text), None)
+    if "function trunc_normal_" in text:
+        kind = "normal_"  # at 50 standard deviations and more by default; at 3, the std is 1.3% smaller
+    stated = {key: float(value) for key, value in re.findall(r"(\w+)=([\d.e+-]+)", text)}
+    if kind is None:
+        raise InputError(f"{draft.origin}: param_init of {name} is {text}, which leaven cannot read")
+    if kind == "normal_":
+        return stated.get("mean", 0.0), stated.get("std", 1.0)
+    return {"ones_": 1.0, "zeros_": 0.0}.get(kind, stated.get("val", 0.0)), 0.0
