@@ -25,6 +25,13 @@ from leaven.recipe.shape import ModelShape
 TABLE = tomllib.loads((Path(__file__).parent / "targets/torchtitan_keys.toml").read_text(encoding="utf-8"))
 SAVE = "run torchtitan with --debug.save_config_file config.json and give that file"
 QKV = ("attention.query", "attention.key", "attention.value")
+# Where a saved file describes the initial values of a module; queries and keys share a norm, keys and values a matrix.
+SAVED = TORCHTITAN_NAMES | {
+    "attention.key": "attention.qkv_linear.wkv",
+    "attention.value": "attention.qkv_linear.wkv",
+    "norm.query": "attention.qk_norm",
+    "norm.key": "attention.qk_norm",
+}
 
 
 def read(path: Path, name: str, ranks: int | None = None) -> Imported:
@@ -162,7 +169,7 @@ def _parameters(draft: Draft, shape: ModelShape, model: dict[str, Any], groups: 
         lr, eps = values.get("lr", 1e-3), values.get("eps", 1e-8)
         decay = values.get("weight_decay", 1e-2 if group["optimizer_name"] == "AdamW" else 0.0)
         where = model if parameter.layer is None else model["layers"][parameter.layer]
-        mean, std = _start(draft, _init_of(where, parameter.module, shape.tied_embeddings), full)
+        mean, std = _start(draft, _init_of(where, parameter.module, tied=shape.tied_embeddings, fused=fused), full)
         settings[parameter.name] = ParameterSettings(
             mean, std, *(as_number(each, f"{draft.origin}: {full}") for each in (lr, decay, beta1, beta2, eps))
         )
@@ -171,16 +178,13 @@ def _parameters(draft: Draft, shape: ModelShape, model: dict[str, Any], groups: 
     draft.set_parameters(settings, shape, "param_init", "param_groups")
 
 
-def _init_of(where: dict[str, Any], module: str, tied: bool) -> str:
+def _init_of(where: dict[str, Any], module: str, *, tied: bool, fused: bool) -> str:
     """Return the text of the function that draws a module's weight."""
+    place = SAVED[module]
     if module == "embedding" and tied:
         place = "lm_head"
-    elif module in QKV and "wqkv" in where["attention"]["qkv_linear"]:
+    elif module in QKV and fused:
         place = "feed_forward.w1"
-    else:
-        place = TORCHTITAN_NAMES[module]
-    place = place.replace("wk", "wkv").replace("wv", "wkv").replace("wkkv", "wkv")
-    place = place.replace("q_norm", "qk_norm").replace("k_norm", "qk_norm") if "norm" in place else place
     for key in place.split("."):
         where = where[key]
     return str(where["param_init"]["weight"])
@@ -197,3 +201,63 @@ def _start(draft: Draft, text: str, name: str) -> tuple[float, float]:
     if kind == "normal_":
         return stated.get("mean", 0.0), stated.get("std", 1.0)
     return {"ones_": 1.0, "zeros_": 0.0}.get(kind, stated.get("val", 0.0)), 0.0
+
+
+def _batch(given: Settings, draft: Draft, seq_len: int, ranks: int | None) -> None:
+    """Set the data-parallel layout, the batch and the number of tokens."""
+    replicas, shards = (given[f"parallelism.data_parallel_{kind}_degree"] for kind in ("replicate", "shard"))
+    each = math.prod(draft.values[f"layout.{degree}"] for degree in ("tp", "pp", "cp"))
+    dp, why = replicas * max(shards, 1), "data_parallel_replicate_degree x data_parallel_shard_degree"
+    if ranks is not None:
+        if ranks % (each * replicas) or (shards > 0 and ranks != each * dp):
+            raise InputError(
+                f"--ranks {ranks}: {draft.origin} is for {'a multiple of ' if shards < 0 else ''}{each * dp} processes"
+            )
+        dp, why = ranks // each, f"--ranks {ranks} / (tp x pp x cp)"
+    elif shards < 0:
+        draft.unknown.append(f"layout.dp: follows from the number of processes, here {dp}; give it with --ranks N")
+    draft.set("layout.dp", dp, why)
+    if shards != 1:
+        reshard = given.why("parallelism.fsdp_reshard_after_forward")
+        draft.set("layout.zero", 2 if given["parallelism.fsdp_reshard_after_forward"] == "never" else 3, reshard)
+        draft.set("layout.dp_replicate", replicas, given.why("parallelism.data_parallel_replicate_degree"))
+    pipeline = given["parallelism.pipeline_parallel_schedule"]
+    if draft.values["layout.pp"] > 1:
+        draft.set("layout.schedule", "gpipe" if pipeline == "GPipe" else "1f1b", pipeline)
+        if pipeline not in {"1F1B", "GPipe"}:
+            draft.unread.append(f"pipeline_parallel_schedule {pipeline}: written as 1f1b, which changes no computed value")
+    # Versions after 0.3.0 state the batch in tokens.
+    in_tokens, in_sequences = "training.num_tokens_per_train_step", "training.global_batch_size"
+    if given[in_tokens] > 0:
+        batch, why = given[in_tokens], given.why(in_tokens)
+    elif given[in_sequences] > 0:
+        batch, why = given[in_sequences] * seq_len, f"{given.why(in_sequences)} x seq_len"
+    else:
+        batch, why = draft.values["batch.micro_batch"] * dp * seq_len, f"local_batch_size x {dp} x seq_len"
+    draft.set("batch.tokens", batch, why)
+    draft.set("data.tokens", given["training.steps"] * batch, f"{given.why('training.steps')} x batch")
+    if given["training.dtype"] != "float32":
+        draft.unread.append(f"training.dtype {given['training.dtype']}: leaven keeps weights and moments in fp32")
+
+
+def _schedule(given: Settings, draft: Draft) -> None:
+    steps, batch = given["training.steps"], draft.values["batch.tokens"]
+    warmup = min(given["lr_scheduler.warmup_steps"], steps)
+    draft.set("schedule.warmup_tokens", warmup * batch, given.why("lr_scheduler.warmup_steps"))
+    if "lr_scheduler.total_steps" in given and given["lr_scheduler.total_steps"] != steps:
+        total = given["lr_scheduler.total_steps"]
+        draft.unread.append(f"lr_scheduler.total_steps {total:,}: leaven's schedule ends with the run")
+    kind, left = given.choice("lr_scheduler.decay_type", {each: each for each in ("linear", "cosine", "sqrt")}), steps - warmup
+    falling = left
+    if "lr_scheduler.decay_ratio" in given:
+        falling = min(round(steps * given["lr_scheduler.decay_ratio"]), left)
+    why = given.why("lr_scheduler.decay_type", "lr_scheduler.decay_ratio")
+    if not falling:
+        draft.set("schedule.decay", "constant", why)
+    elif falling == left and kind != "sqrt":
+        draft.set("schedule.decay", kind, why)
+    else:
+        draft.set("schedule.decay", "wsd", why)
+        draft.set("schedule.decay_ratio", falling / steps, why)
+        if kind != "sqrt":
+            draft.unread.append(f"lr_scheduler.decay_type {kind} of the cooldown: leaven's falls as 1 - sqrt")
