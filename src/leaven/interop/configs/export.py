@@ -71,7 +71,10 @@ def target(name: str) -> Target:
     """
     if name not in TARGETS:
         raise InputError(f"--to {name}: choose from {', '.join(TARGETS)}")
-    return Target(**tomllib.loads((HERE / f"targets/{name}.toml").read_text(encoding="utf-8")))
+    table = tomllib.loads((HERE / f"targets/{name}.toml").read_text(encoding="utf-8"))
+    if "like" in table:  # another target, whose keys apply unless this table has them
+        table = vars(target(table.pop("like"))) | table
+    return Target(**table)
 
 
 def default_path(name: str, recipe_name: str) -> str:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from leaven.interop.architectures import Architecture
+from leaven.interop.architectures import MEGATRON, Architecture, Stored
 from leaven.interop.configs.compare import ParameterSettings, ResolvedRecipe
+from leaven.recipe.errors import InputError
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Role
 from leaven.scaling.table import ParameterRow, optimizer_groups
 
@@ -51,15 +52,7 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
         return settings
 
     base = replace(hidden, init_mean=0.0, multiplier=1.0)
-    stages = [f"{each.first_token}:{each.batch_tokens // shape.seq_len}" for each in recipe.batches.segments]
-    # Megatron pads the vocabulary to a multiple of this number x tp. It is chosen so that padding changes nothing, if
-    # tp divides the vocabulary.
-    multiple = math.gcd(shape.vocab_size, 128 * recipe.layout.tp) // recipe.layout.tp or 1
-    counts = {
-        "batch_stages": " ".join(stages),  # for each batch size: first token and sequences
-        "vocabulary_multiple": multiple,
-        "samples": -(-recipe.data.tokens // shape.seq_len),
-    }
+    counts = _megatron_counts(run, shape)
     yield Candidate(
         {row.name: start(row, replace(base, lr=end_lr) if row.name in ends else base) for row in run.table.rows},
         1 / math.sqrt(d_head),
@@ -98,6 +91,48 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
             "eps": vector.eps,
         },
     )
+
+
+def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
+    """Return the variables of Megatron's template that do not depend on hyperparameters."""
+    recipe = run.recipe
+    stages = [f"{each.first_token}:{each.batch_tokens // shape.seq_len}" for each in recipe.batches.segments]
+    # Megatron pads the vocabulary to a multiple of this number x tp. It is chosen so that padding changes nothing, if
+    # tp divides the vocabulary.
+    multiple = math.gcd(shape.vocab_size, 128 * recipe.layout.tp) // recipe.layout.tp or 1
+    return {
+        "batch_stages": " ".join(stages),  # for each batch size: first token and sequences
+        "vocabulary_multiple": multiple,
+        "samples": -(-recipe.data.tokens // shape.seq_len),
+    }
+
+
+def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
+    """Yield the only candidate for Megatron with a module that sets every parameter, without multipliers.
+
+    Query, key and value are one matrix, and so are gate and input of a gated MLP. Each part of such a matrix has its
+    own initial std; all other settings are those of the first part.
+
+    Raises:
+        InputError: if the layout shards parameters, which the module cannot set.
+    """
+    if run.recipe.layout.zero > 1:
+        raise InputError(
+            f"megatron-module sets whole parameters, and layout.zero = {run.recipe.layout.zero} is Megatron-FSDP, which "
+            "shards them; use --set layout.zero=1"
+        )
+    # Megatron's layer norms have biases even if its matrices have none.
+    whole = shape.model_copy(update={"bias": True}) if shape.norm == "layernorm" else shape
+    tensors = [
+        stored
+        for stored in MEGATRON.tensors(whole)
+        if shape.bias or stored.name.endswith("layernorm.bias") or not stored.name.endswith(".bias")
+    ]
+    given, parameters = _by_tensor(run, tensors)
+    hidden = next(run.plain[row.name] for row in run.table.rows if run.rows[row.name] == run.hidden)
+    flags = {"mup_base": None, "decoupled_lr": None, "embedding_std": None}
+    flags |= {"lr": hidden.lr, "init_std": hidden.init_std, "eps": hidden.eps}
+    yield Candidate(given, None, {**_megatron_counts(run, shape), **flags, "parameters": parameters})
 
 
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
@@ -242,11 +277,20 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
     own initial std. All other settings of the fused matrix are the settings of the query matrix.
     """
     assert architecture is not None
+    given, parameters = _by_tensor(run, architecture.tensors(shape))
+    values = {"architecture": architecture, "config": architecture.config(shape), "parameters": parameters}
+    yield Candidate(given, None, values)
+
+
+def _by_tensor(
+    run: ResolvedRecipe, tensors: Iterable[Stored]
+) -> tuple[dict[str, ParameterSettings], dict[str, dict[str, Any]]]:
+    """Return the settings of leaven's parameters in a model of these tensors, and the document of each tensor."""
     # Biases that the recipe does not have start at 0.
     fallback = replace(run.hidden, init_mean=0.0, init_std=0.0, weight_decay=0.0, multiplier=1.0)
     parameters: dict[str, dict[str, Any]] = {}
     given = {}
-    for stored in architecture.tensors(shape):
+    for stored in tensors:
         parts = [run.plain.get(name, fallback) for name in stored.parts]
         first = parts[0]
         parameters[stored.name] = {
@@ -263,12 +307,12 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
         for name, part in zip(stored.parts, parts, strict=True):
             if name in run.plain:
                 given[name] = replace(first, init_std=part.init_std)
-    values = {"architecture": architecture, "config": architecture.config(shape), "parameters": parameters}
-    yield Candidate(given, None, values)
+    return given, parameters
 
 
 CANDIDATES: Mapping[str, Candidates] = {
     "megatron": megatron,
+    "megatron-module": megatron_module,
     "torchtitan": torchtitan,
     "deepspeed": deepspeed,
     "nanotron": nanotron,
