@@ -69,7 +69,8 @@ def config(
         str,
         typer.Option(
             metavar="TARGET",
-            help="The training code: megatron, torchtitan, deepspeed, nanotron, transformers or litgpt.",
+            help="The training code: megatron, torchtitan, deepspeed, nanotron, transformers, litgpt, or megatron-module, "
+            "a module for Megatron-LM that sets every parameter.",
         ),
     ],
     output: Annotated[
@@ -78,7 +79,7 @@ def config(
             "-o",
             "--output",
             metavar="PATH",
-            help="The file to write, or for transformers the folder.",
+            help="The file to write, or for transformers and megatron-module the folder.",
             show_default="named after the recipe",
         ),
     ] = None,

@@ -312,10 +312,10 @@ def _by_tensor(
 
 CANDIDATES: Mapping[str, Candidates] = {
     "megatron": megatron,
-    "megatron-module": megatron_module,
     "torchtitan": torchtitan,
     "deepspeed": deepspeed,
     "nanotron": nanotron,
     "transformers": transformers,
     "litgpt": litgpt,
+    "megatron-module": megatron_module,
 }
