@@ -46,7 +46,7 @@ test-torch:
 
 # Read exported configurations with the parsers of the target codes. litgpt asks for an older huggingface-hub than transformers, which
 # is installed second and wins; litgpt's parser works with it.
-TARGETS := litgpt==0.5.13 jsonargparse deepspeed==0.19.8 torchtitan==0.3.0 triton megatron-core==0.16.1 accelerate lightning
+TARGETS := litgpt==0.5.13 jsonargparse deepspeed==0.19.8 torchtitan==0.3.0 triton megatron-core==0.16.1 accelerate lightning nemo-automodel==0.7.0
 test-targets: .venv-targets/installed
 	OMP_NUM_THREADS=1 .venv-targets/bin/pytest tests/interop/configs tests/interop/test_trainers.py
 

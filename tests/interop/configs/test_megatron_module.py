@@ -104,6 +104,9 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "megatron.core.optimizer": {},
         "megatron.core.optimizer.optimizer_config": {"ParamKey": ParamKey, "ParamPredicate": ParamPredicate},
         "megatron.core.parallel_state": {"get_tensor_model_parallel_rank": lambda: rank.value},
+        "megatron.bridge": {},
+        "megatron.bridge.training": {},
+        "megatron.bridge.training.config": {"OptimizerConfigOverrideProvider": object},
         "megatron.training": {},
         "megatron.training.training": {"get_megatron_optimizer": get_megatron_optimizer},
     }
@@ -302,6 +305,15 @@ def test_install_gives_the_overrides_to_megatrons_optimizer(tiny: Recipe, tmp_pa
     # Megatron logs the lr of the group of --lr.
     logged = [override for override in megatron.made["overrides"].values() if override["default_config"]]
     assert len(logged) == 1
+
+
+def test_megatron_bridge_gets_the_same_overrides(tiny: Recipe, tmp_path: Path, megatron: Any) -> None:
+    """Its provider is called with a context, whose model may be one chunk or a list of them."""
+    recipe = tiny.replace(WIDE | PARTS)
+    module, model = exported(recipe, tmp_path / "out"), gpt(recipe, range(2))
+    expected = settings_of(model, module.prepare(CONFIG, [model]))
+    for context in (SimpleNamespace(optimizer_config=CONFIG, model=each) for each in (model, [model])):
+        assert settings_of(model, module.bridge_provider().build_config_overrides(context)) == expected
 
 
 def test_other_models_and_sharded_parameters_are_refused(tiny: Recipe, tmp_path: Path, megatron: Any) -> None:

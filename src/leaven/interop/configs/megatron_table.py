@@ -5,6 +5,8 @@ Put this file and parameters.json beside pretrain_gpt.py, and add two lines befo
     import leaven_table
     leaven_table.install()
 
+In Megatron-Bridge, set the field optimizer_config_override_provider of its ConfigContainer to bridge_provider().
+
 Start it with the flags of args.sh. The initial values replace those of --init-method-std, before a checkpoint is loaded. They
 depend on the seed of the recipe, the parameter's name and the tensor-parallel rank. This file was written for commit d98e8a6
 of Megatron-LM (August 2026) and needs a version whose get_megatron_optimizer has the argument config_overrides.
@@ -39,6 +41,18 @@ def install(path: str | Path = TABLE) -> None:
         return make(config, model_chunks, config_overrides=prepare(config, model_chunks, path), **options)
 
     training.get_megatron_optimizer = make_with_table
+
+
+def bridge_provider(path: str | Path = TABLE) -> Any:
+    """Return Megatron-Bridge's provider of overrides for the table at ``path``."""
+    from megatron.bridge.training.config import OptimizerConfigOverrideProvider
+
+    class TableProvider(OptimizerConfigOverrideProvider):  # type: ignore[misc]
+        def build_config_overrides(self, context: Any) -> dict[Any, dict[str, Any]]:
+            chunks = context.model if isinstance(context.model, list) else [context.model]
+            return prepare(context.optimizer_config, chunks, path)
+
+    return TableProvider()
 
 
 def prepare(config: Any, model_chunks: Iterable[nn.Module], path: str | Path = TABLE) -> dict[Any, dict[str, Any]]:

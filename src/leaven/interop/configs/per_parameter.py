@@ -5,7 +5,7 @@ The sources are in the table of each target, ``targets/NAME.toml``.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -230,26 +230,38 @@ def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -
         values = (settings.lr, settings.beta1, settings.beta2, settings.eps, settings.weight_decay)
         group = groups.setdefault(tuple(float(f"{value:.12g}") for value in values), [])
         group.append(place if row.layer is None else f"layers.{row.layer}.{place}")
-    most = max(groups, key=lambda values: len(groups[values]))
-    patterns = [(_pattern(places, shape.n_layers), values) for values, places in groups.items() if values != most]
     yield Candidate(
         given,
         None,
         {
             "starts": {place: stds[0] if len(set(stds)) == 1 else stds for place, stds in starts.items()},
-            "groups": [*patterns, (".*", most)],  # the first match wins, so the most common group comes last
+            "groups": _by_pattern(groups, shape.n_layers, "layers", r"\.weight"),
             "identifier": identifier(run.recipe.name),
         },
     )
 
 
-def _pattern(places: Iterable[str], n_layers: int) -> str:
-    """Return a regular expression that matches the names of exactly these modules' weights."""
+def _by_pattern(
+    groups: Mapping[tuple[float, ...], Sequence[str]], n_layers: int, blocks: str, end: str = ""
+) -> list[tuple[str, tuple[float, ...]]]:
+    """Return a regular expression and the values of each group; the first that matches a name has its values.
+
+    ``groups`` maps values to the names without ``end``; ``blocks`` is the path of the list of blocks.
+    """
+    most = max(groups, key=lambda values: len(groups[values]))
+    patterns = [
+        (_pattern(names, n_layers, blocks) + end + "$", values) for values, names in groups.items() if values != most
+    ]
+    return [*patterns, (".*", most)]
+
+
+def _pattern(places: Iterable[str], n_layers: int, blocks: str) -> str:
+    """Return a regular expression that matches exactly these names."""
     layers: dict[str, list[str]] = {}
     alternatives = []
     for place in places:
-        if place.startswith("layers."):
-            _, layer, inner = place.split(".", 2)
+        if place.startswith(f"{blocks}."):
+            layer, inner = place.removeprefix(f"{blocks}.").split(".", 1)
             layers.setdefault(inner, []).append(layer)
         else:
             alternatives.append(place.replace(".", r"\."))
@@ -257,8 +269,9 @@ def _pattern(places: Iterable[str], n_layers: int) -> str:
     for inner, numbers in layers.items():
         which = r"\d+" if len(numbers) == n_layers else "|".join(numbers)
         within.setdefault(which, []).append(inner.replace(".", r"\."))
-    alternatives += [rf"layers\.({which})\.({'|'.join(inner)})" for which, inner in within.items()]
-    return rf"^({'|'.join(alternatives)})\.weight$"
+    path = blocks.replace(".", r"\.")
+    alternatives += [rf"{path}\.({which})\.({'|'.join(inner)})" for which, inner in within.items()]
+    return rf"^({'|'.join(alternatives)})"
 
 
 def identifier(name: str) -> str:
@@ -280,6 +293,31 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
     given, parameters = _by_tensor(run, architecture.tensors(shape))
     values = {"architecture": architecture, "config": architecture.config(shape), "parameters": parameters}
     yield Candidate(given, None, values)
+
+
+def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
+    """Yield the only candidate for NeMo Automodel: a factor on lr and on decay for each pattern of a parameter's name.
+
+    All parameters have the betas and eps of most matrices. Tensors are those of transformers, with initial values that
+    prepare.py writes.
+    """
+    assert architecture is not None
+    settings, parameters = _by_tensor(run, architecture.tensors(shape))
+    hidden = next(run.plain[row.name] for row in run.table.rows if run.rows[row.name] == run.hidden)
+    decay = hidden.weight_decay or max(each["weight_decay"] for each in parameters.values())
+    groups: dict[tuple[float, ...], list[str]] = {}
+    for name, each in parameters.items():
+        shares = (each["lr"] / hidden.lr, each["weight_decay"] / decay if decay else 1.0)
+        groups.setdefault(tuple(float(f"{share:.12g}") for share in shares), []).append(name)
+    values = {
+        "architecture": architecture,
+        "config": architecture.config(shape),
+        "parameters": parameters,
+        "groups": _by_pattern(groups, shape.n_layers, architecture.blocks),
+        "base": replace(hidden, weight_decay=decay),
+    }
+    alike = {"beta1": hidden.beta1, "beta2": hidden.beta2, "eps": hidden.eps}
+    yield Candidate({name: replace(each, **alike) for name, each in settings.items()}, None, values)
 
 
 def _by_tensor(
@@ -318,4 +356,5 @@ CANDIDATES: Mapping[str, Candidates] = {
     "transformers": transformers,
     "litgpt": litgpt,
     "megatron-module": megatron_module,
+    "automodel": automodel,
 }
