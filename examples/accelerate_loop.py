@@ -1,4 +1,4 @@
-"""A loop of accelerate with the lr, weight decay, eps and init of every parameter: accelerate launch accelerate_loop.py"""
+"""accelerate with the lr, weight decay, eps and init of every parameter: accelerate launch accelerate_loop.py"""
 
 import torch
 from accelerate import Accelerator
@@ -13,8 +13,8 @@ def train(steps: int = 20) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     groups = leaven.parametrize(  # before prepare, which wraps the model
         model,
         base=llama(width=64, depth=2),  # the small model that was tuned, with its best values
-        hyperparameters={"lr": 4e-3, "init_std": 0.125, "weight_decay": 0.1, "modules": {"embedding": {"lr": 2.0}}},
-        ratios=leaven.Ratios(batch=2, tokens=8),  # batch and tokens of this run, divided by those of the small model's
+        hyperparameters={"lr": 4e-3, "init_std": 0.125, "modules": {"embedding": {"lr": 2.0}}},
+        ratios=leaven.Ratios(batch=2, tokens=8),  # batch and tokens of this run, relative to the small model's
         rule="complete-d-p",
     )
     accelerator = Accelerator()

@@ -12,8 +12,8 @@ def trainer(folder: str, steps: int = 20) -> Trainer:
     groups = leaven.parametrize(
         model,
         base=llama(width=64, depth=2),  # the small model that was tuned, with its best values
-        hyperparameters={"lr": 4e-3, "init_std": 0.125, "weight_decay": 0.1, "modules": {"embedding": {"lr": 2.0}}},
-        ratios=leaven.Ratios(batch=2, tokens=8),  # batch and tokens of this run, divided by those of the small model's
+        hyperparameters={"lr": 4e-3, "init_std": 0.125, "modules": {"embedding": {"lr": 2.0}}},
+        ratios=leaven.Ratios(batch=2, tokens=8),  # batch and tokens of this run, relative to the small model's
         rule="complete-d-p",
     )
     arguments = TrainingArguments(

@@ -23,7 +23,7 @@ RECIPE = parse_recipe(TINY, "tiny.toml").replace(
                   "vocab_size": 512, "seq_len": 128},
         "batch.tokens": 1_024,
         "data.tokens": TOKENS,
-        "hyperparameters": {"lr": 4e-3, "init_std": 0.125, "weight_decay": 0.1, "modules": {"embedding": {"lr": 2.0}}},
+        "hyperparameters": {"lr": 4e-3, "init_std": 0.125, "modules": {"embedding": {"lr": 2.0}}},
         "scaling": {"rule": "complete-d-p",
                     "base": {"width": 64, "depth": 2, "batch_tokens": 512, "tokens": TOKENS // 8}},
     }

@@ -21,8 +21,8 @@ def config(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="For megatron, a script or a list of flags. For transformers, config.json or its folder. For torchtitan, "
-            "its TOML file or the JSON file that it saves.",
+            help="For megatron, a script or a list of flags. For transformers, config.json or its folder. For "
+            "torchtitan, its TOML file or the JSON file that it saves.",
         ),
     ],
     source: Annotated[

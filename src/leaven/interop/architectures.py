@@ -39,8 +39,8 @@ class Stored:
 
     name: str
     parts: Mapping[str, tuple[int, ...]]  # shapes of leaven's tensors by name
-    # if the parts are stacked head by head (all parts of head 0, then all parts of head 1, ...): the number of heads, or
-    # of groups of heads that share a key
+    # if the parts are stacked head by head (all parts of head 0, then all parts of head 1, ...): the number of heads;
+    # with fewer keys than queries, of groups of heads that share a key
     heads: int = 1
     transposed: bool = False  # whether the file stores a matrix as (fan in, fan out)
 

@@ -29,7 +29,11 @@ VARIED: dict[str, Any] = {
     "model.dropout": 0.0,
     "hyperparameters.grad_clip": 0.0,
     "hyperparameters.decay_norm_and_bias": True,
-    "hyperparameters.modules": {"embedding": {"lr": 4.0}, "mlp.out": {"weight_decay": 0.3}, "norm.final": {"lr": 0.5}},
+    "hyperparameters.modules": {
+        "embedding": {"lr": 4.0},
+        "mlp.out": {"weight_decay": 0.3},
+        "norm.final": {"lr": 0.5},
+    },
     "hyperparameters.depth": {"lr": [1.0, 1.5], "init_std": [1.0, 0.5]},
 }
 
@@ -45,7 +49,10 @@ def rows_of(recipe: Recipe, model_type: str) -> dict[str, list[Any]]:
     """Return the rows of the recipe's table for each tensor of an architecture."""
     architecture = next(each for each in ARCHITECTURES if each.model_type == model_type)
     table = {row.name: row for row in parameter_table(recipe).rows}
-    return {each.name: [table[part] for part in each.parts if part in table] for each in architecture.tensors(recipe.model)}
+    return {
+        each.name: [table[part] for part in each.parts if part in table]
+        for each in architecture.tensors(recipe.model)
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -57,9 +64,7 @@ def test_the_first_pattern_of_every_name_gives_its_lr_and_decay(tiny: Recipe, tm
     heads = {"embed_out.weight": "lm_head.weight"}  # NeoX in transformers 5
     for name, found in rows.items():
         names = [heads.get(name, name)] if heads.get(name, name) in dict(model.named_parameters()) else [name]
-        override = next(
-            each for each in optimizer["param_group_overrides"] if re.search(each["pattern"], names[0])
-        )
+        override = next(each for each in optimizer["param_group_overrides"] if re.search(each["pattern"], names[0]))
         for row in found:
             assert optimizer["lr"] * override["lr_mult"] == pytest.approx(row.lr), name
             assert optimizer["weight_decay"] * override["wd_mult"] == pytest.approx(row.weight_decay), name
@@ -92,7 +97,9 @@ def test_what_automodel_cannot_express_is_a_loss(tiny: Recipe) -> None:
     assert keys == {"beta2 of mlp.out", "eps of mlp.out"}
     undecayed = export("automodel", tiny.replace({"hyperparameters.weight_decay": 0.0}))
     assert yaml.safe_load(undecayed.files["automodel.yaml"])["optimizer"]["weight_decay"] == 0.0
-    parts = {"hyperparameters.modules": {"attention.query": {"weight_decay": 0.0}}}  # the base has to be another module's
+    parts = {
+        "hyperparameters.modules": {"attention.query": {"weight_decay": 0.0}}
+    }  # the base has to be another module's
     document = yaml.safe_load(export("automodel", tiny.replace(parts)).files["automodel.yaml"])
     assert document["optimizer"]["weight_decay"] == 0.1
     assert document["clip_grad_norm"]["max_norm"] == 1.0

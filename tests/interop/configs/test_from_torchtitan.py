@@ -38,7 +38,7 @@ def imported(folder: Path, text: str | dict[str, Any], ranks: int | None = None,
 
 
 def saved(recipe: Recipe, fused: bool = False) -> dict[str, Any]:
-    """Return what torchtitan 0.3.0 saves of the configuration that leaven exports for a recipe, with the keys read."""
+    """Return what torchtitan 0.3.0 saves of the configuration that leaven exports, with the keys that are read."""
     run, shape = ResolvedRecipe(recipe), recipe.model
     values = next(torchtitan(run, shape, None)).values
     starts = values["starts"]
@@ -191,7 +191,9 @@ def test_schedules_keys_of_other_versions_and_what_is_ignored(tmp_path: Path) ->
     assert sum(line.startswith("lr_scheduler.") for line in found.unread) == 2
     long = imported(tmp_path, more.replace("0.2", "0.9")).recipe  # the decay takes all that follows the warm-up
     assert long.schedule.decay == "cosine"
-    newest = TOML.replace("seq_len", "max_context_length").replace("steps", "num_tokens_per_train_step = 65536\nsteps")
+    newest = TOML.replace("seq_len", "max_context_length").replace(
+        "steps", "num_tokens_per_train_step = 65536\nsteps"
+    )
     assert imported(tmp_path, newest).recipe.batch.tokens == 65536
 
 
@@ -225,7 +227,7 @@ def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> No
         part[key] = before
 
     fault(groups[-1], "pattern", "nothing", "no pattern matches")
-    fault(groups[-1], "optimizer_name", "Muon", "leaven supports one of AdamW, Adam")
+    fault(groups[-1], "optimizer_name", "Muon", "leaven supports AdamW or Adam")
     fault(block, "moe", {"num_experts": 8}, "leaven does not have mixtures of experts")
     fault(block["feed_forward"]["w1"], "param_init", {"weight": "<function orthogonal_>"}, "which leaven cannot read")
     fault(document["model_spec"], "model", {}, "not a file of torchtitan 0.3")

@@ -312,7 +312,9 @@ def test_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
     assert found.recipe.hyperparameters.lr == 3e-4
     assert any("gradient_accumulation_steps" in line for line in found.unknown)
     assert [line.split(",")[0] for line in found.unread] == ["training_args.bin"]
-    folder(tmp_path, None, {"max_steps": 7, "learning_rate": 1e-4, "label_smoothing_factor": 0.0, "num_train_epochs": 3})
+    folder(
+        tmp_path, None, {"max_steps": 7, "learning_rate": 1e-4, "label_smoothing_factor": 0.0, "num_train_epochs": 3}
+    )
     argued = from_transformers.read(tmp_path, "x")
     assert (argued.recipe.data.tokens, argued.unread) == (7 * 8 * 128, ())
     (tmp_path / "training_args.json").unlink()

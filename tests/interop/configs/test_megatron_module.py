@@ -1,4 +1,4 @@
-"""The module for Megatron-LM, on stand-ins with the names and interfaces of its source, and on megatron-core if installed.
+"""The module for Megatron-LM, on stand-ins with the names and interfaces of its source, and on megatron-core.
 
 Names and interfaces are those of commit d98e8a6. `make test-targets` installs megatron-core 0.16.1.
 """
@@ -121,47 +121,50 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(made=made, rank=rank, training=training)
 
 
+def tensors(
+    recipe: Recipe, layers: Sequence[int], *, engine: bool, tp: int, last: bool
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of :func:`gpt` on one tensor-parallel rank."""
+    shape = recipe.model
+    width, attention, gates = shape.d_model, shape.n_heads * shape.d_head, 2 if shape.activation == "swiglu" else 1
+    matrices = {
+        "self_attention.linear_qkv": (attention + 2 * shape.n_kv_heads * shape.d_head, width),
+        "self_attention.linear_proj": (width, attention),
+        "mlp.linear_fc1": (gates * shape.d_ff, width),
+        "mlp.linear_fc2": (width, shape.d_ff),
+    }
+    norms = ("input_layernorm.", "pre_mlp_layernorm.")
+    if engine:
+        norms = ("self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_")
+    kinds = ("weight", "bias") if shape.norm == "layernorm" else ("weight",)
+    block: dict[str, tuple[int, ...]] = {f"{norm}{kind}": (width,) for norm in norms for kind in kinds}
+    block |= {f"self_attention.{side}_layernorm.weight": (shape.d_head,) for side in "qk" if shape.qk_norm}
+    for name, (rows, columns) in matrices.items():
+        split = (rows, columns // tp) if name.endswith(("proj", "fc2")) else (rows // tp, columns)
+        block[f"{name}.weight"] = split
+        if shape.bias:
+            block[f"{name}.bias"] = split[:1]
+    vocabulary = (shape.vocab_size // tp, width)
+    found: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": vocabulary} if 0 in layers else {}
+    if 0 in layers and shape.positions == "learned":
+        found["embedding.position_embeddings.weight"] = (shape.seq_len, width)
+    for local in range(len(layers)):
+        found |= {f"decoder.layers.{local}.{name}": size for name, size in block.items()}
+    if last:
+        found |= {f"decoder.final_layernorm.{kind}": (width,) for kind in kinds}
+        if not shape.tied_embeddings or 0 not in layers:
+            found["output_layer.weight"] = vocabulary
+    return found
+
+
 def gpt(recipe: Recipe, layers: Sequence[int], *, engine: bool = False, tp: int = 1, last: bool = True) -> nn.Module:
     """Return a module with the names, shapes and attributes of a GPTModel that has these blocks of the model.
 
     ``engine``: with the names of Transformer Engine, whose matrices contain the norm before them; the last stage of a
     pipeline has no embedding, the others have no output layer.
     """
-    shape = recipe.model
-    head, width, ff = shape.d_head, shape.d_model, shape.d_ff * (2 if shape.activation == "swiglu" else 1)
-    rows = {"linear_qkv": (shape.n_heads + 2 * shape.n_kv_heads) * head // tp, "linear_fc1": ff // tp}
-    sizes: dict[str, tuple[int, ...]] = {}
-    vocabulary = (shape.vocab_size // tp, width)
-    if 0 in layers:
-        sizes["embedding.word_embeddings.weight"] = vocabulary
-        if shape.positions == "learned":
-            sizes["embedding.position_embeddings.weight"] = (shape.seq_len, width)
-    kinds = ("weight", "bias") if shape.norm == "layernorm" else ("weight",)
-    for local in range(len(layers)):
-        block = f"decoder.layers.{local}"
-        for kind in kinds:
-            attention, mlp = (f"input_layernorm.{kind}", f"pre_mlp_layernorm.{kind}")
-            if engine:
-                attention, mlp = (f"self_attention.linear_qkv.layer_norm_{kind}", f"mlp.linear_fc1.layer_norm_{kind}")
-            sizes |= {f"{block}.{attention}": (width,), f"{block}.{mlp}": (width,)}
-        if shape.qk_norm:
-            sizes |= {f"{block}.self_attention.{side}_layernorm.weight": (head,) for side in "qk"}
-        matrices = {
-            "self_attention.linear_qkv": (rows["linear_qkv"], width),
-            "self_attention.linear_proj": (width, shape.n_heads * head // tp),
-            "mlp.linear_fc1": (rows["linear_fc1"], width),
-            "mlp.linear_fc2": (width, shape.d_ff // tp),
-        }
-        for name, size in matrices.items():
-            sizes[f"{block}.{name}.weight"] = size
-            if shape.bias:
-                sizes[f"{block}.{name}.bias"] = size[:1]
-    if last:
-        sizes |= {f"decoder.final_layernorm.{kind}": (width,) for kind in kinds}
-        if not shape.tied_embeddings or 0 not in layers:
-            sizes["output_layer.weight"] = vocabulary
     model = nn.Module()
-    for name, size in sizes.items():
+    for name, size in tensors(recipe, layers, engine=engine, tp=tp, last=last).items():
         *path, leaf = name.split(".")
         module = model
         for key in path:
@@ -229,22 +232,23 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": PARTS,
     "llama": FAMILIES["llama"] | PARTS,
     "tied": PARTS | {"model.tied_embeddings": True},
-    "gpt2": FAMILIES["gpt2"] | {"model.n_kv_heads": 4, "hyperparameters.grad_clip": 0.0, "schedule.min_lr_ratio": 0.1},
+    "gpt2": FAMILIES["gpt2"]
+    | {"model.n_kv_heads": 4, "hyperparameters.grad_clip": 0.0, "schedule.min_lr_ratio": 0.1},
 }
 
 
 @pytest.mark.parametrize("engine", [False, True])
-@pytest.mark.parametrize("name", [*SHAPES, "transferred"])
+@pytest.mark.parametrize("kind", [*SHAPES, "transferred"])
 def test_every_parameter_has_the_values_of_the_table(
-    tiny: Recipe, tmp_path: Path, megatron: Any, name: str, engine: bool
+    tiny: Recipe, tmp_path: Path, megatron: Any, kind: str, engine: bool
 ) -> None:
-    recipe = transferred(tiny.replace(PARTS)) if name == "transferred" else tiny.replace(WIDE | SHAPES[name])
+    recipe = transferred(tiny.replace(PARTS)) if kind == "transferred" else tiny.replace(WIDE | SHAPES[kind])
     table, model = parameter_table(recipe), gpt(recipe, range(recipe.model.n_layers), engine=engine)
     module = exported(recipe, tmp_path / "out")
     overrides = settings_of(model, module.prepare(CONFIG, [model]))
     covered = set()
-    for local, parameter in model.named_parameters():
-        local = local.removeprefix("module.module.")
+    for name, parameter in model.named_parameters():
+        local = name.removeprefix("module.module.")
         plain = local.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
         plain = plain.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
         for ours, values in parts(recipe, plain, parameter.detach()):
@@ -333,7 +337,7 @@ def test_other_models_and_sharded_parameters_are_refused(tiny: Recipe, tmp_path:
         pass
 
     odd.module.module.embedding.word_embeddings.weight = nn.Parameter(torch.zeros(512, 64).as_subclass(Quantised))
-    with pytest.raises(ValueError, match="needs whole, unquantised tensors"):
+    with pytest.raises(ValueError, match="needs whole, plain tensors"):
         module.prepare(CONFIG, [odd])
     with refused("layout.zero = 3 is Megatron-FSDP", "use --set layout.zero=1"):
         export("megatron-module", recipe.replace({"layout.dp": 2, "layout.zero": 3}))
@@ -355,7 +359,7 @@ def test_what_the_module_cannot_set_is_a_loss(tiny: Recipe) -> None:
 
 
 def test_megatron_core_groups_its_own_model(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its GPTModel has these names and computes the recipe's function, and its groups have the settings of the table."""
+    """Its GPTModel has these names and computes the recipe's function; its groups have the settings of the table."""
     core = pytest.importorskip("megatron.core")
     from megatron.core import optimizer as optimizers
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -427,7 +431,9 @@ def test_megatron_core_groups_its_own_model(tiny: Recipe, tmp_path: Path, monkey
                 state[ours] = values.reshape(row.shape) / factor
         keys = json.loads((tmp_path / "out" / "parameters.json").read_text())["parameters"]
         assert keys.keys() == dict(model.named_parameters()).keys()
-        identity = [tuple(group[key] for key in core.optimizer.optimizer.param_group_identifier_keys) for group in groups]
+        identity = [
+            tuple(group[key] for key in core.optimizer.optimizer.param_group_identifier_keys) for group in groups
+        ]
         assert len(set(identity)) == len(groups)  # a resumed run finds every group
         ours_model = Transformer(shape, table.multipliers, table.attention_scale)
         ours_model.load_state_dict(state)

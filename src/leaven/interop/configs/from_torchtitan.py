@@ -1,8 +1,8 @@
 """Imports a recipe from a configuration of torchtitan.
 
 There are two kinds of files. The TOML file of torchtitan up to 0.2.2 names a model by its flavor; all parameters have
-the same optimizer settings, and the initial values are those of the init ``depth-scaled``. The JSON file that 0.3.0 and
-later save with ``--debug.save_config_file`` describes every module and every parameter group.
+the same optimizer settings, and the initial values are those of the init ``depth-scaled``. The JSON file that 0.3.0
+and later save with ``--debug.save_config_file`` describes every module and every parameter group.
 ``targets/torchtitan_keys.toml`` contains the keys of both, their defaults and the corresponding keys of a recipe.
 """
 
@@ -25,7 +25,7 @@ from leaven.recipe.shape import ModelShape
 TABLE = tomllib.loads((Path(__file__).parent / "targets/torchtitan_keys.toml").read_text(encoding="utf-8"))
 SAVE = "run torchtitan with --debug.save_config_file config.json and give that file"
 QKV = ("attention.query", "attention.key", "attention.value")
-# Where a saved file describes the initial values of a module; queries and keys share a norm, keys and values a matrix.
+# Where a saved file has the initial values of a module. Queries and keys share a norm, keys and values a matrix.
 SAVED = TORCHTITAN_NAMES | {
     "attention.key": "attention.qkv_linear.wkv",
     "attention.value": "attention.qkv_linear.wkv",
@@ -152,7 +152,7 @@ def _parameters(draft: Draft, shape: ModelShape, model: dict[str, Any], groups: 
     names = {group["optimizer_name"] for group in groups}
     kinds = TABLE["keys"]["optimizer.name"]["values"]
     if len(names) != 1 or not names <= kinds.keys():
-        raise InputError(f"{draft.origin}: optimizer_name {', '.join(sorted(names))}: leaven supports one of AdamW, Adam")
+        raise InputError(f"{draft.origin}: optimizer_name {', '.join(sorted(names))}: leaven supports AdamW or Adam")
     draft.set("hyperparameters.optimizer", kinds[names.pop()], "optimizer_name")
     settings: dict[str, ParameterSettings] = {}
     fused = "wqkv" in model["layers"][0]["attention"]["qkv_linear"]
@@ -174,7 +174,7 @@ def _parameters(draft: Draft, shape: ModelShape, model: dict[str, Any], groups: 
             mean, std, *(as_number(each, f"{draft.origin}: {full}") for each in (lr, decay, beta1, beta2, eps))
         )
     if fused:
-        draft.unknown.append(f"init_std of {', '.join(QKV)}: the fused matrix does not say it; that of mlp.gate is used")
+        draft.unknown.append(f"init_std of {', '.join(QKV)}: their fused matrix lacks it; that of mlp.gate is used")
     draft.set_parameters(settings, shape, "param_init", "param_groups")
 
 
@@ -191,7 +191,7 @@ def _init_of(where: dict[str, Any], module: str, *, tied: bool, fused: bool) -> 
 
 
 def _start(draft: Draft, text: str, name: str) -> tuple[float, float]:
-    """Return mean and std of the initial values that a function such as ``partial(<function normal_>, std=1)`` draws."""
+    """Return mean and std of the values that a function such as ``partial(<function normal_>, std=1)`` draws."""
     kind = next((each for each in ("normal_", "ones_", "zeros_", "constant_") if f"function {each}" in text), None)
     if "function trunc_normal_" in text:
         kind = "normal_"  # at 50 standard deviations and more by default; at 3, the std is 1.3% smaller
@@ -210,9 +210,8 @@ def _batch(given: Settings, draft: Draft, seq_len: int, ranks: int | None) -> No
     dp, why = replicas * max(shards, 1), "data_parallel_replicate_degree x data_parallel_shard_degree"
     if ranks is not None:
         if ranks % (each * replicas) or (shards > 0 and ranks != each * dp):
-            raise InputError(
-                f"--ranks {ranks}: {draft.origin} is for {'a multiple of ' if shards < 0 else ''}{each * dp} processes"
-            )
+            some = "a multiple of " if shards < 0 else ""
+            raise InputError(f"--ranks {ranks}: {draft.origin} is for {some}{each * dp} processes")
         dp, why = ranks // each, f"--ranks {ranks} / (tp x pp x cp)"
     elif shards < 0:
         draft.unknown.append(f"layout.dp: follows from the number of processes, here {dp}; give it with --ranks N")
@@ -225,7 +224,7 @@ def _batch(given: Settings, draft: Draft, seq_len: int, ranks: int | None) -> No
     if draft.values["layout.pp"] > 1:
         draft.set("layout.schedule", "gpipe" if pipeline == "GPipe" else "1f1b", pipeline)
         if pipeline not in {"1F1B", "GPipe"}:
-            draft.unread.append(f"pipeline_parallel_schedule {pipeline}: written as 1f1b, which changes no computed value")
+            draft.unread.append(f"pipeline_parallel_schedule {pipeline}: written as 1f1b, which computes the same")
     # Versions after 0.3.0 state the batch in tokens.
     in_tokens, in_sequences = "training.num_tokens_per_train_step", "training.global_batch_size"
     if given[in_tokens] > 0:
@@ -247,7 +246,8 @@ def _schedule(given: Settings, draft: Draft) -> None:
     if "lr_scheduler.total_steps" in given and given["lr_scheduler.total_steps"] != steps:
         total = given["lr_scheduler.total_steps"]
         draft.unread.append(f"lr_scheduler.total_steps {total:,}: leaven's schedule ends with the run")
-    kind, left = given.choice("lr_scheduler.decay_type", {each: each for each in ("linear", "cosine", "sqrt")}), steps - warmup
+    kind = given.choice("lr_scheduler.decay_type", {each: each for each in ("linear", "cosine", "sqrt")})
+    left = steps - warmup
     falling = left
     if "lr_scheduler.decay_ratio" in given:
         falling = min(round(steps * given["lr_scheduler.decay_ratio"]), left)

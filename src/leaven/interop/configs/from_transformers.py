@@ -1,7 +1,7 @@
 """Imports a recipe from a config.json of transformers and the training_args.json in the same folder.
 
-A checkpoint of the Trainer has no training_args.json. Its trainer_state.json has the steps, the batch of a process and the
-logged learning rates; its training_args.bin is a pickle, which is not read, because reading it would run its code.
+A checkpoint of the Trainer has no training_args.json. Its trainer_state.json has the steps, the batch of a process
+and the logged learning rates; its training_args.bin is a pickle, which is not read, because that would run its code.
 
 ``targets/transformers_arguments.toml`` contains the fields of TrainingArguments, their defaults and the corresponding
 keys of a recipe. The optimizer of transformers applies weight decay to matrices but not to gains and biases, as

@@ -7,9 +7,10 @@ Put this file and parameters.json beside pretrain_gpt.py, and add two lines befo
 
 In Megatron-Bridge, set the field optimizer_config_override_provider of its ConfigContainer to bridge_provider().
 
-Start it with the flags of args.sh. The initial values replace those of --init-method-std, before a checkpoint is loaded. They
-depend on the seed of the recipe, the parameter's name and the tensor-parallel rank. This file was written for commit d98e8a6
-of Megatron-LM (August 2026) and needs a version whose get_megatron_optimizer has the argument config_overrides.
+Start it with the flags of args.sh. The initial values replace those of --init-method-std, before a checkpoint is
+loaded. They depend on the seed of the recipe, the parameter's name and the tensor-parallel rank. This file was
+written for commit d98e8a6 of Megatron-LM (August 2026) and needs a version whose get_megatron_optimizer has the
+argument config_overrides.
 """
 
 import functools
@@ -24,10 +25,14 @@ import torch
 from torch import Tensor, nn
 
 TABLE = Path(__file__).with_name("parameters.json")
+EMBEDDING = "embedding.word_embeddings.weight"
 _INSIDE = re.compile(r"(?:^|\.)((?:embedding|decoder|output_layer)\..*)")  # a name without its wrappers
 _BLOCK = re.compile(r"decoder\.layers\.\d+$")
 # Transformer Engine has a norm in the matrix that follows it.
-_NORMS = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.", "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
+_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
 
 
 def install(path: str | Path = TABLE) -> None:
@@ -71,22 +76,31 @@ def prepare(config: Any, model_chunks: Iterable[nn.Module], path: str | Path = T
     numbers = {each: number for number, each in enumerate(dict.fromkeys(map(_settings, table.values())), start=1)}
     members: dict[Any, set[int]] = {}
     for name, parameter in named_parameters(model_chunks):
-        if "output_layer.weight" not in table and name == "output_layer.weight":
-            name = "embedding.word_embeddings.weight"  # the copy of a tied embedding on the last pipeline stage
-        if name not in table:
+        # The last pipeline stage has a copy of a tied embedding.
+        known = EMBEDDING if name == "output_layer.weight" and name not in table else name
+        if known not in table:
             raise ValueError(f"{path} has no values for {name}; it belongs to another model")
         if type(parameter.data) is not Tensor:
-            raise ValueError(f"{name} is a {type(parameter.data).__name__}; leaven_table needs whole, unquantised tensors")
-        _draw(parameter, f"{document['seed']} {name}", table[name])
-        members.setdefault(_settings(table[name]), set()).add(id(parameter))
+            raise ValueError(f"{name} is a {type(parameter.data).__name__}; leaven_table needs whole, plain tensors")
+        _draw(parameter, f"{document['seed']} {known}", table[known])
+        members.setdefault(_settings(table[known]), set()).add(id(parameter))
     floor = config.min_lr / config.lr
     logged = next((number for settings, number in numbers.items() if settings[0] == config.lr), 1)
     overrides = {}
     for settings, found in members.items():
         (lr, decay, betas, eps), number = settings, numbers[settings]
         key = ParamKey(predicate=ParamPredicate(f"leaven-{number}", lambda each, found=found: id(each) in found))
-        overrides[key] = {"max_lr": lr, "min_lr": lr * floor, "start_wd": decay, "end_wd": decay, "wd_mult": 1.0,
-                          "betas": betas, "eps": eps, "lr_mult": float(number), "default_config": number == logged}  # fmt: skip
+        overrides[key] = {
+            "max_lr": lr,
+            "min_lr": lr * floor,
+            "start_wd": decay,
+            "end_wd": decay,
+            "wd_mult": 1.0,
+            "betas": betas,
+            "eps": eps,
+            "lr_mult": float(number),  # Megatron reads it only to find the groups of a checkpoint
+            "default_config": number == logged,
+        }
     return overrides
 
 
@@ -98,10 +112,9 @@ def named_parameters(model_chunks: Iterable[nn.Module]) -> Iterator[tuple[str, n
             for path, module in chunk.named_modules()
             if _BLOCK.search(path) and hasattr(module, "layer_number")
         }
-        for name, parameter in chunk.named_parameters():
-            for path, layer in layers.items():
-                if name.startswith(f"{path}."):
-                    name = f"decoder.layers.{layer}.{name.removeprefix(f'{path}.')}"
+        for local, parameter in chunk.named_parameters():
+            path = next((path for path in layers if local.startswith(f"{path}.")), None)
+            name = local if path is None else f"decoder.layers.{layers[path]}.{local.removeprefix(f'{path}.')}"
             for fused, norm in _NORMS.items():
                 name = name.replace(fused, norm)
             inside = _INSIDE.search(name)
@@ -115,7 +128,7 @@ def _settings(values: dict[str, Any]) -> tuple[float, float, tuple[float, float]
 
 @torch.no_grad()
 def _draw(parameter: Tensor, seed: str, values: dict[str, Any]) -> None:
-    """Fill a parameter, or this rank's part of it, from a normal distribution. Each part of a fused tensor has its std."""
+    """Fill a parameter, or this rank's part of it, from normal distributions, one for each part of a fused one."""
     if getattr(parameter, "tensor_model_parallel", False):
         from megatron.core import parallel_state
 

@@ -118,8 +118,8 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
     """
     if run.recipe.layout.zero > 1:
         raise InputError(
-            f"megatron-module sets whole parameters, and layout.zero = {run.recipe.layout.zero} is Megatron-FSDP, which "
-            "shards them; use --set layout.zero=1"
+            f"megatron-module sets whole parameters, and layout.zero = {run.recipe.layout.zero} is Megatron-FSDP, "
+            "which shards them; use --set layout.zero=1"
         )
     # Megatron's layer norms have biases even if its matrices have none.
     whole = shape.model_copy(update={"bias": True}) if shape.norm == "layernorm" else shape
@@ -296,10 +296,10 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
 
 
 def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for NeMo Automodel: a factor on lr and on decay for each pattern of a parameter's name.
+    """Yield the only candidate for NeMo Automodel: factors on lr and decay for each pattern of parameters' names.
 
-    All parameters have the betas and eps of most matrices. Tensors are those of transformers, with initial values that
-    prepare.py writes.
+    All parameters have the betas and eps of most matrices. The tensors are those of transformers, with the initial
+    values that prepare.py writes.
     """
     assert architecture is not None
     settings, parameters = _by_tensor(run, architecture.tensors(shape))

@@ -4,7 +4,7 @@ from prepare import prepare
 optimizer = prepare(model, "parameters.json")
 Trainer(model, arguments, train_dataset=..., optimizers=(optimizer, None))
 
-For a trainer that reads weights from a folder, `python prepare.py FOLDER` writes the initial ones (with transformers).
+For a trainer that reads weights from a folder, `python prepare.py FOLDER` writes the initial ones.
 """
 
 import json
