@@ -52,7 +52,7 @@ def bridge_provider(path: str | Path = TABLE) -> Any:
     """Return Megatron-Bridge's provider of overrides for the table at ``path``."""
     from megatron.bridge.training.config import OptimizerConfigOverrideProvider
 
-    class TableProvider(OptimizerConfigOverrideProvider):  # type: ignore[misc]
+    class TableProvider(OptimizerConfigOverrideProvider):
         def build_config_overrides(self, context: Any) -> dict[Any, dict[str, Any]]:
             chunks = context.model if isinstance(context.model, list) else [context.model]
             return prepare(context.optimizer_config, chunks, path)
@@ -144,7 +144,7 @@ def _draw(parameter: Tensor, seed: str, values: dict[str, Any]) -> None:
         raise ValueError(f"{seed}: {len(parameter)} rows are not whole groups of the {sum(rows)} in the table")
     sizes = [each * len(parameter) // sum(rows) // groups for each in rows]
     grouped = parameter.data.view(groups, -1, *parameter.shape[1:])
-    for part, std in zip(grouped.split(sizes, dim=1), stds if "rows" in values else [stds], strict=True):
+    for part, std in zip(torch.split(grouped, sizes, dim=1), stds if "rows" in values else [stds], strict=True):
         if std:
             part.normal_(values["init_mean"], std, generator=generator)
         else:

@@ -130,7 +130,7 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
     ]
     given, parameters = _by_tensor(run, tensors)
     hidden = next(run.plain[row.name] for row in run.table.rows if run.rows[row.name] == run.hidden)
-    flags = {"mup_base": None, "decoupled_lr": None, "embedding_std": None}
+    flags: dict[str, Any] = {"mup_base": None, "decoupled_lr": None, "embedding_std": None}
     flags |= {"lr": hidden.lr, "init_std": hidden.init_std, "eps": hidden.eps}
     yield Candidate(given, None, {**_megatron_counts(run, shape), **flags, "parameters": parameters})
 

@@ -75,6 +75,7 @@ if __name__ == "__main__":
 
     here = Path(__file__).parent
     torch.manual_seed(0)
-    started = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(here))
+    models: Any = AutoModelForCausalLM
+    started = models.from_config(AutoConfig.from_pretrained(here))
     prepare(started, here / "parameters.json")
     started.save_pretrained(sys.argv[1])
