@@ -97,9 +97,8 @@ def test_what_automodel_cannot_express_is_a_loss(tiny: Recipe) -> None:
     assert keys == {"beta2 of mlp.out", "eps of mlp.out"}
     undecayed = export("automodel", tiny.replace({"hyperparameters.weight_decay": 0.0}))
     assert yaml.safe_load(undecayed.files["automodel.yaml"])["optimizer"]["weight_decay"] == 0.0
-    parts = {
-        "hyperparameters.modules": {"attention.query": {"weight_decay": 0.0}}
-    }  # the base has to be another module's
+    blocks = [name for name in tiny.model.modules if name.startswith(("attention", "mlp"))]
+    parts = {"hyperparameters.modules": {name: {"weight_decay": 0.0} for name in blocks}}
     document = yaml.safe_load(export("automodel", tiny.replace(parts)).files["automodel.yaml"])
     assert document["optimizer"]["weight_decay"] == 0.1
     assert document["clip_grad_norm"]["max_norm"] == 1.0

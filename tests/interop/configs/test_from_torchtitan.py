@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.errors import refused
-from tests.interop.configs.recipes import FAMILIES, PER_MODULE
+from tests.interop.configs.recipes import FAMILIES, PER_MODULE, transferred
 from tests.interop.configs.test_import import assert_same
 
 from leaven.interop.configs import from_torchtitan
@@ -151,6 +151,11 @@ def test_parameters_that_differ_over_depth_are_said(tiny: Recipe, tmp_path: Path
     assert "lr of mlp.out, 0.01 to 0.02 over depth; block 0's is used" in found.unread
 
 
+def test_gains_of_a_folded_recipe_are_said(tiny: Recipe, tmp_path: Path) -> None:
+    recipe = transferred(tiny.replace(PLAIN | {"model.tied_embeddings": True}))
+    assert "initial values of norm.final, 0.25: leaven's gains start at 1" in imported(tmp_path, saved(recipe)).unread
+
+
 def test_a_fused_matrix_and_the_named_init(tiny: Recipe, tmp_path: Path) -> None:
     recipe = tiny.replace(PLAIN | {"hyperparameters.init": "depth-scaled", "hyperparameters.init_std": None})
     found = imported(tmp_path, saved(recipe, fused=True))
@@ -191,6 +196,11 @@ def test_schedules_keys_of_other_versions_and_what_is_ignored(tmp_path: Path) ->
     assert sum(line.startswith("lr_scheduler.") for line in found.unread) == 2
     long = imported(tmp_path, more.replace("0.2", "0.9")).recipe  # the decay takes all that follows the warm-up
     assert long.schedule.decay == "cosine"
+    sharded = imported(
+        tmp_path, TOML + "fsdp_reshard_after_forward = 'never'\ndata_parallel_replicate_degree = 2\n", 8
+    )
+    layout = sharded.recipe.layout
+    assert (layout.dp, layout.dp_replicate, layout.zero) == (4, 2, 2)
     newest = TOML.replace("seq_len", "max_context_length").replace(
         "steps", "num_tokens_per_train_step = 65536\nsteps"
     )

@@ -52,7 +52,7 @@ def bridge_provider(path: str | Path = TABLE) -> Any:
     """Return Megatron-Bridge's provider of overrides for the table at ``path``."""
     from megatron.bridge.training.config import OptimizerConfigOverrideProvider
 
-    class TableProvider(OptimizerConfigOverrideProvider):
+    class TableProvider(OptimizerConfigOverrideProvider):  # type: ignore[misc]
         def build_config_overrides(self, context: Any) -> dict[Any, dict[str, Any]]:
             chunks = context.model if isinstance(context.model, list) else [context.model]
             return prepare(context.optimizer_config, chunks, path)
