@@ -216,7 +216,8 @@ def test_schedules_keys_of_other_versions_and_what_is_ignored(tmp_path: Path) ->
         ("lr = 3e-4", "lr = 'fast'", "optimizer.lr fast must be a number"),
         ("lr = 3e-4", "name = 'Muon'", "optimizer.name Muon: leaven supports only AdamW, Adam"),
         ("steps = 1000", "steps = 10.5", "training.steps 10.5 must be a whole number"),
-        ("[model]", "[mdel]", "is no torchtitan configuration"),
+        ("[model]", "[mdel]", "has neither name and flavor under [model] nor a model_spec"),
+        ("flavor", "flavour", "has neither name and flavor under [model] nor a model_spec"),
         ("[model]", "[model", "cannot be read as TOML or JSON"),
     ],
 )

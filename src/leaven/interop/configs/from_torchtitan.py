@@ -62,8 +62,9 @@ def _document(path: Path) -> dict[str, Any]:
         document = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
     except ValueError as error:
         raise InputError(f"{path}: cannot be read as TOML or JSON ({error})") from None
-    if "model_spec" not in document and not isinstance(document.get("model"), dict):
-        raise InputError(f"{path}: has neither [model] nor model_spec, so it is no torchtitan configuration; {SAVE}")
+    model = document.get("model")
+    if "model_spec" not in document and not (isinstance(model, dict) and {"name", "flavor"} <= model.keys()):
+        raise InputError(f"{path}: has neither name and flavor under [model] nor a model_spec, as torchtitan's files do")
     return document
 
 
