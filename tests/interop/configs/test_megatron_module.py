@@ -355,11 +355,17 @@ def test_what_the_module_cannot_set_is_a_loss(tiny: Recipe) -> None:
     assert "--use-mup" not in flags
 
 
+def settings(parameter: nn.Parameter, row: ParameterRow) -> dict[str, Any]:
+    """Return the group of one parameter for torch's AdamW."""
+    betas = (row.beta1, row.beta2)
+    return {"params": [parameter], "lr": row.lr, "betas": betas, "eps": row.eps, "weight_decay": row.weight_decay}
+
+
 # megatron-core itself -----------------------------------------------------------------------------------------------
 
 
-def test_megatron_core_groups_its_own_model(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its GPTModel has these names and computes the recipe's function; its groups have the settings of the table."""
+def test_megatron_core_trains_its_own_model(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its GPTModel has these names, its groups have the settings of the table, and it trains like leaven's model."""
     core = pytest.importorskip("megatron.core")
     from megatron.core import optimizer as optimizers
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -435,12 +441,28 @@ def test_megatron_core_groups_its_own_model(tiny: Recipe, tmp_path: Path, monkey
             tuple(group.get(key) for key in core.optimizer.optimizer.param_group_identifier_keys) for group in groups
         ]
         assert len(set(identity)) == len(groups)  # a resumed run finds every group
-        ours_model = Transformer(shape, table.multipliers, table.attention_scale)
-        ours_model.load_state_dict(state)
-        tokens = torch.randint(shape.vocab_size, (2, shape.seq_len))
+        # Both train on the same tokens, Megatron's model folded and leaven's with multipliers.
+        mine = Transformer(shape, table.multipliers, table.attention_scale)
+        mine.load_state_dict(state)
+        rows = [(parameter, table[name]) for name, parameter in mine.named_parameters()]
+        optimizers = [torch.optim.AdamW(groups), torch.optim.AdamW([settings(*each) for each in rows])]
         mask = torch.ones(1, 1, shape.seq_len, shape.seq_len, dtype=torch.bool).triu(1)
-        logits = model(tokens, torch.arange(shape.seq_len).expand(2, -1), mask)
-        torch.testing.assert_close(logits, ours_model(tokens), rtol=1e-4, atol=1e-5)
+        for step in range(8):
+            tokens = torch.randint(
+                shape.vocab_size, (4, shape.seq_len), generator=torch.Generator().manual_seed(step)
+            )
+            logits = [model(tokens, torch.arange(shape.seq_len).expand(4, -1), mask), mine(tokens)]
+            losses = [nn.functional.cross_entropy(each[:, :-1].mT, tokens[:, 1:]) for each in logits]
+            assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-6 if step == 0 else 1e-5), step
+            for optimizer, loss in zip(optimizers, losses, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+            scheduler.step(5)
+            share = groups[0]["lr"] / groups[0]["max_lr"]
+            for group, (_, row) in zip(optimizers[1].param_groups, rows, strict=True):
+                group["lr"] = share * row.lr
+            for optimizer in optimizers:
+                optimizer.step()
     finally:
         core.parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()

@@ -64,7 +64,9 @@ def _document(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read as TOML or JSON ({error})") from None
     model = document.get("model")
     if "model_spec" not in document and not (isinstance(model, dict) and {"name", "flavor"} <= model.keys()):
-        raise InputError(f"{path}: has neither name and flavor under [model] nor a model_spec, as torchtitan's files do")
+        raise InputError(
+            f"{path}: has neither name and flavor under [model] nor a model_spec, as torchtitan's files do"
+        )
     return document
 
 
