@@ -24,6 +24,7 @@ from torch import nn
 from leaven.interop.configs.export import export, write
 from leaven.model.transformer import Transformer
 from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import ModelShape
 from leaven.scaling.table import ParameterRow, folding, parameter_table
 
 WIDE = {"model.d_model": 64, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_head": 16, "model.d_ff": 128}
@@ -364,105 +365,108 @@ def settings(parameter: nn.Parameter, row: ParameterRow) -> dict[str, Any]:
 # megatron-core itself -----------------------------------------------------------------------------------------------
 
 
-def test_megatron_core_trains_its_own_model(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its GPTModel has these names, its groups have the settings of the table, and it trains like leaven's model."""
+@pytest.fixture
+def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """megatron-core, with its process groups of a single process."""
     core = pytest.importorskip("megatron.core")
-    from megatron.core import optimizer as optimizers
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    recipe = transferred(tiny.replace(PARTS))
-    module, table, shape = exported(recipe, tmp_path / "out"), parameter_table(recipe), recipe.model
-    factors, state = folding(shape, table), {}
-    for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setitem(os.environ, key, value)
     # On a processor: where it computes rotary positions, and its random numbers of dropout
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(core.tensor_parallel, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=nullcontext))
+    for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setitem(os.environ, key, value)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
-        core.parallel_state.initialize_model_parallel()
-        config = TransformerConfig(
-            num_layers=shape.n_layers,
-            hidden_size=shape.d_model,
-            ffn_hidden_size=shape.d_ff,
-            num_attention_heads=shape.n_heads,
-            num_query_groups=shape.n_kv_heads,
-            kv_channels=shape.d_head,
-            normalization="RMSNorm",
-            gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
-            add_bias_linear=False,
-            qk_layernorm=True,
-            use_cpu_initialization=True,
-            layernorm_epsilon=shape.norm_eps,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-        )
-        model = GPTModel(
-            config,
-            get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True),
-            vocab_size=shape.vocab_size,
-            max_sequence_length=shape.seq_len,
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
-        )
-        adam = optimizers.OptimizerConfig(optimizer="adam", lr=0.01, min_lr=0.001, weight_decay=0.5)
-        groups = optimizers._get_param_groups([model], adam, module.prepare(adam, [model]))
-        scheduler = OptimizerParamScheduler(
-            SimpleNamespace(param_groups=groups),
-            init_lr=0.0,
-            max_lr=0.01,
-            min_lr=0.001,
-            lr_warmup_steps=10,
-            lr_decay_steps=100,
-            lr_decay_style="linear",
-            start_wd=0.5,
-            end_wd=0.5,
-            wd_incr_steps=10,
-            wd_incr_style="constant",
-        )
-        scheduler.step(55)  # halfway through the decay to 0.1 of the peak
-        group_of = {id(parameter): group for group in groups for parameter in group["params"]}
-        for name, parameter in model.named_parameters():
-            group = group_of[id(parameter)]
-            for ours, values in parts(recipe, name, parameter.detach()):
-                row, factor = table[ours], factors.get(ours, 1.0)
-                assert group["lr"] == pytest.approx(0.55 * row.lr * factor), ours
-                assert group["weight_decay"] == pytest.approx(row.weight_decay / factor), ours
-                found = (*group["betas"], group["eps"])
-                assert found == pytest.approx((row.beta1, row.beta2, row.eps / factor)), ours
-                state[ours] = values.reshape(row.shape) / factor
-        keys = json.loads((tmp_path / "out" / "parameters.json").read_text())["parameters"]
-        assert keys.keys() == dict(model.named_parameters()).keys()
-        identity = [
-            tuple(group.get(key) for key in core.optimizer.optimizer.param_group_identifier_keys) for group in groups
-        ]
-        assert len(set(identity)) == len(groups)  # a resumed run finds every group
-        # Both train on the same tokens, Megatron's model folded and leaven's with multipliers.
-        mine = Transformer(shape, table.multipliers, table.attention_scale)
-        mine.load_state_dict(state)
-        rows = [(parameter, table[name]) for name, parameter in mine.named_parameters()]
-        optimizers = [torch.optim.AdamW(groups), torch.optim.AdamW([settings(*each) for each in rows])]
-        mask = torch.ones(1, 1, shape.seq_len, shape.seq_len, dtype=torch.bool).triu(1)
-        for step in range(8):
-            tokens = torch.randint(
-                shape.vocab_size, (4, shape.seq_len), generator=torch.Generator().manual_seed(step)
-            )
-            logits = [model(tokens, torch.arange(shape.seq_len).expand(4, -1), mask), mine(tokens)]
-            losses = [nn.functional.cross_entropy(each[:, :-1].mT, tokens[:, 1:]) for each in logits]
-            assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-6 if step == 0 else 1e-5), step
-            for optimizer, loss in zip(optimizers, losses, strict=True):
-                optimizer.zero_grad()
-                loss.backward()
-            scheduler.step(5)
-            share = groups[0]["lr"] / groups[0]["max_lr"]
-            for group, (_, row) in zip(optimizers[1].param_groups, rows, strict=True):
-                group["lr"] = share * row.lr
-            for optimizer in optimizers:
-                optimizer.step()
-    finally:
-        core.parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+    core.parallel_state.initialize_model_parallel()
+    yield core
+    core.parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def gpt_of_core(shape: ModelShape) -> nn.Module:
+    """Return megatron-core's model of a Qwen3."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=shape.n_layers,
+        hidden_size=shape.d_model,
+        ffn_hidden_size=shape.d_ff,
+        num_attention_heads=shape.n_heads,
+        num_query_groups=shape.n_kv_heads,
+        kv_channels=shape.d_head,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        qk_layernorm=True,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True),
+        vocab_size=shape.vocab_size,
+        max_sequence_length=shape.seq_len,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+
+
+def settings(parameter: nn.Parameter, row: ParameterRow) -> dict[str, Any]:
+    """Return the group of one parameter for torch's AdamW."""
+    betas = (row.beta1, row.beta2)
+    return {"params": [parameter], "lr": row.lr, "betas": betas, "eps": row.eps, "weight_decay": row.weight_decay}
+
+
+def test_megatron_core_trains_its_own_model(tiny: Recipe, tmp_path: Path, core: Any) -> None:
+    """Its GPTModel has these names, its groups have the settings of the table, and it trains like leaven's model."""
+    from megatron.core import optimizer as optimizing
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    recipe = transferred(tiny.replace(PARTS))
+    module, table, shape = exported(recipe, tmp_path / "out"), parameter_table(recipe), recipe.model
+    factors, state, model = folding(shape, table), {}, gpt_of_core(recipe.model)
+    adam = optimizing.OptimizerConfig(optimizer="adam", lr=0.01, min_lr=0.001, weight_decay=0.5)
+    groups = optimizing._get_param_groups([model], adam, module.prepare(adam, [model]))
+    identity = [tuple(map(group.get, core.optimizer.optimizer.param_group_identifier_keys)) for group in groups]
+    assert len(set(identity)) == len(groups)  # a resumed run finds every group
+    warmup = {"init_lr": 0.0, "max_lr": 0.01, "min_lr": 0.001, "lr_warmup_steps": 10, "lr_decay_steps": 100}
+    decay = {"start_wd": 0.5, "end_wd": 0.5, "wd_incr_steps": 10, "wd_incr_style": "constant"}
+    scheduler = OptimizerParamScheduler(
+        SimpleNamespace(param_groups=groups), lr_decay_style="linear", **warmup, **decay
+    )
+    scheduler.step(55)  # halfway through the decay to 0.1 of the peak
+    group_of = {id(parameter): group for group in groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        group = group_of[id(parameter)]
+        for ours, values in parts(recipe, name, parameter.detach()):
+            row, factor = table[ours], factors.get(ours, 1.0)
+            found = (group["lr"], group["weight_decay"], *group["betas"], group["eps"])
+            expected = (0.55 * row.lr * factor, row.weight_decay / factor, row.beta1, row.beta2, row.eps / factor)
+            assert found == pytest.approx(expected), ours
+            state[ours] = values.reshape(row.shape) / factor
+    names = json.loads((tmp_path / "out" / "parameters.json").read_text())["parameters"].keys()
+    assert names == dict(model.named_parameters()).keys()
+
+    # Both train on the same tokens, Megatron's model folded and leaven's with multipliers.
+    mine = Transformer(shape, table.multipliers, table.attention_scale)
+    mine.load_state_dict(state)
+    rows = [(parameter, table[name]) for name, parameter in mine.named_parameters()]
+    optimizers = [torch.optim.AdamW(groups), torch.optim.AdamW([settings(*each) for each in rows])]
+    mask = torch.ones(1, 1, shape.seq_len, shape.seq_len, dtype=torch.bool).triu(1)
+    for step in range(8):
+        tokens = torch.randint(shape.vocab_size, (4, shape.seq_len), generator=torch.Generator().manual_seed(step))
+        logits = [model(tokens, torch.arange(shape.seq_len).expand(4, -1), mask), mine(tokens)]
+        losses = [nn.functional.cross_entropy(each[:, :-1].mT, tokens[:, 1:]) for each in logits]
+        assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-6 if step == 0 else 1e-5), step
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        scheduler.step(5)
+        share = groups[0]["lr"] / groups[0]["max_lr"]
+        for group, (_, row) in zip(optimizers[1].param_groups, rows, strict=True):
+            group["lr"] = share * row.lr
+        for optimizer in optimizers:
+            optimizer.step()
