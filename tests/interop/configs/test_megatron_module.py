@@ -356,12 +356,6 @@ def test_what_the_module_cannot_set_is_a_loss(tiny: Recipe) -> None:
     assert "--use-mup" not in flags
 
 
-def settings(parameter: nn.Parameter, row: ParameterRow) -> dict[str, Any]:
-    """Return the group of one parameter for torch's AdamW."""
-    betas = (row.beta1, row.beta2)
-    return {"params": [parameter], "lr": row.lr, "betas": betas, "eps": row.eps, "weight_decay": row.weight_decay}
-
-
 # megatron-core itself -----------------------------------------------------------------------------------------------
 
 
