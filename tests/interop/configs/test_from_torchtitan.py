@@ -211,7 +211,11 @@ def test_schedules_keys_of_other_versions_and_what_is_ignored(tmp_path: Path) ->
     ("old", "new", "says"),
     [
         ('"llama3"', '"flux"', "model.name flux: leaven reads llama3 and qwen3"),
-        ('"8B"', '"9B"', "model.flavor 9B: leaven knows debugmodel, 8B, 70B, 405B of llama3"),
+        (
+            '"8B"',
+            '"9B"',
+            "model.flavor 9B: leaven knows debugmodel, 8B, 70B, 405B; with 0.3 or later, run torchtitan",
+        ),
         ('"8B"', '"all"', "model.flavor all"),
         ("lr = 3e-4", "lr = 'fast'", "optimizer.lr fast must be a number"),
         ("lr = 3e-4", "name = 'Muon'", "optimizer.name Muon: leaven supports only AdamW, Adam"),
@@ -241,6 +245,9 @@ def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> No
     fault(groups[-1], "optimizer_name", "Muon", "leaven supports AdamW or Adam")
     fault(block, "moe", {"num_experts": 8}, "leaven does not have mixtures of experts")
     fault(block["feed_forward"]["w1"], "param_init", {"weight": "<function orthogonal_>"}, "which leaven cannot read")
+    fault(groups[-1], "optimizer_kwargs", {"betas": [0.9]}, "not a file of torchtitan 0.3")
+    fault(groups[-1], "optimizer_kwargs", {"lr": "high"}, "must be a number")
+    fault(model["norm"], "eps", "tiny", "not a file of torchtitan 0.3")
     fault(document["model_spec"], "model", {}, "not a file of torchtitan 0.3")
     fault(document["model_spec"], "name", "flux", "model_spec.name flux: leaven reads llama3 and qwen3")
     with refused("--ranks 3: ", "is for 1 processes"):

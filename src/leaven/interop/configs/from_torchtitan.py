@@ -96,7 +96,7 @@ def _flavor(given: Settings, draft: Draft) -> None:
     plain, _, masked = flavor.partition("_")  # such as 8B_flex, whose attention stops at the start of a document
     if plain not in flavors or plain == "all" or masked not in {"", "flex", "varlen", "flex_attn", "varlen_attn"}:
         known = ", ".join(each for each in flavors if each != "all")
-        raise InputError(f"{draft.origin}: model.flavor {flavor}: leaven knows {known} of {name}; for others, {SAVE}")
+        raise InputError(f"{draft.origin}: model.flavor {flavor}: leaven knows {known}; with 0.3 or later, {SAVE}")
     why = f"{name} {flavor} of torchtitan 0.2.2"
     for key, value in (flavors["all"] | flavors[plain]).items():
         draft.set(f"model.{key}", value, why)
@@ -140,7 +140,9 @@ def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings, draft:
         if rope["scaling"] != "none":
             draft.unread.append(f"rope.scaling {rope['scaling']}: leaven has plain rotary positions")
         _parameters(draft, draft.shape(), model, document["optimizer"]["param_groups"])
-    except (KeyError, TypeError, IndexError, AttributeError, re.error) as error:
+    except InputError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, re.error) as error:
         raise InputError(
             f"{draft.origin}: not a file of torchtitan 0.3 ({type(error).__name__}: {error}); {SAVE}"
         ) from None
