@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from concurrent.futures import as_completed
 from pathlib import Path
 
-from leaven.recipe.files import make_folder, read_recipe
+from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, differences, short_path
 from leaven.scaling.transfer import transfer
+from leaven.storage import make_folder
 from leaven.training.trial import WorkerPool, train_trial
 from leaven.tuning.point import distance, recipe_at, value_at
 

@@ -25,9 +25,10 @@ from benchmarks.tuning.__main__ import mean
 
 from leaven.data.tokens import prepare
 from leaven.planning.flops import flops_per_token
-from leaven.recipe.files import read_recipe, write_text
+from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
+from leaven.storage import write_text
 from leaven.training.trial import WorkerPool, train_trial
 from leaven.tuning.point import BATCH
 from leaven.tuning.service.study import Study

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.process_group import join_process_group
-from leaven.planning.arrangement import Arrangement, forwards
+from leaven.planning.arrangement import Arrangement, grad_accumulation
 from leaven.planning.memory import Memory, stage_memory
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
@@ -107,7 +107,7 @@ def table(ranks: Pool, tiny: Recipe, names: list[str]) -> None:
 def predicted(recipe: Recipe, rank: int) -> Memory:
     layout, size = recipe.layout, recipe.batch.micro_batch
     assert isinstance(size, int)
-    how = Arrangement(layout, size, forwards(layout, recipe.model.seq_len, recipe.batch.tokens, size))
+    how = Arrangement(layout, size, grad_accumulation(layout, recipe.model.seq_len, recipe.batch.tokens, size))
     code = replace(tensors(recipe), logits_at_once=2**22)  # the chunk size on a CPU (model/loss.py)
     return stage_memory(recipe.model, how, rank, code)
 
@@ -118,8 +118,8 @@ def taken(recipe: Recipe, tokens: TokenSet) -> tuple[int, int]:
         training = Training(recipe, tokens, device="cpu", group=group)
         training.step()
         training.sharded.drop_gradients()
-        leaves = training.sharded.leaves
-        states = sum(leaf.nbytes for leaf in (*leaves, *training.optimizer.state_dict().values()))
+        parameters = training.sharded.local_parameters
+        states = sum(each.nbytes for each in (*parameters, *training.optimizer.state_dict().values()))
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
             training.step()
         level = highest = 0

@@ -21,7 +21,7 @@ from benchmarks.planner.page import PAGE, PICTURE, picture, renewed
 from benchmarks.planner.tables import Table, read
 from benchmarks.planner.verdict import TableVerdict
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 
 PUBLISHED = Path(__file__).parent / "published" / "tables.yaml"
 _TOLD = {

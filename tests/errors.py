@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 
 
 @contextmanager

@@ -8,9 +8,9 @@ d, s sequence, V vocabulary; per token.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from leaven.errors import InputError
 from leaven.planning.blueprint import Blueprint, blueprint
 from leaven.planning.flops import flops_per_token, forward_flops, hardware_flops_per_token
-from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Recompute
 from leaven.recipe.shape import ModelShape
 

@@ -7,9 +7,9 @@ from typing import Any
 from benchmarks.planner.stacks import Unused, in_fp8
 from benchmarks.planner.tables import PublishedRow
 
+from leaven.errors import InputError
 from leaven.planning.accelerators import Accelerator, accelerators
 from leaven.planning.hardware import find_accelerator
-from leaven.recipe.errors import InputError
 
 _KIND = re.compile(r"\b(GB?[23]00|GH200|[ABHLV]\d{2,3}S?|MI\d{3}X|TPUv\w+)", re.IGNORECASE)
 

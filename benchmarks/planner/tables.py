@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 
 # Other spellings of a field, and what their number is multiplied with. Those in words of more than two letters are
 # known in any case.

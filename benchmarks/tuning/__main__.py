@@ -30,9 +30,10 @@ from typing import Any
 
 from leaven.data.tokens import prepare
 from leaven.planning.flops import flops_per_token
-from leaven.recipe.files import read_recipe, write_recipe, write_text
+from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
+from leaven.storage import write_text
 from leaven.training.trial import WorkerPool, train_trial
 from leaven.tuning.algorithm.noise import t95
 from leaven.tuning.point import BATCH

@@ -38,9 +38,10 @@ from benchmarks.tuning.stack import Stack
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.planning.flops import flops_per_token
-from leaven.recipe.files import read_recipe, write_recipe, write_text
+from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
+from leaven.storage import write_text
 from leaven.training.outcome import Outcome
 from leaven.tuning.point import BATCH, recipe_at
 from leaven.tuning.service.search_loop import Proposal

@@ -19,9 +19,10 @@ import torch
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.documents.runs import DemoCorpus, DemoDocument, DemoModel, DemoResult, DemoRun
-from leaven.recipe.errors import InputError
-from leaven.recipe.files import parse_recipe, write_recipe, write_text
+from leaven.errors import InputError
+from leaven.recipe.files import parse_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
+from leaven.storage import write_text
 from leaven.training.device import machine
 from leaven.training.engine import Training
 from leaven.training.run_folder import LOCK, locked_folder
@@ -41,7 +42,7 @@ MOST_SECONDS = 600.0  # by default, the size is quick if the full size is estima
 
 @dataclass(frozen=True)
 class Size:
-    """The widths, learning rates and seeds of a demo. Each ``--size`` of the command is one :class:`Size`."""
+    """What a demo trains. `SIZES` has one for each value of ``--size``."""
 
     widths: tuple[int, ...]  # from the smallest (the base) to the largest
     lrs: tuple[float, ...]

@@ -1,6 +1,8 @@
 """Write and lock files so that they survive kills, power cuts and full disks.
 
 leaven writes all its permanent files with this module. If replacing a file raises OSError, the old file is unchanged.
+Four functions are for paths that a user has given, and raise InputError instead: :func:`write_text`,
+:func:`make_folder`, :func:`require_free` and :func:`written_folder`.
 """
 
 import json
@@ -16,6 +18,8 @@ from hashlib import blake2b
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from leaven.errors import InputError
 
 
 @contextmanager
@@ -74,6 +78,61 @@ def place_folder(temporary: Path, final: Path) -> None:
         final.rmdir()
     temporary.rename(final)
     sync_folder(final.parent)
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """Replace a file atomically: after a crash it contains the old text or the new text.
+
+    Raises:
+        InputError: if the file cannot be written; the old file is unchanged.
+    """
+    path = Path(path)
+    if path.is_dir() or not path.name:
+        raise InputError(f"{path}: this is a folder; give the name of a file")
+    try:
+        write(path, text.encode())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents.
+
+    Raises:
+        InputError: if the path is a file, or if the folder cannot be created.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise InputError(f"{path}: a file of this name exists where a folder is needed; use another name") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be created: {error.strerror}; use another folder") from None
+
+
+def require_free(path: Path) -> None:
+    """Check that writing to ``path`` would overwrite nothing.
+
+    Raises:
+        InputError: if the path exists already and is not an empty folder.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(f"{path} exists already; give another name")
+
+
+@contextmanager
+def written_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error.
+
+    Raises:
+        InputError: if the path exists already or cannot be written. In this case nothing is written.
+    """
+    require_free(path)
+    make_folder(path.absolute().parent)
+    try:
+        with new_folder(path) as temporary:
+            yield temporary
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}; nothing was written") from None
 
 
 def sync_file(path: Path) -> None:

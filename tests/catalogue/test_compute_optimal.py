@@ -11,7 +11,7 @@ from leaven.catalogue.laws import (
     compute_optimal,
     find_law,
 )
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 
 # Parameters and FLOPs of arXiv 2203.15556: table 3 for approach 1, table A3 for the other two. Table A3 prints
 # 1.26e24 FLOPs for approach 3 at 175B, a tenth of 6 N D for its own 12.0T tokens.

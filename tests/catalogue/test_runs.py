@@ -5,7 +5,7 @@ from tests.catalogue.published import model_shape
 
 from leaven.catalogue.neighbours import nearest, size_ratio
 from leaven.catalogue.runs import Stack, find_run, load_runs
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 
 BUILDABLE = 57  # pre-norm, ordinary attention, nothing in parallel
 

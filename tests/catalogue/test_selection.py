@@ -6,7 +6,7 @@ import pytest
 
 from leaven.catalogue.runs import load_runs
 from leaven.catalogue.selection import Condition, parse_condition, parse_range, select, values
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 
 RUNS = load_runs()
 

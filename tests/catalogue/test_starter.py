@@ -16,11 +16,11 @@ from leaven.catalogue.starter.batch import BATCH_TOKENS_EXPONENT, LEAST_STEPS, b
 from leaven.catalogue.starter.draft import StarterRecipes, StarterRequest
 from leaven.catalogue.starter.optimizer import LR_SIZE_EXPONENT
 from leaven.catalogue.starter.starter import starter, untuned
+from leaven.errors import InputError
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.start import laid_out
 from leaven.planning.trainable import require_trainable
 from leaven.recipe.batch import Ramp
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe, render
 from leaven.recipe.recipe import Recipe, flatten
 from leaven.recipe.units import parse_quantity

@@ -19,8 +19,8 @@ from leaven.data import corpus as module
 from leaven.data import readers
 from leaven.data.corpus import VALIDATION_SHARE, Corpus, open_corpora
 from leaven.data.readers import File
+from leaven.errors import InputError
 from leaven.recipe.data import DataSource
-from leaven.recipe.errors import InputError
 
 
 def opened(source: object, share: float = 0.0, text: str = "text", memory: Path | None = None) -> Corpus:

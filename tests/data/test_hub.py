@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models
 from leaven.data.corpus import Corpus, open_corpora
 from leaven.data.hub import fetch_tokenizer
 from leaven.data.tokens import prepare
+from leaven.errors import InputError
 from leaven.recipe.data import Data, DataSource
-from leaven.recipe.errors import InputError
 
 datasets: Any = pytest.importorskip("datasets")
 

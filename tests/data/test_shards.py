@@ -23,8 +23,8 @@ from tests.data.test_tokens import write_corpus
 from leaven.data.pool import encode_in_order
 from leaven.data.shards import ShardedTokens
 from leaven.data.tokens import TokenSet, prepare
+from leaven.errors import InputError
 from leaven.recipe.data import Data
-from leaven.recipe.errors import InputError
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leaven.data.stream import Mixture, Stream, permute, place, validation_windows
+from leaven.errors import InputError
 from leaven.recipe.data import LONGEST_PERIOD, Data
-from leaven.recipe.errors import InputError
 
 
 def permutation(size: int, seed: int = 0, epoch: int = 0) -> np.ndarray:

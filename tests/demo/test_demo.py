@@ -16,7 +16,7 @@ from tests.demo import small_demo
 from leaven import demo
 from leaven.demo import SIZES, paired, run_demo
 from leaven.documents.runs import DemoDocument
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import differences
 from leaven.scaling.table import parameter_table

@@ -15,7 +15,7 @@ from torch import Tensor
 import leaven.training.checkpoint as module
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.process_group import ProcessGroup
-from leaven.recipe.errors import ProcessLost
+from leaven.errors import ProcessLost
 from leaven.training.checkpoint import CheckpointManager, Saved, read_checkpoint, write_checkpoint
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from leaven.distributed.process_group import join_process_group
 from leaven.documents.checks import MemoryCheckRow
+from leaven.errors import InputError
 from leaven.planning.memory import stage_memory
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 from leaven.verification.allocation_tracker import AllocationTracker

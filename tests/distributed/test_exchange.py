@@ -11,7 +11,7 @@ from tests.distributed.in_threads import together
 
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.process_group import ProcessGroup
-from leaven.recipe.errors import ProcessLost
+from leaven.errors import ProcessLost
 
 
 def test_gather_and_broadcast() -> None:

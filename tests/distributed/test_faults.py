@@ -21,7 +21,7 @@ from tests.training.conftest import losses
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.process_group import join_process_group
-from leaven.recipe.errors import ProcessLost
+from leaven.errors import ProcessLost
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
@@ -40,7 +40,7 @@ def run(recipe: Recipe, tokens: TokenSet, folder: Path, how: str = "") -> dict[s
         issued.append(training.progress.step + 1)
         if how == "nan" and group.rank == 1 and issued[-1] == 10 and issued.count(10) == 1:
             with torch.no_grad():
-                training.sharded.leaves[0].fill_(torch.nan)
+                training.sharded.local_parameters[0].fill_(torch.nan)
         return issue(training)
 
     with join_process_group(recipe.layout, torch.device("cpu")) as group, patch.object(Training, "issue", watched):

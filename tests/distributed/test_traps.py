@@ -17,9 +17,9 @@ from leaven.distributed.compat import pretend
 from leaven.distributed.pipeline import SCHEDULES
 from leaven.distributed.process_group import ProcessGroup, join_process_group, mesh_of
 from leaven.distributed.sharded_model import build_stage
+from leaven.errors import InputError
 from leaven.model.transformer import Stage
 from leaven.planning.trainable import require_trainable
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import leaven
+from leaven.errors import InputError
 from leaven.model.initialise import build_model
 from leaven.model.transformer import Transformer
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.rules import RULES
 from leaven.scaling.table import parameter_table

@@ -15,8 +15,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 from transformers.models.olmo2.modeling_olmo2 import Olmo2ForCausalLM
 
 import leaven
+from leaven.errors import InputError
 from leaven.interop.torch_models import groups
-from leaven.recipe.errors import InputError
 from leaven.recipe.shape import Role
 
 TUNED = {"lr": 0.01, "init_std": 0.1}

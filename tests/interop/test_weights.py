@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from leaven.data.tokens import prepare
 from leaven.distributed.pieces import piece_of
+from leaven.errors import InputError
 from leaven.interop.weights import SHARD_BYTES, read_huggingface, recipe_from, start_from, write_huggingface
 from leaven.model.transformer import Transformer
 from leaven.recipe.data import Data
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer

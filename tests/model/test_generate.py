@@ -9,10 +9,10 @@ import torch
 from tests.interop.test_weights import foreign, start
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from leaven.errors import InputError
 from leaven.interop.weights import read_huggingface
 from leaven.model.generate import Sampling, generate
 from leaven.model.transformer import Transformer
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 

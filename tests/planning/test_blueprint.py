@@ -3,9 +3,9 @@ from tests.catalogue.published import model_shape
 from tests.planning.shapes import LLAMA_8B, gpt
 
 from leaven.catalogue.runs import PublishedRun, find_run, load_runs
+from leaven.errors import InputError
 from leaven.planning.blueprint import Blueprint, Core, Matmul, blueprint
 from leaven.planning.published import published_blueprint
-from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
 
 COUNTED = {run.id: run for run in load_runs() if not (run.params.shape_check or "").startswith("skip")}

@@ -7,6 +7,7 @@ import pytest
 from leaven.catalogue.laws import FRONTIERS
 from leaven.catalogue.starter.draft import StarterRequest
 from leaven.documents.planning import BudgetDocument, Price
+from leaven.errors import InputError
 from leaven.planning import budget as module
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.budget import OVER_TRAINED, budget, parse_budget, size_for_time
@@ -16,7 +17,6 @@ from leaven.planning.layouts import Job
 from leaven.planning.plan import plan, plan_recipe
 from leaven.planning.start import start
 from leaven.recipe.batch import Batch
-from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
 
 TEXT = "8xH100-80GB x 3d"

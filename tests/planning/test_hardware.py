@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from leaven.documents.planning import Price
+from leaven.errors import InputError
 from leaven.planning.accelerators import CONFIDENCE, EXAMPLE, accelerators, user_file
 from leaven.planning.hardware import Cluster, find_accelerator, known_device, parse_cluster, parse_price
-from leaven.recipe.errors import InputError
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.planning.shapes import LLAMA_8B, SMALL, gpt, plan
 
+from leaven.errors import InputError
 from leaven.planning.arrangement import parse_layout, shape_refusal
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Exploration, Job, LayoutCandidate, explore, layouts, ranked
 from leaven.recipe.batch import Batch
-from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 

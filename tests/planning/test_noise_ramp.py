@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from leaven.errors import InputError
 from leaven.planning.ramp import FEWEST, SETTLING, NoiseFit, fit_noise, noise_ramp
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe, render
 from leaven.recipe.recipe import Recipe
 

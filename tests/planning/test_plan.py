@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.planning.shapes import LLAMA_8B, LLAMA_405B, SMALL, plan
 
 from leaven.documents.planning import PlanDocument
+from leaven.errors import InputError
 from leaven.planning.arrangement import Arrangement, parse_layout, written
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
@@ -19,7 +20,6 @@ from leaven.planning.plan import plan_recipe
 from leaven.planning.published import plan_run
 from leaven.planning.training_codes import Moments
 from leaven.recipe.batch import Batch, BatchStage
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe

@@ -6,8 +6,8 @@ from leaven.catalogue.findings import findings
 from leaven.catalogue.starter.base import tuned_bases
 from leaven.catalogue.starter.draft import StarterRequest
 from leaven.catalogue.starter.proxy import SHARE, SMALLEST, WORTH, trials_worth
+from leaven.errors import InputError
 from leaven.planning.start import StarterRecipes, start
-from leaven.recipe.errors import InputError
 from leaven.recipe.shape import Role
 from leaven.recipe.units import parse_quantity
 from leaven.scaling.table import parameter_table

@@ -1,6 +1,6 @@
 import pytest
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import parse_recipe, render
 
 SEVERAL = """source = [  # mixed

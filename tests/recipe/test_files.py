@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import parse_recipe, read_recipe, render
 from leaven.recipe.recipe import Recipe, differences
 

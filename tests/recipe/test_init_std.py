@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from leaven.catalogue.runs import find_run
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.hyperparameters import Hyperparameters
 from leaven.recipe.init_std import COMPARED, INITS, SCALES_BRANCHES, InitName

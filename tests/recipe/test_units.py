@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.units import format_number, format_quantity, format_seconds, parse_quantity
 
 

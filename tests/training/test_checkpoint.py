@@ -15,7 +15,7 @@ from tests.distributed.cut_up import saved, steps, whole_checkpoint
 
 import leaven.training.checkpoint as manager_module
 import leaven.training.checkpoint as module
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.training.checkpoint import Checkpoint, CheckpointManager, Progress, read_checkpoint, write_checkpoint
 from leaven.training.rewind import Rewind
 from leaven.training.run_folder import checkpoints

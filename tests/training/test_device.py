@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from leaven.data.tokens import prepare
 from leaven.distributed.process_group import join_process_group
+from leaven.errors import InputError
 from leaven.model import kernels, transformer
-from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.training import device as devices

@@ -7,8 +7,8 @@ from tests.distributed.cut_up import whole_checkpoint
 
 import leaven
 from leaven.data.tokens import TokenSet
+from leaven.errors import InputError
 from leaven.interop.weights import read_huggingface, recipe_from
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.load import export_run, load_run

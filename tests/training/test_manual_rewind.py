@@ -5,7 +5,7 @@ import pytest
 import torch
 from tests.training.planted import STEP, in_order, recipe, text
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.training import run_folder
 from leaven.training.rewind import ManualRewind

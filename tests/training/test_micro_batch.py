@@ -13,7 +13,7 @@ from tests.training.conftest import losses, room_for
 
 from leaven.data.stream import Stream
 from leaven.data.tokens import TokenSet
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training import micro_batch

@@ -8,8 +8,8 @@ import torch
 
 from leaven.catalogue.noise_scale import gradient_noise, squared_gradient
 from leaven.data.tokens import TokenSet
+from leaven.errors import InputError
 from leaven.planning.trainable import require_trainable
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 from leaven.training.optimizer import KEEP, NoiseScale

@@ -12,11 +12,11 @@ import torch
 from tests.training.conftest import made_up
 
 from leaven.data.tokens import TokenSet
+from leaven.errors import InputError
 from leaven.model.transformer import Stage
 from leaven.planning import calibration as planning
 from leaven.planning.calibration import CalibrationRecord, StepCost, history
 from leaven.planning.hardware import processor
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training import profiling
 from leaven.training.engine import Training

@@ -17,7 +17,7 @@ from tests.training.planted import STEP, in_order, recipe, text
 
 from leaven.data.tokens import TokenSet
 from leaven.documents.runs import TrainDocument
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 from leaven.training.loop import Diverged

@@ -77,9 +77,9 @@ def test_the_lr_is_lowered_and_rises_back() -> None:
 
 def test_states_after_the_target_of_a_rewind_are_undone() -> None:
     rewinds = (Rewind(100, 0, 0), Rewind(80, 0, 0))
-    assert [undone(rewinds, 0, tokens) for tokens in (80, 81, 100, 101)] == [False, True, True, True]
-    assert [undone(rewinds, 1, tokens) for tokens in (80, 81)] == [False, True]
-    assert not undone(rewinds, 2, 1_000)
+    assert [undone(tokens, rewinds) for tokens in (80, 81, 100, 101)] == [False, True, True, True]
+    assert [undone(tokens, rewinds[1:]) for tokens in (80, 81)] == [False, True]
+    assert not undone(1_000, rewinds[2:])
 
 
 def test_the_oldest_checkpoint_follows_from_the_schedule_alone() -> None:

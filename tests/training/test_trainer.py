@@ -17,8 +17,8 @@ from tests.training.conftest import KEPT_STATE, losses, scalars
 
 from leaven.data.stream import validation_windows
 from leaven.data.tokens import TokenSet
+from leaven.errors import InputError
 from leaven.model.transformer import Stage
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training import optimizer

@@ -10,8 +10,8 @@ import pytest
 from tests.training.conftest import KEPT_STATE
 
 from leaven.data.tokens import prepare
+from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.early_stopping import expected
 from leaven.training.engine import Training

@@ -292,9 +292,9 @@ def test_finalists_are_the_best_trial_the_fewest_changes_the_prediction_and_the_
 
 def test_a_pruned_trial_counts_in_the_surrogate_and_not_in_the_noise() -> None:
     trials = study([OPTIMUM])
-    expected = [dataclasses.replace(run, state="stopped") if 10 <= run.number < 40 else run for run in trials]
+    expected = [dataclasses.replace(run, state="pruned") if 10 <= run.number < 40 else run for run in trials]
     assert answer(expected, DIMENSIONS, 0.02).coordinates == answer(trials, DIMENSIONS, 0.02).coordinates
-    again = trial(200, [0, 0, 0, 0], 99.0, state="stopped", seed=7)
+    again = trial(200, [0, 0, 0, 0], 99.0, state="pruned", seed=7)
     assert answer([*trials, again], DIMENSIONS).noise_floor == answer(trials, DIMENSIONS).noise_floor
 
 
@@ -335,7 +335,7 @@ def test_the_front_counts_branches_by_their_tokens_and_other_seeds_by_their_mean
         trial(1, [1, 0, 0, 0], 2.7, tokens=400, flops=4000.0),
         trial(2, [2, 0, 0, 0], 2.4, tokens=400, flops=4000.0),
         trial(3, [2, 0, 0, 0], 2.8, tokens=400, flops=4000.0, seed=1),  # the mean of the two is 2.6
-        trial(4, [3, 0, 0, 0], 2.0, tokens=50, flops=500.0, state="stopped"),
+        trial(4, [3, 0, 0, 0], 2.0, tokens=50, flops=500.0, state="pruned"),
         trial(5, [3, 0, 0, 0], math.inf, tokens=10, flops=100.0),
         trial(6, [3, 0, 0, 1], 2.0),  # of no known cost
     ]

@@ -145,7 +145,7 @@ def test_every_run_is_counted_once(history: list[tuple[str, int]]) -> None:  # n
         elif action in {"end", "stop"}:
             trials[chosen].state = TrialState.COMPLETE if action == "end" else TrialState.PRUNED
             if chosen in of:
-                of[chosen]["state"] = "complete" if action == "end" else "stopped"
+                of[chosen]["state"] = "complete" if action == "end" else "pruned"
         else:
             trials[chosen].state = TrialState.FAIL
             if action == "give back":

@@ -18,7 +18,7 @@ import pytest
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.tuning import search
 from leaven.tuning.service import stores
 from leaven.tuning.service.stored_study import jobs_of

@@ -16,7 +16,7 @@ from leaven.catalogue.expectations import expectations
 from leaven.catalogue.findings.case import Case
 from leaven.cli import app
 from leaven.data.tokens import prepare
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table

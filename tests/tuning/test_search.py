@@ -17,7 +17,7 @@ from optuna.distributions import FloatDistribution
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState, create_trial
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
 from leaven.tuning.algorithm.trust_region import Axes, region, results

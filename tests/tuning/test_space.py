@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from leaven.errors import InputError
 from leaven.interop.configs.export import export
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe, read_recipe, render, write_recipe
 from leaven.recipe.hyperparameters import Multipliers
 from leaven.recipe.recipe import Recipe, differences

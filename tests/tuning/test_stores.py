@@ -22,7 +22,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from optuna_dashboard import wsgi
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.tuning.service import stores
 from leaven.tuning.service.stores import TICKET, open_store
 

@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 
 from leaven.cli import INTERRUPTED, app
 from leaven.data.tokens import TokenSet, prepare
+from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
@@ -119,7 +119,7 @@ def accounted(trials: tuple[StudyTrial, ...], count: int) -> None:
     """Check that each run is there once: the start with its seeds, the search, and the finalists with theirs."""
     assert len(trials) == count
     assert len({trial.number for trial in trials}) == count
-    assert {trial.state for trial in trials} <= {"complete", "diverged", "stopped"}
+    assert {trial.state for trial in trials} <= {"complete", "diverged", "pruned"}
     assert sorted(trial.seed for trial in trials if trial.purpose == "noise") == [1, 2]
     runs = Counter((tuple((trial.octaves or {}).values()), trial.seed) for trial in trials)
     assert set(runs.values()) == {1}

@@ -14,13 +14,14 @@ from tests.cli.conftest import Verb
 from torch import Tensor, nn
 
 from leaven.data.stream import Stream
+from leaven.errors import InputError
 from leaven.interop.multipliers import ScaleOutput
-from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.verification import equivalence as equivalence_module
 from leaven.verification import foreign as foreign_module
 from leaven.verification.activation_recorder import ActivationRecorder
 from leaven.verification.batches import HELD_OUT, corpus, sequences, synthetic
+from leaven.verification.coordinates import CoordinateCheck
 from leaven.verification.equivalence import equivalence
 from leaven.verification.foreign import MADE_UP, SOURCE, ForeignFamily, foreign
 from leaven.verification.model_instance import RunScale, RunSetting
@@ -53,6 +54,24 @@ def factory(width, depth, right=True):
 
 def wrong(width, depth):
     return factory(width, depth, right=False)
+
+def nested(width, depth):
+    # Blocks whose children have different widths, and a list of modules that is no list of blocks.
+    mlp = lambda: nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+    blocks = nn.Sequential(*(mlp() for _ in range(depth)))
+    model = nn.Sequential(nn.Embedding(64, width), mlp(), blocks, nn.Linear(width, 64))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.001)
+
+class Unlike(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Embedding(64, width), nn.Linear(width, 64)])
+    def forward(self, x):
+        return self.parts[1](self.parts[0](x))
+
+def unlike(width, depth):
+    model = Unlike(width)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.001)
 
 def nothing(width, depth):
     return None
@@ -109,12 +128,23 @@ def test_coordinates_of_a_right_and_a_wrong_factory(here: Path, leaven: Verb) ->
     assert "GROWS with" in page.read_text()
 
 
+def test_blocks_share_labels_and_the_modules_of_a_block_do_not(here: Path) -> None:
+    family = foreign("their_model:nested", RunScale(16, 2), source=MADE_UP)
+    check = CoordinateCheck(family, (16, 32), (2, 3), seeds=1)
+    for depth in check.depths:
+        found = check.record(family.build(RunScale(16, depth), 0))
+        sizes = {label: (record.features, len(record.squares["start"])) for label, record in found.items()}
+        inside = {"2.0": (32, depth), "2.1": (32, depth), "2.2": (16, depth)}
+        assert sizes == {"0": (16, 1), "1.0": (32, 1), "1.1": (32, 1), "1.2": (16, 1)} | inside | {"3": (64, 1)}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("no_such_module:factory", *SIZES), "no_such_module:factory: module no_such_module not found"),
         (("their_model:factory", "--widths", "32", "--depths", "2"), "a slope needs at least two sizes"),
         (("their_model:factory", "--widths", "32,x"), "'x' is not a whole number above 0"),
+        (("their_model:unlike", *SIZES), "parts: the members of this nn.ModuleList"),
     ],
 )
 def test_invalid_arguments_are_refused(here: Path, leaven: Verb, arguments: Sequence[str], message: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.verification.families import SMALL, WIDE, pretend
 
 from leaven.documents.checks import CheckDocument
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.verification import runs
 from leaven.verification.equivalence import equivalence

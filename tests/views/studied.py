@@ -48,7 +48,7 @@ def study(count: int = 31, trials: int = 64, seed: int = 0) -> StudyDocument:
         if purpose == "search" and number % 7 == 6:
             state, share = "diverged", 0.3
         elif purpose == "search" and number % 5 == 4:
-            state, share = "stopped", 0.4
+            state, share = "pruned", 0.4
         excess = sum(curvature[path] * (octaves[path] - optimum[path]) ** 2 for path in octaves)
         loss = FLOOR + excess + draw.gauss(0, NOISE)
         shares = [(i + 1) / 80 for i in range(80) if (i + 1) / 80 <= share]

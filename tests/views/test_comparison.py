@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.cli.conftest import document
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.views.comparison import comparison_page, speedup
 

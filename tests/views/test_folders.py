@@ -7,7 +7,7 @@ from written import demo, write_demo, write_losses_check
 
 from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import DemoDocument
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.tuning.study_document import StudyDocument
 from leaven.views.folders import RunView, StudyView, read_folder, read_run
 from leaven.views.page import folder_page

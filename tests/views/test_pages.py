@@ -16,7 +16,7 @@ from written import HOSTILE, demo, slopes_check, write_demo, write_losses_check
 
 from leaven.catalogue.runs import load_runs
 from leaven.documents.planning import Price
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.views.catalogue_page import catalogue_page
 from leaven.views.check_page import check_page
 from leaven.views.comparison import comparison_page

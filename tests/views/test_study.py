@@ -15,6 +15,7 @@ from leaven.scaling.table import parameter_table
 from leaven.tuning.algorithm.noise import GIVEN
 from leaven.tuning.point import values
 from leaven.tuning.space import space
+from leaven.tuning.study_document import StudyDocument
 from leaven.views import points, recipe_view
 from leaven.views.folders import read_study
 from leaven.views.page import folder_page
@@ -163,3 +164,10 @@ def test_infinite_numbers_and_unknown_keys_are_read(tmp_path):
     trial = read_study(folder).trials[lost["number"]]
     assert (trial.loss, len(trial.curve)) == (None, len(lost["curve"]) - 2)
     assert folder_page(folder)
+
+
+def test_a_pruned_trial_is_stored_as_stopped(state):
+    text = state.model_dump_json()
+    assert state.count("pruned") == text.count('"state":"stopped"') > 0
+    assert '"pruned"' not in text
+    assert StudyDocument.model_validate_json(text).count("pruned") == state.count("pruned")

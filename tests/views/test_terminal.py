@@ -175,7 +175,7 @@ TRIALS = (
     trial(1, loss=2.4260, purpose="noise", seed=1),
     trial(2, octaves=0.585, loss=2.4139),
     trial(3, octaves=2.0, tokens=180),
-    trial(4, octaves=-1.0, loss=2.6, state="stopped", tokens=400),
+    trial(4, octaves=-1.0, loss=2.6, state="pruned", tokens=400),
     trial(5, octaves=0.585, loss=2.4155, purpose="rerun", seed=1),
 )
 
@@ -199,7 +199,7 @@ def test_a_trial_is_one_line(seen: StringIO) -> None:
         ["2", "2.4139", "-0.0102", "*", "182", "k", "w1"],
         ["noise", "0.0031", "nats", "(2", "repeats);", "smaller", "gains", "do"],
         ["3", "diverged", "at", "18%", "182", "k", "w2"],
-        ["4", "stopped", "at", "40%", "182", "k", "w1"],
+        ["4", "pruned", "at", "40%", "182", "k", "w1"],
         ["5", "2.4155", "182", "k", "w2"],
     ]
     assert all(len(row) <= 80 for row in rows)
@@ -214,7 +214,7 @@ def test_the_status_shows_workers_and_time_left(seen: StringIO) -> None:
     assert all(len(line) <= 80 for line in lines)
     # Two trials are left, of a minute each, on two workers.
     for part in ("w1 trial 6 0.0 s of 60 s", "other:99 trial 7", "best 2.4139 (2)", "start 2.4241", "6 of 8",
-                 "noise 0.0031 nats (2 repeats)", "1 diverged", "1 stopped",
+                 "noise 0.0031 nats (2 repeats)", "1 diverged", "1 pruned",
                  "2 workers", "60 s left", "Ctrl-C is safe"):  # fmt: skip
         assert part in " ".join(lines)
 

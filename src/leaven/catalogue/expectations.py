@@ -31,7 +31,7 @@ def expectations(case: Case) -> dict[str, Expectation]:
 
     The init std is left out if no run publishes one. Hyperparameters that are 0 in the recipe are left out, too.
     """
-    near, lr, batch = case.scale.near, lr_evidence(case.scale, case.batch), batch_evidence(case.scale)
+    near, lr, batch = case.size.near, lr_evidence(case.size, case.batch), batch_evidence(case.size)
     decays = near.values("hyperparameters.weight_decay")
     by_tau = case.batch / (case.hidden("lr") * case.tokens * power_lines_tau(case.params, case.tokens))
     stds = {

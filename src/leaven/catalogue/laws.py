@@ -15,8 +15,8 @@ from pydantic import Field
 
 from leaven.catalogue.noise_scale import surge_lr
 from leaven.documents.catalogue import BeyondRange, LawRow, LrAtBatch, OptimumRow
+from leaven.errors import InputError
 from leaven.recipe.base import Part
-from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
 
 ParamsDefinition = Literal["all", "non-embedding", "without input embedding"]
@@ -281,9 +281,10 @@ def power_lines_tau(params: float, tokens: float) -> float:
 
 
 def batches(laws: Iterable[LawRow], kind: BatchKind) -> dict[str, float]:
-    """Return the optimal or the critical batch sizes (``kind``) that laws predict, in tokens, by name of the law.
+    """Return the batch size that each law predicts, in tokens, by the law's name.
 
-    If a law has several forms, only its main form is included.
+    ``kind`` selects optimal or critical batch sizes. Laws that predict none of this kind are left out. Of a law with
+    several forms, only the main form is included.
     """
     return {
         law.law: law.batch_tokens for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of

@@ -15,7 +15,7 @@ from typing import Any
 from leaven.catalogue.runs import Kind, PublishedRun, Stack, listed, load_runs, same_lr_meaning
 from leaven.catalogue.terms import term
 from leaven.documents.catalogue import NearRun
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 
 FACTOR = 4.0
 """A run counts as near if its size is within this factor. Other runs say little about lr and batch."""

@@ -19,8 +19,8 @@ from pydantic import Field
 from leaven.catalogue import groups
 from leaven.catalogue.groups import NormPlacement, Optimizer
 from leaven.documents.catalogue import DifferenceRow, RunSummary
+from leaven.errors import InputError
 from leaven.recipe.base import Part
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import differing, flatten
 from leaven.recipe.schedule import Decay
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from leaven.catalogue.runs import PublishedRun, closest, listed
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.units import parse_quantity
 
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {

@@ -14,7 +14,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from leaven import __version__
-from leaven.recipe.errors import InputError, ProcessLost, out_of_memory
+from leaven.errors import InputError, ProcessLost, out_of_memory
 from leaven.views.terminal.console import console, errors
 
 # The commands ("verbs") and their lines in `leaven --help`. The file of a verb is imported when the verb is called.

@@ -20,8 +20,8 @@ from leaven.cli.common import (
     print_document,
     stop_on_signal,
 )
+from leaven.errors import InputError
 from leaven.planning.ramp import fit_noise, noise_ramp
-from leaven.recipe.errors import InputError
 from leaven.views.terminal.bench import bench_screen, ramp_screen
 from leaven.views.terminal.live import LiveScreen
 

@@ -19,7 +19,7 @@ from leaven.cli.common import (
     parsed_option,
     print_document,
 )
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.rules import RULES

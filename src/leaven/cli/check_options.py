@@ -23,10 +23,10 @@ from leaven.cli.common import (
     stop_on_signal,
 )
 from leaven.documents.checks import CheckDocument
+from leaven.errors import InputError
 from leaven.planning.hardware import cores
-from leaven.recipe.errors import InputError
-from leaven.recipe.files import write_text
 from leaven.recipe.recipe import Recipe
+from leaven.storage import write_text
 from leaven.views.terminal.checks import check_screen
 from leaven.views.terminal.live import LiveScreen
 

@@ -18,7 +18,7 @@ from rich.console import RenderableType
 from leaven.catalogue.runs import FOLDER as RUNS
 from leaven.cli import INTERRUPTED, parameter_name
 from leaven.documents import Document
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import finite, read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import parse_quantity

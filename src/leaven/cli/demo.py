@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 import typer
 
 from leaven.cli.common import JsonOption, device_option, exit_interrupted, print_document, stop_on_signal
+from leaven.errors import InputError
 from leaven.planning.hardware import cores
-from leaven.recipe.errors import InputError
 
 
 def demo(

@@ -17,8 +17,8 @@ from leaven.cli.common import (
     print_document,
 )
 from leaven.documents.runs import ConfigDocument, WeightsDocument
-from leaven.recipe.errors import InputError
-from leaven.recipe.files import require_free
+from leaven.errors import InputError
+from leaven.storage import require_free
 from leaven.views.terminal.console import say_damaged, warn
 from leaven.views.terminal.files import exported_config, exported_weights
 

@@ -7,7 +7,7 @@ import typer
 from leaven.catalogue.laws import compute_optimal, critical_batch, evaluate, lr_at_batch
 from leaven.cli.common import JsonOption, count_option, print_document, require_alone
 from leaven.documents.catalogue import LawRow
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.views.terminal.laws import laws_screen, optimum_screen
 
 

@@ -19,10 +19,10 @@ from leaven.cli.common import (
 )
 from leaven.data.sources import estimated_tokens
 from leaven.documents.planning import AdoptedRecipe
+from leaven.errors import InputError
 from leaven.planning.budget import size_for_time
 from leaven.planning.hardware import gpus_here, parse_cluster
 from leaven.planning.start import start
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_recipe
 from leaven.scaling.tested_ranges import warnings
 from leaven.views.terminal.console import warn

@@ -17,15 +17,15 @@ from leaven.cli.common import (
     require_alone,
     stop_on_signal,
 )
+from leaven.errors import InputError
 from leaven.planning.calibration import history as past_runs
 from leaven.planning.hardware import parse_price
 from leaven.planning.plan import ClusterPlan, plan_recipe
 from leaven.planning.published import plan_run
 from leaven.planning.ramp import SHARE
 from leaven.planning.training_codes import Moments
-from leaven.recipe.errors import InputError
-from leaven.recipe.files import write_text
 from leaven.recipe.recipe import Recipe
+from leaven.storage import write_text
 from leaven.views.terminal.console import errors
 from leaven.views.terminal.live import LiveScreen
 from leaven.views.terminal.plan import budget_screen, plan_screen

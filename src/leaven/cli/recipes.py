@@ -25,7 +25,7 @@ from leaven.cli.common import (
 )
 from leaven.documents import Document
 from leaven.documents.catalogue import DifferenceRow, PublishedRunDocument, RecipeCheck
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.views.terminal.catalogue import diff_screen, list_screen, nearest_screen, run_screen
 from leaven.views.terminal.console import console, warn

@@ -8,8 +8,8 @@ import typer
 from leaven.catalogue.runs import load_runs
 from leaven.cli.common import JsonOption, print_document
 from leaven.documents.runs import ReportDocument
-from leaven.recipe.errors import InputError
-from leaven.recipe.files import write_text
+from leaven.errors import InputError
+from leaven.storage import write_text
 
 
 def report(

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from leaven.cli.common import DeviceOption, JsonOption, RunArgument, TokensOption, print_document
 from leaven.documents.runs import SampleDocument
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.views.terminal.console import console, errors, say_damaged
 
 

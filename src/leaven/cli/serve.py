@@ -11,7 +11,7 @@ import typer
 
 from leaven.cli.common import JsonOption, print_document
 from leaven.documents.runs import ServeDocument
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 
 PORT = 8421
 

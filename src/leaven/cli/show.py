@@ -9,8 +9,8 @@ import typer
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, SetOption, load_recipe, print_document
 from leaven.documents.runs import CautionRow, ShowDocument, WorthRow
+from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe, RuleName
 from leaven.scaling.describe import describe
 from leaven.scaling.rules import RULES

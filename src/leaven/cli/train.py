@@ -19,8 +19,8 @@ from leaven.cli.common import (
     print_document,
     stop_on_signal,
 )
+from leaven.errors import InputError
 from leaven.planning.trainable import layout_cautions, require_trainable, resized
-from leaven.recipe.errors import InputError
 from leaven.recipe.units import parse_quantity
 from leaven.scaling.tested_ranges import warnings
 from leaven.views.terminal.console import errors, warn

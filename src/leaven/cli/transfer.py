@@ -18,7 +18,7 @@ from leaven.cli.common import (
     require_new,
 )
 from leaven.cli.show import resolved
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
 from leaven.scaling.tested_ranges import dropped, warnings
 from leaven.scaling.transfer import searched_paths, transfer_like

@@ -20,7 +20,7 @@ from leaven.cli.common import (
     require_alone,
     stop_on_signal,
 )
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.views.terminal.console import errors
 from leaven.views.terminal.study import TuneScreen, answer_screen
 

@@ -18,8 +18,8 @@ from leaven import storage
 from leaven.data.hub import SCHEME, SourcePart
 from leaven.data.readers import BrokenFile
 from leaven.data.sources import source_parts
+from leaven.errors import InputError
 from leaven.recipe.data import DataSource
-from leaven.recipe.errors import InputError
 
 VALIDATION_SHARE = 0.05
 

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from leaven.data.readers import File, TextRow, column_rows, require_text_column
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 
 SCHEME = "hf://"
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from multiprocessing import active_children, get_context, parent_process
 
 from leaven.data.tokenizer import Encoded, Encoder, TextPiece, parallel_tokenizers
+from leaven.errors import InputError
 from leaven.planning.hardware import cores
-from leaven.recipe.errors import InputError
 
 PieceBatch = list[TextPiece]
 Work = tuple[int, PieceBatch]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from leaven.data.hub import SCHEME, SourcePart, open_split
 from leaven.data.readers import SUFFIXES, File
+from leaven.errors import InputError
 from leaven.recipe.data import DataSource
-from leaven.recipe.errors import InputError
 
 # Tests are half of the standard library (33 MB in Python 3.11), and many distributions ship Python without them.
 # Without them, reading is faster and all machines have the same text. The encodings are tables that a model

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 
 _ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

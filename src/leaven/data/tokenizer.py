@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from leaven.data.corpus import Corpus, Meter, OnProgress, TextDocument
 from leaven.data.hub import SCHEME, fetch_tokenizer
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -20,8 +20,8 @@ from leaven.data.corpus import Corpus, Meter, OnProgress, open_corpora
 from leaven.data.shards import ShardedTokens, Shards, shards
 from leaven.data.stream import Mixture, Stream, validation_windows
 from leaven.data.tokenizer import Encoder, given_tokenizer, train_tokenizer
+from leaven.errors import InputError
 from leaven.recipe.data import Data
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import cache_folder
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from secrets import token_hex
 from typing import Any, TypeVar
 
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from leaven.recipe.errors import InputError, ProcessLost, Settled
+from leaven.errors import InputError, ProcessLost, Settled
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from leaven.recipe.errors import InputError, ProcessLost, Settled
+from leaven.errors import InputError, ProcessLost, Settled
 from leaven.recipe.layout import Layout
 
 AXES = ("pp", "replicate", "shard", "tp")
@@ -156,15 +156,19 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
 
 
 def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a store with a new key prefix. Only the ``size`` processes of this start of the run share it.
+    """Return ``store`` with a random prefix for all keys, which only the ``size`` processes of this start know.
 
-    When torchrun restarts the processes of a run, it keeps the old key-value store. In that store, the new processes
-    would read entries of dead processes, for example addresses, and would hang or fail to connect.
+    When torchrun restarts a run, the key-value store still has the entries of the dead processes. Without a prefix,
+    the new processes would read these entries, for example addresses, and would hang or fail to connect.
 
-    Each process writes a new random word. The first process reads one word for each rank, and proposes a prefix
-    together with the words that it has read. Another process agrees if the proposal contains its own word. When all
-    processes have agreed, the first process confirms the proposal. If a word comes from a dead process, the living
-    process of the same rank does not agree, so the proposal is never confirmed.
+    The processes agree on the prefix as follows:
+
+    1. Each process writes a random word under its rank.
+    2. Rank 0 reads the words of all ranks, and writes a proposal: a prefix, and the words. When a word changes, rank
+       0 writes a new proposal.
+    3. Each other rank agrees to a proposal that contains its own word. So no rank agrees to a proposal with a word
+       that its dead predecessor wrote.
+    4. When all ranks have agreed to its last proposal, rank 0 confirms it.
 
     Raises:
         TimeoutError: if ranks are missing; the message names them.

@@ -37,13 +37,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Held:
+class StoredParameter:
     """A parameter of which this process stores a block."""
 
     row: ParameterRow  # row of the parameter table: name, lr, init and so on
     piece: Piece  # the block of the parameter, with its position
     parameter: nn.Parameter  # the parameter of the model; a DTensor if it is sharded
-    leaf: nn.Parameter  # what the optimizer updates: ``parameter``, or if that is a DTensor, its local block
+    local: nn.Parameter  # what the optimizer updates: ``parameter``, or if that is a DTensor, its local block
 
 
 class ShardedModel:
@@ -75,23 +75,23 @@ class ShardedModel:
             )
             for number in stage_numbers(layout, group.rank_along("pp"))
         ]
-        self.held: list[Held] = []
+        self.parameters: list[StoredParameter] = []
         with torch.no_grad():
             for stage in self.stages:
                 for name, parameter in stage.model.named_parameters():
                     # Both the first and the last stage have a tied embedding; the first stage owns it.
                     piece = piece_of(name, parameter, owned=stage.begins or name != "embedding.weight")
-                    leaf = parameter if piece.local is parameter else nn.Parameter(piece.local)
-                    self.held.append(Held(table[name], piece, parameter, leaf))
-        place = {row.name: number for number, row in enumerate(table.rows)}
-        self.held.sort(key=lambda held: place[held.row.name])
+                    local = parameter if piece.local is parameter else nn.Parameter(piece.local)
+                    self.parameters.append(StoredParameter(table[name], piece, parameter, local))
+        row_numbers = {row.name: number for number, row in enumerate(table.rows)}
+        self.parameters.sort(key=lambda each: row_numbers[each.row.name])
         if device.type != "meta":  # meta tensors have no values
             initialise_pieces(self.pieces, table, seed)
-        self.rows = [held.row for held in self.held]
-        self.leaves = [held.leaf for held in self.held]
+        self.local_parameters = [each.local for each in self.parameters]
         self._table_rows = len(table.rows)
-        self.of_held = torch.tensor([place[row.name] for row in self.rows], device=device)
-        self._owned = torch.tensor([held.piece.owned for held in self.held], device=device)
+        # The index of each parameter's row in the parameter table.
+        self.row_numbers = torch.tensor([row_numbers[each.row.name] for each in self.parameters], device=device)
+        self._owned = torch.tensor([each.piece.owned for each in self.parameters], device=device)
         self._pipeline = Pipeline(self.stages, layout, group, device) if layout.pp > 1 else None
         self._both_ends = _both_ends(group) if layout.pp > 1 and shape.tied_embeddings else None
         # All tensor-parallel ranks compute the same loss, so only the first counts it.
@@ -99,7 +99,7 @@ class ShardedModel:
 
     @property
     def pieces(self) -> list[Piece]:
-        return [held.piece for held in self.held]
+        return [each.piece for each in self.parameters]
 
     def schedulable(self, micro_batches: int) -> int:
         """Return ``micro_batches``, rounded up to a number that the pipeline's schedule supports."""
@@ -163,13 +163,13 @@ class ShardedModel:
         table. Each norm covers the blocks of all processes.
 
         A group has one tensor (for example the gradient) for each parameter of this process, in the order of
-        ``leaves``.
+        ``local_parameters``.
         """
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine
         squares = torch.where(self._owned, torch.stack(mine).double() ** 2, 0)
-        by_row = squares.new_zeros(len(groups), self._table_rows).index_copy_(1, self.of_held, squares)
+        by_row = squares.new_zeros(len(groups), self._table_rows).index_copy_(1, self.row_numbers, squares)
         return list(self.group.all_reduce_(by_row).sqrt().to(mine[0].dtype))
 
     def gradient_norms(self) -> Tensor:
@@ -177,12 +177,12 @@ class ShardedModel:
 
         Call this method after the gradients have been exchanged.
         """
-        gradients = [held.parameter.grad for held in self.held]
+        gradients = [each.parameter.grad for each in self.parameters]
         return self.norms([g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None])[0]
 
     def drop_gradients(self) -> None:
-        for held in self.held:
-            held.parameter.grad = held.leaf.grad = None
+        for each in self.parameters:
+            each.parameter.grad = each.local.grad = None
 
     def _set_communication(self, last: bool) -> None:
         """Set what FSDP does after the next micro-batch; ``last`` says whether this is the step's last micro-batch.
@@ -198,18 +198,18 @@ class ShardedModel:
             stage.set_reshard_after_backward(last or zero == 3)  # type: ignore[operator]
 
     def _gather_gradients(self) -> None:
-        """Move the gradients of sharded parameters to ``leaves``, the local blocks that the optimizer updates.
+        """Move the gradients of sharded parameters to ``local_parameters``, which the optimizer updates.
 
         If the input and output embeddings are tied, sum the embedding's gradients on the first and the last stage.
         """
-        for held in self.held:
-            if held.leaf is not held.parameter:
-                grad = held.parameter.grad
-                assert isinstance(grad, DTensor), f"{held.row.name} has no gradient"
-                held.leaf.grad, held.parameter.grad = grad.to_local(), None
-        tied = next((held for held in self.held if held.row.name == "embedding.weight"), None)
+        for each in self.parameters:
+            if each.local is not each.parameter:
+                grad = each.parameter.grad
+                assert isinstance(grad, DTensor), f"{each.row.name} has no gradient"
+                each.local.grad, each.parameter.grad = grad.to_local(), None
+        tied = next((each for each in self.parameters if each.row.name == "embedding.weight"), None)
         if self._both_ends is not None and tied is not None:
-            dist.all_reduce(tied.leaf.grad, group=self._both_ends)
+            dist.all_reduce(tied.local.grad, group=self._both_ends)
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
@@ -311,8 +311,8 @@ def units(stage: nn.Module) -> list[FSDPModule]:
     return [module for module in stage.modules() if isinstance(module, FSDPModule)]
 
 
-def initialise_pieces(held: list[Piece], table: ParameterTable, seed: int) -> None:
+def initialise_pieces(pieces: list[Piece], table: ParameterTable, seed: int) -> None:
     """Fill the blocks of this process with initial values, the same as in a run with a single process."""
-    for piece in held:
+    for piece in pieces:
         row = table[piece.name]
         fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)

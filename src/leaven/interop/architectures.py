@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.shape import ModelShape
 

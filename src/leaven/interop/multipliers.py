@@ -25,9 +25,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from leaven.distributed.pieces import cut, piece_of
+from leaven.errors import InputError
 from leaven.interop.roles import is_linear
 from leaven.interop.structure import ModelStructure, inspect_model, is_a, logit_scales, unwrapped
-from leaven.recipe.errors import InputError
 from leaven.recipe.shape import BRANCH_ENDS, Role
 from leaven.scaling.table import ParameterRow
 

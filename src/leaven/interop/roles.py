@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from torch import nn
 
+from leaven.errors import InputError
 from leaven.interop.architectures import module_names
 from leaven.interop.structure import ModelStructure, ParameterSite, is_a
-from leaven.recipe.errors import InputError
 from leaven.recipe.shape import BRANCH_ENDS, Parameter, Role
 
 _NAMES = module_names()

@@ -8,7 +8,7 @@ from typing import cast
 
 from torch import nn
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 
 # Name parts that torch.compile and activation checkpointing add to the modules they wrap.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}

@@ -10,12 +10,12 @@ from pydantic import ValidationError
 from torch import nn
 
 from leaven.distributed.pieces import piece_of
+from leaven.errors import InputError
 from leaven.interop.multipliers import ROWS, install, multipliers, rescale_attention
 from leaven.interop.roles import Classifier
 from leaven.interop.structure import ModelStructure, depth_ratio, inspect_model, matched, unwrapped
 from leaven.model.initialise import fill
 from leaven.model.transformer import Transformer
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.hyperparameters import Hyperparameters
 from leaven.recipe.init_std import require_one_rule
@@ -157,7 +157,7 @@ def parametrize(
     if head_ratio is None:
         head = _head_ratio(structure, base_structure, classified)
     else:
-        head = _positive("head_ratio", head_ratio)
+        head = _positive("head_ratio", "head dimension", head_ratio)
     if not any(kind.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING} for kind in classified.values()):
         first = next(name for name, kind in classified.items() if kind.role is Role.EMBEDDING)
         raise InputError(
@@ -264,17 +264,20 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
     return tuned, initialise
 
 
-def _positive(name: str, value: Any) -> float:
+def _positive(name: str, size: str, value: Any) -> float:
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
-        raise InputError(f"parametrize: {name} is {value!r}; give a number above 0, the ratio of model to base")
+        raise InputError(
+            f"parametrize: {name} is {value!r}; give a number above 0: the {size} of the model divided by that of "
+            "the base"
+        )
     return number
 
 
 def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratios:
     if not isinstance(given, Ratios):
         raise InputError(f"parametrize: ratios is {given!r:.60}; give leaven.Ratios(batch=..., tokens=...)")
-    stated = {axis: _positive(f"ratios.{axis}", value) for axis, value in vars(given).items()}
+    stated = {axis: _positive(f"ratios.{axis}", axis, value) for axis, value in vars(given).items()}
     read = Ratios(model.width / base.width, depth_ratio(model, base), stated["batch"], stated["tokens"])
     for axis in ("width", "depth"):
         found = getattr(read, axis)

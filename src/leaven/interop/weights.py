@@ -19,6 +19,7 @@ from torch import Tensor
 from leaven import __version__
 from leaven.data.tokenizer import given_tokenizer
 from leaven.distributed.pieces import Piece, cut
+from leaven.errors import InputError
 from leaven.interop.architectures import (
     HuggingFaceModel,
     Stored,
@@ -28,12 +29,11 @@ from leaven.interop.architectures import (
 )
 from leaven.interop.configs.draft import TOKENS_PER_PARAMETER, Draft, likely_batch, likely_lr
 from leaven.interop.configs.export import environment
-from leaven.recipe.errors import InputError
-from leaven.recipe.files import written_folder
 from leaven.recipe.recipe import Recipe, flatten
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 from leaven.scaling.table import ParameterTable, folding
+from leaven.storage import written_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5 * 10**9

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from leaven.errors import InputError
 from leaven.model.kernels import widened
 from leaven.model.transformer import Transformer
-from leaven.recipe.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -112,10 +112,11 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _blocks(q_NGTE: Tensor, k_NTE: Tensor, scale: float) -> Iterator[tuple[int, int, Tensor]]:
-    """Split the queries into blocks, and yield ``(first, last, p_Nts)`` for each block.
+    """Yield ``(first, last, p_Nts)`` for each block of queries.
 
-    The block contains the queries ``first`` to ``last - 1``. ``p_Nts`` contains their attention probabilities,
-    (N, G x t, s).
+    The block has the t queries at the positions ``first`` to ``last - 1``, and ``p_Nts`` their attention
+    probabilities, (N, G x t, s). They attend to the s = ``last`` positions up to the end of the block, so later
+    positions have no columns. For example, the second block has the queries 128 to 255, and s is 256.
     """
     length = q_NGTE.shape[2]
     wide = torch.promote_types(q_NGTE.dtype, torch.float32)

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, ValidationError, model_validator
 
 from leaven.documents.catalogue import AcceleratorRow, Confidence, NumberSource
+from leaven.errors import InputError
 from leaven.recipe.base import Part
-from leaven.recipe.errors import InputError
 
 Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)

@@ -12,9 +12,9 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from leaven.errors import InputError
 from leaven.planning.blueprint import Model, blueprint
 from leaven.planning.hardware import Cluster
-from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout, Pipeline, Recompute
 from leaven.recipe.shape import ModelShape
 
@@ -139,9 +139,10 @@ def written(layout: Layout) -> str:
 
 
 def tensor_degrees(model: Model) -> list[int]:
-    """Return the possible tensor-parallel degrees: the divisors of every size that tensor-parallel ranks split.
+    """Return the tensor-parallel degrees that a model allows, smallest first.
 
-    These sizes are heads, key-value heads, the width of the MLP, the vocabulary and the sequence length.
+    A degree must divide the number of heads and of key-value heads, d_ff, the vocabulary size and the sequence
+    length. For example, a model with 12 heads and 4 key-value heads allows at most 1, 2 and 4.
     """
     unit = math.gcd(blueprint(model).tensor_unit, model.seq_len)
     return [tp for tp in range(1, unit + 1) if unit % tp == 0]
@@ -196,17 +197,17 @@ def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
     return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)
 
 
-def forwards(layout: Layout, seq_len: int, batch_tokens: int, micro_batch: int) -> int:
+def grad_accumulation(layout: Layout, seq_len: int, batch_tokens: int, micro_batch: int) -> int:
     """Return the number of micro-batches that a rank runs in a step of ``batch_tokens`` tokens."""
     return -(-batch_tokens // seq_len // layout.dp // micro_batch)
 
 
 def pipeline_refusal(layout: Layout, seq_len: int, smallest_tokens: int, micro_batch: int) -> str | None:
     """Return why the smallest batch of a run cannot fill the pipeline and what to change, or None if it can."""
-    count = forwards(layout, seq_len, smallest_tokens, micro_batch)
+    count = grad_accumulation(layout, seq_len, smallest_tokens, micro_batch)
     if count >= layout.pp:
         return None
-    lower = forwards(layout, seq_len, smallest_tokens, 1) >= layout.pp
+    lower = grad_accumulation(layout, seq_len, smallest_tokens, 1) >= layout.pp
     return (
         f"pp={layout.pp}: the smallest batch of {smallest_tokens // seq_len:,} sequences is {count} "
         f"micro-batch{'' if count == 1 else 'es'} a rank, fewer "

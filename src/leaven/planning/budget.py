@@ -20,13 +20,14 @@ from leaven.catalogue.starter.draft import (
     LEAST_PARAMS,
     MOST_PARAMS,
     MOST_TOKENS,
+    RunSize,
     StarterDraft,
     StarterRequest,
-    StarterScale,
 )
 from leaven.catalogue.starter.shape import choose_shape
 from leaven.catalogue.starter.starter import MOST_EPOCHS
 from leaven.documents.planning import BudgetDocument, FittingSize, Price, RefusedRow, TimeFit
+from leaven.errors import InputError
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.calibration import CalibrationRecord, history
 from leaven.planning.flops import CONVENTION, flops_per_token
@@ -34,7 +35,6 @@ from leaven.planning.hardware import Cluster, parse_cluster
 from leaven.planning.layouts import Job
 from leaven.planning.plan import plan
 from leaven.recipe.batch import Batch
-from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 
@@ -208,7 +208,7 @@ class _Speeds:
             )
         near = neighbours(request.params, request.tokens)
         shape = choose_shape(request, near)
-        batch = choose_batch(StarterDraft(), StarterScale(near, shape, request.tokens, request.gpus))
+        batch = choose_batch(StarterDraft(), RunSize(near, shape, request.tokens, request.gpus))
         if self.mfu is None:
             compute = "fp32" if cluster.accelerator.name == "cpu" else "bf16"
             found = plan(Job(shape, Batch(tokens=batch), cluster), request.tokens).calibrated(self.records, compute)

@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from leaven.documents.planning import Comparison, Explanation
+from leaven.errors import InputError
 from leaven.planning.accelerators import accelerators
 from leaven.planning.arrangement import parse_keys, shape_refusal, tensor_degrees, written
 from leaven.planning.hardware import Cluster, parse_cluster
 from leaven.planning.layouts import EQUAL, USABLE, Exploration, Job, LayoutCandidate, explore, in_a_node, layouts
 from leaven.planning.memory import GIB
-from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 

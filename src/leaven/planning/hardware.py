@@ -11,9 +11,9 @@ from pathlib import Path
 
 from leaven.documents.catalogue import NumberSource
 from leaven.documents.planning import CostRow, Price
+from leaven.errors import InputError
 from leaven.planning.accelerators import EXAMPLE, Accelerator, accelerators, user_file
 from leaven.planning.flops import flops_per_token
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 
 _COUNT = r"([0-9][0-9_,]*)\s*[x×*]\s*"

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from leaven.documents.planning import CalibrationRow, CandidateRow
+from leaven.errors import InputError
 from leaven.planning.arrangement import Arrangement, listed, pipeline_refusal, tensor_degrees
 from leaven.planning.blueprint import Model, blueprint
 from leaven.planning.hardware import Cluster
@@ -21,7 +22,6 @@ from leaven.planning.memory import GIB, Memory, worst_stage
 from leaven.planning.timing import StepTime, step_time
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.batch import Batch
-from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout, Recompute
 
 # Share of an accelerator's memory that a layout may need. The rest is for the planner's error: on published runs it

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 from leaven.catalogue.groups import LayerwiseScaling, PublishedArchitecture
 from leaven.catalogue.runs import find_run
+from leaven.errors import InputError
 from leaven.planning.blueprint import BlockTable, Blueprint, Core, Matmul, attention_rows, mlp_rows
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Job
 from leaven.planning.plan import ClusterPlan, plan
 from leaven.planning.training_codes import TRAINING_CODES, Moments
 from leaven.recipe.batch import Batch
-from leaven.recipe.errors import InputError
 
 
 class LayerWidths(NamedTuple):

@@ -25,12 +25,12 @@ from leaven.documents.planning import (
     RampPlan,
     RampPoint,
 )
+from leaven.errors import InputError
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.flops import flops_per_token
 from leaven.planning.layouts import Job
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.batch import Ramp as BatchRamp
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 

@@ -12,11 +12,11 @@ from leaven.catalogue.neighbours import Neighbours, neighbours
 from leaven.catalogue.starter.draft import StarterRecipes, StarterRequest, derivation_step
 from leaven.catalogue.starter.starter import LEAST_HELD_OUT, MOST_EVALUATED, starter
 from leaven.documents.planning import ComparedRow
+from leaven.errors import InputError
 from leaven.planning.hardware import Cluster
 from leaven.planning.layouts import Job
 from leaven.planning.memory import GIB
 from leaven.planning.plan import ACCURACY, plan
-from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role

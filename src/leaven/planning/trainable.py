@@ -6,8 +6,8 @@ from itertools import product
 
 from pydantic import ValidationError
 
+from leaven.errors import InputError
 from leaven.planning.arrangement import pipeline_refusal, shape_refusal
-from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 

@@ -15,9 +15,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter
 
 from leaven.documents.planning import StateRow
+from leaven.errors import InputError
 from leaven.planning.accelerators import Dtype
 from leaven.planning.hardware import Cluster
-from leaven.recipe.errors import InputError
 
 Selective = Literal["core", "products"]
 Balance = Literal["weight", "number", "work"]

@@ -4,7 +4,6 @@ import math
 import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -13,7 +12,7 @@ import tomlkit
 from pydantic import BaseModel, ValidationError
 
 from leaven import storage
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe, flatten, set_path, split_path
 from leaven.recipe.units import parse_quantity
 
@@ -205,22 +204,7 @@ def _item(value: Any) -> Any:
 
 def write_recipe(recipe: Recipe, path: Path | str, template: str = "") -> None:
     """Replace a recipe file atomically by the text that :func:`render` returns."""
-    write_text(path, render(recipe, template))
-
-
-def write_text(path: Path | str, text: str) -> None:
-    """Replace a file atomically: after a crash it contains the old text or the new text.
-
-    Raises:
-        InputError: if the file cannot be written; the old file is unchanged.
-    """
-    path = Path(path)
-    if path.is_dir() or not path.name:
-        raise InputError(f"{path}: this is a folder; give the name of a file")
-    try:
-        storage.write(path, text.encode())
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+    storage.write_text(path, render(recipe, template))
 
 
 def cache_folder() -> Path:
@@ -228,46 +212,6 @@ def cache_folder() -> Path:
     if folder := os.environ.get("LEAVEN_CACHE"):
         return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "leaven"
-
-
-def make_folder(path: Path) -> None:
-    """Create a folder and its parents.
-
-    Raises:
-        InputError: if the path is a file, or if the folder cannot be created.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise InputError(f"{path}: a file of this name exists where a folder is needed; use another name") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be created: {error.strerror}; use another folder") from None
-
-
-def require_free(path: Path) -> None:
-    """Check that writing to ``path`` would overwrite nothing.
-
-    Raises:
-        InputError: if the path exists already and is not an empty folder.
-    """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"{path} exists already; give another name")
-
-
-@contextmanager
-def written_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error.
-
-    Raises:
-        InputError: if the path exists already or cannot be written. In this case nothing is written.
-    """
-    require_free(path)
-    make_folder(path.absolute().parent)
-    try:
-        with storage.new_folder(path) as temporary:
-            yield temporary
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}; nothing was written") from None
 
 
 def finite(document: Any) -> Any:

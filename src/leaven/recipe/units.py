@@ -2,7 +2,7 @@
 
 import re
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _NUMBER = r"([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)(?:e([+-]?[0-9]+))?"

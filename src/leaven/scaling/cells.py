@@ -28,7 +28,8 @@ LETTERS = {
 
 @dataclass(frozen=True)
 class Ratios:
-    """The sizes of a run divided by those of its base, the scale for which its hyperparameters are written."""
+    """How much larger a run is than its base, the scale for which its hyperparameters are written. For example,
+    ``width`` is 4 if the run has d_model 1024 and its base 256."""
 
     width: float = 1.0  # d_model
     depth: float = 1.0  # number of layers

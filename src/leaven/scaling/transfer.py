@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from leaven.catalogue.messages import sentence, templates
 from leaven.catalogue.terms import read
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
@@ -224,8 +224,8 @@ def _require_moments(recipe: Recipe) -> None:
                 steps = recipe.data.tokens / recipe.batch.tokens
                 base_steps = recipe.base.tokens / recipe.base.batch_tokens
                 raise InputError(
-                    f"{name} {getattr(base, name):g} of the base becomes {getattr(row, name):.2g}: the run has "
-                    f"{steps:,.0f} steps, compared with {base_steps:,.0f} at the base, too few for Adam's moments; "
+                    f"the run has too few steps for Adam: {steps:,.0f}, and its base {base_steps:,.0f}, so the "
+                    f"rule lowers {name} from {getattr(base, name):g} to {getattr(row, name):.2g}; "
                     "give more --tokens or a smaller --batch-tokens"
                 )
 

@@ -22,10 +22,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from leaven.catalogue.runs import load_runs
 from leaven.catalogue.starter.draft import StarterRequest
 from leaven.catalogue.starter.starter import starter
+from leaven.errors import InputError
 from leaven.planning.hardware import parse_cluster, parse_price
 from leaven.planning.plan import ClusterPlan, plan_recipe
 from leaven.planning.published import plan_run
-from leaven.recipe.errors import InputError
 from leaven.recipe.units import parse_quantity
 from leaven.server.folders import Found, find, row, tag
 from leaven.views.catalogue_page import catalogue_page

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from leaven.documents.checks import CheckDocument
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.views import numbers

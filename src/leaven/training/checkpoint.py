@@ -29,7 +29,7 @@ from torch import Tensor
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.storage import place_folder, sync_file
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
 from leaven.training.loop import Callback
@@ -220,7 +220,7 @@ def read_checkpoint(
         anywhere = group.any(found is None)
         if found is None or anywhere:
             damaged.append(candidate)
-        elif not undone(rewinds, len(found.rewinds), found.progress.tokens):
+        elif not undone(found.progress.tokens, later=rewinds[len(found.rewinds) :]):
             return found, damaged
     return None, damaged
 

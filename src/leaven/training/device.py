@@ -23,9 +23,9 @@ import psutil
 import torch
 
 from leaven import __version__
+from leaven.errors import InputError, out_of_memory
 from leaven.planning.accelerators import Accelerator
 from leaven.planning.hardware import cores, known_device, parse_cluster, processor
-from leaven.recipe.errors import InputError, out_of_memory
 from leaven.recipe.recipe import Recipe
 
 T = TypeVar("T")

@@ -79,8 +79,12 @@ class Training:
         )
         if recipe.start.folder is not None:
             start_from(self.sharded.pieces, recipe.model, table, recipe.start.folder)
-        leaves = {held.row.name: held.leaf for held in self.sharded.held}
-        self.optimizer = Optimizer.build(leaves, self.sharded.rows, recipe.hyperparameters.optimizer)
+        stored = self.sharded.parameters
+        self.optimizer = Optimizer.build(
+            {each.row.name: each.local for each in stored},
+            [each.row for each in stored],
+            recipe.hyperparameters.optimizer,
+        )
         self.clipper = Clipper.build(recipe.hyperparameters.grad_clip, self.sharded, table)
         self.loss_scale = LossScale.build(self.device) if recipe.precision.compute == "fp16" else None
         self.noise = NoiseScale.build(recipe.stability.noise_scale_every_tokens, self.sharded)
@@ -160,9 +164,9 @@ class Training:
             ranks = () if self.group is SINGLE_PROCESS else (self.group.rank,)
             torch.manual_seed(name_seed(recipe.data.seed, "dropout", start.step, *ranks))
 
-        share = (1 if scale is None else scale) / batch.targets
+        factor = (1 if scale is None else scale) / batch.targets
         after_first = noise.after_first if noise else None
-        loss = self.sharded.total(self.sharded.forward_backward(batch.micro_batches, share, after_first))
+        loss = self.sharded.total(self.sharded.forward_backward(batch.micro_batches, factor, after_first))
         loss = loss if scale is None else loss / scale
 
         # The state changes only from here on: a step that is abandoned earlier leaves no trace.
@@ -203,7 +207,7 @@ class Training:
         """Return the mean validation loss in nats per token. Every call uses the same validation tokens."""
         began = time.perf_counter()
         windows = torch.from_numpy(self.validation)
-        start, count = self._slice(len(windows))
+        start, count = self._own_sequences(len(windows))
         batch = self._batch(windows[start : start + max(count, 1)] if count else windows[:1], count, len(windows))
         loss = self.sharded.total(self.sharded.forward(batch.micro_batches))
         self.progress = replace(self.progress, seconds=self.progress.seconds + time.perf_counter() - began)
@@ -218,7 +222,7 @@ class Training:
         """Return the batch of the step that starts after ``tokens`` tokens. A process reads only its own samples."""
         seq_len, batch_tokens = self.recipe.model.seq_len, self.recipe.batches.batch_at(tokens)
         sequences = batch_tokens // seq_len
-        start, count = self._slice(sequences)
+        start, count = self._own_sequences(sequences)
         windows = torch.from_numpy(self.stream.batch(tokens // seq_len + start, max(count, 1)))
         return self._batch(windows, count, sequences)
 
@@ -232,9 +236,9 @@ class Training:
             targets = int(self.group.all_reduce_(mine if self.group.is_first_reader else torch.zeros_like(mine)))
         return TrainingBatch(tokens, targets, self._micro_batches(windows, count, sequences))
 
-    def _slice(self, sequences: int) -> tuple[int, int]:
-        """Return the index of the first sequence of a batch that this process reads, and how many it reads. The last
-        processes may read fewer than the others, or none."""
+    def _own_sequences(self, sequences: int) -> tuple[int, int]:
+        """Return which of the batch's ``sequences`` this process reads: the index of the first, and their number. For
+        example, four processes share ten sequences as (0, 3), (3, 3), (6, 3) and (9, 1)."""
         each = -(-sequences // self.group.dp)
         start = min(self.group.dp_rank * each, sequences)
         return start, min(each, sequences - start)
@@ -242,8 +246,8 @@ class Training:
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
         """Yield the first ``count`` windows as micro-batches, of the same size and number in all processes. Sequences
         whose targets do not count in the loss fill the gaps."""
-        size, forwards = self.forwards(sequences)
-        filled = torch.cat((windows[:count], windows[:1].expand(size * forwards - count, -1)))
+        size, micro_batches = self.split(sequences)
+        filled = torch.cat((windows[:count], windows[:1].expand(size * micro_batches - count, -1)))
         for number, chunk in enumerate(torch.split(filled, size)):
             self.check_stop()
             yield self.micro_batch_of(chunk, min(max(count - number * size, 0), size))
@@ -258,10 +262,10 @@ class Training:
         targets[count:] = IGNORED
         return self._on_device(inputs), self._on_device(targets), documents
 
-    def forwards(self, sequences: int) -> tuple[int, int]:
-        """Divide a batch of ``sequences`` sequences into forward passes. Return the number of sequences in each pass
-        and the number of passes in each process. A compiled model gets the same size wherever possible, because
-        compiling for a new size costs more than padding."""
+    def split(self, sequences: int) -> tuple[int, int]:
+        """Return how a batch of ``sequences`` sequences is split: the number of sequences in a micro-batch, and of
+        micro-batches in each process. A compiled model gets the same size wherever possible, because compiling for a
+        new size costs more than padding."""
         each = -(-sequences // self.group.dp)
         size = min(self.micro_batch, each) if self.recipe.layout.compile else even(each, self.micro_batch)
         return size, self.sharded.schedulable(-(-each // size))
@@ -299,9 +303,9 @@ class Training:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore the state from a checkpoint, which may have been saved with another layout."""
         moments = {}
-        for held in self.sharded.held:
-            name, piece = held.row.name, held.piece
-            held.leaf.copy_(part(checkpoint.model, name, piece))
+        for each in self.sharded.parameters:
+            name, piece = each.row.name, each.piece
+            each.local.copy_(part(checkpoint.model, name, piece))
             for kind in MOMENTS:
                 if f"{kind}.{name}" in checkpoint.optimizer:
                     moments[kind, name] = part(checkpoint.optimizer, f"{kind}.{name}", piece)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from leaven.data.tokenizer import Encoder
 from leaven.documents.runs import SampleRow
+from leaven.errors import InputError
 from leaven.interop.architectures import Architecture, holding
 from leaven.interop.weights import model_card, write_huggingface
 from leaven.model.generate import Sampling, generate
 from leaven.model.initialise import name_seed
 from leaven.model.transformer import Transformer
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable, parameter_table

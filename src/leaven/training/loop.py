@@ -77,8 +77,8 @@ class Loop:
         self, training: "Training | PlainTraining", callbacks: Sequence[Callback], *, lookahead: bool = False
     ) -> None:
         self._training, self._callbacks, self._lookahead = training, callbacks, lookahead
-        self._pending: Callable[[], StepResult] | None = None
-        self._discarded = False
+        self._unread: Callable[[], StepResult] | None = None  # waits for the step that was started last
+        self._rewound = False  # whether a callback has rewound the run after the last step that was read
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> bool:
         """Train until all steps are done, or until ``stop()`` returns true. Return whether all steps are done."""
@@ -91,8 +91,9 @@ class Loop:
             before = training.tokens
             for callback in self._callbacks:
                 callback.before_step()
-            previous, self._pending = self._pending, training.issue()
-            if not self._hand_over(previous) or training.finished:
+            previous = self._unread
+            self._unread = training.issue()
+            if not self._pass_on(previous) or training.finished:
                 continue
             if not self._lookahead and not self.read():
                 continue
@@ -107,20 +108,20 @@ class Loop:
     def read(self) -> bool:
         """Wait for the step that has been started but not read, if any, and pass its result to the callbacks. Return
         False if a callback has rewound the run."""
-        done, self._pending = self._pending, None
-        return self._hand_over(done)
+        started, self._unread = self._unread, None
+        return self._pass_on(started)
 
-    def _hand_over(self, done: Callable[[], StepResult] | None) -> bool:
-        self._discarded = False
-        if done is not None:
-            step = done()
+    def rewound(self) -> None:
+        """Tell the loop that a callback rewinds the run. The step that has been started but not read is dropped."""
+        self._unread, self._rewound = None, True
+
+    def _pass_on(self, started: Callable[[], StepResult] | None) -> bool:
+        self._rewound = False
+        if started is not None:
+            step = started()
             for callback in self._callbacks:
                 callback.after_step(step)
-        return not self._discarded
-
-    def discard(self) -> None:
-        """Drop the step that has been started but not read, because the run is rewound."""
-        self._pending, self._discarded = None, True
+        return not self._rewound
 
 
 @dataclass

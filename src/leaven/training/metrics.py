@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from leaven.distributed.sharded_model import ShardedModel
+from leaven.errors import InputError
 from leaven.model.kernels import subtract_, widened
 from leaven.planning.flops import flops_per_token
 from leaven.planning.memory import GIB
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable
 from leaven.training.checkpoint import Progress
@@ -81,7 +81,7 @@ class Telemetry:
 
     def remember_parameters(self) -> None:
         """Copy the parameters, so that :meth:`measure_later` can measure their update."""
-        self._before = [leaf.detach().clone() for leaf in self._model.leaves]
+        self._before = [parameter.detach().clone() for parameter in self._model.local_parameters]
 
     @torch.no_grad()
     def measure_later(
@@ -94,8 +94,8 @@ class Telemetry:
         """Start copying the measurements of a step to the host: the norms of parameters and updates, and the scalars
         in ``measured`` (loss, gradient norm, whether the step was applied, loss scale and noise scale). Return a
         function that waits for them and returns the metrics."""
-        subtract_(self._before, self._model.leaves)
-        updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.leaves))
+        subtract_(self._before, self._model.local_parameters)
+        updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.local_parameters))
         self._before = []
         total = updates.norm()
         absent = torch.full_like(total, torch.nan)
@@ -190,7 +190,7 @@ class StepLog(Callback):
 
     def batch(self) -> dict[str, int]:
         """Return the batch size in tokens and the number of sequences in each forward pass, for the log."""
-        size, _ = self.training.forwards(self.batch_tokens // self.training.recipe.model.seq_len)
+        size, _ = self.training.split(self.batch_tokens // self.training.recipe.model.seq_len)
         return {"batch_tokens": self.batch_tokens, "micro_batch": size}
 
     def validation(self, values: Mapping[str, float | None]) -> None:

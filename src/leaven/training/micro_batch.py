@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from leaven.errors import InputError
 from leaven.model.loss import CHUNK_ELEMENTS
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.memory import GIB, stage_memory
 from leaven.planning.training_codes import LEAVEN_BF16
-from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
@@ -298,5 +298,5 @@ def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
     on other devices, return None. (On a CPU, allocated memory takes no space until it is written to.)"""
     if training.device.type != "cuda":
         return None
-    n_parameters = sum(leaf.numel() for leaf in training.sharded.leaves)
+    n_parameters = sum(parameter.numel() for parameter in training.sharded.local_parameters)
     return torch.empty(copies * n_parameters, device=training.device)

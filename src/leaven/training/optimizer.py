@@ -147,8 +147,9 @@ class Clipper:
         ``ramp`` converts the beta of the running norm from the full batch to the current batch of a ramp. As in
         torch, gradients above the limit are multiplied by limit / (norm + 1e-6).
         """
-        gradients = [leaf.grad for leaf in self.model.leaves if leaf.grad is not None]
-        assert len(gradients) == len(self.model.leaves)
+        parameters = self.model.local_parameters
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        assert len(gradients) == len(parameters)
         sizes = self.model.norms(gradients)[0]
         if scale is not None:
             sizes = sizes / scale
@@ -163,7 +164,7 @@ class Clipper:
             limit = limit * self.running_norm(ramp)
         factors = (limit / (part_norms + 1e-6)).clamp(max=1.0).to(sizes.dtype)
         if factors.dim():
-            factors = factors[self.model.of_held]
+            factors = factors[self.model.row_numbers]
         multiply_(gradients, factors if scale is None else factors / scale)
         if self.running is not None:
             # The clipped norm: a spike must not raise the limit for the next one.

@@ -22,16 +22,16 @@ from pydantic import ValidationError
 from leaven import __version__
 from leaven.data.shards import ShardedTokens, Shards
 from leaven.data.tokens import TokenSet
+from leaven.errors import InputError
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.calibration import CalibrationRecord, StepCost, predicted, remember
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.memory import GIB
 from leaven.planning.training_codes import LEAVEN_BF16
-from leaven.recipe.errors import InputError
-from leaven.recipe.files import write_text
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
+from leaven.storage import write_text
 from leaven.training.checkpoint import Progress
 from leaven.training.device import (
     DTYPES,
@@ -114,8 +114,8 @@ class RunProfile(Callback):
         training, seconds = self._training, self._seconds.get(batch_tokens)
         held = max(self._memory.get(batch_tokens, 0.0), self.highest_memory) - self._memory_before / GIB
         measured = StepCost(step_seconds=median(seconds), memory_gib=held if held > 0 else None) if seconds else None
-        size, forwards = training.forwards(batch_tokens // training.recipe.model.seq_len)
-        how, steps = Arrangement(training.recipe.layout, size, forwards), len(seconds or ())
+        split = training.split(batch_tokens // training.recipe.model.seq_len)
+        how, steps = Arrangement(training.recipe.layout, *split), len(seconds or ())
         return record_of(training.recipe, training.device, batch_tokens, how, measured, by="run", steps=steps)
 
 

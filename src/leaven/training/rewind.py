@@ -9,7 +9,7 @@ the steps in between, so the result is the same.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 from leaven.training.run_folder import (
@@ -77,10 +77,10 @@ def lr_factor(rewinds: Sequence[Rewind], tokens: int) -> float:
     return factor
 
 
-def undone(rewinds: Sequence[Rewind], known: int, tokens: int) -> bool:
-    """Return whether a rewind has undone a state that was saved after ``tokens`` trained tokens. ``known`` is the
-    number of rewinds before the state was saved."""
-    return any(tokens > rewind.to_tokens for rewind in rewinds[known:])
+def undone(tokens: int, later: Sequence[Rewind]) -> bool:
+    """Return whether one of the ``later`` rewinds has undone a state that was saved at ``tokens`` trained tokens. For
+    example, a rewind to 80 tokens undoes a checkpoint at 100 tokens that was saved before it, but not one at 80."""
+    return any(rewind.to_tokens < tokens for rewind in later)
 
 
 @dataclass(frozen=True)

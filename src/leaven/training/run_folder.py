@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from leaven import storage
-from leaven.recipe.errors import InputError
-from leaven.recipe.files import finite, make_folder, read_recipe, read_text, write_recipe, write_text
+from leaven.errors import InputError
+from leaven.recipe.files import finite, read_recipe, read_text, write_recipe
 from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
 
 LOCK = ".lock"
@@ -32,7 +32,7 @@ def locked_folder(folder: Path, kind: str) -> Iterator[None]:
     Raises:
         InputError: if another process has locked the folder, or it cannot be created.
     """
-    make_folder(folder)
+    storage.make_folder(folder)
     with ExitStack() as held:
         try:
             held.enter_context(storage.lock(folder / LOCK, seconds=0))
@@ -121,7 +121,7 @@ class RunFolder:
         Call :meth:`check` before this method, so that no folder is created for a recipe that is refused.
         """
         with locked_folder(self.path, "run folder"):
-            self.check(recipe)
+            self.check(recipe)  # again: another process may have started a run here before this one locked the folder
             for file in (self.recipe_file, self.plan_file):
                 for torn in self.path.glob(f".{file.name}.*.tmp"):
                     torn.unlink()
@@ -141,7 +141,7 @@ class RunFolder:
     def keep_tokenizer(self, path: Path) -> None:
         """Copy the tokenizer into the folder, because weights are useless without it and the cache may be cleared."""
         if self.writes and not self.tokenizer_file.exists():
-            write_text(self.tokenizer_file, read_text(path))
+            storage.write_text(self.tokenizer_file, read_text(path))
 
     def truncate_metrics(self, step: int) -> None:
         """Remove the lines of metrics.jsonl for steps after ``step``, because these steps will be repeated. Remove an

@@ -275,7 +275,7 @@ class SpikeGuard(Callback):
             return
         anomaly = self.detector.observe(step)
         if anomaly is not None:
-            self.trainer.loop.discard()
+            self.trainer.loop.rewound()
             self._respond(anomaly)
         elif was_skipped(step):
             values = {key: getattr(step, key) for key in ("step", "tokens", "loss", "grad_norm")}

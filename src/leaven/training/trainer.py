@@ -1,30 +1,47 @@
 """Trains a recipe in a run folder.
 
-What ``leaven train recipe.toml`` does, in order. To follow a run, read the files in bold. Each other file answers one
-question:
+What ``leaven train recipe.toml`` does, in order. The files in bold are the path of a run; open another file only for
+the question beside it.
 
-1. **cli/train.py** reads and checks the recipe (``recipe/files.py``), and tokenises the text or reads its tokens from
-   the cache (``data/tokens.py``). Sample n of the token stream depends only on the seed and n, so the stream has no
-   state to save (``data/stream.py``).
-2. **trainer.py**, this file: :func:`train` checks the recipe against the run folder, builds the state of the run and
-   locks the folder. :class:`RunTrainer` restores the newest undamaged checkpoint, if there is one.
-   What is in the folder? ``run_folder.py``. How is the micro-batch chosen? ``micro_batch.py``.
-3. **loop.py** starts a step, and reads its result only after it has started the next one, so that the device never
-   waits. Callbacks act around the steps.
-4. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes, clipping, update.
-5. **optimizer.py** clips the gradients and updates the parameters with Adam. The lr of a parameter is the base lr x
+1. **cli/train.py** reads the recipe. ``--set a.b=value`` replaces a value of the TOML document, and pydantic
+   validates the result: types and ranges, whole sequences in a batch, a warm-up shorter than the run. The first
+   mistake becomes one line that says what to type (How? ``recipe/files.py``; which rules? ``recipe/recipe.py``).
+   Before the text is tokenised, the command also checks that the processes and devices can train the recipe, and that
+   the folder is new or has a run of this recipe.
+2. The text becomes token ids in shards, in a cache whose folders are named after the content, so it is tokenised once
+   (``data/tokens.py``). Training samples are numbered. Sample n depends only on the seed and n, so a run resumes at
+   sample n without a stored state of the data (``data/stream.py``).
+3. **trainer.py**, this file. :func:`train` compares the recipe and the text with those in the folder. If the run has
+   finished, it returns the result. Else it builds the state (:class:`~leaven.training.engine.Training`), chooses the
+   micro-batch (How? ``micro_batch.py``), locks the folder, and restores the newest undamaged checkpoint. A new run
+   saves a checkpoint before its first step, so that it can always roll back.
+4. **loop.py** starts a step, and reads its result only after it has started the next one, so that the device does not
+   wait between steps. Callbacks act around the steps, in this order: metrics, profile, validation, checkpoints, spike
+   guard.
+5. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes in micro-batches,
+   clipping, update. The device skips the update if the loss or the gradient norm is not finite or, with
+   ``on_spike = "skip"``, above the limits of the spike guard.
+6. **optimizer.py** clips the gradients and updates the parameters with Adam. The lr of a parameter is the base lr x
    multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). For
-   example, complete-d-p gives a hidden matrix the factor I^-1 L^(alpha-1) B^(1/2) D^-t, where I, L, B and D are the
+   example, complete-d-p gives a hidden weight the factor I^-1 L^(alpha-1) B^(1/2) D^-t, where I, L, B and D are the
    ratios of its fan in, the depth, the batch and the tokens to those of the base model. Each step multiplies
    this by the lr schedule at the end of the step. A recent rewind lowers the lr, and a growing batch changes it, by
    one more factor each.
-6. **metrics.py** measures the step, writes it to metrics.jsonl and the curves, and computes the validation loss.
-7. **checkpoint.py** saves checkpoints while training continues. How is a tensor read that several processes saved?
-   ``checkpoint_tensors.py``.
-8. When is a loss spike detected, and what happens then? ``spikes.py``. Which data does a rewind skip, and how does it
-   lower the lr? ``rewind.py``. How do time and memory compare with the plan (plan.json)? ``profiling.py``.
-9. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. It returns a
-   ``TrainDocument``, which the command prints with the commands to type next (``views/terminal/training.py``).
+7. **metrics.py** measures the step, appends a line to metrics.jsonl and the curves, and computes the validation loss
+   ten times in a run, unless the recipe says otherwise.
+8. **checkpoint.py** copies the state to host memory, and a thread writes it while training continues: safetensors
+   files, then state.json with their digests, then the folder gets its name. The newest two are kept, and the last one
+   before anything suspicious. How is a tensor read that several processes saved? ``checkpoint_tensors.py``.
+9. **spikes.py** is the spike guard. It compares loss, gradient norm and update norm with their usual levels. At an
+   anomaly the run returns to a checkpoint before it, and skips the data that follow (which data, and how is the
+   lr lowered? ``rewind.py``). After three attempts, or if nothing is left to return to, the run stops.
+10. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. After Ctrl-C it drops
+    the step that is under way and saves the state before it. It returns a ``TrainDocument``, which the command prints
+    with the commands to type next (``views/terminal/training.py``).
+
+The folder of a run (``run_folder.py``) has recipe.toml, tokenizer.json, metrics.jsonl (a line for each step),
+events.jsonl (start, resume, validation, checkpoint, rollback, finish and others), plan.json (time and memory beside
+the plan: ``profiling.py``), checkpoints/ and tensorboard/.
 """
 
 import math
@@ -39,8 +56,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.documents.runs import TrainDocument
+from leaven.errors import InputError, Settled, out_of_memory
 from leaven.planning.flops import utilisation
-from leaven.recipe.errors import InputError, Settled, out_of_memory
 from leaven.recipe.recipe import Difference, Recipe, rearrangement
 from leaven.training.checkpoint import Checkpoint, Checkpoints, Progress, read_checkpoint
 from leaven.training.device import (

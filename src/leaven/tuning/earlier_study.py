@@ -11,8 +11,8 @@ Each trial of the study becomes a point of the new search: for each value, its d
   every module. So a study of global hyperparameters also informs a search of multipliers.
 - The warm-up is compared as a share of the run's tokens.
 - The batch size and the run's tokens are chosen for each model size, and no rule scales them. So their distance is
-  measured within the earlier study, from the start of that study. But if the new recipe's batch size or tokens were
-  found by a study, the distance of that value is measured from the best point of the earlier study.
+  measured within the earlier study, from the start point of that study. But if the new recipe's batch size or tokens
+  were found by a study, the distance of that value is measured from the best point of the earlier study.
 """
 
 import json
@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, split_path
 from leaven.scaling.transfer import searched_paths

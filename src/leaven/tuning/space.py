@@ -35,7 +35,7 @@ from pydantic import ValidationError
 
 from leaven.catalogue.expectations import Expectation
 from leaven.catalogue.findings import CHECKS
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe, split_path
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape

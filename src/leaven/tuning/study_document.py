@@ -1,7 +1,7 @@
 """The document of a study: the content of study.json, from which screens and reports are made. Does not need torch.
 
 An :class:`Answer` is computed from the trials; a :class:`StudyDocument` adds the trials themselves. Losses and noise
-are in nats per token. A point maps each path to a distance from the start, in the unit of its dimension.
+are in nats per token. A point maps each path to a distance from the start point, in the unit of its dimension.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
 from leaven.catalogue.laws import REPLICATION
 from leaven.documents.runs import BestTrial, Outlook, TuneDocument, WorthRow
@@ -20,6 +20,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Curve
 
 UNDER_WAY = ("running", "waiting")  # states of trials that have not ended
+PRUNED = "pruned"  # the state of a trial that was ended early; study.json has "stopped"
 MATTERED, NOT_WORTH, UNSURE = "mattered", "not worth tuning", "unsure"  # effects of a value
 # Shares of a study's gain that may remain after the transfer to a larger model; the screen shows each of them. The
 # measured share was a quarter, for values by module (docs/log.md, 2026-11-22).
@@ -48,6 +49,11 @@ def _unbounded(interval: Any) -> Any:
 # How study.json is read. JSON has no infinities, so null stands for them there.
 Loss = Annotated[float | None, BeforeValidator(_finite)]  # None if it is not finite
 LossCurve = Annotated[Curve, BeforeValidator(_finite_points)]  # without the points whose loss is not finite
+State = Annotated[
+    str,
+    BeforeValidator(lambda state: PRUNED if state == "stopped" else state),
+    PlainSerializer(lambda state: "stopped" if state == PRUNED else state),
+]
 Interval = Annotated[tuple[float, float], BeforeValidator(_unbounded)]  # infinite if there is none
 
 
@@ -55,15 +61,15 @@ Interval = Annotated[tuple[float, float], BeforeValidator(_unbounded)]  # infini
 class Dimension:
     """One searched value: its start, range and unit.
 
-    Distances from the start are in ``unit``: one ``octave`` doubles the value, one ``tenth`` adds 0.1. For a
+    Distances from the start point are in ``unit``: one ``octave`` doubles the value, one ``tenth`` adds 0.1. For a
     ``choice`` the distance is an index into ``levels``.
     """
 
     path: str  # in the recipe, such as hyperparameters.lr, or hyperparameters.depth.lr[2] in a depth profile
     centre: float | str  # the value in the recipe that the search started from
-    low: float  # the lowest distance from the start, at most 0
-    high: float  # the highest distance from the start, at least 0
-    scale: float = 1.0  # typical distance of an optimum from the start
+    low: float  # the lowest distance from the start point, at most 0
+    high: float  # the highest distance from the start point, at least 0
+    scale: float = 1.0  # typical distance of an optimum from the start point
     unit: str = "octave"  # octave | tenth | choice
     levels: tuple[str, ...] = ()  # the levels of a choice, starting with the level in the recipe
     near: tuple[float, float] | None = None  # the box in which a search begins; None: from low to high
@@ -75,7 +81,7 @@ class Dimension:
         return self.near or (self.low, self.high)
 
     def change(self, to: float, origin: float = 0.0) -> str:
-        """Return the change from ``origin`` to ``to`` as text. Both are distances from the start, in ``unit``.
+        """Return the change from ``origin`` to ``to`` as text. Both are distances from the start point, in ``unit``.
 
         If the unit is ``octave``, the text is a ratio such as ``x0.29``. If it is ``tenth`` (steps of 0.1), the text
         is a difference such as ``+0.05``. If it is ``choice``, the text is the name of the new level.
@@ -93,12 +99,12 @@ class StudyTrial:
     """One run of a study."""
 
     number: int
-    state: str  # complete | diverged | stopped (pruned) | failed (its process died) | running | waiting (for a retry)
-    loss: Loss  # validation loss, nats per token; of a stopped trial, the predicted loss
+    state: State  # complete | diverged | pruned | failed (its process died) | running | waiting (for a retry)
+    loss: Loss  # validation loss, nats per token; of a pruned trial, the predicted loss
     values: dict[str, int | float | str] = field(default_factory=dict)  # by path, in the units of the recipe
     seconds: float | None = None
     tokens_per_second: float | None = None
-    octaves: dict[str, float] | None = None  # distances from the start, by path
+    octaves: dict[str, float] | None = None  # distances from the start point, by path
     purpose: str = "search"  # search | noise (the start, other seeds) | rerun (the best points, fresh seeds)
     confirms: bool = False  # whether this run compares the chosen point with the start, with new seeds
     seed: int = 0  # added to the recipe's seed; 0 in the search, so that its trials share init and data order
@@ -135,7 +141,7 @@ class Best:
 class SlicePoint:
     """The surrogate's prediction when one value of the best point is changed."""
 
-    octaves: float  # distance of this value from the start
+    octaves: float  # distance of this value from the start point
     loss: float  # predicted loss minus the predicted loss of the best point, nats
     deviation: float  # standard deviation of this difference
     risk: float  # chance of divergence
@@ -146,7 +152,7 @@ class Coordinate:
     """What a search found out about one value."""
 
     path: str
-    best: float  # distance of the best value from the start, octaves
+    best: float  # distance of the best value from the start point, octaves
     flat: tuple[float, float]  # range of distances, octaves, in which the loss is as good as the best within noise
     gain: float  # loss with this value at the start and all others at the best, minus the loss at the best
     importance: float  # share, up to 1, of the variation of the predicted loss that this value causes
@@ -193,7 +199,7 @@ class Answer(BaseModel):
 
     @property
     def moved(self) -> bool:
-        """Whether the best point differs from the start."""
+        """Whether the best point differs from the start point."""
         return any(self.octaves.values())
 
     @property

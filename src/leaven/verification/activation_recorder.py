@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from leaven.errors import InputError
 from leaven.model.kernels import causal_attention
 
 ROWS = 256
@@ -86,8 +87,18 @@ class ActivationRecorder(TorchFunctionMode):
         """Return the samples that were recorded since the last call, and forget them.
 
         The result maps each label to a tensor of shape (calls, rows, features).
+
+        Raises:
+            InputError: if modules with the same label have outputs of different sizes.
         """
         found, self._found, self._seen = self._found, {}, []
+        for name, samples in found.items():
+            shapes = {f"{tuple(sample.shape)}" for sample in samples}
+            if len(shapes) > 1:
+                raise InputError(
+                    f"{name}: the members of this nn.ModuleList are compared as blocks, but their outputs have the "
+                    f"shapes {' and '.join(sorted(shapes))}; make each of them an attribute of its own"
+                )
         return {name: torch.stack(samples) for name, samples in found.items()}
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:

@@ -78,12 +78,13 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
 
 def two_steps(training: Training, tracker: AllocationTracker, step: Callable[[], object]) -> StepMemory:
     """Run two training steps by calling ``step``, and return the memory of the second one."""
-    tracker.mark(training.sharded.leaves, "weights")
+    tracker.mark(training.sharded.local_parameters, "weights")
     for stage in training.sharded.stages:
         stage.loss = _within(tracker, "logits", stage.loss)
 
     def gradients(*_: Any) -> None:
-        tracker.mark((leaf.grad for leaf in training.sharded.leaves if leaf.grad is not None), "grads")
+        grads = (parameter.grad for parameter in training.sharded.local_parameters)
+        tracker.mark((grad for grad in grads if grad is not None), "grads")
 
     training.optimizer.adam.register_step_pre_hook(gradients)
     step()

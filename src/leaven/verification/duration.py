@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from leaven.documents.checks import CheckDocument, MeasuredRow
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.verification.foreign import ModelFamily
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.optimum import Array, LossGrid, estimate
@@ -56,7 +56,7 @@ def duration(
     """
     base, *longer = (replace(scale, tokens=ratio) for ratio in (1.0, *sorted({*ratios} - {1.0})))
     if not longer:
-        raise InputError("a duration check needs a duration besides 1; give --durations 1,2,4")
+        raise InputError("a duration check compares durations, but 1 is the only one; give --durations 1,2,4")
     document, losses = sweep("duration", family, "lr", [base, *longer], lrs, store=store, seeds=seeds)
     regime = _regime(family, base, losses, store, seeds)
     measured = [*document.measured, regime, *_arms(family, longer, store, seeds)]

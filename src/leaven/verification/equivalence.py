@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from leaven.documents.checks import CheckDocument, VerdictRow
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.verification.foreign import ModelFamily
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.runs import RunStore

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from leaven.data.tokens import prepare
+from leaven.errors import InputError
 from leaven.recipe.data import Data
-from leaven.recipe.errors import InputError
 from leaven.recipe.schedule import Schedule
 from leaven.scaling.cells import Ratios
 from leaven.training.early_stopping import DivergenceMonitor, divergence_limit
@@ -42,7 +42,7 @@ from leaven.verification.model_instance import (
     RunScale,
     RunSetting,
     ScaleAxis,
-    plain_label,
+    block_labels,
 )
 from leaven.verification.recipe_family import RecipeFamily, RecipeTrial
 
@@ -101,7 +101,7 @@ class ForeignFamily:
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
         """Return a new model at a scale (width, depth, batch and tokens), with its optimizer and batches."""
         model, optimizer, own = _made(self.name, scale, seed)
-        return ModelInstance(model, optimizer, own or self._text, seed, plain_label)
+        return ModelInstance(model, optimizer, own or self._text, seed, block_labels(model))
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
         """Return the training run of a setting.
@@ -246,7 +246,7 @@ def foreign(
         if source is not None or batch_tokens is not None:
             raise InputError(f"{entry} returns its own batches; leave --source and --batch-tokens out")
         inputs, targets = own(0, 0)
-        vocab_size = ModelInstance(model, optimizer, own, 0, plain_label).logits(inputs).shape[-1]
+        vocab_size = ModelInstance(model, optimizer, own, 0, block_labels(model)).logits(inputs).shape[-1]
         return ForeignFamily(entry, vocab_size, None, len(targets), targets[0].numel(), tokens, alpha)
     size = BATCH_TOKENS if batch_tokens is None else batch_tokens
     if size % SEQ_LEN:

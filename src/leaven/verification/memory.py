@@ -11,12 +11,12 @@ from concurrent.futures import as_completed
 from typing import Any
 
 from leaven.documents.checks import MemoryCheckDocument, MemoryCheckRow
+from leaven.errors import InputError
 from leaven.planning.arrangement import Arrangement, parse_layout
 from leaven.planning.hardware import cores
 from leaven.planning.memory import GIB, Memory, stage_memory
 from leaven.planning.trainable import require_trainable
 from leaven.planning.training_codes import LEAVEN_BF16, LEAVEN_FP32, TrainingCode
-from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.training.micro_batch import even, rule_of_thumb

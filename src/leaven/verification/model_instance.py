@@ -77,19 +77,48 @@ class ModelInstance:
             group["lr"] *= factor
 
 
-def plain_label(name: str) -> str:
-    """Return a dotted name without layer numbers and ``.weight``, so that all layers share a label."""
-    first, *rest = name.split(".")
-    parts = [first, *(part for part in rest if not part.isdigit())]
-    return ".".join(parts[:-1] if parts[-1] == "weight" else parts) or "output"
+def block_labels(model: nn.Module) -> Callable[[str], str]:
+    """Return the function that maps the name of a module or parameter to its label.
+
+    The label is the name without ``.weight`` and without the block's number, so that all blocks share labels. For
+    example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. The blocks are the members of an
+    ``nn.ModuleList``, or of an ``nn.Sequential`` if they are all of one type and have submodules. A list inside a
+    block has no blocks.
+    """
+    lists: list[str] = []
+    for path, module in model.named_modules():
+        if path and _lists_blocks(module) and not any(path.startswith(f"{outer}.") for outer in lists):
+            lists.append(path)
+
+    def label(name: str) -> str:
+        for path in lists:
+            if name.startswith(f"{path}."):
+                _, dot, rest = name.removeprefix(f"{path}.").partition(".")
+                name = f"{path}{dot}{rest}"
+                break
+        *parents, last = name.split(".")
+        return ".".join(parents if last == "weight" else [*parents, last]) or "output"
+
+    return label
 
 
-def own_label(name: str) -> str:
-    """Return the label of a module of leaven's own transformer: the plain label without ``layers.``.
+def _lists_blocks(module: nn.Module) -> bool:
+    members = list(module.children())
+    alike = len({type(member) for member in members}) == 1 and all(any(member.children()) for member in members)
+    return isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and alike)
+
+
+def own_labels(model: nn.Module) -> Callable[[str], str]:
+    """Return the function that maps a name in leaven's own transformer to its label: the label of
+    :func:`block_labels` without ``layers.``.
 
     A block is labelled "residual", because it returns the residual stream. The model is labelled "unembedding",
     because it returns the logits.
     """
-    plain = plain_label(name)
-    named = {"output": "unembedding", "layers": "residual"}
-    return named.get(plain, plain.removeprefix("layers."))
+    plain, named = block_labels(model), {"output": "unembedding", "layers": "residual"}
+
+    def label(name: str) -> str:
+        found = plain(name)
+        return named.get(found, found.removeprefix("layers."))
+
+    return label

@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 from pydantic import ValidationError
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import NOT_NUMBERS, Recipe
 from leaven.scaling.cells import TensorRatios

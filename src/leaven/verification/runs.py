@@ -15,8 +15,7 @@ from typing import TypeVar
 
 from leaven import storage
 from leaven.documents.checks import CheckDocument
-from leaven.recipe.errors import InputError
-from leaven.recipe.files import write_text
+from leaven.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.training.run_folder import locked_folder
 from leaven.training.trial import WorkerPool
@@ -107,7 +106,7 @@ class RunStore:
 
     def keep(self, document: CheckDocument) -> CheckDocument:
         """Write the check's document into the folder of the runs, for ``leaven report``."""
-        write_text(self.folder / "check.json", json.dumps(document.dump(), indent=2) + "\n")
+        storage.write_text(self.folder / "check.json", json.dumps(document.dump(), indent=2) + "\n")
         return document
 
     def _open(self) -> WorkerPool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from leaven.documents.checks import CheckDocument, VerdictCurve, VerdictRow
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.verification.batches import Prepare, corpus
 from leaven.verification.foreign import BATCH_TOKENS, ForeignFamily, foreign

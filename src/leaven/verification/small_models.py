@@ -8,8 +8,8 @@ its head dimension is reduced and its d_ff is rounded. Vocabulary and sequence l
 from dataclasses import dataclass, replace
 from typing import Any
 
+from leaven.errors import InputError
 from leaven.model.initialise import build_model
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape, Role
 from leaven.scaling.rules import RULES
@@ -17,7 +17,7 @@ from leaven.scaling.table import ParameterTable, parameter_table
 from leaven.scaling.transfer import transfer
 from leaven.training.optimizer import Optimizer
 from leaven.verification.batches import Batches
-from leaven.verification.model_instance import ModelInstance, RunScale, own_label
+from leaven.verification.model_instance import ModelInstance, RunScale, own_labels
 from leaven.verification.recipe_family import RecipeFamily
 
 WIDTH, TIMES = 64, (1, 2, 4, 8)  # the smallest width, and the widths as multiples of it
@@ -100,17 +100,17 @@ class CheckStart:
 
 
 def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Recipe:
-    """Return the recipe with initial values at which small models already show the exponents of large models.
+    """Return the recipe with other initial values, and with ``width`` and ``depth`` as its base.
 
-    ``width`` and ``depth`` become the base of the returned recipe: the scale at which its values apply unchanged.
+    A rule says how activations and gradients change with the size of large models. With these initial values, models
+    that are small enough for a check change in the same way:
 
-    The embedding starts at RMS 1. With a smaller embedding, the residual stream at depth 2 would consist mostly of
-    the outputs of branches. The sum of these outputs changes with the depth L as L^(1/2 - alpha), so the measured
-    exponents of the gradients inside blocks would be wrong.
-
-    The unembedding starts at RMS 1/width. With a larger unembedding, the first gradient of the final norm's gain
-    would be of order 1/width^2, and the logits would stay near their initial values for more steps. If embedding and
-    unembedding are tied, a multiplier makes the logits smaller instead (:meth:`SmallModels.table`).
+    - The embedding starts at RMS 1. If it were smaller, the residual stream of a model with two layers would consist
+      mostly of the outputs of branches. Their sum changes with the depth L as L^(1/2 - alpha), so the exponents of
+      the gradients inside blocks would be wrong.
+    - The unembedding starts at RMS 1/width. If it were larger, the first gradient of the final norm's gain would be
+      of order 1/width^2, and the logits would hardly change in the first steps. If embedding and unembedding are
+      tied, a multiplier makes the logits smaller instead (:meth:`SmallModels.table`).
 
     Raises:
         InputError: if the width does not fit the recipe.
@@ -178,4 +178,4 @@ class SmallModels(RecipeFamily):
         table = self.table(recipe)
         model = build_model(recipe.model, table, seed)
         optimizer = Optimizer.build(dict(model.named_parameters()), table.rows, recipe.hyperparameters.optimizer)
-        return ModelInstance(model, optimizer.adam, self.batches, seed, own_label)
+        return ModelInstance(model, optimizer.adam, self.batches, seed, own_labels(model))

@@ -35,7 +35,7 @@ from typing import get_args
 import numpy as np
 
 from leaven.documents.checks import CheckDocument, MeasuredRow, VerdictCurve, VerdictRow
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.verification.foreign import ModelFamily
 from leaven.verification.model_instance import Quantity, RunScale, RunSetting, ScaleAxis
 from leaven.verification.optimum import Estimate, LossGrid, estimate, exponent, shift
@@ -182,10 +182,11 @@ def along(losses: Mapping[RunScale, LossGrid], axis: ScaleAxis) -> dict[RunScale
 
 
 def _exponents(family: ModelFamily, swept: SweptValue, losses: Mapping[RunScale, LossGrid]) -> list[MeasuredRow]:
-    """Return a row for each axis with the exponent at which the best value changes with the scale.
+    """Return a row for each axis with the measured exponent of the best value, for example -0.9 if the best lr is
+    proportional to width^-0.9.
 
-    ``losses`` has the losses over values for the base, before the rule scales them. So the exponent of the rule is
-    added to the exponent that is fitted to the best values.
+    ``losses`` are over values before the rule scales them, so the exponent fitted to the best of these values is the
+    error of the rule. The row has the sum of both: an exponent of -1 by the rule and 0.1 by the fit give -0.9.
     """
     found = []
     for axis in AXES:

@@ -32,10 +32,11 @@ def check_page(check: CheckDocument) -> str:
 
 
 def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return charts over the model size with a curve for each module, and the sections of the page with the charts.
+    """Return a chart for each axis and quantity, by name, and the sections of the page that show the charts.
 
-    Gradients are first divided by the eps of Adam. Then the values of each curve are divided by its first value, so
-    that the curve starts at 1.
+    An axis is the width or the depth of the models. A chart has a curve for each module: the quantity at each size,
+    divided by the quantity at the smallest size, so that all curves start at 1. A gradient is first divided by Adam's
+    eps at the same size: its curve is flat if the rule scales eps like the gradient.
     """
     wanted = _SLOPES[check.check]
     drawn: dict[str, Figure | None] = {}

@@ -11,7 +11,7 @@ from typing import Any
 from leaven.catalogue.findings import Case
 from leaven.catalogue.terms import diff_in_terms
 from leaven.documents.runs import ComparedRun, ComparedValue, ComparisonDocument
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
 from leaven.views.folders import RunView, read_folder

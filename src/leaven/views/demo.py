@@ -7,7 +7,7 @@ from itertools import product
 from rich.console import RenderableType
 
 from leaven.documents.runs import DemoDocument
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.units import format_quantity, format_seconds
 from leaven.views import charts, numbers
 from leaven.views.charts import INK, MUTED, Figure

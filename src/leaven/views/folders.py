@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import DemoDocument
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import finite, read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.run_folder import RETURNS, RunFolder

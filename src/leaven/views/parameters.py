@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from leaven.documents.runs import ParameterValues
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.init_std import INITS
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from leaven.documents.runs import Outlook
 from leaven.recipe.recipe import short_path
 from leaven.tuning.algorithm.noise import GIVEN
-from leaven.tuning.study_document import UNSURE, Dimension, StudyDocument, StudyTrial, signed
+from leaven.tuning.study_document import PRUNED, UNSURE, Dimension, StudyDocument, StudyTrial, signed
 from leaven.views import numbers
 from leaven.views.tables import Fact, cut, under
 
+EARLY_ENDS = ("diverged", PRUNED, "failed")  # states of trials that ended without a final loss
 NAMES = 6  # largest number of names in a sentence
 SURE = 3  # number of repeated runs from which on the noise counts as well known
 UNMOVED = 0.005  # octaves (factors of 2); a smaller change would be printed as x1.00
@@ -25,6 +26,12 @@ def change(dimension: Dimension, to: float) -> str:
     For a choice, such as the optimizer, return the name of the chosen option.
     """
     return numbers.ratio(2.0**to) if dimension.unit == "octave" else dimension.change(to)
+
+
+def counts(study: StudyDocument, states: Sequence[str] = EARLY_ENDS) -> dict[str, str]:
+    """Return how many trials are in each of ``states``, as text by state, for example {"diverged": "2 diverged"}.
+    States without trials are left out."""
+    return {state: f"{n} {state}" for state in states if (n := study.count(state))}
 
 
 def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:

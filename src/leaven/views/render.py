@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.recipe import short_path
 from leaven.views import numbers
 from leaven.views.charts import TEMPLATE, Figure

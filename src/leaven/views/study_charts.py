@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from leaven.tuning.study_document import Coordinate, StudyTrial
+from leaven.tuning.study_document import PRUNED, Coordinate, StudyTrial
 from leaven.views import charts, numbers, points
 from leaven.views.charts import ACCENT, BAD, MUTED, Figure, Point
 from leaven.views.folders import StudyView
@@ -34,7 +34,7 @@ class TrialMark:
 
 MARKS = {
     "complete": TrialMark("ended", "circle", MUTED, 8, 1.0),
-    "stopped": TrialMark("stopped early, at its predicted loss", "triangle-down-open", "var(--hue-6)"),
+    PRUNED: TrialMark("pruned, at its predicted loss", "triangle-down-open", "var(--hue-6)"),
     "diverged": TrialMark("diverged or failed", "x-thin-open", BAD),
     "noise": TrialMark("the start again, other seeds", "circle-open", "var(--copied)", 8),
     "rerun": TrialMark("the best few again, other seeds", "diamond-open", "var(--hue-5)"),
@@ -81,7 +81,7 @@ def hover(trial: StudyTrial, study: StudyView) -> str:
     """Return the tooltip of a trial, with its loss and the hyperparameters that it changes."""
     lines = [f"<b>trial {trial.number}</b>"]
     if trial.loss is not None:
-        lines.append(f"{numbers.loss(trial.loss)} nats per token{' predicted' if trial.state == 'stopped' else ''}")
+        lines.append(f"{numbers.loss(trial.loss)} nats per token{' predicted' if trial.state == PRUNED else ''}")
     if trial.state != "complete":
         lines.append(f"{trial.state} {points.share(trial, study)}".strip())
     return "<br>".join([*lines, *(charts.text(part) for part in points.summary(trial, study, 150).split(", "))])
@@ -250,7 +250,7 @@ def curves(study: StudyView, known: Curves, title: str) -> Figure:
         lines = [point for _, curve in drawn for point in [*charts.thin(curve, most), (curve[-1][0], None)]]
         faint = max(0.5 * min(1.0, 50 / max(len(drawn), 1)), 0.12)
         traces.append(charts.line(lines, MARKS[name].colour, 1, opacity=faint))
-        if name in {"stopped", "diverged"}:
+        if name in {PRUNED, "diverged"}:
             ends, hovers = [curve[-1] for _, curve in drawn], [hover(trial, study) for trial, _ in drawn]
             traces.append(MARKS[name].on(ends, hovers))
     first, end = min(curve[0][0] for curve in known.values()), max(curve[-1][0] for curve in known.values())

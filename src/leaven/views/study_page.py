@@ -38,7 +38,7 @@ def study_page(study: StudyView) -> str:
         title=study.name,
         study=study,
         result=points.result(study) if study.best else [],
-        lost=[f"{n} {state}" for state in ("diverged", "stopped", "failed", *UNDER_WAY) if (n := study.count(state))],
+        others=[*points.counts(study, (*points.EARLY_ENDS, *UNDER_WAY)).values()],
         search=search,
         multipliers=multipliers_view(best, study.space) if best else None,
         changes=changes(study),
@@ -139,9 +139,8 @@ def _cost(study: StudyView) -> Mapping[str, Any]:
         "elapsed": max(ended for _, ended in ends) - min(begun for begun, _ in ends) if ends else None,
         "seconds": sum(trial.seconds or 0.0 for trial in ran),
         "early": [
-            f"{numbers.seconds(sum(trial.seconds or 0.0 for trial in ran if trial.state == state))} in {n} {state}"
-            for state in ("stopped", "diverged", "failed")
-            if (n := study.count(state))
+            f"{numbers.seconds(sum(trial.seconds or 0.0 for trial in ran if trial.state == state))} in {trials}"
+            for state, trials in points.counts(study).items()
         ],
         "tokens": sum(trial.tokens for trial in study.trials),
         "flops": sum(trial.flops for trial in study.trials),

@@ -13,9 +13,9 @@ from tests.conftest import TINY
 from tests.interop.configs.recipes import PER_MODULE, transferred
 
 from leaven.documents.runs import LossRow
+from leaven.errors import InputError
 from leaven.interop.configs.compare import SAME_START, ParameterSettings, ResolvedRecipe, compare
 from leaven.interop.configs.export import export
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
 

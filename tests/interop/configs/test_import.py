@@ -13,9 +13,9 @@ from tests.conftest import TINY
 from tests.errors import refused
 from tests.interop.configs.recipes import FAMILIES, megatron_like
 
+from leaven.errors import InputError
 from leaven.interop.configs import from_megatron, from_transformers
 from leaven.interop.configs.export import export, write
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe, render
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from leaven.catalogue.neighbours import neighbours, ratio, size_ratio
 from leaven.catalogue.runs import PublishedRun, Stack, load_runs
-from leaven.catalogue.starter.draft import StarterScale
+from leaven.catalogue.starter.draft import RunSize
 from leaven.catalogue.terms import read
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS, Role
@@ -124,10 +124,10 @@ class Case:
         return self.recipe.batch.tokens
 
     @cached_property
-    def scale(self) -> StarterScale:
-        """Return the published runs near the recipe's size and the laws, as `leaven new` would weigh them for it."""
+    def size(self) -> RunSize:
+        """The recipe's size, with the published runs near it and the laws, as `leaven new` would weigh them."""
         near = neighbours(self.params, self.tokens, qk_norm=self.recipe.model.qk_norm)
-        return StarterScale(near, self.recipe.model, self.tokens)
+        return RunSize(near, self.recipe.model, self.tokens)
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
@@ -142,7 +142,7 @@ class Case:
         A lineage is a group of runs that copied one another's lr. Runs with pre-norm, AdamW and the recipe's
         ``qk_norm`` come before all other runs. Among equals, the run nearest in size comes first.
         """
-        return self.scale.near.close[:VOTES]
+        return self.size.near.close[:VOTES]
 
     @cached_property
     def alike(self) -> frozenset[str]:

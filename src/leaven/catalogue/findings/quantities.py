@@ -52,7 +52,7 @@ def lr(check: Check, case: Case) -> Check | None:
     lrs = [row.lr for row in case.rows if row.role in (Role.HIDDEN_WEIGHT, Role.EMBEDDING, Role.TIED_EMBEDDING)]
     value = case.hidden("lr")
     value = min(middle, max(value, *lrs)) if value < middle else max(middle, min(value, *lrs))
-    lrs_by_law = [law.lr for law in case.scale.laws if law.lr]
+    lrs_by_law = [law.lr for law in case.size.laws if law.lr]
     facts = {"middle": middle, "times": value / middle, "least": min(lrs_by_law), "most": max(lrs_by_law)}
     facts |= {"lowest": known[0], "highest": known[-1]}
     facts |= {"lower": min(known[0], middle / 3), "upper": max(known[-1], 3 * middle)}
@@ -262,13 +262,13 @@ def critical_batch(check: Check, case: Case) -> Check:
             return None
         return run.batch_tokens / _critical_batch(run.params_total, run.tokens)
 
-    middle = laws.critical_batch(case.scale.laws)
+    middle = laws.critical_batch(case.size.laws)
     return replace(
         check,
         value=case.batch / middle,
         of_run=of_run,
         suggestions=[case.with_batch(middle), case.with_batch(0.9 * middle)],
-        facts={"laws": laws.batches(case.scale.laws, "critical"), "batch": case.batch},
+        facts={"laws": laws.batches(case.size.laws, "critical"), "batch": case.batch},
     )
 
 
@@ -353,8 +353,8 @@ def final_lr(check: Check, case: Case) -> Check:
 def init_std(check: Check, case: Case) -> Check | None:
     """Compare the init std with sqrt(1 / (3 d_model)), the init std of MT-NLG 530B and BLOOM-176B.
 
-    The compared value is the ratio of the two stds. The largest usual formula, 1 / sqrt(d_model), has a ratio of
-    1.73. BigScience's 104B model had a ratio of 3.7 and diverged.
+    ``value`` of the result is the recipe's init std divided by sqrt(1 / (3 d_model)). It is 1.73 for 1 /
+    sqrt(d_model), the largest init std in common use. It was 3.7 for BigScience's 104B model, which diverged.
     """
     tuned, std, unit = case.recipe.hyperparameters, case.init_std, usual_std(case.recipe.model.d_model)
     if not std:

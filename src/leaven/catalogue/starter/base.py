@@ -12,9 +12,9 @@ from typing import Any
 
 from leaven.catalogue.messages import sentence
 from leaven.catalogue.neighbours import neighbours
-from leaven.catalogue.starter.draft import StarterDraft, StarterRequest, StarterScale
+from leaven.catalogue.starter.draft import RunSize, StarterDraft, StarterRequest
 from leaven.catalogue.starter.proxy import SMALL_FACTOR, TuningAdvice, choose_proxy
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, flatten
 from leaven.recipe.shape import ModelShape
@@ -28,13 +28,13 @@ SAME_DURATION = 4.0
 class StarterBase:
     """The model, run length and batch for which the hyperparameters of a starter recipe are written."""
 
-    scale: StarterScale  # model and tokens
+    size: RunSize  # model and tokens
     batch_tokens: int
     tuning: TuningAdvice  # whether to tune a proxy
     tuned: Recipe | None = None  # the tuned base whose values are used, if any
 
 
-def choose_base(draft: StarterDraft, request: StarterRequest, at: StarterScale, batch: int) -> StarterBase:
+def choose_base(draft: StarterDraft, request: StarterRequest, at: RunSize, batch: int) -> StarterBase:
     """Return the base: a small recipe that leaven tuned, a proxy that is worth tuning, or the target itself.
 
     The hyperparameters of the starter recipe are written for the base. ``at`` gives the model and the run length of
@@ -57,15 +57,15 @@ def choose_base(draft: StarterDraft, request: StarterRequest, at: StarterScale, 
     if found:
         tuned, shape = found
         draft.step("proxy", message="tuned base", name=tuned.name, **facts)
-        return StarterBase(StarterScale(at.near, shape, tuned.data.tokens), tuned.batch.tokens, tuning, tuned)
+        return StarterBase(RunSize(at.near, shape, tuned.data.tokens), tuned.batch.tokens, tuning, tuned)
     if proxy is None:
         draft.step("proxy", message="no proxy", **facts)
         return StarterBase(at, batch, tuning)
-    scale = StarterScale(neighbours(proxy.params, proxy.tokens), proxy.shape, proxy.tokens)
-    facts |= {"proxy": proxy, "each": scale.tokens_per_parameter}
+    size = RunSize(neighbours(proxy.params, proxy.tokens), proxy.shape, proxy.tokens)
+    facts |= {"proxy": proxy, "each": size.tokens_per_parameter}
     facts |= {"steps": proxy.tokens // proxy.batch_tokens, "target_steps": at.tokens // batch}
     draft.step("proxy", ["arXiv 2512.22382"], **facts)
-    return StarterBase(scale, proxy.batch_tokens, tuning)
+    return StarterBase(size, proxy.batch_tokens, tuning)
 
 
 @cache

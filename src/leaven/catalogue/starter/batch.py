@@ -8,9 +8,9 @@ from leaven.catalogue.laws import batches, critical_batch
 from leaven.catalogue.messages import sentence
 from leaven.catalogue.neighbours import middle, of_size
 from leaven.catalogue.runs import PublishedRun, load_runs
-from leaven.catalogue.starter.draft import Evidence, StarterDraft, StarterScale
+from leaven.catalogue.starter.draft import Evidence, RunSize, StarterDraft
+from leaven.errors import InputError
 from leaven.recipe.batch import Ramp
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import flatten
 from leaven.recipe.units import format_quantity
 
@@ -86,10 +86,10 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> di
     return {"ramp": Ramp(start_tokens=start * unit, increment_tokens=increment, over_tokens=over).model_dump()}
 
 
-def batch_evidence(at: StarterScale) -> Evidence:
+def batch_evidence(at: RunSize) -> Evidence:
     """Return the batch sizes that laws predict and that published runs used, in tokens.
 
-    The batch of a published run is converted to the length of the run at the scale ``at``.
+    The batch of a published run is converted to the tokens of ``at``.
     """
     return at.evidence(
         batches(at.laws, "optimal"),
@@ -102,7 +102,7 @@ def batch_evidence(at: StarterScale) -> Evidence:
     )
 
 
-def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
+def choose_batch(draft: StarterDraft, at: RunSize) -> int:
     """Choose and return the batch in tokens.
 
     The batch is that of the reference run (``--from``). Without a reference run, the batch is a mean of the batches
@@ -141,7 +141,7 @@ def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
     return batch
 
 
-def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
+def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
     """Choose whether and how the batch grows.
 
     With a reference run (``--from``), the batch grows as in that run. Without a reference run, a batch above

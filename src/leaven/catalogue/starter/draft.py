@@ -18,8 +18,8 @@ from leaven.catalogue.runs import PublishedRun, find_run, listed, load_runs
 from leaven.catalogue.starter.proxy import TuningAdvice
 from leaven.documents.catalogue import LawRow
 from leaven.documents.planning import ComparedRow, DerivationRow, NewRecipe, TimeFit
+from leaven.errors import InputError
 from leaven.recipe.batch import Batch, BatchSchedule
-from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe, set_path
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
@@ -101,8 +101,8 @@ def _lacks(run: PublishedRun) -> str | None:
 
 
 @dataclass(frozen=True)
-class StarterScale:
-    """A model and a number of training tokens for which values are chosen, with the evidence for this scale."""
+class RunSize:
+    """The model and tokens of a run for which values are chosen, with published runs and laws for this size."""
 
     near: Neighbours  # the published runs nearest in size
     model: ModelShape

@@ -5,8 +5,8 @@ from typing import Any
 
 from leaven.catalogue.laws import critical_batch, lr_at_batch, power_lines_tau
 from leaven.catalogue.neighbours import middle, most_common
-from leaven.catalogue.starter.draft import Evidence, StarterDraft, StarterScale
-from leaven.recipe.errors import InputError
+from leaven.catalogue.starter.draft import Evidence, RunSize, StarterDraft
+from leaven.errors import InputError
 from leaven.recipe.init_std import INITS, usual_std
 from leaven.recipe.shape import BRANCH_ENDS
 from leaven.recipe.units import format_quantity
@@ -45,7 +45,7 @@ def batch_factor(batch: int, published: int | None) -> float:
     return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)
 
 
-def lr_evidence(at: StarterScale, batch: int) -> Evidence:
+def lr_evidence(at: RunSize, batch: int) -> Evidence:
     """Return the peak lrs that laws predict and that published runs used.
 
     The lrs are for the model size of ``at`` and for a batch of ``batch`` tokens: published lrs are converted to this
@@ -64,8 +64,8 @@ def lr_evidence(at: StarterScale, batch: int) -> Evidence:
     )
 
 
-def choose_lr(draft: StarterDraft, at: StarterScale, batch: int, where: str) -> float:
-    """Choose and return the peak lr for a scale and a batch. ``where`` names the scale in the messages."""
+def choose_lr(draft: StarterDraft, at: RunSize, batch: int, where: str) -> float:
+    """Choose and return the peak lr for a size and a batch. ``where`` names the size in the messages."""
     run, evidence = at.reference, lr_evidence(at, batch)
     if run and run.peak_lr:
         message, lr = "lr of the reference", run.peak_lr
@@ -77,7 +77,7 @@ def choose_lr(draft: StarterDraft, at: StarterScale, batch: int, where: str) -> 
     return lr
 
 
-def choose_schedule(draft: StarterDraft, at: StarterScale, batch: int) -> None:
+def choose_schedule(draft: StarterDraft, at: RunSize, batch: int) -> None:
     """Choose the warm-up and the decay of the lr.
 
     Raises:
@@ -114,7 +114,7 @@ def choose_schedule(draft: StarterDraft, at: StarterScale, batch: int) -> None:
     draft.step("schedule", [*near.sources(votes.by), "arXiv 2502.15938"], share=warmup / tokens)
 
 
-def _choose_decay(draft: StarterDraft, at: StarterScale) -> None:
+def _choose_decay(draft: StarterDraft, at: RunSize) -> None:
     """Choose the shape of the lr's decay, and the final lr as a share of the peak."""
     near = at.near
     decay = near.most("schedule.decay")
@@ -136,7 +136,7 @@ def _choose_decay(draft: StarterDraft, at: StarterScale) -> None:
     draft.decide("schedule.min_lr_ratio", float(floor.value), votes=floor)
 
 
-def choose_adam(draft: StarterDraft, at: StarterScale, batch: int, lr: float) -> None:
+def choose_adam(draft: StarterDraft, at: RunSize, batch: int, lr: float) -> None:
     """Choose betas, eps, weight decay, clipping and initialisation."""
     near, run = at.near, at.reference
     draft.decide("hyperparameters.optimizer", "adamw")
@@ -177,7 +177,7 @@ def _init_rules(width: int) -> dict[str, float]:
     }
 
 
-def _choose_init(draft: StarterDraft, at: StarterScale) -> float:
+def _choose_init(draft: StarterDraft, at: RunSize) -> float:
     """Choose the init std. Return its multiplier for the last matrices of the residual branches."""
     model, run = at.model, at.reference
     width, depth = (run and run.arch.d_model) or model.d_model, (run and run.arch.n_layers) or model.n_layers

@@ -13,7 +13,7 @@ from typing import Any
 
 from leaven.catalogue.messages import sentence
 from leaven.documents.planning import ProxyRow
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 

@@ -14,7 +14,7 @@ from leaven.catalogue.neighbours import Neighbours, Votes, first_of_each, middle
 from leaven.catalogue.runs import PublishedRun, load_runs
 from leaven.catalogue.starter.draft import StarterDraft, StarterRequest
 from leaven.catalogue.terms import terms
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.shape import Activation, ModelShape, Positions
 from leaven.recipe.units import format_quantity, parse_quantity
 
@@ -246,10 +246,11 @@ def _lengths(near: Neighbours) -> Votes:
 
 
 def _seq_len(request: StarterRequest, near: Neighbours) -> int:
-    """Return the requested sequence length, or without a request the sequence length of the reference run.
+    """Return the sequence length of the target: the requested one, or else that of the reference run.
 
-    Without a reference run, take the median sequence length of recent published runs. Shorten it until about
-    `SEQUENCES_A_BATCH` sequences fit into the batch that laws predict, and round it to a power of two.
+    With neither, it is the median of recent published runs, or less: at most 1/`SEQUENCES_A_BATCH` of the batch that
+    laws predict, but at least `SHORTEST`. It is rounded down to a power of two, or up by at most 19%: 3,000 becomes
+    2,048, and 3,500 becomes 4,096.
     """
     if request.seq_len:
         return request.seq_len

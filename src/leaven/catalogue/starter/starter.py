@@ -23,12 +23,12 @@ from leaven.catalogue.neighbours import FACTOR, Neighbours, neighbours, size_rat
 from leaven.catalogue.runs import PublishedRun
 from leaven.catalogue.starter.base import StarterBase, choose_base, take_tuned
 from leaven.catalogue.starter.batch import batch_ramps, choose_batch, choose_ramp, repeated_growth
-from leaven.catalogue.starter.draft import StarterDraft, StarterRecipes, StarterRequest, StarterScale, find_reference
+from leaven.catalogue.starter.draft import RunSize, StarterDraft, StarterRecipes, StarterRequest, find_reference
 from leaven.catalogue.starter.optimizer import choose_adam, choose_lr, choose_schedule
 from leaven.catalogue.starter.shape import choose_shape, decide_shape
 from leaven.catalogue.terms import without_counterpart
+from leaven.errors import InputError
 from leaven.recipe.data import STDLIB_TOKENS
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe, flatten
 from leaven.recipe.shape import Activation, ModelShape, Positions
@@ -75,20 +75,20 @@ def starter(request: StarterRequest) -> StarterRecipes:
             "or a shorter --seq-len"
         )
     _choose_duration(draft, request, near, model)
-    scale = StarterScale(near, model, request.tokens, request.gpus)
-    batch = choose_batch(draft, scale)
-    choose_ramp(draft, scale, batch)
-    choose_schedule(draft, scale, batch)
-    base = choose_base(draft, request, scale, batch)
+    size = RunSize(near, model, request.tokens, request.gpus)
+    batch = choose_batch(draft, size)
+    choose_ramp(draft, size, batch)
+    choose_schedule(draft, size, batch)
+    base = choose_base(draft, request, size, batch)
     if base.tuned:
         take_tuned(draft, base.tuned, request.tokens)
     else:
-        size = format_quantity(base.scale.model.params)
-        where = f"for the proxy of {size}" if base.tuning.proxy else f"at {size}"
-        lr = choose_lr(draft, base.scale, base.batch_tokens, where)
-        choose_adam(draft, base.scale, base.batch_tokens, lr)
-    _choose_scaling(draft, scale, base)
-    _choose_safeguards(draft, scale, base)
+        params = format_quantity(base.size.model.params)
+        where = f"for the proxy of {params}" if base.tuning.proxy else f"at {params}"
+        lr = choose_lr(draft, base.size, base.batch_tokens, where)
+        choose_adam(draft, base.size, base.batch_tokens, lr)
+    _choose_scaling(draft, size, base)
+    _choose_safeguards(draft, size, base)
     try:
         recipe = Recipe.model_validate(draft.document)
     except ValidationError as error:
@@ -102,7 +102,7 @@ def starter(request: StarterRequest) -> StarterRecipes:
 def untuned(recipe: Recipe) -> Recipe:
     """Return a recipe with the schedule and hyperparameters that `leaven new` chooses for its shape, batch and
     length, without a proxy or a tuned base."""
-    at = StarterScale(neighbours(recipe.model.params, recipe.data.tokens), recipe.model, recipe.data.tokens)
+    at = RunSize(neighbours(recipe.model.params, recipe.data.tokens), recipe.model, recipe.data.tokens)
     draft, batch = StarterDraft(), recipe.batch.tokens
     draft.decide("batch", recipe.batch.model_dump(mode="json", exclude_none=True))
     choose_schedule(draft, at, batch)
@@ -184,13 +184,13 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
     )
 
 
-def _choose_scaling(draft: StarterDraft, at: StarterScale, base: StarterBase) -> None:
+def _choose_scaling(draft: StarterDraft, at: RunSize, base: StarterBase) -> None:
     """Choose the precision and ``scaling.base``, the scale for which the recipe's hyperparameters are written.
 
     ``scaling.base`` is the scale of the reference run if the user names one, else of the tuned base, the proxy or the
     target.
     """
-    model, run, shape = at.model, at.reference, base.scale.model
+    model, run, shape = at.model, at.reference, base.size.model
     if model.params <= PROCESSOR_PARAMS:
         draft.decide("precision.compute", "fp32", "precision of a small model")
     else:
@@ -210,7 +210,7 @@ def _choose_scaling(draft: StarterDraft, at: StarterScale, base: StarterBase) ->
             "n_kv_heads": width // unit,
         }
         message = "base: reference"
-    scale |= {"batch_tokens": base.batch_tokens, "tokens": base.scale.tokens}
+    scale |= {"batch_tokens": base.batch_tokens, "tokens": base.size.tokens}
     rounded = run.arch.d_model if run and run.arch.d_model != scale["width"] else None
     for key, value in scale.items():
         name = base.tuned.name if base.tuned else None
@@ -226,7 +226,7 @@ def _choose_scaling(draft: StarterDraft, at: StarterScale, base: StarterBase) ->
     draft.step("layout, scale", large=model.params > PROCESSOR_PARAMS, moved=moved or None)
 
 
-def _choose_safeguards(draft: StarterDraft, at: StarterScale, base: StarterBase) -> None:
+def _choose_safeguards(draft: StarterDraft, at: RunSize, base: StarterBase) -> None:
     """Choose checkpoints, evaluations and the reaction to loss spikes, and list the least certain values."""
     tokens, runs = at.tokens, at.near.runs
     unstable = [run.id for run in runs if run.instabilities]

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from leaven.documents.runs import LossRow
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape, Role
 from leaven.scaling.table import folding, parameter_table

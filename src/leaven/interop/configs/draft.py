@@ -13,9 +13,9 @@ from typing import Any
 
 from leaven.catalogue.laws import evaluate
 from leaven.catalogue.neighbours import nearest
+from leaven.errors import InputError
 from leaven.interop.architectures import HuggingFaceModel, validated
 from leaven.interop.configs.compare import SAME_START, ParameterSettings
-from leaven.recipe.errors import InputError
 from leaven.recipe.init_std import INITS, Init
 from leaven.recipe.recipe import Recipe, set_path
 from leaven.recipe.shape import ModelShape, Role

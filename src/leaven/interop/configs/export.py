@@ -20,13 +20,13 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from leaven.documents.runs import LossRow
+from leaven.errors import InputError
 from leaven.interop.architectures import nearest
 from leaven.interop.configs.compare import SAME, SAME_START, ResolvedRecipe, compare, fitted
 from leaven.interop.configs.per_parameter import CANDIDATES, Candidate, identifier
-from leaven.recipe.errors import InputError
-from leaven.recipe.files import make_folder, require_free, write_text, written_folder
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
+from leaven.storage import make_folder, require_free, write_text, written_folder
 
 HERE = Path(__file__).parent
 TARGETS = tuple(CANDIDATES)

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from leaven.errors import InputError
 from leaven.interop.architectures import validated
 from leaven.interop.configs.draft import Draft, Imported, Settings, as_number
 from leaven.interop.configs.export import target
 from leaven.recipe.batch import Batch, BatchSchedule
-from leaven.recipe.errors import InputError
 from leaven.recipe.shape import BRANCH_ENDS
 
 TABLE = tomllib.loads((Path(__file__).parent / "targets/megatron_flags.toml").read_text(encoding="utf-8"))

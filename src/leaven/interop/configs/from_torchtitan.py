@@ -15,10 +15,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from leaven.errors import InputError
 from leaven.interop.configs.compare import ParameterSettings
 from leaven.interop.configs.draft import Draft, Imported, Settings, as_number
 from leaven.interop.configs.per_parameter import TORCHTITAN_NAMES
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text
 from leaven.recipe.shape import ModelShape
 

@@ -13,9 +13,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from leaven.errors import InputError
 from leaven.interop.architectures import read_config, read_json
 from leaven.interop.configs.draft import Draft, Imported, Settings, as_number
-from leaven.recipe.errors import InputError
 from leaven.recipe.shape import BRANCH_ENDS
 
 CONFIG, ARGUMENTS, STATE, PICKLE = "config.json", "training_args.json", "trainer_state.json", "training_args.bin"

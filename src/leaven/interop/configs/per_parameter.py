@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from leaven.errors import InputError
 from leaven.interop.architectures import MEGATRON, Architecture, Stored
 from leaven.interop.configs.compare import ParameterSettings, ResolvedRecipe
-from leaven.recipe.errors import InputError
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Role
 from leaven.scaling.table import ParameterRow, optimizer_groups
 

@@ -1,11 +1,12 @@
-"""Determines the answer of a search: the best point, its loss, and the points that are run again to confirm it.
+"""Determines the answer of a search: the best point, its loss, and the points of the final runs.
 
 The noise is the standard deviation of the loss between seeds. The start is the recipe that the search varies.
 
-1. The lowest of many noisy losses is partly luck. So the best few points (the finalists) are run again with fresh
-   seeds, which the search did not use. The finalist with the lowest mean loss of these runs is chosen. A point that
-   diverges with any seed cannot be chosen. If there is only one finalist and it diverges, or if there are no runs
-   with fresh seeds, the point of the search with the lowest predicted loss is chosen.
+1. The lowest of many noisy losses is partly luck. So a search ends with final runs: the best few points (the
+   finalists) are run again with fresh seeds, which the search did not use. The finalist with the lowest mean loss of
+   these runs is chosen. A point that diverges with any seed cannot be chosen. If there is only one finalist and it
+   diverges, or if there are no runs with fresh seeds, the point of the search with the lowest predicted loss is
+   chosen.
 2. The loss of the chosen point must be lower than the loss of the start by more than the noise. The losses are
    compared over the seeds that both points were run with. If the gain is smaller, the answer is the start: the search
    found nothing better. A point without confirmation runs (see 3.) must gain more than 2.5 times the noise, because a
@@ -48,7 +49,7 @@ from leaven.tuning.algorithm.trust_region import (
     results,
     without_outliers,
 )
-from leaven.tuning.study_document import Answer, Best, Dimension, StudyTrial
+from leaven.tuning.study_document import PRUNED, Answer, Best, Dimension, StudyTrial
 
 Array = NDArray[np.float64]
 
@@ -59,7 +60,7 @@ LIKELY = 1.5  # times the noise: with a higher predicted gain, an only finalist 
 MEASURED = 2  # the fewest degrees of freedom of a measured noise that gains are compared with
 ELSEWHERE = "lower the recipe's learning rate, which is not searched, to half or a quarter"
 
-Point = tuple[float, ...]  # octaves from the start
+Point = tuple[float, ...]  # octaves from the start point
 Losses = Mapping[int, float]  # of the runs at one point, by seed
 
 
@@ -143,18 +144,18 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return the point with the fewest changes from the start, among those as good as the best ``point``.
+    """Return the point with the fewest changes from the start point, among those as good as the best ``point``.
 
     A point is as good as ``point`` if neither its measured nor its predicted loss is higher by more than the noise.
     Only points with ``RERUNS`` or more runs with fresh seeds are considered, and only if none of these runs diverged.
     All runs of the start count as fresh, because the start was not chosen by its losses. If no other point is as
     good, the result is ``point`` itself.
 
-    The result is a pair: the point as a Best, and the point as an array of distances from the start in octaves (D,).
+    The result is a pair: the point as a Best, and the point as an array (D,) of octaves from the start point.
     """
     fresh: dict[Point, dict[int, float]] = {}
     for run, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
-        if run.state != "stopped" and (run.purpose == "rerun" or not x.any()):
+        if run.state != PRUNED and (run.purpose == "rerun" or not x.any()):
             fresh.setdefault(tuple(x.tolist()), {})[run.seed] = float(loss)
     rerun = {x: runs for x, runs in fresh.items() if len(runs) >= RERUNS and math.isfinite(sum(runs.values()))}
     mine = rerun.get(point, {0: best.loss})  # its run during the search, if it has no other
@@ -235,7 +236,7 @@ class FittedTrials:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the predicted gain over the start is too small to be accepted without confirmation."""
+        """Whether the predicted gain over the start is too small to be accepted without a final run."""
         start = self.predicted.get((0.0,) * len(self.paths), math.inf)
         return start - min(self.predicted.values(), default=math.inf) <= ALONE * self.floor
 

@@ -9,10 +9,10 @@ The regression is
 
     b_i ~ N(0, h^2),   h_ii ~ N(h, h^2),   h_ij ~ N(0, (r h)^2),   error ~ N(0, noise^2 + (k (y - lowest))^2),
 
-where x_i is the distance of value i from the start in steps (a step is the typical distance of an optimum), y the
-loss of a trial, h the typical curvature, noise the standard deviation of the loss between seeds, and lowest the
-lowest loss. This prior expects the optimum about one step from the start along each value. Along directions in which
-no trial has moved, the minimum stays at the start. The interactions h_ij are fitted only for up to
+where x_i is the distance of value i from the start point in steps (a step is the typical distance of an optimum), y
+the loss of a trial, h the typical curvature, noise the standard deviation of the loss between seeds, and lowest the
+lowest loss. This prior expects the optimum about one step from the start point along each value. In directions in
+which no trial has moved, the minimum stays at the start point. The interactions h_ij are fitted only for up to
 ``MOST_WITH_INTERACTIONS`` columns: more values have too many pairs for the trials of a search. r is 8 / D^2 for D
 values, but at most 1/2: interactions are common, but the more values there are, the fewer trials each pair has.
 
@@ -26,8 +26,8 @@ the constants with other settings.
 Knowledge from before the search gives further priors of the coefficients. The prior with the highest evidence is
 used, so knowledge that the trials contradict is dropped. There are two kinds of knowledge (H is the matrix of h_ij):
 
-- An *expectation* from laws and published runs says that the optimum of value i is m_i +- w_i steps from the start.
-  The slope at the optimum is 0, so b = -H m + e, with e_i ~ N(0, (w_i h)^2) and unknown H.
+- An *expectation* from laws and published runs says that the optimum of value i is m_i +- w_i steps from the start
+  point. The slope at the optimum is 0, so b = -H m + e, with e_i ~ N(0, (w_i h)^2) and unknown H.
 - An *earlier search*, of another model size or other values, gives the posterior of its own surrogate. The losses of
   two searches differ, so (d h)^2 is added to the variance of each coefficient. Each d in ``DIFFERENCES`` gives a
   prior.
@@ -109,7 +109,7 @@ class Prior:
     @classmethod
     def plain(cls, d: int) -> "Prior":
         """Return the prior of a search of ``d`` columns without knowledge from before the search. It expects the
-        optimum about one step from the start."""
+        optimum about one step from the start point."""
         size = _size(d)
         return cls(np.where(np.arange(size) // d == 1, 1.0, 0.0), np.eye(size))
 
@@ -267,7 +267,7 @@ class EarlierTrials:
 
     A column of ``points`` has the distances of one value from the recipe of the new search. The first D columns are
     the values of the new search, in octaves. The last E columns are the values that only the earlier search varied,
-    in steps (octaves divided by the typical distance of an optimum from the start).
+    in steps (octaves divided by the typical distance of an optimum from the start point).
     """
 
     points: Array  # (n, D + E)
@@ -276,7 +276,8 @@ class EarlierTrials:
 
 
 def prior_of_expectations(centre: Array, width: Array) -> Prior:
-    """Return the prior under which the optimum is at ``centre`` (D,) +- ``width`` (D,), in steps from the start."""
+    """Return the prior under which the optimum is at ``centre`` (D,) +- ``width`` (D,), in steps from the start
+    point."""
     plain, d = Prior.plain(len(centre)), len(centre)
     mean, root = plain.mean.copy(), plain.root.copy()
     mean[:d] = -centre

@@ -58,7 +58,7 @@ from leaven.tuning.algorithm.surrogate import (
     prior_of_expectations,
     priors_of_earlier,
 )
-from leaven.tuning.study_document import Dimension, StudyTrial
+from leaven.tuning.study_document import PRUNED, Dimension, StudyTrial
 
 Array = NDArray[np.float64]
 
@@ -74,7 +74,7 @@ OUTLIER = 10.0  # a loss further above the median than this times (median - lowe
 DOWN = 0.25  # octaves by which a divergence lowers the learning rates before any trial has finished
 CLOSER, CLOSEST = 0.9, 0.05  # factor on the radius for each of these divergences, and the smallest radius
 ROUNDS = 3  # rounds without a gain above the noise after which a search stops
-RESULTS = ("complete", "diverged", "stopped")  # states of trials with a result: a loss, a divergence, or pruned
+RESULTS = ("complete", "diverged", PRUNED)  # states of trials with a result
 
 Ran = TypeVar("Ran", bound=StudyTrial)
 
@@ -85,19 +85,19 @@ class Axes:
 
     A point (a setting of all D hyperparameters) is written in two ways. Stores and objectives use ``params``,
     Optuna's word: log2 multipliers by name, and the index of the level for a choice. The search algorithm uses
-    ``octaves``: an array (D,) of differences from the start, in the order of the names. For a choice the difference
-    is the index of the level minus the index of the start's level, modulo the number of levels. ``tuning/point.py``
-    converts a point to a recipe.
+    ``octaves``: an array (D,) of differences from the start point, in the order of the names. For a choice the
+    difference is the index of the level minus the index of the start's level, modulo the number of levels.
+    ``tuning/point.py`` converts a point to a recipe.
     """
 
     limits: Mapping[str, tuple[float, float] | range]  # (lowest, highest) log2 multiplier; range(n) for a choice
-    # Octaves from the start to a typical optimum; default 1.
+    # Octaves from the start point to a typical optimum; default 1.
     scales: Mapping[str, float] = field(default_factory=dict)
-    # Octaves from the start: the initial box.
+    # Octaves from the start point: the initial box.
     near: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     # The params of the start, for all names in the order of ``limits``; default 0.
     start: Mapping[str, float] = field(default_factory=dict)
-    # Where laws expect the optimum: its octaves from the start, and their standard deviation.
+    # Where laws expect the optimum: its octaves from the start point, and their standard deviation.
     expected: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     earlier: EarlierTrials | None = None  # trials of an earlier search
 
@@ -117,7 +117,7 @@ class Axes:
 
     @property
     def ends(self) -> tuple[Array, Array]:
-        """The bounds of the search space: (lowest, highest), each an array (D,) of octaves from the start."""
+        """The bounds of the search space: (lowest, highest), each an array (D,) of octaves from the start point."""
         both = [
             (0.0, len(limits) - 1.0) if isinstance(limits, range) else (limits[0] - at, limits[1] - at)
             for limits, at in zip(self.limits.values(), self.start.values(), strict=True)
@@ -128,7 +128,7 @@ class Axes:
     @property
     def box(self) -> tuple[Array, Array]:
         """The box around the start that limits the first proposals: (lowest, highest), each an array (D,) of octaves
-        from the start."""
+        from the start point."""
         low, high = self.ends
         given = [self.near.get(name, ends) for name, *ends in zip(self.start, low, high, strict=True)]
         near_low, near_high = np.array(given, float).reshape(-1, 2).T
@@ -212,7 +212,8 @@ class Features:
 
 @dataclass(frozen=True)
 class Region:
-    """A trust region, which proposes points and predicts losses. Points are in octaves from the start."""
+    """Proposes points near the best one so far, and predicts their losses. A point (D,) is in octaves from the start
+    point."""
 
     incumbent: Array  # (D,), the best point so far
     radius: float  # factor on the random move of a proposal
@@ -354,7 +355,7 @@ def region(
     seen = features.of(points)
     if noise is None:
         noise = pooled_noise(zip(map(np.ndarray.tobytes, seen), seeds, losses, strict=True))[0] or 0.0
-    knowledge = () if left else axes.knowledge  # the knowledge is about distances from the start
+    knowledge = () if left else axes.knowledge  # the knowledge is about distances from the start point
     surrogate = fit_surrogate(seen[ended], losses[ended], noise, knowledge)
     divergence = fit_divergence(seen, ~ended)
     believed = np.where(ended, surrogate.value(seen), np.inf)

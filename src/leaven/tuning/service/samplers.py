@@ -149,9 +149,10 @@ def run_index(trial: FrozenTrial) -> int:
 
 
 def _farthest(axes: Axes) -> float:
-    """Return the largest distance from the start to a bound of the space, over all searched values.
+    """Return the largest distance from the start point to a bound of the space, over all searched values.
 
-    The distance along a value is divided by the value's scale, its typical distance from the start to an optimum.
+    The distance along a value is divided by the value's scale, the typical distance from the start point to an
+    optimum.
     """
     low, high = axes.ends
     return float((np.maximum(-low, high) / axes.scale).max())

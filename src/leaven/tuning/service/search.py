@@ -12,7 +12,7 @@ import optuna
 from optuna.storages import BaseStorage
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.tuning.algorithm.noise import interval_of_mean
 from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes, loss_of, results
@@ -102,14 +102,15 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         trials: number of runs, including reruns. None if the budget is ``flops`` or ``hours``; see
             :class:`leaven.tuning.service.search_plan.Budget` for these and ``run_flops``.
         method: ``trust-region``, ``random``, ``grid``, ``tpe``, ``cma`` or ``gp``.
-        scales: octaves (units of log2) from the start to a typical optimum, by name; default 1.
-        near: the box in which the search begins, in octaves from the start; default the whole space. All methods
-            except ``grid`` extend the box while the best points lie at its edge.
-        expected: where the optimum of a value is expected: its distance from the start in octaves, and the standard
-            deviation of this distance. Only ``trust-region`` accepts an expectation, and drops it if the trials
-            contradict it.
+        scales: octaves (units of log2) from the start point to a typical optimum, by name; default 1.
+        near: the box in which the search begins, in octaves from the start point; default the whole space. All
+            methods except ``grid`` extend the box while the best points lie at its edge.
+        expected: where the optimum of a value is expected: its distance from the start point in octaves, and the
+            standard deviation of this distance. Only ``trust-region`` accepts an expectation, and drops it if the
+            trials contradict it.
         earlier: trials of an earlier search over the same values, for example for a smaller model. Their points are
-            in octaves from the start of this search. ``trust-region`` uses them in the same way as ``expected``.
+            in octaves from the start point of this search. ``trust-region`` uses them in the same way as
+            ``expected``.
         noise: standard deviation of the loss between runs of one point, if known.
         stop_at_noise: stop a trust-region search when several rounds have gained less than the noise.
         storage: an Optuna storage, its URL, or the path of an Optuna journal file; default in memory. The same call
@@ -172,7 +173,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
             number=run.number,
             params=dict(run.params),
             loss=loss_of(run),
-            finalist=run.finalist if run.budget == budget.label else None,
+            finalist=run.finalist if run.final_of == budget.label else None,
             purpose=run.purpose,
             seed=run.seed,
         )
@@ -269,7 +270,8 @@ class SearchArguments(BaseModel):
             right = points.ndim == 2 and losses.shape == points.shape[:1] and points.shape[1:] >= (len(self.space),)
             if not (right and len(losses) and np.isfinite(points).all() and np.isfinite(losses).all()):
                 raise ValueError(
-                    "earlier: give finite points (n, D) in octaves from the start, and finite losses (n,)"
+                    "earlier: give finite points (n, D), with a column of octaves from the start point for each "
+                    "name in space, and finite losses (n,)"
                 )
         for name, limits in self.space.items():
             at = self.start.get(name, 0.0)

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from optuna.trial import TrialState
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.training.outcome import Baseline, Outcome
 from leaven.tuning.service.leases import Leases
 from leaven.tuning.service.samplers import SeededSampler

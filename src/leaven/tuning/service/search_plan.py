@@ -5,11 +5,12 @@ The next run is of the first kind in this list that still has runs to do:
 1. The retry of a run whose process died.
 2. Runs of the start with several seeds, which measure the noise (the standard deviation of the loss between seeds).
    In a grid search, the points of the grid follow.
-3. Proposals of the search. They end when only the budget that is reserved for confirmation is left, or when several
+3. Proposals of the search. They end when only the budget that is reserved for final runs is left, or when several
    rounds gained less than the noise.
-4. Repeated runs of the best few points (the finalists) with fresh seeds. The first of these runs stores the number of
-   finalists, which then holds for all commands.
-5. Repeated runs of the best finalist and of the start, to confirm the gain (``algorithm/answer.py``).
+4. Final runs, with fresh seeds, of the best few points (the finalists). The first of these runs stores how many
+   finalists there are, which then holds for all commands.
+5. If there are several finalists: more final runs, of the best finalist and of the start, which confirm the gain
+   (``algorithm/answer.py``).
 """
 
 import itertools
@@ -20,7 +21,7 @@ from difflib import get_close_matches
 
 import numpy as np
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.training.outcome import Baseline
 from leaven.tuning.algorithm.answer import (
     CONFIRMATIONS,
@@ -41,18 +42,18 @@ from leaven.tuning.service.stored_study import (
     Params,
     TrialRequest,
 )
-from leaven.tuning.study_document import Dimension, covered
+from leaven.tuning.study_document import PRUNED, Dimension, covered
 
 METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")
 LONGEST = 512  # characters of a study's name in Optuna's tables
-RESERVED = 1 / 8  # the largest share of the budget that is reserved for confirmation
+RESERVED = 1 / 8  # the largest share of the budget that is reserved for final runs
 FEW = 24  # runs: a smaller budget runs only one finalist, once
-# The forms of a confirmation, from cheap to expensive: (finalists, runs of each). Finalists are the best points of a
+# What a search may end with, from cheap to expensive: (finalists, runs of each). Finalists are the best points of the
 # search, which are run again with fresh seeds.
 FINALS = ((0, 0), (1, 1), (1, RERUNS), (2, RERUNS), (3, RERUNS))
 # How often the start is run, by the least size of the budget. If the user gives the noise, the start is run once.
 REPEATS = {24: 3, 12: 2, 0: 1}
-SMALL = 16  # runs: a smaller budget confirms only gains that are not accepted without confirmation
+SMALL = 16  # runs: a smaller budget has a final run only if the gain is not accepted without one
 SURE = 2  # the fewest degrees of freedom of the noise with which runs are pruned
 # A search without a complete run ends after so many failed runs if no other run ended, or so many diverged runs.
 DEATHS, DIVERGENCES = 8, 100
@@ -63,7 +64,7 @@ class Budget:
     """The limits of a search, which all commands of a study share. The search ends when the first of the limits is
     reached; trials that are running then are finished."""
 
-    trials: int | None = None  # number of runs, including repeated and confirmation runs
+    trials: int | None = None  # number of runs, including final runs
     flops: float | None = None  # total FLOPs of all runs
     hours: float | None = None  # time during which at least one run is active; parallel runs count once
     run_flops: float | None = None  # FLOPs of one run; if None, the first run starts alone to measure them
@@ -82,8 +83,8 @@ class Budget:
 
     @property
     def label(self) -> str:
-        """This budget as text, such as ``100 trials``. The text is stored with confirmation runs and distinguishes
-        them from the confirmation runs of a later, larger budget."""
+        """This budget as text, such as ``100 trials``. The text is stored with final runs and distinguishes them
+        from the final runs of a later, larger budget."""
         return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
 
     @property
@@ -93,26 +94,27 @@ class Budget:
         return min(self.trials or math.inf, flops)
 
     @property
-    def _finals(self) -> tuple[tuple[int, int], ...]:
+    def _allowed(self) -> tuple[tuple[int, int], ...]:
         return FINALS[:2] if self.size < FEW else FINALS
 
     def finals(self, runs: Sequence[Evaluation], now: float) -> tuple[int, int]:
-        """Return how many finalists (best points) are run again to confirm them, and how many runs each of them gets.
+        """Return how many finalists (best points) are run again with fresh seeds, and how many runs each of them
+        gets.
 
         The result is the most expensive pair in ``FINALS`` whose runs cost at most ``RESERVED`` (1/8) of the budget
         and at most what is left of the budget. With fewer than ``FEW`` (24) runs in the budget, only the two cheapest
         pairs are allowed.
         """
         affordable = min(min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
-        return max(final for final in self._finals if runs_to_confirm(*final) <= max(affordable, 0))
+        return max(final for final in self._allowed if final_runs(*final) <= max(affordable, 0))
 
     def reserved(self, runs: Sequence[Evaluation] = (), now: float = 0.0) -> int:
-        """Return how many runs are reserved for confirmation."""
+        """Return how many runs are reserved for final runs."""
         affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(runs, now))
-        costs = {runs_to_confirm(*final) for final in self._finals}
-        if any(run.budget not in {"", self.label} for run in runs):
-            # A smaller budget has confirmed other finalists. Even a single new finalist is compared with them.
-            costs.add(runs_to_confirm(1, RERUNS) + 2 * CONFIRMATIONS)
+        costs = {final_runs(*final) for final in self._allowed}
+        if any(run.final_of not in {"", self.label} for run in runs):
+            # A smaller budget had other finalists. Even a single new finalist is compared with them.
+            costs.add(final_runs(1, RERUNS) + 2 * CONFIRMATIONS)
         return max(cost for cost in costs if cost <= affordable)
 
     def left(self, runs: Sequence[Evaluation], now: float) -> float:
@@ -138,8 +140,9 @@ class Budget:
             yield self.hours, hours, max(hours / max(len(runs), 1), 1e-300)
 
 
-def runs_to_confirm(finalists: int, each: int) -> int:
-    """Return the number of runs needed to run each finalist ``each`` times and then confirm the best one."""
+def final_runs(finalists: int, each: int) -> int:
+    """Return the number of final runs: ``each`` of every finalist and, if there are several finalists, those that
+    confirm the best one."""
     return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
 
@@ -238,8 +241,8 @@ class SearchPlan:
         """Return the next run, or None if the search is complete or must wait for a running trial.
 
         A search without a completed run ends early: after ``DIVERGENCES`` (100) runs that diverged or were pruned,
-        or after ``DEATHS`` (8) runs whose processes died, if no run has a result. ``turn`` is the index of the next
-        proposal of the search.
+        or after ``DEATHS`` (8) runs whose processes died, if no run has a result. ``turn`` is the number of runs
+        that have been started, without retries; it names and seeds a proposal.
         """
         states = [run.state for run in runs]
         if "waiting" in states:
@@ -251,7 +254,7 @@ class SearchPlan:
         for known in known_runs(self.axes, self.method, self.budget, self.noise):
             if known.name not in begun and self.budget.left(runs, now) >= 1:
                 return known
-        stored = [run.finals for run in runs if run.budget == self.budget.label and run.finals]
+        stored = [run.finals for run in runs if run.final_of == self.budget.label and run.finals]
         if not stored:
             stalled = self.by_surrogate and self.stop_at_noise and self._region(runs).stalled()
             if self._room(runs, now) and not stalled:
@@ -260,13 +263,13 @@ class SearchPlan:
                     rng, last = np.random.default_rng([self.seed, turn]), not self._room(runs, now, more=2)
                     point = self.axes.params(self._region(runs).proposal(rng, last=last))
                 return TrialRequest("search", f"search:{turn}", point=point)
-            if "running" in states or not self._needs_confirmation(runs):
+            if "running" in states or not self._needs_final_runs(runs):
                 return None
-        few, each = stored[0] if stored else self.budget.finals(runs, now)
-        request = self._rerun(runs, few, each, now)
+        finalists, each = stored[0] if stored else self.budget.finals(runs, now)
+        request = self._final_run(runs, finalists, each, now)
         choosing = any(run.state == "running" and not run.confirms for run in runs)
         if request is None and not choosing:
-            request = next((rerun for rerun in self._confirming(runs, now) if rerun.name not in begun), None)
+            request = next((run for run in self._confirmation_runs(runs, now) if run.name not in begun), None)
         return request
 
     def _region(self, runs: Sequence[Evaluation]) -> Region:
@@ -283,20 +286,19 @@ class SearchPlan:
         return FittedTrials.of(runs, self.axes, self.noise)
 
     def _room(self, runs: Sequence[Evaluation], now: float, more: int = 1) -> bool:
-        """Return whether the budget allows ``more`` further runs, besides the runs that are reserved for
-        confirmation."""
-        reserved = self.budget.reserved(runs, now) if self._needs_confirmation(runs) else 0
+        """Return whether the budget allows ``more`` further runs of the search, besides the final runs."""
+        reserved = self.budget.reserved(runs, now) if self._needs_final_runs(runs) else 0
         return self.budget.left(runs, now) >= more + reserved
 
-    def _needs_confirmation(self, runs: Sequence[Evaluation]) -> bool:
-        """Return whether the search is to end with confirmation runs: runs of the best points with fresh seeds.
+    def _needs_final_runs(self, runs: Sequence[Evaluation]) -> bool:
+        """Return whether the search is to end with final runs: runs of the best points with fresh seeds.
 
         The result is False if the noise is 0, or if runs have finished but none has completed. In a trust-region
         search, the result is also False in these cases:
 
         - The best point is still the start.
         - The budget is below ``SMALL`` runs, and the noise is unknown.
-        - The budget is below ``SMALL`` runs, and the gain is large enough to be accepted without confirmation.
+        - The budget is below ``SMALL`` runs, and the gain is large enough to be accepted without a final run.
         """
         noise, _ = self.noise_of(runs)
         if noise == 0 or (any(run.finished for run in runs) and not any(run.state == "complete" for run in runs)):
@@ -307,21 +309,20 @@ class SearchPlan:
             return False
         return self.budget.size >= SMALL or (noise is not None and self._fitted(runs).in_doubt)
 
-    def _rerun(self, runs: Sequence[Evaluation], few: int, each: int, now: float) -> TrialRequest | None:
-        """Return the next run of a finalist with a fresh seed.
+    def _final_run(self, runs: Sequence[Evaluation], count: int, each: int, now: float) -> TrialRequest | None:
+        """Return the next run of one of the ``count`` finalists with a fresh seed. Each finalist gets ``each`` runs.
 
-        ``few`` is the number of finalists, and ``each`` is the number of runs of one finalist. If a finalist
-        diverges, the next best point replaces it. Return None if all runs of the finalists have been started, if the
-        budget is used up, or if no point is left.
+        If a finalist diverges, the next best point replaces it. Return None if all runs of the finalists have been
+        started, if the budget is used up, or if no point is left.
         """
         reruns: dict[int | None, list[Evaluation]] = {}
         for run in runs:
-            if run.budget == self.budget.label and not run.confirms:
+            if run.final_of == self.budget.label and not run.confirms:
                 reruns.setdefault(run.finalist, []).append(run)
         sound, which = 0, 0
-        while sound < few:
+        while sound < count:
             mine = reruns.get(which, [])
-            diverged = any(run.state in {"diverged", "stopped"} for run in mine)
+            diverged = any(run.state in {"diverged", PRUNED} for run in mine)
             if len(mine) < each and not diverged:
                 if self.budget.left(runs, now) < 1:
                     return None
@@ -329,9 +330,9 @@ class SearchPlan:
                 points = [mine[0].params] if mine else [x for x in self._finalists(runs) if x not in had]
                 if not points:
                     return None
-                others = [run for run in runs if run.budget != self.budget.label or run.confirms]
+                others = [run for run in runs if run.final_of != self.budget.label or run.confirms]
                 seed = _fresh(others, points[0], each)[len(mine)]
-                attributes = {FINALIST: [self.budget.label, which]} | ({} if reruns else {FINAL: [few, each]})
+                attributes = {FINALIST: [self.budget.label, which]} | ({} if reruns else {FINAL: [count, each]})
                 name = f"rerun:{self.budget.label}:{which}:{len(mine)}"
                 return TrialRequest("rerun", name, seed, dict(points[0]), attributes)
             sound, which = sound + (not diverged), which + 1
@@ -340,13 +341,14 @@ class SearchPlan:
     def _finalists(self, runs: Sequence[Evaluation]) -> list[Params]:
         """Return the points that may be finalists, the most promising first. The start and pruned points are left
         out."""
-        excluded = {tuple((run.octaves or {}).values()) for run in runs if run.state == "stopped"}
+        excluded = {tuple((run.octaves or {}).values()) for run in runs if run.state == PRUNED}
         excluded.add((0.0,) * len(self.axes.start))
         points = self._fitted(runs).finalists(by_surrogate=self.by_surrogate)
         return [self.axes.params(np.array(point)) for point in points if point not in excluded]
 
-    def _confirming(self, runs: Sequence[Evaluation], now: float) -> Iterator[TrialRequest]:
-        """Yield confirmation runs of the chosen point and of the search's start. Both get the same seeds."""
+    def _confirmation_runs(self, runs: Sequence[Evaluation], now: float) -> Iterator[TrialRequest]:
+        """Yield runs of the best finalist and of the search's start, which confirm the gain. Both get the same
+        seeds."""
         point = to_confirm(runs, list(self.axes.start), self.noise_of(runs)[0])
         if point is None or self.budget.left(runs, now) < 1:
             return
@@ -398,16 +400,16 @@ class SearchPlan:
     def ended_early(self, runs: Sequence[Evaluation], now: float) -> bool:
         """Return whether a completed search stopped early, because several rounds gained less than the noise.
 
-        It did if budget is left. The runs that the present budget paid for confirmation are not counted, because they
-        come after the search. Do not call this for a search that the user stopped.
+        It did if budget is left. The final runs of this budget are not counted, because they come after the search.
+        Do not call this for a search that the user stopped.
         """
-        return self._room([run for run in runs if run.budget != self.budget.label], now)
+        return self._room([run for run in runs if run.final_of != self.budget.label], now)
 
     def why_nothing(self, runs: Sequence[Evaluation]) -> str:
         """Return the message that says why the search has no answer."""
         states = [run.state for run in runs]
-        if "stopped" in states:
-            return f"no run finished: {states.count('stopped')} were pruned, {states.count('diverged')} diverged"
+        if PRUNED in states:
+            return f"no run finished: {states.count(PRUNED)} were pruned, {states.count('diverged')} diverged"
         if "diverged" in states:
             named = [
                 Dimension(name, 0.0, 0.0, 0.0, levels=("",) * n)

@@ -3,9 +3,10 @@
 A study has the settings (recipe, space, method and so on) with which it was created. A command with other settings is
 refused, because its trials could not be compared with those in the store.
 
-A run is one training at one point with one seed, to measure the noise, to search, or to confirm the best points. It
-has one trial in the store, and another one for each retry. So any number of commands on any machines can share a
-study, and the call that resumes a search is the same as the call that starts one:
+A run is one training at one point with one seed: to measure the noise, to search, or to run the best points again
+with fresh seeds at the end (a final run). It has one trial in the store, and another one for each retry. So any
+number of commands on any machines can share a study, and the call that resumes a search is the same as the call that
+starts one:
 
 - Each trial has two user attributes from the beginning: its ``owner``, the id of the command that runs it, and its
   ``job``, a name for its work, such as ``search:12``. There is no queue: the next job follows from the existing
@@ -35,13 +36,13 @@ from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe, differences
 from leaven.training.outcome import Outcome, curve_of
 from leaven.training.run_folder import describe_changes
 from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.algorithm.trust_region import RESULTS, Axes
-from leaven.tuning.study_document import StudyTrial
+from leaven.tuning.study_document import PRUNED, StudyTrial
 
 ABOUT = "leaven:about"  # an attribute of a study: its settings (recipe, space, method and so on) by name
 EXPECTED, EARLIER = "expected", "earlier"  # the settings with knowledge from before the search
@@ -79,9 +80,9 @@ class Evaluation(StudyTrial):
     params: Params  # log2 multipliers
     origin: int  # number of the run's first trial
     job: str | None = None  # name of the request that started the first trial
-    budget: str = ""  # label of the budget for which this run reruns or confirms a finalist; empty for other runs
-    finalist: int | None = None  # index of the finalist that this run reruns
-    finals: tuple[int, int] | None = None  # (number of finalists, runs of each); only in the first rerun
+    final_of: str = ""  # the budget that ends with this run, such as "64 trials"; empty if this is no final run
+    finalist: int | None = None  # in a final run, the index of the finalist
+    finals: tuple[int, int] | None = None  # in the first final run: (number of finalists, runs of each)
     began: float | None = None  # Unix time at which the last trial began
     until: float | None = None  # Unix time at which the last trial ended or was found dead
 
@@ -94,8 +95,8 @@ class Evaluation(StudyTrial):
     def retry(self) -> TrialRequest:
         """The request that retries the run."""
         attributes: dict[str, Any] = {RETRY_OF: self.origin}
-        if self.budget:
-            attributes |= {FINALIST: [self.budget, self.finalist]}
+        if self.final_of:
+            attributes |= {FINALIST: [self.final_of, self.finalist]}
         if self.confirms:
             attributes |= {CONFIRMS: True}
         return TrialRequest(self.purpose, f"retry:{self.number}", self.seed, dict(self.params), attributes)
@@ -237,7 +238,7 @@ def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes)
     if last.state is TrialState.FAIL:
         state = "failed" if deaths >= LIVES else "waiting"
     elif last.state in {TrialState.COMPLETE, TrialState.PRUNED}:
-        state = "complete" if last.state is TrialState.COMPLETE else "stopped"
+        state = "complete" if last.state is TrialState.COMPLETE else PRUNED
         loss = ran.get(PREDICTED) if last.value is None else last.value
         if ran.get(DIVERGED):
             state, loss = "diverged", None
@@ -246,7 +247,7 @@ def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes)
     until = ran.get(ENDED)
     if until is None and state != "running" and last.datetime_complete:
         until = last.datetime_complete.timestamp()
-    budget, finalist = origin.user_attrs.get(FINALIST, ("", None))
+    final_of, finalist = origin.user_attrs.get(FINALIST, ("", None))
     return Evaluation(
         number=last.number,
         state=state,
@@ -266,7 +267,7 @@ def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes)
         params=last.params,
         origin=origin.number,
         job=origin.user_attrs.get(JOB),
-        budget=budget,
+        final_of=final_of,
         finalist=finalist,
         finals=origin.user_attrs.get(FINAL),
         began=ran.get(BEGAN),

@@ -27,7 +27,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from leaven import storage
-from leaven.recipe.errors import InputError
+from leaven.errors import InputError
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL, Connection

@@ -1,30 +1,36 @@
 """A study: a search over short training runs of a recipe. It trains in worker processes and writes the best recipe.
 
-What ``leaven tune`` does from start to end:
+What ``leaven tune recipe.toml --study FOLDER`` does, in order. The files in bold are the path of a search; open
+another file only for the question beside it. A run is one training of a point with one seed. A trial is an attempt at
+a run: if its process dies, another trial retries the run.
 
-1. ``space.py`` makes the search space: which values of the recipe are searched, and how far (``point.py`` makes the
-   recipe of a point). :class:`Study` checks the arguments and narrows the space. When its context is entered, it
-   opens the store, which contains all trials (an Optuna journal or a database, ``stores.py``). It joins the study in
-   the store, or creates it (``stored_study.py``).
-2. :meth:`Study.run` runs the loop of the search (``search_loop.py``) until the budget is used. The loop asks the
-   plan (``search_plan.py``) for the next run: the start, a proposal of the search (``algorithm/trust_region.py``)
+1. **cli/tune.py** reads the recipe and makes the search space: which values are searched, and how far (``space.py``).
+   :class:`Study` checks the arguments. When its context is entered, it opens the store of all trials, which is an
+   Optuna journal in the folder, or a database (``stores.py``). It joins the study in the store, or creates it
+   (**stored_study.py**).
+2. :meth:`Study.run` runs the loop of the search (**search_loop.py**) until the budget is used. The loop asks the
+   plan (**search_plan.py**) for the next run: the start, a proposal of the search (**algorithm/trust_region.py**)
    or the best points again. :class:`TrialTrainer` trains the run in a worker process (``training/trial.py``). A trial
    ends early if it diverges, or if it is pruned because it is so far behind the best trial that it cannot win
-   (``training/early_stopping.py``). Pruning begins once the noise is known from 3 seeds, or is given.
+   (``training/early_stopping.py``). Pruning begins once the noise is known from 3 seeds, or is given. A search with
+   many trials also ends when several rounds gained less than the noise (``Region.stalled``).
 3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). It is measured by running
    the start, which is the recipe itself, 3 times (2 times with fewer than 24 trials, once with fewer than 12), and by
    every other point that is run again. If the noise is given, the start is run once.
-4. If the search has found a better point than the start, the last trials run this point with fresh seeds: once with
-   16 to 23 trials, twice with 24 to 63. From 64 trials on, the best 2 or 3 points are run twice, and then the chosen
-   point and the start with 2 more seeds. With 8 to 15 trials the best point is run once more, if the noise is known
-   and the gain is in doubt. The runs with fresh seeds choose the answer, which is the start if the gain is not above
-   the noise. Its loss is the mean of the runs that confirm it, if there are any, else of the runs that chose it. The
-   95% interval is mean +- t x noise / sqrt(runs); without fresh seeds there is none (``algorithm/answer.py``).
-5. :meth:`Study.state` makes the study's document (``study_document.py``) from the trials.
-6. :meth:`Study.save` writes the document, study.json, when trials end. Once the search has ended, it also writes
+4. If the search has found a better point than the start, it ends with final runs of the best points (the finalists),
+   with fresh seeds: one run of one point with 16 to 23 trials, two runs of one point with 24 to 63. From 64 trials
+   on, the best 2 or 3 points are run twice; then the best of them and the start get 2 more seeds, which confirm the
+   gain. With 8 to 15 trials the best point is run once more, if the noise is known and the gain is in doubt.
+5. The runs with fresh seeds choose the answer (**algorithm/answer.py**). It is the start unless the gain is above the
+   noise: in the runs that confirm it, if there are any; else the gain must be above 2.5 times the noise, or, after
+   two runs with fresh seeds, above the noise with a predicted gain above 1.5 times the noise. The reported loss is
+   the mean of the runs that confirm it, or else of those that chose it. The 95% interval is mean +- t x noise /
+   sqrt(runs); without fresh seeds there is none.
+6. :meth:`Study.state` makes the study's document (``study_document.py``) from the trials.
+7. :meth:`Study.save` writes the document, study.json, when trials end. Once the search has ended, it also writes
    best.toml and fewest.toml, with a reason for every searched value. The folder also contains the recipe at the start
    (centre.toml) and the checkpoints of running trials.
-7. ``leaven tune`` prints a line for each trial, and at the end the result of the search: the best values, their loss
+8. ``leaven tune`` prints a line for each trial, and at the end the result of the search: the best values, their loss
    with its interval, the noise, the values that mattered, and the commands to type next
    (``views/terminal/study.py``, with sentences from ``views/points.py``).
 """
@@ -47,11 +53,12 @@ from typing import Protocol
 import optuna
 
 from leaven.data.tokens import TokenSet
+from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
-from leaven.recipe.errors import InputError
-from leaven.recipe.files import make_folder, read_recipe, write_recipe, write_text
+from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_number
+from leaven.storage import make_folder, write_text
 from leaven.training.engine import check_trainable
 from leaven.training.outcome import Outcome
 from leaven.training.trial import WorkerPool, branches_of, cooldown_start, train_trial
@@ -359,7 +366,7 @@ class Study:
         lease_seconds: float = 60.0,
         checkpoint_seconds: float = 60.0,
     ) -> StudyDocument:
-        """Run trials until the budget is used and the best point is confirmed. Return the study's document.
+        """Run trials until the budget is used, final runs included. Return the study's document.
 
         All commands that work on the study share the budget. The search ends early if ``stop`` returns true or, with
         ``stop_at_noise``, if several rounds gained less than the noise.

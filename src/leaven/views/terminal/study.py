@@ -12,7 +12,7 @@ from rich.text import Text
 from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_quantity, format_seconds
 from leaven.tuning.algorithm.noise import GIVEN
-from leaven.tuning.study_document import UNDER_WAY, Coordinate, StudyDocument, StudyTrial, covered
+from leaven.tuning.study_document import PRUNED, UNDER_WAY, Coordinate, StudyDocument, StudyTrial, covered
 from leaven.views import points
 from leaven.views.points import findings, repeats, result
 from leaven.views.tables import LABEL, Cell, Column, Facts, Table, joined, under
@@ -99,7 +99,7 @@ class TuneScreen(LiveScreen):
                 star, style = ("*", "green") if trial.loss < best.loss else (" ", "")
                 against = Text(f"{trial.loss - best.loss:+.4f} {star}", style)
         else:
-            style = "yellow" if trial.state == "stopped" else "red"
+            style = "yellow" if trial.state == PRUNED else "red"
             loss, against = Text(trial.state, style), Text(points.share(trial, self._state), style)
             expected = f"{trial.loss:.4f} expected; " if trial.loss is not None else ""
         room = self.table.widths[len(COLUMNS) - 1] - len(expected)
@@ -171,7 +171,7 @@ class TuneScreen(LiveScreen):
             start = next((trial.loss for trial in state.trials if trial.number == 0), None)
             parts += [] if start is None else [f"start {start:.4f}"]
         parts.append(self._done())
-        parts += [f"{n} {kind}" for kind in ("diverged", "stopped", "failed") if (n := state.count(kind))]
+        parts += points.counts(state).values()
         parts += [noise] if (noise := _noise(state)) else []
         parts.append(f"{self._workers} workers" if self._workers > 1 else "1 worker")
         return [*parts, left] if (left := self._time_left()) else [*parts]
