@@ -47,9 +47,9 @@ from leaven.verification.verdict import verdict
 FROM = 0.25
 """The share of a run after which curves are compared. Before, curves depend on the warm-up and the initial values."""
 
-LIMIT = 0.03
-"""The limit on the deviation, as a share of the fall of the loss. Published curves that collapse deviate by 0.5% to 2%
-(docs/log.md)."""
+LIMIT = 0.05
+"""The limit on the deviation, as a share of the fall of the loss. 28 pairs of published curves that collapse deviate by
+0.6% to 3%, and their bands reach 4.4% (docs/log.md)."""
 
 INTERVALS = 32  # of a curve, if it has as many points
 LEAST_POINTS = 8  # of a curve
@@ -303,7 +303,7 @@ def _normalised(
     """Yield the normalised curve of each size: its mean over seeds, and the lowest and highest seed."""
     for name, several in zip(runs, by_seed, strict=True):
         each = (several - level) / (several.mean(0)[-1] - level)
-        yield _curve(name, "normalised loss", shares, each.mean(0), each.min(0), each.max(0))
+        yield _curve(name, "normalised", shares, each.mean(0), each.min(0), each.max(0))
 
 
 def _curve(name: str, quantity: str, shares: Array, y: Array, low: Array, high: Array) -> VerdictCurve:

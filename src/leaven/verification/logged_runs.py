@@ -112,7 +112,7 @@ def scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
 
 def scale_name(scale: RunScale, axes: Iterable[str]) -> str:
     """Return a name such as ``width 64 depth 4``."""
-    return " ".join(f"{axis} {getattr(scale, axis):.10g}" for axis in axes)
+    return " ".join(f"{axis} {getattr(scale, axis):.15g}" for axis in axes)
 
 
 def transfer_of_runs(path: Path, value: str = "lr") -> CheckDocument:
