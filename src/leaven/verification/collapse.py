@@ -51,7 +51,7 @@ LIMIT = 0.05
 """The limit on the deviation, as a share of the fall of the loss. 28 pairs of published curves that collapse deviate by
 0.6% to 3%, and their bands reach 4.4% (docs/log.md)."""
 
-INTERVALS = 32  # of a curve, if it has as many points
+INTERVALS = 16  # of a curve, if it has as many points
 LEAST_POINTS = 8  # of a curve
 AXIS = "share of the run"
 BLOCKS = 4  # parts of an interval, whose mean losses show the noise of a single run
