@@ -83,7 +83,7 @@ def collapse(
         "largest deviation from the base's normalised loss curve, as a share of the fall of the loss",
         settings={
             "scales": list(runs),
-            "seeds": " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1])))),
+            "seeds": seeds[0] if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}",
             "compared after this share of a run": FROM,
             **settings,
         },
@@ -119,6 +119,7 @@ def collapse(
         levels = level(samples)
         bands = np.percentile(np.abs(deviations(samples, levels) - found).max(-1), 95, axis=0)
         measured = Estimate(float(fitted), *map(float, np.percentile(levels, [2.5, 97.5])))
+    note = "given" if irreducible is not None else "fitted" if fitted > 0 else "fitted: the lowest that is possible"
     shares = (np.arange(count) + 0.5) / count
     return document(
         [
@@ -132,7 +133,7 @@ def collapse(
                 for name, errors, band in zip(others, found, bands, strict=True)
             ),
         ],
-        measured=[measured.row("irreducible loss, nats per token", "given" if irreducible is not None else "fitted")],
+        measured=[measured.row("irreducible loss, nats per token", note)],
     )
 
 
@@ -153,11 +154,11 @@ def collapse_of_family(
         InputError: if there are fewer than two sizes, or the family has no model of a size.
         ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
     """
-    scales = grown(family, list(dict.fromkeys(sizes)))
-    names = labels(scales)
+    sizes = list(dict.fromkeys(sizes))
+    names = labels(sizes)
     trials = {
-        names[scale]: [family.trial(RunSetting(scale, family.value("lr"), seed=seed)) for seed in range(seeds)]
-        for scale in scales
+        names[size]: [family.trial(RunSetting(scale, family.value("lr"), seed=seed)) for seed in range(seeds)]
+        for size, scale in zip(sizes, grown(family, sizes), strict=True)
     }
     outcome = store.run(trial for several in trials.values() for trial in several)
     limit = divergence_limit(family.vocab_size)
