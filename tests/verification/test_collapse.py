@@ -42,7 +42,8 @@ def test_curves_of_one_shape_collapse_and_give_their_irreducible_loss() -> None:
     assert document.passed
     (level,) = document.measured
     assert level.value == pytest.approx(LEVEL, abs=0.02)
-    assert level.low is not None and level.high is not None
+    assert level.low is not None
+    assert level.high is not None
     assert level.low < LEVEL < level.high
     assert [row.axis for row in document.rows] == ["width 64 -> width 128", "width 64 -> width 256"]
     # The normalised curves are those of x^-power, averaged over the intervals, of which the last is 1.

@@ -58,7 +58,8 @@ def test_the_intervals_and_verdicts_hold_on_parabolas_with_a_known_minimum(tmp_p
         moved = transfer_of_runs(write(tmp_path / "a.csv", rows({64: -6.3, 256: -7.8}, 0.01, random=random)))
         (row,) = moved.rows
         low, high = row.parts["low"], row.parts["high"]
-        assert low is not None and high is not None
+        assert low is not None
+        assert high is not None
         covered += low <= -1.5 <= high
         # 1.5 octaves cost 0.11 nats, eleven times the limit.
         failed += not moved.passed and not row.undecided

@@ -193,7 +193,9 @@ def collapse(
     irreducible: Annotated[
         float | None,
         typer.Option(
-            min=0, metavar="NATS", help="The irreducible loss, if you know it, e.g. from a scaling law. Else it is fitted."
+            min=0,
+            metavar="NATS",
+            help="The irreducible loss, if you know it, e.g. from a scaling law. Else it is fitted.",
         ),
     ] = None,
 ) -> None:

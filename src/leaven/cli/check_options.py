@@ -261,12 +261,12 @@ class LoggedRunOptions(RunOptions):
             "have trained with any program: a CSV or JSON lines file, or a folder.",
         ),
     ]
-    run: Annotated[  # type: ignore[assignment]  # not needed to read results
+    run: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR", help="The folder for the training runs. Run the same command again to resume them."
         ),
-    ] = None
+    ] = None  # type: ignore[assignment]  # :meth:`logs` requires it unless results are read
 
     def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
         """Return the path of the results of runs, or None if the check trains runs.

@@ -24,6 +24,7 @@ from leaven.verification.sweep import AXES, SWEPT, SweptValue, compare
 SUFFIXES = (".csv", ".jsonl")
 TIMES = ("tokens", "step")  # columns with the progress of a run; the first that exists is used
 
+
 @dataclass(frozen=True)
 class LoggedRow:
     """A row of a file."""
@@ -118,9 +119,9 @@ def scale_name(scale: RunScale, axes: Iterable[str]) -> str:
 def transfer_of_runs(path: Path, value: str = "lr") -> CheckDocument:
     """Check whether the best value of a hyperparameter is the same at all sizes of the runs in a file or folder.
 
-    A row is a run. Its columns are loss (nats per token), ``value``, one or more of width, depth, batch and tokens, and
-    maybe seed. A loss that is not finite means that the run diverged. A value with a diverged run is left out at this
-    size: the grid ends before it.
+    A row is a run. Its columns are loss (nats per token), ``value``, one or more of width, depth, batch and tokens,
+    and maybe seed. A loss that is not finite means that the run diverged. A value with a diverged run is left out at
+    this size.
 
     Raises:
         InputError: if a column is missing or contains no numbers, if there are fewer than two sizes or, at a size,
@@ -176,16 +177,16 @@ def transfer_of_runs(path: Path, value: str = "lr") -> CheckDocument:
         "left out": left_out,
         "columns not used": sorted({*columns} - {"loss", "seed", value, *axes}),
     }
-    return compare("transfer", str(path), swept, grids, names, {}, settings)
+    return compare("transfer", str(path), swept, grids, names=names, ruled={}, settings=settings)
 
 
 def curves_of(path: Path) -> dict[str, list[Points]]:
-    """Return the loss curves in a folder or file: for each size by name, those of all seeds. The smallest size is first.
+    """Return the loss curves in a folder or file: for each size by name, those of all seeds, the smallest size first.
 
-    If the folder has run folders of leaven, these are read. Otherwise, a row of a file is a point of a curve, with the
-    columns tokens or step, and loss; rows without a loss are left out. The columns width, depth and batch say which
-    size it is, and seed which run. Without them, each file is a run, and the name of its subfolder or its own name
-    says which size it is.
+    If the folder has run folders of leaven, these are read. Otherwise, a row of a file is a point of a curve, with
+    the columns tokens or step, and loss; rows without a loss are left out. The columns width, depth and batch say
+    which size it is, and seed which run. Without them, each file is a run, and the name of its subfolder or its own
+    name says which size it is.
 
     Raises:
         InputError: if there are no curves, a column is missing or contains no numbers, or a run has not finished.

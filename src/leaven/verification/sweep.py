@@ -119,7 +119,7 @@ def sweep(
         "batch_tokens": family.batch_tokens,
     }
     ruled = {axis: family.exponent(quantity, axis) for axis in AXES}
-    return compare(check, family.name, swept, losses, names, ruled, settings), losses
+    return compare(check, family.name, swept, losses, names=names, ruled=ruled, settings=settings), losses
 
 
 def compare(
@@ -127,6 +127,7 @@ def compare(
     subject: str,
     swept: SweptValue,
     losses: Mapping[RunScale, LossGrid],
+    *,
     names: Mapping[RunScale, str],
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],

@@ -92,7 +92,9 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
             traces.append(_line(f"best for {curve.module}", points, colour, marker=marker))
     x = [value for curve in curves for value in curve.x]
     axis = charts.log_axis(min(x), max(x), numbers.value)
-    drawn: dict[str, Figure | None] = {"losses": charts.figure(charts.text(f"{name}, {unit}"), "final loss, nats", traces, x=axis)}
+    drawn: dict[str, Figure | None] = {
+        "losses": charts.figure(charts.text(f"{name}, {unit}"), "final loss, nats", traces, x=axis)
+    }
     best = [curve for curve in check.curves if curve.quantity == "best"]
     drawn |= {f"best-{curve.axis}": _best(curve, charts.text(f"best {name}, {unit}")) for curve in best}
     axes = [curve.axis for curve in best]
