@@ -12,7 +12,7 @@ from leaven.documents.checks import CheckDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Outcome
-from leaven.verification.collapse import Points, collapse, collapse_of_family, deviations, grown
+from leaven.verification.collapse import LIMIT, Points, collapse, collapse_of_family, deviations, grown
 from leaven.verification.foreign import CheckTrial
 from leaven.verification.recipe_family import RecipeFamily
 from leaven.verification.runs import RunStore
@@ -61,7 +61,8 @@ def test_the_deviation_is_that_of_the_two_shapes() -> None:
     expected = ((other - base) / other[0]).max()
     assert document.rows[0].slope == pytest.approx(expected, abs=0.01)
     assert "the loss is above the base's normalised curve" in document.rows[0].note
-    assert document.measured[0].value == LEVEL
+    (level,) = document.measured
+    assert (level.value, level.low, level.note) == (LEVEL, None, "given")
 
 
 def test_another_shape_fails_even_with_the_best_irreducible_loss() -> None:
@@ -97,6 +98,13 @@ def test_noise_that_hides_the_limit_is_undecided_and_so_is_a_short_single_curve(
     noisy = check(*([curve(end, seed, noise=0.6) for seed in range(2)] for end in (1.5, 1.0)))
     assert noisy.rows[0].undecided
     assert noisy.rows[0].note == "undecided: the limit is within the noise; give more seeds"
+    # A deviation within the limit does not pass if its band is not.
+    (row,) = check(*([curve(end, seed, noise=0.1) for seed in range(2)] for end in (1.5, 1.0))).rows
+    assert row.undecided
+    deviation, high = row.parts["deviation"], row.parts["deviation, high"]
+    assert deviation is not None
+    assert high is not None
+    assert deviation < LIMIT < high
     short = check([curve(1.5, steps=100)], [curve(1.0, steps=100)])
     assert short.rows[0].undecided
     assert short.rows[0].note.startswith("undecided: no interval")

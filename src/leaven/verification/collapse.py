@@ -116,7 +116,8 @@ def collapse(
     if samples is not None:
         levels = level(samples)
         bands = np.percentile(np.abs(deviations(samples, levels) - found).max(-1), 95, axis=0)
-        measured = Estimate(float(fitted), *map(float, np.percentile(levels, [2.5, 97.5])))
+        if irreducible is None:
+            measured = Estimate(float(fitted), *map(float, np.percentile(levels, [2.5, 97.5])))
     note = "given" if irreducible is not None else "fitted" if fitted > 0 else "fitted: the lowest that is possible"
     shares = (np.arange(count) + 0.5) / count
     return document(
