@@ -109,6 +109,7 @@ REFUSED = {
     "check transfer tiny.toml --scales 16x2,32x2": "--run is missing; to train tiny.toml, give e.g. --run runs/check",
     "check collapse tiny.toml --run OUT": "--scales is missing; to train tiny.toml, give e.g. --scales 64x4,128x4",
     "check transfer tiny.toml --run OUT --scales 16x2,32x2 --value beta": "tiny.toml cannot be combined with --value",
+    "check transfer absent": "absent: no such file or folder; give a recipe, or the results of runs",
     "check transfer absent.csv": "absent.csv: no such file or folder",
     "check transfer rows.csv --seeds 2": "rows.csv cannot be combined with --seeds; leave one of them out",
     "check transfer rows.csv": "rows.csv has one size only, width 64; a check of transfer compares two or more",

@@ -166,6 +166,9 @@ def test_files_that_are_no_logs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(InputError, match="is not a CSV file"):
         transfer_of_runs(tmp_path / "a.csv")
+    (tmp_path / "a.csv").write_text("width;lr;loss\n64;0.1;3\n")
+    with pytest.raises(InputError, match=r"a\.csv: separate the columns by commas"):
+        transfer_of_runs(tmp_path / "a.csv")
     (tmp_path / "a.jsonl").write_text('{"width": 64}\n[1]\n')
     with pytest.raises(InputError, match="line 2 is not a JSON object"):
         transfer_of_runs(tmp_path / "a.jsonl")
@@ -188,6 +191,10 @@ def test_curves_by_columns_by_file_and_by_subfolder(tmp_path: Path) -> None:
         (by_name / name).parent.mkdir(parents=True, exist_ok=True)
         write(by_name / name, curve())
     assert {name: len(curves) for name, curves in curves_of(by_name).items()} == {"3m": 1, "20m": 1, "100m": 2}
+    theirs = tmp_path / "theirs"  # without a recipe
+    theirs.mkdir()
+    write(theirs / "metrics.jsonl", curve())
+    assert curves_of(theirs) == {"metrics": [POINTS]}
     # Rows with a validation loss alone are left out, and a step that was repeated counts once.
     lines: list[Row] = [*curve(), {"step": 10, "loss": 2.5}, {"step": 10, "val_loss": 3.0}]
     assert curves_of(write(tmp_path / "more.jsonl", lines)) == {"more": [[*POINTS[:-1], (10, 2.5)]]}

@@ -283,5 +283,7 @@ class LoggedRunOptions(RunOptions):
         require_alone(context, self.subject, only_logs)
         for name, example in (("run", "runs/check"), ("scales", "64x4,128x4")):
             if context.params[name] is None:
+                if ":" not in self.subject and not path.exists():
+                    raise InputError(f"{path}: no such file or folder; give a recipe, or the results of runs")
                 raise InputError(f"--{name} is missing; to train {self.subject}, give e.g. --{name} {example}")
         return None

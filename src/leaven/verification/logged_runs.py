@@ -96,6 +96,8 @@ def read_rows(path: Path) -> list[LoggedRow]:
         raise InputError(f"{path} has no rows; give one row a run, below a header if it is CSV")
     rows = [LoggedRow(f"{path}: row {number}", values) for number, values in enumerate(found, start=1)]
     for row in rows:
+        if len(row.values) == 1 and re.search("[;\t]", next(iter(row.values)) or ""):
+            raise InputError(f"{path}: separate the columns by commas")
         if None in row.values:
             raise InputError(f"{row.place} has more cells than the header; quote cells that contain a comma")
     return rows
@@ -191,7 +193,8 @@ def curves_of(path: Path) -> dict[str, list[Points]]:
     Raises:
         InputError: if there are no curves, a column is missing or contains no numbers, or a run has not finished.
     """
-    if path.is_dir() and (folders := sorted(file.parent for file in path.rglob("metrics.jsonl"))):
+    recipes = path.rglob("recipe.toml") if path.is_dir() else ()
+    if folders := sorted(file.parent for file in recipes if (file.parent / "metrics.jsonl").exists()):
         return _curves_of_own_runs(folders)
     found: dict[str, dict[tuple[Path, str], dict[float, float]]] = {}
     for file in data_files(path):
