@@ -21,8 +21,8 @@ from leaven.verification import equivalence as equivalence_module
 from leaven.verification import foreign as foreign_module
 from leaven.verification.activation_recorder import ActivationRecorder
 from leaven.verification.batches import HELD_OUT, corpus, sequences, synthetic
-from leaven.verification.equivalence import equivalence
 from leaven.verification.collapse import grown
+from leaven.verification.equivalence import equivalence
 from leaven.verification.foreign import MADE_UP, SOURCE, ForeignFamily, foreign
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.runs import CheckTrial, RunStore
