@@ -45,14 +45,15 @@ test-torch:
 	OMP_NUM_THREADS=1 .venv-torch-$(TORCH)/bin/pytest -m "not slow and not kills" tests/model tests/distributed
 
 # Read exported configurations with the parsers of the target codes. litgpt asks for an older huggingface-hub than transformers, which
-# is installed second and wins; litgpt's parser works with it.
-TARGETS := litgpt==0.5.13 jsonargparse deepspeed==0.19.8 torchtitan==0.3.0 triton megatron-core==0.16.1 accelerate
+# is installed second and wins; litgpt's parser works with it. Of nemo-automodel only optimizer and scheduler are used.
+TARGETS := litgpt==0.5.13 jsonargparse deepspeed==0.19.8 torchtitan==0.3.0 triton megatron-core==0.16.1 accelerate lightning
 test-targets: .venv-targets/installed
-	OMP_NUM_THREADS=1 .venv-targets/bin/pytest tests/interop/configs
+	OMP_NUM_THREADS=1 .venv-targets/bin/pytest tests/interop/configs tests/interop/test_trainers.py
 
 .venv-targets/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv-targets
 	@.venv-targets/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch $(TARGETS)
+	@.venv-targets/bin/pip install --quiet --disable-pip-version-check --no-deps nemo-automodel==0.7.0
 	@.venv-targets/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
 	@touch $@
 

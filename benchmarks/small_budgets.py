@@ -4,7 +4,8 @@ Minimises smooth functions of 2 to 5 values whose minimum is about an octave (a 
 and without noise. Regret is the noise-free loss of the result above the minimum, in per cent of the start's. The
 trust region is `leaven.tuning.search`, including its trials that measure noise and confirm the result; in a second
 column the noise is given. Every other method spends all trials on its search, and its result is the trial with the
-lowest loss.
+lowest loss. "sampler" is ``leaven.tuning.TrustRegionSampler``, which runs in a plain ``study.optimize``, as the other
+samplers do. ``--families modules`` has 30 values, and divergences (benchmarks/_landscapes.py).
 
 ``--steplaw`` adds losses as functions of lr and batch, interpolated from a published sweep of 17 sizes (Li et al.
 2025, arXiv 2503.04715), with starts within 0.06 nats of the minimum. FILE is data/dense_lr_bs_loss.csv of
@@ -27,13 +28,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import optuna
+from benchmarks._landscapes import EXCESS, FLOOR, landscape
 from benchmarks._turbo import turbo
 
-from leaven.tuning import search
+from leaven.tuning import TrustRegionSampler, search
 
 REACH = 3.0  # octaves from the start to either bound
 FIRST = 100  # first seed
 FAMILIES = {"bowl": (2, 4, 5), "cliff": (3,), "valley": (2,), "step law": (2,)}  # numbers of values by function
+MODULES = {"modules": (30,)}  # the landscapes of _landscapes.py
 Array = np.ndarray
 Function = Callable[[Array], float]  # from octaves to a loss: 1 at the start, 0 at the minimum
 
@@ -44,6 +47,9 @@ def made_up(family: str, d: int, seed: int) -> Function:
     ``bowl`` is quadratic near the minimum and linear far away. ``cliff`` rises faster on one side, and diverges where
     the first value is too large. ``valley`` is a bowl along a curve.
     """
+    if family == "modules":
+        made = landscape(d, seed)
+        return lambda x: (made.loss(x) - FLOOR) / EXCESS
     rng = np.random.default_rng([d, seed, sorted(FAMILIES).index(family)])
     optimum = np.clip(rng.normal(0, 1, d), -2, 2)
     rotation = np.linalg.qr(rng.normal(size=(d, d)))[0]
@@ -131,7 +137,11 @@ def plain_quadratic(objective: Function, d: int, trials: int, seed: int) -> Arra
 def by_optuna(name: str) -> Callable[[Function, int, int, int], Array]:
     def method(objective: Function, d: int, trials: int, seed: int) -> Array:
         names = [f"x{i}" for i in range(d)]
+        # The highest loss; the start has 1. Optuna's samplers need a finite loss if a run diverges. Among many runs
+        # that diverge, a loss of 20 would hide the differences between the others.
+        highest = np.inf if name == "sampler" else 20.0 if d <= 5 else 2.0
         sampler = {
+            "sampler": lambda: TrustRegionSampler(seed=seed),
             "gp": lambda: optuna.samplers.GPSampler(seed=seed),
             "tpe": lambda: optuna.samplers.TPESampler(seed=seed, multivariate=True),
             "cma": lambda: optuna.samplers.CmaEsSampler(dict.fromkeys(names, 0.0), 0.5 / (2 * REACH), seed=seed),
@@ -142,7 +152,7 @@ def by_optuna(name: str) -> Callable[[Function, int, int, int], Array]:
         study.enqueue_trial(dict.fromkeys(names, 0.0))
 
         def trial(of: optuna.Trial) -> float:
-            return min(objective(np.array([of.suggest_float(x, -REACH, REACH) for x in names])), 20.0)
+            return min(objective(np.array([of.suggest_float(x, -REACH, REACH) for x in names])), highest)
 
         study.optimize(trial, n_trials=trials)
         return np.array([study.best_params[x] for x in names])
@@ -167,7 +177,7 @@ def trust_region(objective: Function, d: int, trials: int, seed: int, noise: flo
 METHODS = {
     "trust region": trust_region,
     "plain quadratic": plain_quadratic,
-    **{name: by_optuna(name) for name in ("gp", "turbo", "cma", "tpe", "random")},
+    **{name: by_optuna(name) for name in ("sampler", "gp", "turbo", "cma", "tpe", "random")},
 }
 GIVEN = "noise given"
 
@@ -184,20 +194,24 @@ def regret(method: str, truth: Function, d: int, trials: int, *, seed: int, nois
     return 100 * min(truth(np.clip(found, -REACH, REACH)), 1.0)
 
 
-def table(runs: dict[str, float], methods: list[str]) -> list[str]:
-    """Return mean regrets and standard errors as a Markdown table, with the lowest of each row in bold."""
+def table(runs: dict[str, float], methods: list[str], *, medians: bool = False) -> list[str]:
+    """Return regrets as a Markdown table, with the lowest of each row in bold: means and standard errors, or medians
+    and quartiles."""
     cells: dict[tuple[str, str], list[float]] = defaultdict(list)
     for key, value in runs.items():
         method, *rest, _ = key.split("|")
         cells["|".join(rest), method].append(value)
     lines = [f"| surface | values | noise | trials | {' | '.join(methods)} |", "|---" * (4 + len(methods)) + "|"]
     for row in dict.fromkeys(row for row, _ in cells):
-        means = {m: float(np.mean(cells[row, m])) for m in methods if (row, m) in cells}
+        centre = np.median if medians else np.mean
+        middles = {m: float(centre(cells[row, m])) for m in methods if (row, m) in cells}
         texts = []
         for m in methods:
             of = cells.get((row, m))
-            text = f"{means[m]:.1f} ± {np.std(of) / len(of) ** 0.5:.1f}" if of else ""
-            texts.append(f"**{text}**" if of and means[m] == min(means.values()) else text)
+            spread = "({:.1f} to {:.1f})".format(*np.quantile(of, (0.25, 0.75))) if of and medians else ""
+            spread = spread or f"± {np.std(of) / len(of) ** 0.5:.1f}" if of else ""
+            text = f"{middles[m]:.1f} {spread}" if of else ""
+            texts.append(f"**{text}**" if of and middles[m] == min(middles.values()) else text)
         lines.append(f"| {' | '.join([*row.split('|'), *texts])} |")
     return lines
 
@@ -210,7 +224,11 @@ def picture(runs: dict[str, float], methods: list[str]) -> str:
         of = means.setdefault(f"{family}, {d} values, noise {noise}", {}).setdefault(method, {})
         of.setdefault(int(trials), []).append(value)
     hues = dict(
-        zip(METHODS, ("#c2185b", "#1976d2", "#388e3c", "#00838f", "#f57c00", "#7b1fa2", "#9e9e9e"), strict=True)
+        zip(
+            METHODS,
+            ("#c2185b", "#1976d2", "#795548", "#388e3c", "#00838f", "#f57c00", "#7b1fa2", "#9e9e9e"),
+            strict=True,
+        )
     )
     wide, high, columns = 300, 170, 3
     rows = -(-len(means) // columns)
@@ -223,7 +241,7 @@ def picture(runs: dict[str, float], methods: list[str]) -> str:
     ]
     shown = [m for m in methods if m in hues]
     for i, method in enumerate(shown):
-        at = 20 + i * 126
+        at = 20 + i * 110
         parts.append(f'<line x1="{at}" x2="{at + 22}" y1="14" y2="14" stroke="{hues[method]}" stroke-width="2.5"/>')
         parts.append(f'<text x="{at + 28}" y="18">{method}</text>')
     parts.append('<text x="20" y="36">mean regret, per cent of the start\'s, over the number of trials</text>')
@@ -254,6 +272,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steplaw", type=Path, help="dense_lr_bs_loss.csv of Step Law")
     parser.add_argument("--methods", nargs="*", default=[GIVEN, *METHODS], choices=[GIVEN, *METHODS])
+    parser.add_argument("--families", nargs="*", choices=[*FAMILIES, *MODULES], help="default: all without modules")
+    parser.add_argument("--medians", action="store_true", help="medians and quartiles instead of means")
     parser.add_argument("--trials", default="8,16,32")
     parser.add_argument("--noise", default="0,0.1", help="standard deviations / loss of the start above the optimum")
     parser.add_argument("--seeds", type=int, default=20)
@@ -265,6 +285,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     surfaces = published(options.steplaw) if options.steplaw else []
     families = {name: sizes for name, sizes in FAMILIES.items() if surfaces or name != "step law"}
+    if options.families:
+        families = {name: (FAMILIES | MODULES)[name] for name in options.families}
     if options.quick:
         families, options.trials, options.seeds = {"bowl": (2,), "valley": (2,)}, "8", 2
         options.methods = [GIVEN, "trust region", "plain quadratic", "random"]
@@ -284,7 +306,7 @@ def main() -> None:
                                 runs[key] = regret(method, truth, d, trials, seed=seed, noise=noise)
                                 with options.results.open("a") as file:
                                     file.write(json.dumps({key: runs[key]}) + "\n")
-    print("\n".join(table(runs, options.methods)))
+    print("\n".join(table(runs, options.methods, medians=options.medians)))
     if options.picture:
         options.picture.write_text(picture(runs, options.methods))
 

@@ -61,3 +61,41 @@ def test_a_measured_exponent_is_written(
     assert f"--set scaling.token_exponent={high:.3g}" in message
     assert not cautions(recipe.scaling.token_exponent, longer)
     assert not cautions(0.5, recipe.data.tokens)
+
+
+def test_logged_runs_give_a_verdict_and_a_page(tmp_path: Path, leaven: Verb) -> None:
+    lines = ["width,batch_size,lr,loss"]
+    for width in (64, 128):
+        for octave in range(-3, 3):
+            for seed in (0, 1):
+                loss = "nan" if octave == 2 else 3 + 0.1 * (octave + 0.2) ** 2 + 0.001 * seed
+                lines.append(f"{width},32,{2.0**octave},{loss}")
+    (tmp_path / "runs.csv").write_text("\n".join(lines))
+    page = tmp_path / "runs.html"
+    code, out, err = leaven("check", "transfer", tmp_path / "runs.csv", "-o", page)
+    assert code == 0, err
+    assert "left out, because a run diverged: width 64, lr 4, width 128, lr 4" in " ".join(out.split())
+    assert "columns not used: batch_size" in out
+    assert "passed: 1 of 1 lines" in out
+    assert "exponent of the best lr over width" in page.read_text()
+
+
+def test_logged_curves_give_a_verdict_and_a_page(tmp_path: Path, leaven: Verb) -> None:
+    for name, end, power in (("20m", 1.5, 0.4), ("50m", 1.0, 0.4), ("fault/100m", 0.8, 0.9)):
+        file = tmp_path / f"{name}.csv"
+        file.parent.mkdir(exist_ok=True)
+        points = [f"{step},{1.7 + end * (step / 200) ** -power + 0.001 * (-1) ** step}" for step in range(1, 201)]
+        file.write_text("\n".join(["step,loss", *points]))
+    (tmp_path / "all").mkdir()
+    for name in ("20m", "50m"):
+        (tmp_path / f"{name}.csv").rename(tmp_path / "all" / f"{name}.csv")
+    page = tmp_path / "curves.html"
+    code, out, err = leaven("check", "collapse", tmp_path / "all", "-o", page)
+    assert code == 0, err
+    assert "20m -> 50m" in out
+    assert "passed: 1 of 1 lines" in out
+    assert "Normalised loss curves" in page.read_text()
+    (tmp_path / "fault" / "100m.csv").rename(tmp_path / "all" / "100m.csv")
+    code, out, err = leaven("check", "collapse", tmp_path / "all")
+    assert code == 1, err
+    assert "20m -> 100m most" in out

@@ -84,7 +84,7 @@ def test_losses_of_new_recipes_name_a_different_value(leaven: Verb, tmp_path: Pa
     """No target says "x: would be x"."""
     recipe = tmp_path / "new.toml"
     assert leaven("new", recipe, "--params", "125M", "--tokens", "2.5B")[0] == 0
-    for to in ("megatron", "torchtitan", "deepspeed", "nanotron", "transformers", "litgpt"):
+    for to in ("megatron", "torchtitan", "deepspeed", "nanotron", "transformers", "litgpt", "megatron-module"):
         code, _, err = leaven("export", "config", recipe, "--to", to, "-o", tmp_path / to)
         lost = [line for line in err.splitlines() if line.startswith("lost: ")]
         assert code == (2 if lost else 0), err

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.conftest import Verb
+from tests.data.written import documents, megatron
 
 from leaven.catalogue.runs import find_run
 from leaven.recipe.files import read_recipe
@@ -88,3 +89,14 @@ def test_from_takes_the_size_and_length_of_a_run(leaven: Verb, tmp_path: Path) -
     recipe, run = read_recipe(path), find_run("olmo2-7b")
     assert recipe.model.params == pytest.approx(run.params_total, rel=0.03)
     assert recipe.data.tokens == run.tokens
+
+
+def test_a_recipe_for_token_ids_has_their_vocabulary(leaven: Verb, tmp_path: Path) -> None:
+    source = megatron(tmp_path / "ids.bin", documents())
+    size = ("--params", "1M", "--tokens", "1M", "--source", source)
+    code, out, err = leaven("new", tmp_path / "a.toml", *size)
+    assert (code, out, list(tmp_path.glob("*.toml"))) == (2, "", [])
+    assert f"{source} has token ids; add --vocab COUNT" in err
+    assert leaven("new", tmp_path / "a.toml", *size, "--vocab", "300")[0] == 0
+    recipe = read_recipe(tmp_path / "a.toml")
+    assert (recipe.model.vocab_size, recipe.data.source) == (300, source)

@@ -106,6 +106,16 @@ REFUSED = {
     "check transfer tiny.toml --run OUT --scales 16x2,32x2 --tokens 1k": "--tokens",
     "check init theirs:model --run OUT --scales 16x1,32x1": "give a recipe file",
     "check transfer tiny.toml --run OUT --scales 16x2": "two scales",
+    "check transfer tiny.toml --scales 16x2,32x2": "--run is missing; to train tiny.toml, give e.g. --run runs/check",
+    "check collapse tiny.toml --run OUT": "--scales is missing; to train tiny.toml, give e.g. --scales 64x4,128x4",
+    "check transfer tiny.toml --run OUT --scales 16x2,32x2 --value beta": "tiny.toml cannot be combined with --value",
+    "check transfer absent": "absent: no such file or folder; give a recipe, or the results of runs",
+    "check transfer absent.csv": "absent.csv: no such file or folder",
+    "check transfer rows.csv --seeds 2": "rows.csv cannot be combined with --seeds; leave one of them out",
+    "check transfer rows.csv": "rows.csv has one size only, width 64; a check of transfer compares two or more",
+    "check collapse rows.csv": "its columns are width, lr, loss; a loss curve needs tokens or step, and loss",
+    "check collapse rows.csv --run OUT": "rows.csv cannot be combined with --run",
+    "check collapse rows.csv --irreducible -1": "--irreducible: input should be greater than or equal to 0",
     "check decay tiny.toml --run OUT": "--scales 64x4,128x4 or --durations 1,2,4",
     "check duration theirs:model --run OUT --scale 16x1 --write o.toml": "--write",
     "bench tiny.toml --micro-batch 1,x": "--micro-batch: 'x'",
@@ -159,6 +169,7 @@ def folder(tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     (tmp_path / "tiny.toml").write_text(tiny_text)
     (tmp_path / "plain.toml").write_text(tiny_text.replace("qk_norm = true", "qk_norm = false"))
     (tmp_path / "other.toml").write_text("[tool]\nx = 1\n")
+    (tmp_path / "rows.csv").write_text("width,lr,loss\n64,0.1,3\n64,0.2,2\n64,0.4,3\n")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("one line\n")
     shutil.copy(EXAMPLE, tmp_path)

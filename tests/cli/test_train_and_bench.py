@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from tests.cli.conftest import Verb, document
+from tests.data.written import documents, megatron
 
 import leaven.cli.train as verb
 import leaven.training.checkpoint as leaven_checkpoint
@@ -186,3 +187,20 @@ def test_a_device_that_torch_lacks_gives_one_line(
         f"error: device mps: torch {torch.__version__} is built without mps; use --device"
     )
     assert not list(tmp_path.glob("*/*"))
+
+
+def test_a_damaged_file_of_token_ids_leaves_no_run(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
+    source = Path(megatron(tmp_path / "ids.bin", documents()))
+    train = ("train", tiny_file, "--run", tmp_path / "run", "--set", f"data.source={source}")
+    source.write_bytes(source.read_bytes()[:-2])
+    code, out, err = leaven(*train)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: {source} has ")
+    assert "ids.idx describes" in err
+    assert not (tmp_path / "run").exists()
+    megatron(source, documents())
+    code, out, err = leaven(*train)
+    assert code == 0
+    assert "nats per token" in out
+    assert "bits per byte" not in out
+    assert "leaven sample" not in out

@@ -21,6 +21,7 @@ from leaven.verification import equivalence as equivalence_module
 from leaven.verification import foreign as foreign_module
 from leaven.verification.activation_recorder import ActivationRecorder
 from leaven.verification.batches import HELD_OUT, corpus, sequences, synthetic
+from leaven.verification.collapse import grown
 from leaven.verification.coordinates import CoordinateCheck
 from leaven.verification.equivalence import equivalence
 from leaven.verification.foreign import MADE_UP, SOURCE, ForeignFamily, foreign
@@ -249,6 +250,14 @@ def test_batches_of_a_factory_form_one_stream_for_each_seed(here: Path) -> None:
     assert (half.tokens, double.tokens) == (512, 512)
     with pytest.raises(InputError, match=r"0.1 times the batch of 4 sequences is not a whole number"):
         family.trial(RunSetting(replace(SCALE, batch=0.1), 1.0, 0))
+
+
+def test_sizes_of_a_factory_grow_with_its_parameters(here: Path) -> None:
+    family = foreign("their_model:feeding", RunScale(16, 1), tokens=512)
+    assert family.params(RunScale(16, 1)) == 64 * 16 + 16 * 64 + 64
+    small, wide = grown(family, [RunScale(16, 1), RunScale(64, 1)])
+    assert (small.batch, small.tokens) == (1, 1)
+    assert (wide.batch, wide.tokens) == (16 / 4, 16 / 4)  # 3.91 times the parameters: 16 sequences in place of 4
 
 
 def test_training_never_reads_held_out_text() -> None:

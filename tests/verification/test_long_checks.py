@@ -39,7 +39,7 @@ def test_a_best_lr_that_falls_with_width_fails(tiny: Recipe) -> None:
 def test_an_optimum_outside_the_grid_does_not_pass(tiny: Recipe) -> None:
     (row,) = transfer(tiny, lambda recipe: parabola(recipe, 0.5)).rows
     assert (row.passed, row.undecided) == (False, True)
-    assert row.note.endswith("is at the edge of the extended grid; give --lrs around 0.32")
+    assert row.note.endswith("is at the edge of the grid; give --lrs around 0.32")
 
 
 def noisy(shift: float, noise: float, curvature: float) -> Callable[[Recipe], float]:

@@ -1,6 +1,9 @@
 """Small models of recipes of any size."""
 
+from pathlib import Path
+
 import pytest
+from tests.data.written import documents, megatron
 from tests.verification.families import PROXY
 
 from leaven.recipe.files import read_recipe
@@ -30,3 +33,10 @@ def test_every_recipe_has_small_widths(shape: dict[str, int]) -> None:
     kept = recipe.model.d_ff / recipe.model.d_model
     assert shapes[0].d_ff / shapes[0].d_model == pytest.approx(kept, rel=0.01)
     assert "vocab_size 49,152 -> 4,096" in changed
+
+
+def test_token_ids_keep_their_vocabulary(tmp_path: Path) -> None:
+    ids = {"data.source": megatron(tmp_path / "ids.bin", documents()), "model.vocab_size": 49_152}
+    small, changed = small_recipe(read_recipe(PROXY).replace(ids))
+    assert small.model.vocab_size == 49_152
+    assert not any("vocab_size" in change for change in changed)

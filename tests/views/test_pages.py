@@ -12,7 +12,7 @@ import pytest
 import studied
 from chromium import BINARY, Browser
 from planned import planned
-from written import HOSTILE, demo, slopes_check, write_demo, write_losses_check
+from written import HOSTILE, collapse_check, demo, slopes_check, write_demo, write_losses_check
 
 from leaven.catalogue.runs import load_runs
 from leaven.documents.planning import Price
@@ -37,6 +37,7 @@ PAGES: dict[str, tuple[str, set[str]]] = {
     "catalogue": ("published runs of 70.4 M to", {"lr", "batch", "tokens", "init"}),
     "check of slopes": ("FAILED: 2 of", {"width-change", "width-end", "depth-change", "depth-end"}),
     "check of runs": ("FAILED: 1 of", {"losses", "best-width"}),
+    "check of curves": ("FAILED: 1 of", {"normalised", "deviation"}),
     "comparison": ("runs/moved has the lowest validation loss, 2.8101", RUN),
     "plan": ("The run fits in memory: ", {"memory", "passes", "layouts", "ramp"}),
 }  # fmt: skip
@@ -52,6 +53,7 @@ def write(name: str, folders: Path, folder: Path) -> Path:
         "study": lambda: folder_page(studied.write(folder / "study", studied.durations(studied.study(14)))),
         "catalogue": lambda: catalogue_page(load_runs()),
         "check of slopes": lambda: check_page(slopes_check()),
+        "check of curves": lambda: check_page(collapse_check()),
         "check of runs": lambda: folder_page(write_losses_check(folder / "check")),
         "comparison": lambda: comparison_page([folders / "runs/copied", folders / "runs/moved"], out)[0],
         "plan": lambda: plan_page(plan, plan.document(price=price), "rye-7b", f"leaven plan '{HOSTILE}'"),
@@ -123,7 +125,7 @@ def test_a_page_is_complete_and_self_contained(name, pages):
     assert "http" not in policy
 
 
-@pytest.mark.parametrize("name", ["demo", "check of slopes", "plan"])
+@pytest.mark.parametrize("name", ["demo", "check of slopes", "check of curves", "plan"])
 def test_hostile_text_is_escaped(name, pages):
     read = Reader(pages[name].read_text(encoding="utf-8"))
     assert sum(tag == "script" for tag, _ in read.tags) == 3
@@ -196,7 +198,7 @@ def browser(tmp_path_factory):
 
 
 @needs_browser
-@pytest.mark.parametrize("name", ["demo", "study", "catalogue", "check of slopes", "plan"])
+@pytest.mark.parametrize("name", ["demo", "study", "catalogue", "check of slopes", "check of curves", "plan"])
 def test_charts_draw_and_fit_a_narrow_window(browser: Browser, pages: dict[str, Path], name: str):
     page = pages[name]
     browser.window(390, dark=name in {"study", "plan"})

@@ -13,6 +13,7 @@ from leaven.documents.runs import DemoCorpus, DemoDocument, DemoModel, DemoRun
 from leaven.recipe.files import parse_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
+from leaven.verification.collapse import collapse
 from leaven.verification.runs import RunStore
 from leaven.verification.verdict import curve, verdict
 
@@ -150,6 +151,17 @@ def slopes_check() -> CheckDocument:
         curves.append(curve("rotary", axis, "change", x, [[0.0, 0.0] for _ in x]))
     settings = {"rule": None, "widths": sizes["width"], "depths": sizes["depth"], "steps": 3, "seeds": 2}
     return verdict("coordinates", f"mine:{HOSTILE}", "slope", rows, curves=curves, settings=settings)
+
+
+def collapse_check() -> CheckDocument:
+    """Return a collapse check of three sizes, of which one has a hostile name and another shape."""
+
+    def curve_of(end: float, power: float) -> list[tuple[float, float]]:
+        return [(step, 1.5 + end * (step / 64) ** -power) for step in range(1, 65)]
+
+    sizes = {"20m": (1.0, 0.4), "50m": (0.8, 0.4), HOSTILE: (0.7, 1.0)}
+    runs = {name: [curve_of(*shape), curve_of(shape[0] * 1.001, shape[1])] for name, shape in sizes.items()}
+    return collapse(f"logs/{HOSTILE}", runs, 1.5, {"rule": None})
 
 
 def write_losses_check(folder: Path) -> Path:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.check_options import RecipeRunOptions, RunOptions, SizeOptions, with_option_fields
+from leaven.cli.check_options import LoggedRunOptions, RecipeRunOptions, RunOptions, SizeOptions, with_option_fields
 from leaven.cli.common import (
     JsonOption,
     RecipeArgument,
@@ -160,10 +160,64 @@ def memory(
 
 @app.command()
 @with_option_fields
-def transfer(options: RunOptions, scales: ScalesOption, lrs: LrsOption = None) -> None:
-    """Check that the best lr of a small model is also the best lr of a larger model."""
+def transfer(
+    options: LoggedRunOptions,
+    context: typer.Context,
+    scales: ScalesOption = None,
+    lrs: LrsOption = None,
+    value: Annotated[
+        str, typer.Option(metavar="COLUMN", help="With LOGS, the column with the values of the swept hyperparameter.")
+    ] = "lr",
+) -> None:
+    """Check that the best lr of a small model is also the best lr of a larger model.
+
+    Or check runs that you have trained, for any hyperparameter. Each row of LOGS is a run, with the columns loss, lr
+    (or the --value), and one or more of width, depth, batch and tokens; and maybe seed. The loss of a diverged run is
+    nan.
+    """
+    if logs := options.logs(context, "value"):
+        from leaven.verification.logged_runs import transfer_of_runs
+
+        options.finish(transfer_of_runs(logs, value))
+        return
     family, _ = options.models(scales[0])
     options.sweep("transfer", family, "lr", lrs, scales)
+
+
+@app.command()
+@with_option_fields
+def collapse(
+    options: LoggedRunOptions,
+    context: typer.Context,
+    scales: ScalesOption = None,
+    irreducible: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="NATS",
+            help="The irreducible loss, if you know it, e.g. from a scaling law. Else it is fitted.",
+        ),
+    ] = None,
+) -> None:
+    """Check that the loss curves of models of several sizes are the same after normalisation.
+
+    A recipe is trained at each size with the same number of steps and of tokens per parameter. Or check the curves of
+    runs that you have trained: LOGS is a folder with run folders of leaven, or with files whose rows have the columns
+    tokens or step, and loss; either with the columns width, depth or batch, and seed, or with a file for each run, in
+    one subfolder for each size.
+    """
+    from leaven.verification.collapse import collapse, collapse_of_family
+    from leaven.verification.logged_runs import curves_of
+
+    if logs := options.logs(context):
+        options.finish(collapse(str(logs), curves_of(logs), irreducible, {"rule": None}))
+        return
+    family, _ = options.models(scales[0])
+    options.finish(
+        options.train(
+            lambda store: collapse_of_family(family, scales, store, seeds=options.seeds, irreducible=irreducible)
+        )
+    )
 
 
 @app.command()

@@ -20,6 +20,7 @@ from leaven.cli.common import (
     load_recipe,
     prepare_text,
     print_document,
+    require_alone,
     stop_on_signal,
 )
 from leaven.documents.checks import CheckDocument
@@ -246,3 +247,43 @@ class RunOptions(RecipeRunOptions):
         tokens = self.tokens or default_tokens
         family = foreign(read, scale, prepare_text, source=self.source, batch_tokens=self.batch_tokens, tokens=tokens)
         return family, scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedRunOptions(RunOptions):
+    """Options of the checks that train whole runs, or read the results of runs that have been trained already."""
+
+    subject: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|LOGS",
+            help="A recipe file (TOML), or module:factory for your own torch model; or the results of runs that you "
+            "have trained with any program: a CSV or JSON lines file, or a folder.",
+        ),
+    ]
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="The folder for the training runs. Run the same command again to resume them."
+        ),
+    ] = None  # type: ignore[assignment]  # :meth:`logs` requires it unless results are read
+
+    def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
+        """Return the path of the results of runs, or None if the check trains runs.
+
+        ``only_logs`` contains the names of parameters that apply only to results.
+
+        Raises:
+            InputError: if an option does not apply, or the check trains runs and --run or --scales is missing.
+        """
+        path = Path(self.subject)
+        if path.is_dir() or path.suffix in {".csv", ".jsonl"}:
+            require_alone(context, self.subject, "run scales lrs seeds overrides workers tokens batch_tokens source")
+            return path
+        require_alone(context, self.subject, only_logs)
+        for name, example in (("run", "runs/check"), ("scales", "64x4,128x4")):
+            if context.params[name] is None:
+                if ":" not in self.subject and not path.exists():
+                    raise InputError(f"{path}: no such file or folder; give a recipe, or the results of runs")
+                raise InputError(f"--{name} is missing; to train {self.subject}, give e.g. --{name} {example}")
+        return None

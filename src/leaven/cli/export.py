@@ -69,7 +69,8 @@ def config(
         str,
         typer.Option(
             metavar="TARGET",
-            help="The training code: megatron, torchtitan, deepspeed, nanotron, transformers or litgpt.",
+            help="The training code: megatron, megatron-module (sets every parameter), automodel, torchtitan, "
+            "deepspeed, nanotron, transformers or litgpt.",
         ),
     ],
     output: Annotated[
@@ -78,7 +79,7 @@ def config(
             "-o",
             "--output",
             metavar="PATH",
-            help="The file to write, or for transformers the folder.",
+            help="The file to write, or the folder for targets with several files.",
             show_default="named after the recipe",
         ),
     ] = None,

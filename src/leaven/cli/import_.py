@@ -21,12 +21,13 @@ def config(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="For megatron, a script or a list of flags. For transformers, config.json or its folder.",
+            help="For megatron, a script or a list of flags. For transformers, config.json or its folder. For "
+            "torchtitan, its TOML file or the JSON file that it saves.",
         ),
     ],
     source: Annotated[
-        Literal["transformers", "megatron"],
-        typer.Option("--from", metavar="SOURCE", help="The format of FILE: transformers or megatron."),
+        Literal["transformers", "megatron", "torchtitan"],
+        typer.Option("--from", metavar="SOURCE", help="The format of FILE: transformers, megatron or torchtitan."),
     ],
     output: Annotated[
         Path | None,
@@ -42,13 +43,15 @@ def config(
 
     The command lists values that FILE does not give and settings that a recipe cannot contain.
     """
-    from leaven.interop.configs import from_megatron, from_transformers
+    from leaven.interop.configs import from_megatron, from_torchtitan, from_transformers
 
     if output is not None:
         require_new(output)
     name = recipe_name(output or file.resolve(), "imported")
     if source == "megatron":
         found = from_megatron.read(read_text(file), str(file), name, ranks)
+    elif source == "torchtitan":
+        found = from_torchtitan.read(file, name, ranks)
     else:
         found = from_transformers.read(file, name, ranks)
     if output is not None:

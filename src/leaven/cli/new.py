@@ -18,11 +18,13 @@ from leaven.cli.common import (
     require_new,
 )
 from leaven.data.sources import estimated_tokens
+from leaven.data.token_files import TOKEN_SUFFIXES
 from leaven.documents.planning import AdoptedRecipe
 from leaven.errors import InputError
 from leaven.planning.budget import size_for_time
 from leaven.planning.hardware import gpus_here, parse_cluster
 from leaven.planning.start import start
+from leaven.recipe.data import DataSource
 from leaven.recipe.files import write_recipe
 from leaven.scaling.tested_ranges import warnings
 from leaven.views.terminal.console import warn
@@ -107,7 +109,11 @@ def new(
         _adopt(output, name, from_weights, tokens, source, json_output)
         return
     cluster = parse_cluster(gpus) if gpus else None
-    text_tokens = None if source == "python-stdlib" else estimated_tokens(source)
+    if source.endswith(TOKEN_SUFFIXES) and vocab is None:
+        raise InputError(
+            f"{source} has token ids; add --vocab COUNT, the size of the vocabulary they were written with"
+        )
+    text_tokens = None if source == "python-stdlib" else estimated_tokens(DataSource(source=source))
     fit = None
     if time is not None:
         require_alone(context, "--time", "params tokens from_run")

@@ -101,10 +101,14 @@ def after_budget(found: BudgetDocument) -> list[str]:
 
 
 def after_train(run: Path, recipe: Recipe) -> list[str]:
-    """Return the commands after a finished run: write a report, sample text, and if possible export the weights."""
+    """Return the commands after a finished run: write a report, and if possible sample text and export the weights.
+    A run on token ids may have no tokenizer, which both need."""
     from leaven.interop.architectures import ARCHITECTURES
 
-    commands = [_line("report", run, "-o", run / "report.html"), _line("sample", run, "The ")]
+    commands = [_line("report", run, "-o", run / "report.html")]
+    if not (run / "tokenizer.json").is_file():
+        return commands
+    commands.append(_line("sample", run, "The "))
     if any(not architecture.misfits(recipe.model) for architecture in ARCHITECTURES):
         parent = run.parent if run.name else Path("..")  # run may be "."
         folder = _free(parent / f"{run.resolve().name}-huggingface")

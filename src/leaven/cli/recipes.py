@@ -208,16 +208,16 @@ def _text_tokens(recipe: Recipe) -> int | None:
     """
     from leaven.data.sources import estimated_tokens
 
-    names = [source.source for source in recipe.data.sources]
-    if "python-stdlib" in names:
+    sources = recipe.data.sources
+    if any(source.source == "python-stdlib" for source in sources):
         return None
     try:
-        sizes = [estimated_tokens(name) for name in names]
+        sizes = [estimated_tokens(source) for source in sources]
     except InputError as error:
         warn([f"{error}; the number of epochs is not checked"])
         return None
     known = [size for size in sizes if size is not None]
-    return sum(known) if len(known) == len(names) else None
+    return sum(known) if len(known) == len(sources) else None
 
 
 def _rows(rows: Sequence[Document], screen: Iterator[RenderableType], json_output: bool, csv_output: bool) -> None:

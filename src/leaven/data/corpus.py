@@ -12,14 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from leaven import storage
-from leaven.data.hub import SCHEME, SourcePart
-from leaven.data.readers import BrokenFile
-from leaven.data.sources import source_parts
+from leaven.data.hub import SCHEME
+from leaven.data.readers import BrokenFile, FileStamp
+from leaven.data.sources import TextPart, source_parts
 from leaven.errors import InputError
 from leaven.recipe.data import DataSource
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 VALIDATION_SHARE = 0.05
 
@@ -34,6 +37,25 @@ OnProgress = Callable[[str, int, int], None]
 """A function that is called with the name of a stage, the number of bytes processed and the total number of bytes."""
 
 REPORT_EVERY_BYTES = 2**20
+
+
+class SourcePart(Protocol):
+    """A file of a source, or a split of a data set."""
+
+    @property
+    def key(self) -> str:
+        """The name of the part, unique in its source."""
+
+    @property
+    def size(self) -> int:
+        """The size in bytes."""
+
+    def stamp(self) -> FileStamp | None:
+        """Return a value that changes when the content changes, or None if the content must be read again."""
+
+
+AnyPart = TypeVar("AnyPart", bound=SourcePart)
+AnySurvey = TypeVar("AnySurvey", bound="DataclassInstance")
 
 
 class Meter:
@@ -86,7 +108,7 @@ class Corpus:
     """The documents of a source. Each call of :meth:`documents` reads them again, file by file and line by line."""
 
     source: str
-    parts: tuple[SourcePart, ...]
+    parts: tuple[TextPart, ...]
     surveys: tuple[Survey, ...]  # counts and hashes of each part (a file or a split of a data set)
     skipped: str  # one line that says what could not be read; "" if everything could be read
 
@@ -151,8 +173,10 @@ def open_corpora(
     corrupt_share: float,
     memory: Path | None = None,
     progress: OnProgress | None = None,
+    parts: Sequence[tuple[TextPart, ...]] | None = None,
 ) -> list[Corpus]:
-    """Open a corpus for each source; :func:`leaven.data.sources.source_parts` says what a source can be.
+    """Open a corpus for each source of text; :func:`leaven.data.sources.source_parts` says what a source can be, and
+    finds the ``parts`` of the sources if they are not given.
 
     Every file or split is read once, to count its documents and to hash its text. The results are cached in the
     folder ``memory`` and reused until the file or split changes. Blank documents are left out.
@@ -162,13 +186,12 @@ def open_corpora(
             files cannot be read.
         OSError: if ``memory`` cannot be written.
     """
-    parts = [tuple(source_parts(source)) for source in sources]
+    parts = parts or [source_parts(source).texts for source in sources]
     meter = Meter(progress, "reading", sum(part.size for some in parts for part in some))
     corpora = []
     for source, some in zip(sources, parts, strict=True):
-        at = source.source if source.source.startswith(SCHEME) else os.path.abspath(source.source)
-        name = blake2b(_encoded(f"{at} {source.text}"), digest_size=16).hexdigest()
-        surveys = _surveys(some, memory and memory / f"{name}.json", meter)
+        path = memory and surveys_file(memory, source.source, source.text)
+        surveys = cached_surveys(some, path, meter, _survey, _restored)
         skipped = _skipped(source.source, surveys, corrupt_share)
         if not any(survey.documents for survey in surveys):
             raise InputError(
@@ -179,8 +202,26 @@ def open_corpora(
     return corpora
 
 
-def _surveys(parts: Sequence[SourcePart], path: Path | None, meter: Meter) -> list[Survey]:
-    """Return the survey of each part. Surveys of unchanged parts come from the cache file ``path``."""
+def surveys_file(folder: Path, source: str, *options: str) -> Path:
+    """Return the file of a cache folder in which the surveys of a source are kept."""
+    at = source if source.startswith(SCHEME) else os.path.abspath(source)
+    return folder / f"{blake2b(_encoded(' '.join([at, *options])), digest_size=16).hexdigest()}.json"
+
+
+def cached_surveys(
+    parts: Sequence[AnyPart],
+    path: Path | None,
+    meter: Meter,
+    survey: Callable[[AnyPart, Meter], AnySurvey],
+    restored: Callable[[Any], AnySurvey | None],
+) -> list[AnySurvey]:
+    """Return the survey of each part. Surveys of unchanged parts come from the cache file ``path``.
+
+    Args:
+        survey: makes the survey of a part, a data class.
+        restored: returns the survey with the values in the cache, or None if the part must be read again. It may
+            raise KeyError or TypeError if the values are damaged.
+    """
     known: dict[str, Any] = {}
     if path is not None:
         try:
@@ -188,13 +229,13 @@ def _surveys(parts: Sequence[SourcePart], path: Path | None, meter: Meter) -> li
             known = dict(document["parts"]) if document["format"] == FORMAT else {}
         except (OSError, ValueError, KeyError, TypeError):
             pass
-    surveys: list[Survey] = []
+    surveys: list[AnySurvey] = []
     changed, saved = False, time.monotonic()
     for part in parts:
         stamp = part.stamp()
-        found = _valid(known.get(part.key), stamp)
+        found = _valid(known.get(part.key), stamp, restored)
         if found is None:
-            found, changed = _survey(part, meter), True
+            found, changed = survey(part, meter), True
         else:
             meter.advance(part.size)
         surveys.append(found)
@@ -206,18 +247,20 @@ def _surveys(parts: Sequence[SourcePart], path: Path | None, meter: Meter) -> li
     return surveys
 
 
-def _valid(entry: Any, stamp: list[int | str] | None) -> Survey | None:
-    """Return the survey in a cache entry. Return None, so that the part is read again, if the part has changed or was
-    not read to its end, or if the entry is damaged."""
+def _valid(entry: Any, stamp: FileStamp | None, restored: Callable[[Any], AnySurvey | None]) -> AnySurvey | None:
+    """Return the survey in a cache entry. Return None, so that the part is read again, if the part has changed, or if
+    the entry is damaged."""
     try:
-        if stamp is None or entry["stamp"] != stamp or entry["survey"]["broken"]:
-            return None
-        return Survey(**entry["survey"] | {"faults": tuple(entry["survey"]["faults"])})
+        return restored(entry["survey"]) if stamp is not None and entry["stamp"] == stamp else None
     except (KeyError, TypeError):
         return None
 
 
-def _survey(part: SourcePart, meter: Meter) -> Survey:
+def _restored(values: Any) -> Survey | None:
+    return None if values["broken"] else Survey(**values | {"faults": tuple(values["faults"])})
+
+
+def _survey(part: TextPart, meter: Meter) -> Survey:
     digest = blake2b(digest_size=16)
     documents = n_bytes = corrupt = highest = 0
     lowest, left = 2**64, part.size

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from leaven.data.readers import File, TextRow, column_rows, require_text_column
+from leaven.data.readers import BrokenFile, FileStamp, TextRow, column_rows, require_text_column
+from leaven.data.token_files import MappedTokens, arrow_tokens
 from leaven.errors import InputError
 
 SCHEME = "hf://"
+INPUT_IDS = "input_ids"
+"""The column of token ids, as tokenizers of Hugging Face name it."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class HubSplit:
     def size(self) -> int:
         return self.dataset.dataset_size or 0
 
-    def stamp(self) -> list[int | str] | None:
+    def stamp(self) -> FileStamp | None:
         # `datasets` derives this fingerprint from the files of the revision or of the folder.
         return [self.dataset._fingerprint, len(self.dataset)]
 
@@ -41,15 +44,43 @@ class HubSplit:
         return column_rows(chunk for table in tables for chunk in table.column(0).chunks)
 
 
-SourcePart = File | HubSplit
-"""A file, or a split of a data set."""
+@dataclass(frozen=True)
+class HubTokens:
+    """One split of a data set whose rows are lists of token ids. It has the same interface as
+    :class:`leaven.data.token_files.TokenFile`."""
+
+    key: str  # name of the split
+    name: str  # name of the split in messages
+    dataset: Any  # a datasets.Dataset
+    column: str  # name of the column with the token ids
+
+    @property
+    def size(self) -> int:
+        return self.dataset.dataset_size or 0
+
+    def stamp(self) -> FileStamp | None:
+        return [self.dataset._fingerprint, len(self.dataset)]
+
+    def open(self) -> MappedTokens:
+        """Map the token ids.
+
+        Raises:
+            BrokenFile: if rows are padded, or contain nulls.
+        """
+        table = self.dataset.data
+        masks = table.column("attention_mask").chunks if "attention_mask" in table.column_names else []
+        if self.column == INPUT_IDS and any((mask.flatten().to_numpy() == 0).any() for mask in masks):
+            raise BrokenFile(f"has padding in column {self.column}; tokenise it again with padding=False")
+        return arrow_tokens(table.column(self.column).chunks)
 
 
-def open_split(source: str, text: str) -> HubSplit:
+def open_split(source: str, text: str) -> HubSplit | HubTokens:
     """Open a split of ``hf://org/name?config=NAME&split=NAME&revision=NAME``. The default split is ``train``.
 
     ``hf:///path`` is a folder with files that ``load_dataset`` can read, or a folder written by ``save_to_disk``. For
     a folder written by ``save_to_disk``, ``split`` is the only option.
+
+    ``text`` is the column of the text or of the token ids. If there is no column "text", "input_ids" is used instead.
 
     Raises:
         InputError: if ``datasets`` is not installed, or the data set cannot be opened.
@@ -78,7 +109,19 @@ def open_split(source: str, text: str) -> HubSplit:
             found = datasets.load_dataset(place, options.get("config"), split=name, revision=revision)
     except Exception as error:  # datasets raises errors of many classes, also of the Hub and of Arrow
         raise _cannot_open(f"data.source {source!r}", error, "files of text") from None
-    return HubSplit(name, f"{source}:{name}", found, text)
+    if text == "text" and text not in found.column_names and INPUT_IDS in found.column_names:
+        text = INPUT_IDS
+    kind = HubTokens if _holds_ids(found.features.arrow_schema, text) else HubSplit
+    return kind(name, f"{source}:{name}", found, text)
+
+
+def _holds_ids(schema: Any, column: str) -> bool:
+    """Return whether a column of an Arrow schema has lists of integers."""
+    from pyarrow import types
+
+    kind = schema.field(column).type if column in schema.names else None
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    return kind is not None and any(test(kind) for test in lists) and types.is_integer(kind.value_type)
 
 
 def fetch_tokenizer(tokenizer: str) -> Path:

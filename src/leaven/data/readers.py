@@ -18,6 +18,26 @@ SETTLED_NS = 2 * 10**9
 """A file that changed less than this many ns ago may change again without a new modification time."""
 
 
+FileStamp = list[int | str]
+"""A value that changes when the content of a file changes."""
+
+
+def file_stamp(path: Path) -> FileStamp | None:
+    """Return the stamp of a file.
+
+    Return None if the file is missing, or if it changed less than `SETTLED_NS` ns ago. So soon after a change,
+    another change may leave the stamp the same.
+    """
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    if max(found.st_mtime_ns, found.st_ctime_ns) > time.time_ns() - SETTLED_NS:
+        return None
+    # Unlike the modification time, the change time cannot be set by a user.
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
 class TextRow(NamedTuple):
     """A document of a file, or a line or row that cannot be read."""
 
@@ -52,20 +72,8 @@ class File:
         """The size of the file in bytes, or 0 if the file does not exist."""
         return self.path.stat().st_size if self.path.exists() else 0
 
-    def stamp(self) -> list[int | str] | None:
-        """Return a value that changes when the content of the file changes.
-
-        Return None if the file is missing, or if it changed less than `SETTLED_NS` ns ago. So soon after a change,
-        another change may leave the value the same.
-        """
-        try:
-            found = self.path.stat()
-        except OSError:
-            return None
-        if max(found.st_mtime_ns, found.st_ctime_ns) > time.time_ns() - SETTLED_NS:
-            return None
-        # Unlike the modification time, the change time cannot be set by a user.
-        return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+    def stamp(self) -> FileStamp | None:
+        return file_stamp(self.path)
 
     def rows(self) -> Iterator[TextRow]:
         """Yield the documents, and the lines or rows that cannot be read, in the order of the file.

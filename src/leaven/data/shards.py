@@ -8,7 +8,7 @@ is unfinished.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from leaven import storage
 from leaven.data.corpus import Corpus, Meter
 from leaven.data.pool import PieceBatch, encode_in_order
+from leaven.data.stream import Tokens
 from leaven.data.tokenizer import Encoder, pieces
 
 SPLITS = ("train", "validation")
@@ -33,7 +34,7 @@ class ShardedTokens:
     """Concatenated shards, which can be indexed with slices of step 1. A slice within one shard is a view of the
     memory-mapped file."""
 
-    def __init__(self, shards: list[NDArray[Any]]) -> None:
+    def __init__(self, shards: Sequence[Tokens]) -> None:
         self.shards = shards
         self._starts = np.cumsum([0, *map(len, shards)])
 
@@ -43,13 +44,18 @@ class ShardedTokens:
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
         start, stop, step = index.indices(len(self))
         assert step == 1
+        parts = self.between(start, stop)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.zeros(0, dtype=np.uint16)])
+
+    def between(self, start: int, stop: int) -> list[NDArray[Any]]:
+        """Return the tokens from position ``start`` to ``stop``, a part for each shard that has some of them."""
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         parts = []
         for shard, offset in zip(self.shards[first:], self._starts[first:], strict=False):
             if offset >= stop:
                 break
             parts.append(shard[max(start - offset, 0) : stop - offset])
-        return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.zeros(0, dtype=np.uint16)])
+        return parts
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Shards:
 
     train: ShardedTokens
     validation: ShardedTokens
-    train_bytes: int  # bytes of UTF-8 text in the training split
+    train_bytes: int  # bytes of UTF-8 text in the training split; 0 if the source has token ids
     validation_bytes: int
     fingerprint: str  # hash of the tokens of both splits; does not depend on the size of the shards
     notes: tuple[str, ...]  # lines about files that were rebuilt

@@ -4,9 +4,11 @@ import glob
 import os
 import sysconfig
 from pathlib import Path
+from typing import NamedTuple
 
-from leaven.data.hub import SCHEME, SourcePart, open_split
-from leaven.data.readers import SUFFIXES, File
+from leaven.data.hub import SCHEME, HubSplit, HubTokens, open_split
+from leaven.data.readers import SUFFIXES, BrokenFile, File
+from leaven.data.token_files import TOKEN_SUFFIXES, MappedTokens, TokenFile
 from leaven.errors import InputError
 from leaven.recipe.data import DataSource
 
@@ -26,13 +28,26 @@ tokens (docs/log.md)."""
 _UNPACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0}
 
 
-def source_parts(source: DataSource) -> list[SourcePart]:
+TextPart = File | HubSplit
+TokenPart = TokenFile | HubTokens
+"""A file, or a split of a data set."""
+
+
+class SourceParts(NamedTuple):
+    """The parts of a source, which has either text or token ids."""
+
+    texts: tuple[TextPart, ...] = ()
+    ids: tuple[TokenPart, ...] = ()
+
+
+def source_parts(source: DataSource) -> SourceParts:
     """Return the parts of a source: one split of a data set, or files sorted by key. A source is one of:
 
     - ``python-stdlib``: the modules of the running Python's standard library, without its tests;
     - ``tiny-shakespeare``: the plays that come with leaven (`SHAKESPEARE`);
     - a path or glob: a ``.txt`` file is one document; in ``.jsonl``, ``.jsonl.gz`` and ``.jsonl.zst`` files each
-      line is a document, and in ``.parquet`` files each row;
+      line is a document, and in ``.parquet`` files each row. ``.bin`` and ``.npy`` files have token ids instead of
+      text (:mod:`leaven.data.token_files`);
     - ``hf://org/dataset``: see :mod:`leaven.data.hub`.
 
     The key of a file that a pattern matches is its path below the last folder before the first wildcard:
@@ -42,22 +57,41 @@ def source_parts(source: DataSource) -> list[SourcePart]:
         InputError: if there is no such source, or it contains files of another format.
     """
     if source.source.startswith(SCHEME):
-        return [open_split(source.source, source.text)]
-    return [File(key, path, source.text) for key, path in _files(source.source)]
+        split = open_split(source.source, source.text)
+        return SourceParts(ids=(split,)) if isinstance(split, HubTokens) else SourceParts(texts=(split,))
+    found = _files(source.source)
+    if found[0][1].suffix in TOKEN_SUFFIXES:
+        return SourceParts(ids=tuple(TokenFile(key, path, source.dtype) for key, path in found))
+    return SourceParts(texts=tuple(File(key, path, source.text) for key, path in found))
 
 
-def estimated_tokens(source: str) -> int | None:
+def estimated_tokens(source: DataSource) -> int | None:
     """Estimate the number of tokens of a source from the size of its files. Return None for an hf:// source.
 
     Raises:
         InputError: if the source does not name any file, or only empty files.
     """
-    if source.startswith(SCHEME):
+    if source.source.startswith(SCHEME):
         return None
-    size = sum(path.stat().st_size * _UNPACKED.get(path.suffix, 1.0) for _, path in _files(source))
+    parts = source_parts(source)
+    if parts.ids:
+        return sum(len(opened(part)) for part in parts.ids)
+    size = sum(part.size * _UNPACKED.get(Path(part.key).suffix, 1.0) for part in parts.texts)
     if not size:
-        raise InputError(f"data.source {source!r} is empty; give files that contain text")
+        raise InputError(f"data.source {source.source!r} is empty; give files that contain text")
     return max(round(size / BYTES_PER_TOKEN), 1)
+
+
+def opened(part: TokenPart) -> MappedTokens:
+    """Return the token ids of a part.
+
+    Raises:
+        InputError: if the part cannot be used.
+    """
+    try:
+        return part.open()
+    except BrokenFile as error:
+        raise InputError(f"{part.name} {error}".encode(errors="replace").decode()) from None
 
 
 def _files(source: str) -> list[tuple[str, Path]]:
@@ -81,11 +115,16 @@ def _files(source: str) -> list[tuple[str, Path]]:
     if not found:
         raise InputError(
             f"data.source {source!r} matches no file; give python-stdlib, tiny-shakespeare, hf://org/dataset, or a "
-            f"path or glob, relative to the current folder, of {', '.join(SUFFIXES)} files"
+            f"path or glob, relative to the current folder, of {', '.join(SUFFIXES)} files (text) or of "
+            f"{', '.join(TOKEN_SUFFIXES)} files (token ids)"
         )
     for _, file in found:
-        if not file.name.endswith(SUFFIXES):
-            raise InputError(f"{file} is not a {', '.join(SUFFIXES)} file; convert it or exclude it from data.source")
+        if not file.name.endswith(SUFFIXES + TOKEN_SUFFIXES):
+            suffixes = f"{', '.join(SUFFIXES)} file (text) or a {', '.join(TOKEN_SUFFIXES)} file (token ids)"
+            raise InputError(f"{file} is not a {suffixes}; convert it or exclude it from data.source")
+    ids = [file for _, file in found if file.name.endswith(TOKEN_SUFFIXES)]
+    if 0 < len(ids) < len(found):
+        raise InputError(f"data.source {source!r} matches text and token ids ({ids[0]}); give them as two sources")
     return found
 
 

@@ -219,13 +219,13 @@ def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
     return counts
 
 
-def bits_per_byte_factor(tokenizer: Path, targets: NDArray[np.int64]) -> float | None:
+def bits_per_byte_factor(tokenizer: Path | None, targets: NDArray[np.int64]) -> float | None:
     """Return the factor that converts a mean loss over these targets, in nats per token, to bits per byte.
 
-    End-of-text tokens count in the loss but have no bytes. Return None if the number of bytes of the tokens is not
-    known.
+    End-of-text tokens count in the loss but have no bytes. Return None if there is no tokenizer, or if the number of
+    bytes of its tokens is not known.
     """
-    counts = bytes_by_token(tokenizer)
+    counts = None if tokenizer is None else bytes_by_token(tokenizer)
     n_bytes = 0 if counts is None else int(counts[targets].sum())
     return targets.size / n_bytes / math.log(2) if n_bytes else None
 

@@ -1,11 +1,12 @@
-"""Turn the `[data]` section of a recipe into token ids on disk, in a cache that is addressed by content.
+"""Turn the `[data]` section of a recipe into token ids on disk. Those of text are in a cache that is addressed by
+content; sources that have token ids are used where they are (:mod:`leaven.data.token_source`).
 
 The cache contains the folders ``surveys`` (sizes and hashes of source files), ``tokenizers`` (trained or given) and
 ``tokens`` (one folder for each pair of source and tokenizer). Only one process at a time writes to a folder; other
 processes wait and then read its files.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import blake2b
@@ -17,8 +18,11 @@ from numpy.typing import NDArray
 
 from leaven import storage
 from leaven.data.corpus import Corpus, Meter, OnProgress, open_corpora
+from leaven.data.hub import SCHEME
 from leaven.data.shards import ShardedTokens, Shards, shards
+from leaven.data.sources import source_parts
 from leaven.data.stream import Mixture, Stream, validation_windows
+from leaven.data.token_source import TokenReader
 from leaven.data.tokenizer import Encoder, given_tokenizer, train_tokenizer
 from leaven.errors import InputError
 from leaven.recipe.data import Data
@@ -33,16 +37,16 @@ FORMAT = 3
 
 @dataclass(frozen=True, eq=False)
 class TokenSet:
-    """The tokens of all sources of a recipe. An end-of-text token follows every document."""
+    """The tokens of all sources of a recipe. In sources of text, an end-of-text token follows every document."""
 
     names: tuple[str, ...]  # names of the sources, as in the recipe
     proportions: tuple[Fraction, ...]  # share of each source in the samples
     sources: tuple[Shards, ...]
-    vocab_size: int  # number of tokens of the tokenizer
-    end_of_text: int  # id of the end-of-text token
+    vocab_size: int  # number of tokens of the tokenizer, or of the model if there is no tokenizer
+    end_of_text: int | None  # id of the end-of-text token; None if unknown
     fingerprint: str  # hash of the tokens
-    tokenizer_path: Path
-    notes: tuple[str, ...] = ()  # lines about skipped documents and rebuilt files
+    tokenizer_path: Path | None  # None if all sources have token ids and the recipe names no tokenizer
+    notes: tuple[str, ...] = ()  # lines about skipped documents, rebuilt files and assumptions about token ids
 
     @property
     def train(self) -> ShardedTokens:
@@ -104,7 +108,7 @@ def prepare(
     processes: int | None = None,
 ) -> TokenSet:
     """Tokenise the text that the `[data]` section of a recipe names. If the same text was tokenised before, the
-    tokens come from the cache.
+    tokens come from the cache. Sources that have token ids are memory-mapped.
 
     If the folder ``cache`` is not given, the cache is in ``$LEAVEN_CACHE``, or if that is not set, in the folder
     ``leaven`` of ``$XDG_CACHE_HOME`` or ``~/.cache``. ``progress`` is called with a stage (``reading``, ``tokenizer``
@@ -115,35 +119,78 @@ def prepare(
     Raises:
         InputError: if a source, the tokenizer, the vocabulary or the cache folder cannot be used.
     """
-    given = given_tokenizer(data.tokenizer, vocab_size)
+    parts = {source.source: source_parts(source) for source in data.sources}
+    of_ids = {name: found.ids for name, found in parts.items() if found.ids}
+    _validate(data, vocab_size, of_ids)
     cache = cache or cache_folder()
+    texts = [source for source in data.sources if source.source not in of_ids]
+    given = given_tokenizer(data.tokenizer, vocab_size) if texts or data.tokenizer != "bpe" else None
+    found: dict[str, Shards] = {}
+    path, encoder, end_of_text = None, None, data.end_of_text
     try:
-        corpora = open_corpora(data.sources, data.corrupt_share, cache / "surveys", progress)
-        path, encoder = _tokenizer(cache / "tokenizers", given, corpora, vocab_size, progress)
-        content = _hash(path.read_bytes())
-        meter = Meter(progress, "encoding", sum(corpus.n_bytes for corpus in corpora))
-        sources = []
-        for corpus in corpora:
-            key = _hash(f"{FORMAT} {corpus.fingerprint} {content}".encode())
-            sources.append(shards(cache / "tokens" / key, corpus, encoder, meter, processes))
-        meter.finish()
+        memory = cache / "surveys"
+        of_texts = [parts[source.source].texts for source in texts]
+        corpora = open_corpora(texts, data.corrupt_share, memory, progress, of_texts)
+        if texts or given is not None:
+            path, encoder = _tokenizer(cache / "tokenizers", given, corpora, vocab_size, progress)
+            content = _hash(path.read_bytes())
+            end_of_text = encoder.end_of_text if end_of_text is None else end_of_text
+            if texts and end_of_text != encoder.end_of_text:
+                raise InputError(
+                    f"end_of_text {end_of_text:,} is not that of data.tokenizer, {encoder.end_of_text:,}, which ends "
+                    "the documents of text; remove end_of_text from [data], or give another tokenizer"
+                )
+            meter = Meter(progress, "encoding", sum(corpus.n_bytes for corpus in corpora))
+            for corpus in corpora:
+                key = _hash(f"{FORMAT} {corpus.fingerprint} {content}".encode())
+                found[corpus.source] = shards(cache / "tokens" / key, corpus, encoder, meter, processes)
+            meter.finish()
+        known = vocab_size if encoder is None else encoder.vocab_size
+        needed = data.end_of_text is not None or data.documents == "isolated"
+        for source in data.sources:
+            if source.source in of_ids:
+                reader = TokenReader(known, end_of_text, needed, memory, progress)
+                found[source.source] = reader.shards(source, of_ids[source.source])
     except OSError as error:
         raise InputError(
             f"the cache folder {cache} cannot be used ({error.strerror or error}); "
             "set LEAVEN_CACHE to a folder that can be written and locked and has enough space"
         ) from None
+    sources = [found[source.source] for source in data.sources]
     skipped = [corpus.skipped for corpus in corpora if corpus.skipped]
     fingerprints = [source.fingerprint for source in sources]
     return TokenSet(
         names=tuple(source.source for source in data.sources),
         proportions=data.proportions,
         sources=tuple(sources),
-        vocab_size=encoder.vocab_size,
-        end_of_text=encoder.end_of_text,
+        vocab_size=known,
+        end_of_text=end_of_text,
         fingerprint=fingerprints[0] if len(sources) == 1 else _hash("".join(fingerprints).encode()),
         tokenizer_path=path,
         notes=(*skipped, *(note for source in sources for note in source.notes)),
     )
+
+
+def _validate(data: Data, vocab_size: int, of_ids: Collection[str]) -> None:
+    """Check that the keys of ``data`` fit its sources. ``of_ids`` are the names of the sources with token ids."""
+    for source in data.sources:
+        if source.source not in of_ids and (source.dtype or source.validation):
+            key = "dtype" if source.dtype else "validation"
+            raise InputError(f"{key} is for token ids, but data.source {source.source!r} is text; remove {key}")
+        if source.dtype and source.source.startswith(SCHEME):
+            raise InputError(f"data.source {source.source!r} states its own dtype; remove dtype")
+    if of_ids and data.tokenizer == "bpe" and len(of_ids) < len(data.sources):
+        raise InputError(
+            f"data.source {next(iter(of_ids))!r} has token ids, and bpe would train another tokenizer for the text "
+            "of the other sources; set data.tokenizer to the tokenizer.json with which the ids were written"
+        )
+    if data.end_of_text is not None:
+        if not of_ids:
+            raise InputError("end_of_text is for token ids, but all of data.source is text; remove it from [data]")
+        if data.end_of_text >= vocab_size:
+            raise InputError(
+                f"end_of_text {data.end_of_text:,} is not below vocab_size {vocab_size:,}; give the id of a token"
+            )
 
 
 def _tokenizer(

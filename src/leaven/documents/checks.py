@@ -37,7 +37,7 @@ class MeasuredRow(Entry):
 
 
 class CheckDocument(Document, schema="check/1"):
-    """The result of ``leaven check coordinates|gradients|transfer|duration|batch|decay|init|equivalence``."""
+    """The result of ``leaven check NAME``, for every check except memory."""
 
     passed: bool  # whether at least one row was judged and none failed
     fault: str | None  # the module that failed most clearly; null if none failed

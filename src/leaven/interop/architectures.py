@@ -39,7 +39,8 @@ class Stored:
 
     name: str
     parts: Mapping[str, tuple[int, ...]]  # shapes of leaven's tensors by name
-    # if the parts are stacked head by head (all parts of head 0, then all parts of head 1, ...): the number of heads
+    # if the parts are stacked head by head (all parts of head 0, then all parts of head 1, ...): the number of heads;
+    # with fewer keys than queries, of groups of heads that share a key
     heads: int = 1
     transposed: bool = False  # whether the file stores a matrix as (fan in, fan out)
 
@@ -203,10 +204,10 @@ class Architecture:
                 place = f"{self.blocks}.{parameter.layer}.{self.block[module.split('.', 2)[2]]}"
             places.setdefault(f"{place}.{kind}", {})[parameter.name] = parameter.shape
         for name, parts in places.items():
-            fused = len(parts) > 1 and self.heads_together
+            fused = self.heads_together and any(".attention.query." in part for part in parts)
             matrix = len(next(iter(parts.values()))) == 2
             turned = self.conv1d and name.startswith(self.blocks) and matrix
-            yield Stored(name, parts, heads=shape.n_heads if fused else 1, transposed=turned)
+            yield Stored(name, parts, heads=shape.n_kv_heads if fused else 1, transposed=turned)
 
 
 def _implied(heads: int, width: int) -> dict[str, int]:
@@ -234,6 +235,7 @@ def validated(kind: type[Model], values: Mapping[str, Any], problem: str) -> Mod
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 ARCHITECTURES = tuple(Architecture(**table) for table in _TABLE["architecture"])
+MEGATRON = Architecture(**_TABLE["megatron"])
 
 
 def module_names() -> Mapping[str, set[str]]:

@@ -4,7 +4,7 @@ from fractions import Fraction
 from math import lcm
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer, model_validator
 
 from leaven.recipe.base import Part
 
@@ -14,12 +14,24 @@ LONGEST_PERIOD = 100_000
 """Limit on the common denominator of the sources' shares: samples from the sources alternate with this period."""
 
 
-class DataSource(Part):
-    """One of several sources of text."""
+class _Sparse(Part):
+    """A part that is written without its unset values, so that hashes of recipes do not depend on newer keys."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in write(self).items() if value is not None}
+
+
+class DataSource(_Sparse):
+    """One of several sources of text or of token ids."""
 
     source: str  # where the text is: python-stdlib, tiny-shakespeare, a path or glob, or hf://org/dataset
     weight: float = Field(default=1.0, gt=0)  # the source provides weight / (sum of all weights) of the samples
-    text: str = "text"  # key (.jsonl) or column (.parquet, hf://) that contains the text
+    text: str = "text"  # key (.jsonl) or column (.parquet, hf://) that contains the text, or column of token ids
+    # dtype of .bin files of token ids that do not state it themselves; None: uint16.
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
+    # Token ids to validate on, named like ``source``; None: a twentieth of ``source``.
+    validation: str | None = None
 
 
 def _form(source: Any) -> str:
@@ -29,14 +41,18 @@ def _form(source: Any) -> str:
 _Several = Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
 
 
-class Data(Part):
-    """The sources of the text, the tokenizer, and the number of tokens to train on."""
+class Data(_Sparse):
+    """The sources of the text or of token ids, the tokenizer, and the number of tokens to train on."""
 
     # python-stdlib, tiny-shakespeare, a path or glob, hf://org/dataset; or a list of :class:`DataSource`.
     source: Annotated[
         Annotated[str, Tag("tag:one")] | Annotated[_Several, Tag("tag:several")], Discriminator(_form)
     ] = "python-stdlib"
-    tokenizer: str = "bpe"  # bpe: trained on the sources; otherwise the path of a tokenizer.json, or hf://org/model
+    # bpe: trained on the sources (none if all sources have token ids); otherwise the path of a tokenizer.json, or
+    # hf://org/model.
+    tokenizer: str = "bpe"
+    # Id of the token that ends documents in sources of token ids; None: the tokenizer's, or unknown.
+    end_of_text: int | None = Field(default=None, ge=0)
     tokens: int = Field(gt=0)  # number of tokens to train on; if the text has fewer, it is repeated
     seed: int = Field(default=0, ge=0)  # seed of the initialisation, the order of the data and the masks of dropout
     # packed: documents are concatenated, and each token sees all earlier tokens of its sequence;

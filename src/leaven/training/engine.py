@@ -18,6 +18,7 @@ from leaven.distributed.pieces import Place
 from leaven.distributed.pipeline import MicroBatch
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.distributed.sharded_model import ShardedModel
+from leaven.errors import InputError
 from leaven.interop.weights import require_start, start_from
 from leaven.model.initialise import name_seed
 from leaven.model.kernels import widened
@@ -327,5 +328,9 @@ def check_trainable(recipe: Recipe, tokens: "TokenSet", group: ProcessGroup = SI
     require_trainable(recipe, group.size)
     if recipe.start.folder is not None:
         require_start(recipe.model, recipe.start.folder)
+    if recipe.data.documents == "isolated" and tokens.end_of_text is None:
+        raise InputError(
+            'documents = "isolated" needs the id of the token that ends documents; set end_of_text in [data]'
+        )
     tokens.stream(recipe.model.seq_len, recipe.data.seed)
     tokens.validation_windows(recipe.model.seq_len, recipe.evaluation.tokens)

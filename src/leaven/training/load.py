@@ -91,8 +91,8 @@ def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
         raise InputError(f"{run}: {why}")
     if not folder.tokenizer_file.is_file():
         raise InputError(
-            f"{run}: no tokenizer.json (older versions of leaven did not save it); copy the tokenizer.json with "
-            "which the run was trained to this folder"
+            f"{run}: no tokenizer.json, because the run was trained on token ids (or by an older version of leaven); "
+            "copy the tokenizer.json with which its tokens were made to this folder"
         )
     from tokenizers import Tokenizer
 

@@ -136,7 +136,8 @@ def train(
     rearranged = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
     # Nothing is written up to here, so that a recipe that cannot be trained leaves no folder.
     with _no_folder_of_a_failed_start(run), _opened(run, training.recipe, back, group):
-        run.keep_tokenizer(tokens.tokenizer_path)
+        if tokens.tokenizer_path is not None:
+            run.keep_tokenizer(tokens.tokenizer_path)
         reset_peak_memory(training.device)  # timing may have used more than training does
         profile = RunProfile(run, training, memory_before, history)
         trainer = RunTrainer(run, training, tokens, factor, profile, on_step, on_event, log_to)

@@ -1,17 +1,20 @@
-"""Hyperparameter search. ``search`` minimises any Python function and does not need torch."""
+"""Hyperparameter search without torch: ``search`` minimises any Python function, and ``TrustRegionSampler`` proposes
+the trials of any Optuna study."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from leaven.tuning.service.search import search
+    from leaven.tuning.service.trust_region_sampler import TrustRegionSampler
 
-__all__ = ["search"]
+_MODULES = {"search": "search", "TrustRegionSampler": "trust_region_sampler"}
+
+__all__ = ["TrustRegionSampler", "search"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``search`` on first use, because Optuna is slow to import."""
-    if name != "search":
+    """Import ``search`` or ``TrustRegionSampler`` on first use, because Optuna is slow to import."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from leaven.tuning.service.search import search
-
-    return search
+    return getattr(import_module(f"leaven.tuning.service.{_MODULES[name]}"), name)

@@ -1,13 +1,14 @@
 """Checks that test a scaling rule by training small models.
 
 A family makes the models of one recipe (recipe_family.py, small_models.py) or of a user's factory function
-(foreign.py) at any scale. There are three kinds of checks. The names of the checks are on the left, and the calls
+(foreign.py) at any scale. There are four kinds of checks. The names of the checks are on the left, and the calls
 that carry them out are on the right::
 
     coordinates, gradients    SizeCheck.of(recipe, ...) -> family.build(scale, seed) -> record -> judge
-    transfer, duration,       sweep(family, ...), equivalence(family, ...)
-    batch, decay, init,           -> family.trial(setting) -> RunStore.run -> losses of all seeds
-    equivalence
+    transfer, duration,       sweep(family, ...), equivalence(family, ...), collapse_of_family(family, ...)
+    batch, decay, init,           -> family.trial(setting) -> RunStore.run -> losses or curves of all seeds
+    equivalence, collapse
+    transfer, collapse        transfer_of_runs(path), collapse(curves_of(path)): of runs that are trained already
     memory                    check_memory(recipe, ranks) -> dry_run(recipe, rank)
 
 The check ``memory`` returns a MemoryCheckDocument. All other checks return a CheckDocument (verdict.py).

@@ -98,6 +98,10 @@ class ForeignFamily:
         scales its own value by its argument ``ratios``."""
         return 0.0
 
+    def params(self, scale: RunScale) -> int:
+        """Return the number of parameters of the model at a scale."""
+        return sum(parameter.numel() for parameter in self.build(scale, 0).model.parameters())
+
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
         """Return a new model at a scale (width, depth, batch and tokens), with its optimizer and batches."""
         model, optimizer, own = _made(self.name, scale, seed)

@@ -18,7 +18,7 @@ from leaven.training.engine import check_trainable
 from leaven.training.outcome import Outcome
 from leaven.training.trial import train_trial
 from leaven.verification.batches import Prepare
-from leaven.verification.model_instance import Quantity, RunSetting, ScaleAxis
+from leaven.verification.model_instance import Quantity, RunScale, RunSetting, ScaleAxis
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,16 @@ class RecipeFamily:
         return self.recipe.batch.tokens
 
     @property
+    def sequences(self) -> int:  # in a batch
+        return self.recipe.batch.tokens // self.recipe.model.seq_len
+
+    @property
     def vocab_size(self) -> int:
         return self.recipe.model.vocab_size
+
+    def params(self, scale: RunScale) -> int:
+        """Return the number of parameters of the model at a scale."""
+        return transfer(self.recipe, width=scale.width, depth=scale.depth).model.params
 
     def value(self, quantity: Quantity) -> float:
         """Return the recipe's value of a hyperparameter.

@@ -8,6 +8,7 @@ its head dimension is reduced and its d_ff is rounded. Vocabulary and sequence l
 from dataclasses import dataclass, replace
 from typing import Any
 
+from leaven.data.sources import source_parts
 from leaven.errors import InputError
 from leaven.model.initialise import build_model
 from leaven.recipe.recipe import Recipe
@@ -36,7 +37,8 @@ def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
     """
     shape = _fitted(recipe.model)
     sizes: dict[str, Any] = {"seq_len": min(shape.seq_len, SEQ_LEN)}
-    if recipe.data.tokenizer == "bpe":  # another tokenizer's vocabulary has a fixed size
+    # The vocabulary of another tokenizer, or of token ids, has a fixed size.
+    if recipe.data.tokenizer == "bpe" and not any(source_parts(each).ids for each in recipe.data.sources):
         sizes["vocab_size"] = min(shape.vocab_size, VOCABULARY)
     shape = shape.model_copy(update=sizes)
     before, after = _proportions(recipe.model), _proportions(shape)

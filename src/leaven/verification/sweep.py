@@ -4,7 +4,7 @@ The checks transfer (over width and depth), duration, batch, decay and init all 
 grid of values of one hyperparameter, with several seeds for each value, at two or more scales. The first scale is the
 base, and each other scale is compared with the base. The grid contains values for the base. At another scale, the
 scaling rule converts each value of the grid before training. So if the rule is right, the same value of the grid is
-the best at all scales.
+the best at all scales. Runs that somebody else has trained are compared in the same way (logged_runs.py).
 
 For each other scale, a sweep measures three numbers (compare Kalra and Barkeshli 2026, arXiv 2605.21486):
 
@@ -30,7 +30,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -55,10 +55,11 @@ AXES: tuple[ScaleAxis, ...] = get_args(ScaleAxis)
 class SweptValue:
     """A hyperparameter that a check sweeps."""
 
-    key: Quantity
+    key: str
     option: str  # command-line option for the grid
     octaves: tuple[int, ...]  # the default grid: log2 of (value / value of the recipe or factory)
     shift_limit: float  # allowed change of the best value, in octaves: half a step of the grid
+    more_seeds: str = "--seeds"  # how to ask for more seeds; a number follows
 
     @property
     def label(self) -> str:
@@ -108,25 +109,47 @@ def sweep(
         grids = wider
         losses = losses_of(family, quantity, grids, store, seeds)
     names = labels(scales)
-    base = scales[0]
-    document = verdict(
+    settings = {
+        "rule": family.rule,
+        "scales": list(names.values()),
+        swept.option.removeprefix("--"): values,
+        "unit": family.unit,
+        "seeds": seeds,
+        "tokens": family.tokens,
+        "batch_tokens": family.batch_tokens,
+    }
+    ruled = {axis: family.exponent(quantity, axis) for axis in AXES}
+    return compare(check, family.name, swept, losses, names=names, ruled=ruled, settings=settings), losses
+
+
+def compare(
+    check: str,
+    subject: str,
+    swept: SweptValue,
+    losses: Mapping[RunScale, LossGrid],
+    *,
+    names: Mapping[RunScale, str],
+    ruled: Mapping[ScaleAxis, float],
+    settings: Mapping[str, Any],
+) -> CheckDocument:
+    """Return the document that compares the best value at the first scale with those at the other scales.
+
+    ``names`` has a short name of each scale. ``ruled`` has the exponents with which the rule scales the value over
+    the batch and tokens. ``settings`` are those of the document; they contain at least rule, unit and seeds.
+    """
+    base, *others = losses
+    return verdict(
         check,
-        family.name,
+        subject,
         f"shift of the best {swept.label} in octaves; regret of the base's best in nats per token",
-        [_row(swept, {names[base]: losses[base], names[scale]: losses[scale]}, seeds) for scale in scales[1:]],
+        [
+            _row(swept, {names[base]: losses[base], names[scale]: losses[scale]}, settings["seeds"])
+            for scale in others
+        ],
         curves=list(_curves(swept, losses, names)),
-        settings={
-            "rule": family.rule,
-            "scales": list(names.values()),
-            swept.option.removeprefix("--"): values,
-            "unit": family.unit,
-            "seeds": seeds,
-            "tokens": family.tokens,
-            "batch_tokens": family.batch_tokens,
-        },
-        measured=_exponents(family, swept, losses),
+        settings=dict(settings),
+        measured=_exponents(swept, losses, ruled, settings),
     )
-    return document, losses
 
 
 def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
@@ -181,7 +204,12 @@ def along(losses: Mapping[RunScale, LossGrid], axis: ScaleAxis) -> dict[RunScale
     return {s: grid for s, grid in losses.items() if all(getattr(s, name) == getattr(base, name) for name in others)}
 
 
-def _exponents(family: ModelFamily, swept: SweptValue, losses: Mapping[RunScale, LossGrid]) -> list[MeasuredRow]:
+def _exponents(
+    swept: SweptValue,
+    losses: Mapping[RunScale, LossGrid],
+    ruled: Mapping[ScaleAxis, float],
+    settings: Mapping[str, Any],
+) -> list[MeasuredRow]:
     """Return a row for each axis with the measured exponent of the best value, for example -0.9 if the best lr is
     proportional to width^-0.9.
 
@@ -193,16 +221,17 @@ def _exponents(family: ModelFamily, swept: SweptValue, losses: Mapping[RunScale,
         on_axis = along(losses, axis)
         if len(on_axis) < 2 or not all(grid.finite for grid in on_axis.values()):
             continue
-        ruled = family.exponent(swept.key, axis)
+        by_rule = ruled.get(axis, 0.0)
         fitted = exponent({getattr(scale, axis): grid for scale, grid in on_axis.items()})
-        low, high = (None if end is None else end + ruled for end in (fitted.low, fitted.high))
+        low, high = (None if end is None else end + by_rule for end in (fitted.low, fitted.high))
         name = f"exponent of the best {swept.label} over {axis}"
-        if axis in ("width", "depth") or family.rule is None:
-            name += f", {family.unit}"
+        if axis in ("width", "depth") or settings["rule"] is None:
+            name += f", {settings['unit']}"
         note = ""
         if low is not None and high is not None:
-            note = "the rule's is inside" if low <= ruled <= high else "the rule's is OUTSIDE"
-        found.append(Estimate(fitted.value + ruled, low, high).row(name, note, expected=ruled))
+            whose = "the rule's" if ruled else "no change"
+            note = f"{whose} is {'inside' if low <= by_rule <= high else 'OUTSIDE'}"
+        found.append(Estimate(fitted.value + by_rule, low, high).row(name, note, expected=by_rule))
     return found
 
 
@@ -262,17 +291,17 @@ def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> Verdict
     passed, undecided, note, beyond = False, True, "", 0.0
     if edges := [name for name, grid in pair.items() if grid.edge]:
         at = pair[edges[0]]
-        note = f"undecided: the best {swept.label} of {' and '.join(edges)} is at the edge of the extended grid; "
+        note = f"undecided: the best {swept.label} of {' and '.join(edges)} is at the edge of the grid; "
         note += f"give {swept.option} around {2 ** at.octaves[0 if at.edge < 0 else -1]:.3g}"
     elif seeds < 2:
-        note = "undecided: one seed has no interval; give --seeds 3"
+        note = f"undecided: one seed has no interval; give {swept.more_seeds} 3"
     elif dearest <= REGRET_LIMIT or (low >= -limit and high <= limit and cheapest <= REGRET_LIMIT):
         passed, undecided = True, False
     else:
         beyond = max(abs(octaves.value) - limit, 0.0)
         undecided = cheapest <= REGRET_LIMIT and low <= limit and high >= -limit
         if undecided:
-            note = f"undecided: the difference is within the noise between seeds; give --seeds {2 * seeds}"
+            note = f"undecided: the difference is within the noise between seeds; give {swept.more_seeds} {2 * seeds}"
         else:
             note = f"the best {swept.label} changes by a factor of {2**octaves.value:.2g}; "
             note += f"the base's best value costs {regret.value:.2g} nats"

@@ -18,7 +18,8 @@ _SLOPES = {
 
 def check_page(check: CheckDocument) -> str:
     """Return the HTML page of a check."""
-    drawn, sections = _slopes(check) if check.check in SLOPES else _losses(check)
+    draw = _slopes if check.check in SLOPES else _collapse if check.check == "collapse" else _losses
+    drawn, sections = draw(check)
     return render(
         "check.html.j2",
         drawn,
@@ -27,7 +28,7 @@ def check_page(check: CheckDocument) -> str:
         conclusion=conclusion(check),
         tables=check_tables(check),
         settings=[f"{key} = {numbers.setting(value)}" for key, value in check.settings.items() if value is not None],
-        **{"slopes": [], "losses": None} | sections,
+        **{"slopes": [], "losses": None, "collapse": None} | sections,
     )
 
 
@@ -92,11 +93,31 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
             traces.append(_line(f"best for {curve.module}", points, colour, marker=marker))
     x = [value for curve in curves for value in curve.x]
     axis = charts.log_axis(min(x), max(x), numbers.value)
-    drawn: dict[str, Figure | None] = {"losses": charts.figure(f"{name}, {unit}", "final loss, nats", traces, x=axis)}
+    drawn: dict[str, Figure | None] = {
+        "losses": charts.figure(charts.text(f"{name}, {unit}"), "final loss, nats", traces, x=axis)
+    }
     best = [curve for curve in check.curves if curve.quantity == "best"]
-    drawn |= {f"best-{curve.axis}": _best(curve, f"best {name}, {unit}") for curve in best}
+    drawn |= {f"best-{curve.axis}": _best(curve, charts.text(f"best {name}, {unit}")) for curve in best}
     axes = [curve.axis for curve in best]
     return drawn, {"losses": {"name": name, "stars": bool(stars), "legend": legend, "best": axes}}
+
+
+def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
+    """Return a chart of the normalised loss curves, one of their deviations from the first with 95% bands, and the
+    section of the page with them."""
+    colours = dict(zip(check.settings["scales"], cycle(_COLOURS)))
+    drawn: dict[str, Figure | None] = {}
+    for quantity, title in (("normalised", "normalised loss"), ("deviation", "share of the fall of the loss")):
+        curves = [curve for curve in check.curves if curve.quantity == quantity]
+        if not curves:
+            return {}, {}
+        traces = [_curve(curve.module, curve, colours[curve.module.split(" -> ")[-1]]) for curve in curves]
+        marks = []
+        if quantity == "deviation":
+            limits = {row.limit for row in check.rows if row.limit is not None}
+            marks = [charts.mark_line("y", sign * limit, BAD) for limit in limits for sign in (-1, 1)]
+        drawn[quantity] = charts.figure(curves[0].axis, title, traces, shapes=marks)
+    return drawn, {"collapse": list(colours.items())}
 
 
 def _best(curve: VerdictCurve, title: str) -> Figure:

@@ -10,10 +10,14 @@ from leaven.views import numbers
 from leaven.views.tables import Cell, Column, Table
 
 SLOPES = ("coordinates", "gradients")
-SWEEPS = ("transfer", "duration", "batch", "decay", "init")
+PAIRS = ("transfer", "duration", "batch", "decay", "init", "collapse")  # they compare other scales with a base
 STYLES = {True: "green", False: "red", None: "dim"}  # the style of a verdict
 # Numbers that have an interval, and the names of its two ends, which are printed in the number's column.
-_INTERVALS = {"shift": ("low", "high"), "regret": ("regret, low", "regret, high")}
+_INTERVALS = {
+    "shift": ("low", "high"),
+    "regret": ("regret, low", "regret, high"),
+    "deviation": ("deviation, low", "deviation, high"),
+}
 _MEASURED = (
     Column("", lambda row: row.name, align="left"),
     Column("measured", lambda row: numbers.NONE if row.value is None else f"{row.value:.3f}"),
@@ -34,15 +38,16 @@ class CheckTable:
 
 def check_tables(check: CheckDocument) -> list[CheckTable]:
     """Return the tables of a check. The table of measured values without verdicts is last."""
-    sweep = check.check in SWEEPS
+    pairs = check.check in PAIRS
+    together = "loss curves" if check.check == "collapse" else "best value"
     by_axis: dict[str, list[VerdictRow]] = {}
     for row in check.rows:
-        by_axis.setdefault("best value" if sweep else row.axis, []).append(row)
+        by_axis.setdefault(together if pairs else row.axis, []).append(row)
     tables = []
     for axis, rows in by_axis.items():
         columns = [
             Column("scales", lambda row: row.axis, align="left")
-            if sweep
+            if pairs
             else Column("module", lambda row: row.module, align="left"),
             *(Column(header, _part(check, part)) for part, header in _headers(check, rows).items()),
             Column("verdict", _verdict, align="left"),
@@ -73,7 +78,7 @@ def conclusion(check: CheckDocument) -> str:
     if rule not in {None, "complete-d-p"}:
         advice += "; try --set scaling.rule=complete-d-p"
     worst = check.fault
-    if check.check in SWEEPS:
+    if check.check in PAIRS:
         worst = max(failed, key=lambda row: row.beyond or 0.0).axis
     return f"FAILED: {len(failed)} of {len(judged)} lines, {worst} most{advice}"
 
@@ -82,8 +87,8 @@ def _headers(check: CheckDocument, rows: Sequence[VerdictRow]) -> dict[str, str]
     """Return a mapping from the name of each measured number, such as ``regret``, to the header of its column."""
     known = {"start": "at step 0", "end": f"at step {check.settings.get('steps')}", "decay": "lr x decay"}
     ends = set()
-    if check.check in SWEEPS:
-        known = {"regret": "regret, nats", "noise": "noise of seeds"}
+    if check.check in PAIRS:
+        known = {"regret": "regret, nats", "noise": "noise of seeds", "at": "at this share of the run"}
         ends = {end for pair in _INTERVALS.values() for end in pair}
     return {part: known.get(part, part) for row in rows for part in row.parts if part not in ends}
 

@@ -301,6 +301,28 @@ def test_config_json_with_and_without_training_arguments(tmp_path: Path) -> None
         assert found.unread == ("label_smoothing_factor",)
 
 
+def test_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
+    folder(tmp_path, CONFIG)
+    log = [{"learning_rate": 0.0, "step": 1}, {"learning_rate": 3e-4, "step": 2}, {"eval_loss": 1.0, "step": 2}]
+    state = {"max_steps": 100, "train_batch_size": 4, "log_history": log, "global_step": 2}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    (tmp_path / "training_args.bin").write_bytes(b"a pickle")
+    found = from_transformers.read(tmp_path, "x", 2)
+    assert (found.recipe.batch.tokens, found.recipe.data.tokens) == (2 * 4 * 128, 100 * 2 * 4 * 128)
+    assert found.recipe.hyperparameters.lr == 3e-4
+    assert any("gradient_accumulation_steps" in line for line in found.unknown)
+    assert [line.split(",")[0] for line in found.unread] == ["training_args.bin"]
+    folder(
+        tmp_path, None, {"max_steps": 7, "learning_rate": 1e-4, "label_smoothing_factor": 0.0, "num_train_epochs": 3}
+    )
+    argued = from_transformers.read(tmp_path, "x")
+    assert (argued.recipe.data.tokens, argued.unread) == (7 * 8 * 128, ())
+    (tmp_path / "training_args.json").unlink()
+    (tmp_path / "trainer_state.json").write_text("{}")
+    with refused("trainer_state.json: train_batch_size is missing"):
+        from_transformers.read(tmp_path, "x")
+
+
 def test_branch_ends_of_gpt2_start_smaller(tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 8, "n_head": 4, "vocab_size": 512}
     rows = parameter_table(from_transformers.read(folder(tmp_path, config), "x").recipe)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from tests.interop.configs.recipes import FAMILIES, PER_MODULE, transferred
+from tests.interop.configs.test_import import assert_same
 
+from leaven.interop.configs import from_torchtitan
 from leaven.interop.configs.export import export
 from leaven.interop.configs.per_parameter import TORCHTITAN_NAMES
 from leaven.recipe.recipe import Recipe
@@ -118,6 +120,15 @@ def test_torchtitan_builds_our_model_groups_and_schedule(tiny: Recipe, tmp_path:
         assert found == pytest.approx([ours * peak for peak in peaks], abs=1e-9), step
         optimizers.step()
         schedule.step()
+
+
+def test_torchtitans_saved_file_is_imported(tiny: Recipe, tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan.trainer")
+    recipe = tiny.replace(TITAN["qwen3"] | {"data.documents": "isolated", "hyperparameters.depth": {}})
+    (tmp_path / "config.json").write_text(json.dumps(module_of(recipe, tmp_path, "titan_saved").tiny().to_dict()))
+    found = from_torchtitan.read(tmp_path / "config.json", "x")
+    assert_same(recipe, found.recipe)
+    assert found.unread == ()
 
 
 def test_torchtitan_starts_a_transferred_recipe_folded(tiny: Recipe, tmp_path: Path) -> None:

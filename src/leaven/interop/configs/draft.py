@@ -6,6 +6,7 @@ not contain.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,10 @@ from leaven.catalogue.laws import evaluate
 from leaven.catalogue.neighbours import nearest
 from leaven.errors import InputError
 from leaven.interop.architectures import HuggingFaceModel, validated
+from leaven.interop.configs.compare import SAME_START, ParameterSettings
+from leaven.recipe.init_std import INITS, Init
 from leaven.recipe.recipe import Recipe, set_path
-from leaven.recipe.shape import ModelShape
+from leaven.recipe.shape import ModelShape, Role
 from leaven.recipe.units import format_quantity
 
 TOKENS_PER_PARAMETER = 20
@@ -60,6 +63,52 @@ class Draft:
         self.why |= {f"model.{key}": f"every {architecture.name} has it" for key in architecture.holds}
         std = float(architecture.given(model.config)["initializer_range"])
         self.set("hyperparameters.init_std", std, origin("initializer_range"))
+
+    def set_parameters(
+        self, settings: Mapping[str, ParameterSettings], shape: ModelShape, init_why: str, why: str
+    ) -> None:
+        """Set the hyperparameters and the multipliers of modules from the settings of each parameter of ``shape``.
+
+        The hyperparameters are those of most matrices in the blocks, and all other modules get multipliers. A module
+        whose blocks differ gets the values of its first block, and a line in ``unread``. ``init_why`` and ``why`` are
+        the reasons of the initial values and of the optimizer settings.
+        """
+        parameters = list(shape.parameters())
+        matrices = [each for each in parameters if each.role.is_matrix]
+
+        def has_init(init: Init) -> bool:
+            pairs = ((settings[each.name].init_std, init.std(each, shape.n_layers, shape.gated)) for each in matrices)
+            return all(math.isclose(ours, theirs, rel_tol=SAME_START) for ours, theirs in pairs)
+
+        named = next((name for name, init in INITS.items() if has_init(init)), None)
+        if named:
+            self.set("hyperparameters.init", named, init_why)
+        for module in {each.module: each for each in parameters if not each.role.is_matrix}:
+            means = {settings[each.name].init_mean for each in parameters if each.module == module}
+            if means != {1.0}:
+                self.unread.append(f"initial values of {module}, {max(means):g}: leaven's gains start at 1")
+        decayed = any(settings[each.name].weight_decay for each in parameters if not each.role.is_matrix)
+        self.set("hyperparameters.decay_norm_and_bias", decayed, why)
+        for quantity in ("lr", "weight_decay", "beta1", "beta2", "eps", *(() if named else ("init_std",))):
+            reason = init_why if quantity == "init_std" else why
+            modules: dict[str, list[float]] = {}
+            for each in parameters:
+                if each.role.is_matrix or (quantity != "init_std" and (quantity != "weight_decay" or decayed)):
+                    modules.setdefault(each.module, []).append(getattr(settings[each.name], quantity))
+            hidden = Counter(modules[each.module][0] for each in matrices if each.role is Role.HIDDEN_WEIGHT)
+            every = [value for values in modules.values() for value in values]
+            base = next((value for value in [*(value for value, _ in hidden.most_common()), *every] if value), 0.0)
+            self.set(f"hyperparameters.{quantity}", base, reason)
+            for module, values in modules.items():
+                first = values[0]
+                if len(set(values)) > 1:
+                    low, high = min(values), max(values)
+                    self.unread.append(f"{quantity} of {module}, {low:g} to {high:g} over depth; block 0's is used")
+                if first != base:
+                    if quantity.startswith("beta") and not (0 < first < 1 and 0 < base < 1):
+                        raise InputError(f"{self.origin}: {quantity} of {module} {first:g} must be between 0 and 1")
+                    share = math.log(first) / math.log(base) if quantity.startswith("beta") else first / base
+                    self.set(f"hyperparameters.modules.{module}.{quantity}", float(f"{share:.12g}"), reason)
 
     def shape(self) -> ModelShape:
         """Return the model shape, built from the values whose paths begin with ``model``.

@@ -44,6 +44,7 @@ class Target:
     # why the target loses a quantity; "*" stands for all other quantities
     reasons: Mapping[str, str] = field(default_factory=dict)
     holds: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # supported values by key of [model]
+    architecture: bool = False  # whether the model is that of a Hugging Face architecture
     plain: bool = False  # whether multipliers are folded into the weights
     ramp: bool = False  # whether the target supports a batch ramp
     samples: bool = False  # whether the target counts samples instead of steps
@@ -71,7 +72,10 @@ def target(name: str) -> Target:
     """
     if name not in TARGETS:
         raise InputError(f"--to {name}: choose from {', '.join(TARGETS)}")
-    return Target(**tomllib.loads((HERE / f"targets/{name}.toml").read_text(encoding="utf-8")))
+    table = tomllib.loads((HERE / f"targets/{name}.toml").read_text(encoding="utf-8"))
+    if "like" in table:  # another target, whose keys apply unless this table has them
+        table = vars(target(table.pop("like"))) | table
+    return Target(**table)
 
 
 def default_path(name: str, recipe_name: str) -> str:
@@ -82,7 +86,7 @@ def default_path(name: str, recipe_name: str) -> str:
 def export(name: str, recipe: Recipe) -> Export:
     """Return the files for a target, and the values of the recipe that the target cannot represent."""
     to, run = target(name), ResolvedRecipe(recipe)
-    if name == "transformers":
+    if to.architecture:
         architecture, changes = nearest(recipe.model, trained=True)
         shape = ModelShape.model_validate(recipe.model.model_dump() | changes)
         why = f"all that {architecture.name} has"

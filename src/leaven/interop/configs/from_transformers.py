@@ -1,5 +1,8 @@
 """Imports a recipe from a config.json of transformers and the training_args.json in the same folder.
 
+A checkpoint of the Trainer has no training_args.json. Its trainer_state.json has the steps, the batch of a process
+and the logged learning rates; its training_args.bin is a pickle, which is not read, because that would run its code.
+
 ``targets/transformers_arguments.toml`` contains the fields of TrainingArguments, their defaults and the corresponding
 keys of a recipe. The optimizer of transformers applies weight decay to matrices but not to gains and biases, as
 leaven does by default.
@@ -12,10 +15,10 @@ from typing import Any
 
 from leaven.errors import InputError
 from leaven.interop.architectures import read_config, read_json
-from leaven.interop.configs.draft import Draft, Imported, Settings
+from leaven.interop.configs.draft import Draft, Imported, Settings, as_number
 from leaven.recipe.shape import BRANCH_ENDS
 
-CONFIG, ARGUMENTS = "config.json", "training_args.json"
+CONFIG, ARGUMENTS, STATE, PICKLE = "config.json", "training_args.json", "trainer_state.json", "training_args.bin"
 TABLE = tomllib.loads((Path(__file__).parent / "targets/transformers_arguments.toml").read_text(encoding="utf-8"))
 
 
@@ -37,7 +40,10 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
         for module in BRANCH_ENDS:
             why = f"{architecture.name} draws this matrix with initializer_range / sqrt(2 n_layers)"
             draft.set(f"hyperparameters.modules.{module}.init_std", 1 / math.sqrt(2 * shape.n_layers), why)
-    if arguments_path is not None:
+    state_path = config_path.parent / STATE
+    if arguments_path is None and (config_path.parent / PICKLE).exists():
+        draft.unread.append(f"{PICKLE}, a pickle: write trainer.args.to_json_string() to {ARGUMENTS} beside it")
+    if arguments_path is not None or state_path.exists():
         leaven = model.config.get("leaven")
         exported = leaven.get("dp") if isinstance(leaven, dict) else None
         if ranks is not None:
@@ -46,7 +52,11 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
             draft.set("layout.dp", exported, f"leaven.dp of {CONFIG}")
         else:
             draft.unknown.append("layout.dp: the number of processes, here 1; batch and tokens grow with --ranks N")
-        _arguments(draft, shape.seq_len, read_json(arguments_path), draft.values.get("layout.dp", 1))
+        ranks = draft.values.get("layout.dp", 1)
+        if arguments_path is not None:
+            _arguments(draft, shape.seq_len, read_json(arguments_path), ranks)
+        else:
+            _state(draft, shape.seq_len, read_json(state_path), ranks)
     if (config_path.parent / "parameters.json").exists():
         draft.unread.append(f"parameters.json: values of single parameters; the recipe has those of {ARGUMENTS}")
     return draft.finish(name, shape)
@@ -96,8 +106,26 @@ def _arguments(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int)
     tokens = warmup * (batch if warmup >= 1 else draft.values.get("data.tokens", 0))
     draft.set("schedule.warmup_tokens", round(tokens), given.why("warmup_steps", "warmup_ratio"))
     _schedule(draft, given)
-    known, ignored = TABLE["fields"], tuple(TABLE["ignored"])
-    draft.unread += [key for key in given.given if key not in known and not key.startswith(ignored)]
+    known = {*TABLE["fields"], *(["num_train_epochs"] if given["max_steps"] > 0 else [])}
+    draft.unread += [
+        key
+        for key, value in given.given.items()
+        if value and key not in known and not key.startswith(tuple(TABLE["ignored"]))
+    ]
+
+
+def _state(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> None:
+    """Set the batch, the number of tokens and the lr from the state of a Trainer."""
+    fields = {"max_steps": {"kind": "count"}, "train_batch_size": {"kind": "count"}}
+    given = Settings(f"{draft.origin}: {STATE}", fields, default="", suffix=f" of {STATE}", given=document)
+    batch = given["train_batch_size"] * ranks * seq_len
+    draft.set("batch.tokens", batch, f"{given.why('train_batch_size')} x max_position_embeddings x {ranks} processes")
+    draft.unknown.append(f"batch.tokens: {STATE} lacks gradient_accumulation_steps; 1 is used")
+    draft.set("data.tokens", given["max_steps"] * batch, f"{given.why('max_steps')} x batch")
+    logged = [entry.get("learning_rate") for entry in document.get("log_history") or [] if isinstance(entry, dict)]
+    lrs = [as_number(lr, f"{draft.origin}: {STATE}: learning_rate") for lr in logged if lr]
+    if lrs:
+        draft.set("hyperparameters.lr", max(lrs), f"the highest lr that {STATE} logged")
 
 
 def _schedule(draft: Draft, given: Settings) -> None:

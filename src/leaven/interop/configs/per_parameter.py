@@ -5,11 +5,12 @@ The sources are in the table of each target, ``targets/NAME.toml``.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from leaven.interop.architectures import Architecture
+from leaven.errors import InputError
+from leaven.interop.architectures import MEGATRON, Architecture, Stored
 from leaven.interop.configs.compare import ParameterSettings, ResolvedRecipe
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Role
 from leaven.scaling.table import ParameterRow, optimizer_groups
@@ -51,15 +52,7 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
         return settings
 
     base = replace(hidden, init_mean=0.0, multiplier=1.0)
-    stages = [f"{each.first_token}:{each.batch_tokens // shape.seq_len}" for each in recipe.batches.segments]
-    # Megatron pads the vocabulary to a multiple of this number x tp. It is chosen so that padding changes nothing, if
-    # tp divides the vocabulary.
-    multiple = math.gcd(shape.vocab_size, 128 * recipe.layout.tp) // recipe.layout.tp or 1
-    counts = {
-        "batch_stages": " ".join(stages),  # for each batch size: first token and sequences
-        "vocabulary_multiple": multiple,
-        "samples": -(-recipe.data.tokens // shape.seq_len),
-    }
+    counts = _megatron_counts(run, shape)
     yield Candidate(
         {row.name: start(row, replace(base, lr=end_lr) if row.name in ends else base) for row in run.table.rows},
         1 / math.sqrt(d_head),
@@ -98,6 +91,48 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
             "eps": vector.eps,
         },
     )
+
+
+def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
+    """Return the variables of Megatron's template that do not depend on hyperparameters."""
+    recipe = run.recipe
+    stages = [f"{each.first_token}:{each.batch_tokens // shape.seq_len}" for each in recipe.batches.segments]
+    # Megatron pads the vocabulary to a multiple of this number x tp. It is chosen so that padding changes nothing, if
+    # tp divides the vocabulary.
+    multiple = math.gcd(shape.vocab_size, 128 * recipe.layout.tp) // recipe.layout.tp or 1
+    return {
+        "batch_stages": " ".join(stages),  # for each batch size: first token and sequences
+        "vocabulary_multiple": multiple,
+        "samples": -(-recipe.data.tokens // shape.seq_len),
+    }
+
+
+def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
+    """Yield the only candidate for Megatron with a module that sets every parameter, without multipliers.
+
+    Query, key and value are one matrix, and so are gate and input of a gated MLP. Each part of such a matrix has its
+    own initial std; all other settings are those of the first part.
+
+    Raises:
+        InputError: if the layout shards parameters, which the module cannot set.
+    """
+    if run.recipe.layout.zero > 1:
+        raise InputError(
+            f"megatron-module sets whole parameters, and layout.zero = {run.recipe.layout.zero} is Megatron-FSDP, "
+            "which shards them; use --set layout.zero=1"
+        )
+    # Megatron's layer norms have biases even if its matrices have none.
+    whole = shape.model_copy(update={"bias": True}) if shape.norm == "layernorm" else shape
+    tensors = [
+        stored
+        for stored in MEGATRON.tensors(whole)
+        if shape.bias or stored.name.endswith("layernorm.bias") or not stored.name.endswith(".bias")
+    ]
+    given, parameters = _by_tensor(run, tensors)
+    hidden = next(run.plain[row.name] for row in run.table.rows if run.rows[row.name] == run.hidden)
+    flags: dict[str, Any] = {"mup_base": None, "decoupled_lr": None, "embedding_std": None}
+    flags |= {"lr": hidden.lr, "init_std": hidden.init_std, "eps": hidden.eps}
+    yield Candidate(given, None, {**_megatron_counts(run, shape), **flags, "parameters": parameters})
 
 
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
@@ -195,26 +230,38 @@ def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -
         values = (settings.lr, settings.beta1, settings.beta2, settings.eps, settings.weight_decay)
         group = groups.setdefault(tuple(float(f"{value:.12g}") for value in values), [])
         group.append(place if row.layer is None else f"layers.{row.layer}.{place}")
-    most = max(groups, key=lambda values: len(groups[values]))
-    patterns = [(_pattern(places, shape.n_layers), values) for values, places in groups.items() if values != most]
     yield Candidate(
         given,
         None,
         {
             "starts": {place: stds[0] if len(set(stds)) == 1 else stds for place, stds in starts.items()},
-            "groups": [*patterns, (".*", most)],  # the first match wins, so the most common group comes last
+            "groups": _by_pattern(groups, shape.n_layers, "layers", r"\.weight"),
             "identifier": identifier(run.recipe.name),
         },
     )
 
 
-def _pattern(places: Iterable[str], n_layers: int) -> str:
-    """Return a regular expression that matches the names of exactly these modules' weights."""
+def _by_pattern(
+    groups: Mapping[tuple[float, ...], Sequence[str]], n_layers: int, blocks: str, end: str = ""
+) -> list[tuple[str, tuple[float, ...]]]:
+    """Return a regular expression and the values of each group; the first that matches a name has its values.
+
+    ``groups`` maps values to the names without ``end``; ``blocks`` is the path of the list of blocks.
+    """
+    most = max(groups, key=lambda values: len(groups[values]))
+    patterns = [
+        (_pattern(names, n_layers, blocks) + end + "$", values) for values, names in groups.items() if values != most
+    ]
+    return [*patterns, (".*", most)]
+
+
+def _pattern(places: Iterable[str], n_layers: int, blocks: str) -> str:
+    """Return a regular expression that matches exactly these names."""
     layers: dict[str, list[str]] = {}
     alternatives = []
     for place in places:
-        if place.startswith("layers."):
-            _, layer, inner = place.split(".", 2)
+        if place.startswith(f"{blocks}."):
+            layer, inner = place.removeprefix(f"{blocks}.").split(".", 1)
             layers.setdefault(inner, []).append(layer)
         else:
             alternatives.append(place.replace(".", r"\."))
@@ -222,8 +269,9 @@ def _pattern(places: Iterable[str], n_layers: int) -> str:
     for inner, numbers in layers.items():
         which = r"\d+" if len(numbers) == n_layers else "|".join(numbers)
         within.setdefault(which, []).append(inner.replace(".", r"\."))
-    alternatives += [rf"layers\.({which})\.({'|'.join(inner)})" for which, inner in within.items()]
-    return rf"^({'|'.join(alternatives)})\.weight$"
+    path = blocks.replace(".", r"\.")
+    alternatives += [rf"{path}\.({which})\.({'|'.join(inner)})" for which, inner in within.items()]
+    return rf"^({'|'.join(alternatives)})"
 
 
 def identifier(name: str) -> str:
@@ -242,11 +290,45 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
     own initial std. All other settings of the fused matrix are the settings of the query matrix.
     """
     assert architecture is not None
+    given, parameters = _by_tensor(run, architecture.tensors(shape))
+    values = {"architecture": architecture, "config": architecture.config(shape), "parameters": parameters}
+    yield Candidate(given, None, values)
+
+
+def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
+    """Yield the only candidate for NeMo Automodel: factors on lr and decay for each pattern of parameters' names.
+
+    All parameters have the betas and eps of most matrices. The tensors are those of transformers, with the initial
+    values that prepare.py writes.
+    """
+    assert architecture is not None
+    settings, parameters = _by_tensor(run, architecture.tensors(shape))
+    hidden = next(run.plain[row.name] for row in run.table.rows if run.rows[row.name] == run.hidden)
+    decay = hidden.weight_decay or max(each["weight_decay"] for each in parameters.values())
+    groups: dict[tuple[float, ...], list[str]] = {}
+    for name, each in parameters.items():
+        shares = (each["lr"] / hidden.lr, each["weight_decay"] / decay if decay else 1.0)
+        groups.setdefault(tuple(float(f"{share:.12g}") for share in shares), []).append(name)
+    values = {
+        "architecture": architecture,
+        "config": architecture.config(shape),
+        "parameters": parameters,
+        "groups": _by_pattern(groups, shape.n_layers, architecture.blocks),
+        "base": replace(hidden, weight_decay=decay),
+    }
+    alike = {"beta1": hidden.beta1, "beta2": hidden.beta2, "eps": hidden.eps}
+    yield Candidate({name: replace(each, **alike) for name, each in settings.items()}, None, values)
+
+
+def _by_tensor(
+    run: ResolvedRecipe, tensors: Iterable[Stored]
+) -> tuple[dict[str, ParameterSettings], dict[str, dict[str, Any]]]:
+    """Return the settings of leaven's parameters in a model of these tensors, and the document of each tensor."""
     # Biases that the recipe does not have start at 0.
     fallback = replace(run.hidden, init_mean=0.0, init_std=0.0, weight_decay=0.0, multiplier=1.0)
     parameters: dict[str, dict[str, Any]] = {}
     given = {}
-    for stored in architecture.tensors(shape):
+    for stored in tensors:
         parts = [run.plain.get(name, fallback) for name in stored.parts]
         first = parts[0]
         parameters[stored.name] = {
@@ -263,8 +345,7 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
         for name, part in zip(stored.parts, parts, strict=True):
             if name in run.plain:
                 given[name] = replace(first, init_std=part.init_std)
-    values = {"architecture": architecture, "config": architecture.config(shape), "parameters": parameters}
-    yield Candidate(given, None, values)
+    return given, parameters
 
 
 CANDIDATES: Mapping[str, Candidates] = {
@@ -274,4 +355,6 @@ CANDIDATES: Mapping[str, Candidates] = {
     "nanotron": nanotron,
     "transformers": transformers,
     "litgpt": litgpt,
+    "megatron-module": megatron_module,
+    "automodel": automodel,
 }

@@ -3,9 +3,12 @@
 from prepare import prepare
 optimizer = prepare(model, "parameters.json")
 Trainer(model, arguments, train_dataset=..., optimizers=(optimizer, None))
+
+For a trainer that reads weights from a folder, `python prepare.py FOLDER` writes the initial ones.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +68,14 @@ def _draw(tensor: Tensor, mean: float, std: float) -> None:
         tensor.normal_(mean, std)
     else:
         tensor.fill_(mean)
+
+
+if __name__ == "__main__":
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    here = Path(__file__).parent
+    torch.manual_seed(0)
+    models: Any = AutoModelForCausalLM
+    started = models.from_config(AutoConfig.from_pretrained(here))
+    prepare(started, here / "parameters.json")
+    started.save_pretrained(sys.argv[1])

@@ -10,6 +10,12 @@ from leaven.recipe.units import format_seconds
 from leaven.views.checks import STYLES, check_tables, conclusion
 from leaven.views.tables import Column, Facts, Table
 
+_DIFFERENCES = {  # by the key of the settings
+    "changed for the check": "the check trained small models and changed for this",
+    "left out": "left out, because a run diverged",
+    "columns not used": "columns not used",
+}
+
 
 def check_screen(check: CheckDocument) -> Iterator[RenderableType]:
     """Yield the tables of a check, each followed by its notes, and then the conclusion."""
@@ -23,8 +29,9 @@ def check_screen(check: CheckDocument) -> Iterator[RenderableType]:
         if notes:
             yield Facts([("", (f"{note}:", ", ".join(names))) for note, names in notes.items()])
         yield ""
-    if changed := check.settings.get("changed for the check"):
-        yield f"the check trained small models and changed for this: {', '.join(changed)}"
+    for key, words in _DIFFERENCES.items():
+        if listed := check.settings.get(key):
+            yield f"{words}: {', '.join(listed)}"
     yield conclusion(check)
 
 

@@ -1,0 +1,212 @@
+"""Open files of token ids that other programs wrote. The ids are memory-mapped, never copied.
+
+- Megatron-LM: ``NAME.bin`` with ``NAME.idx`` beside it, which has the dtype, the sequences and the documents
+  (`megatron/core/datasets/indexed_dataset.py`);
+- llm.c: a ``.bin`` file with a header of 256 32-bit integers: a magic number, a version and the number of tokens
+  (`dev/data/data_common.py`);
+- nanoGPT: any other ``.bin`` file, nothing but ids, 16-bit unless the recipe says otherwise (`data/*/prepare.py`);
+- numpy: a ``.npy`` file with one dimension;
+- Arrow: the column of a data set whose rows are lists of ids.
+"""
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from leaven.data.readers import BrokenFile, FileStamp, file_stamp
+
+TOKEN_SUFFIXES = (".bin", ".npy")
+
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+_MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, number of sequences, of documents
+_MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating-point numbers
+
+LLM_C_FORMATS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
+"""Version and dtype of llm.c's files of tokens (of GPT-2 and of Llama 3), by magic number."""
+_LLM_C_HEADER = 256 * 4  # bytes
+_DATES = range(2020_00_00, 2100_00_00)  # llm.c's magic numbers are dates
+
+BLOCKS = 16
+_CHECKED_IDS = 2**20
+
+
+@dataclass(frozen=True)
+class MappedTokens:
+    """The token ids of a file, or of a split of a data set."""
+
+    arrays: tuple[NDArray[Any], ...]  # the ids are these arrays, one after the other
+    ends: NDArray[np.int64] | None  # positions after the last token of each document, ascending; None if unknown
+    raw: bool = False  # whether nothing in the file says that the ids have this dtype
+
+    def __len__(self) -> int:
+        return sum(map(len, self.arrays))
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A file of token ids. It has the key, name, size and stamp of a :class:`leaven.data.readers.File`."""
+
+    key: str  # path of the file below the source
+    path: Path
+    dtype: str | None = None  # dtype of a .bin file that does not state it itself
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def index(self) -> Path | None:
+        """Megatron-LM's index of the file, or None if the file has no index."""
+        index = self.path.with_suffix(".idx")
+        return index if self.path.suffix == ".bin" and index.exists() else None
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+    def stamp(self) -> FileStamp | None:
+        stamp = file_stamp(self.path)
+        if self.index is None or stamp is None:
+            return stamp
+        of_index = file_stamp(self.index)
+        return None if of_index is None else stamp + of_index
+
+    def open(self) -> MappedTokens:
+        """Map the file.
+
+        Raises:
+            BrokenFile: if the file is truncated, not of a known format, or of another dtype than the recipe says.
+        """
+        found = self._open()
+        if self.dtype is not None and found.arrays[0].dtype.name != self.dtype:
+            raise BrokenFile(f"has ids of {found.arrays[0].dtype.name}, not of {self.dtype}; remove dtype")
+        return found
+
+    def _open(self) -> MappedTokens:
+        try:
+            if self.path.suffix == ".npy":
+                return self._numpy()
+            size = self.size
+            if not size:
+                raise BrokenFile("is empty; write it again or leave it out")
+            if self.index is not None:
+                return _megatron(self.path, self.index)
+            with self.path.open("rb") as file:
+                head = file.read(_LLM_C_HEADER)
+            header = np.frombuffer(head[: len(head) // 4 * 4], "<i4")
+            if len(header) == 256 and header[0] in _DATES and not header[4:].any():
+                return _llm_c(self.path, size, *header[:3].tolist())
+            return self._raw(size)
+        except OSError as error:
+            raise BrokenFile(f"cannot be read ({error.strerror or error})") from None
+
+    def _raw(self, size: int) -> MappedTokens:
+        dtype = np.dtype(self.dtype or "uint16").newbyteorder("<")
+        if size % dtype.itemsize:
+            raise BrokenFile(
+                f"has {size:,} bytes, not a whole number of {dtype.name} ids; it is truncated, or has another dtype"
+            )
+        ids = _mapped(self.path, dtype)
+        # Of 32-bit ids read as 16-bit ids, every second one is 0.
+        start = ids[: _CHECKED_IDS // 2 * 2]
+        if dtype.itemsize < 8 and len(start) > 1 and not start[1::2].any() and start[::2].any():
+            wider = {1: "uint16", 2: "uint32", 4: "int64"}[dtype.itemsize]
+            raise BrokenFile(
+                f"is not of {dtype.name}, because every second id would be 0; "
+                f'write source = [{{ source = ..., dtype = "{wider}" }}]'
+            )
+        return MappedTokens((ids,), None, raw=self.dtype is None)
+
+    def _numpy(self) -> MappedTokens:
+        with self.path.open("rb") as file:
+            if file.read(6) != b"\x93NUMPY":
+                raise BrokenFile("is not a numpy file; if it has nothing but token ids, rename it to .bin")
+        try:
+            ids = np.load(self.path, mmap_mode="r", allow_pickle=False)
+        except ValueError as error:
+            raise BrokenFile(f"cannot be read ({error}); write it again or leave it out") from None
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise BrokenFile(f"has {ids.dtype} of shape {ids.shape}; token ids are integers with one dimension")
+        return MappedTokens((ids.view(np.ndarray),), None)
+
+
+def _megatron(path: Path, index: Path) -> MappedTokens:
+    size = index.stat().st_size
+    raw = np.memmap(index, np.uint8, mode="r") if size else np.zeros(0, np.uint8)
+    if size < _MEGATRON_HEADER.size or raw[:9].tobytes() != MEGATRON_MAGIC:
+        raise BrokenFile(f"has an index {index.name} that is not Megatron-LM's: its magic number is unknown")
+    _, version, code, sequences, documents = _MEGATRON_HEADER.unpack(raw[: _MEGATRON_HEADER.size].tobytes())
+    if version != 1 or code not in _MEGATRON_DTYPES:
+        raise BrokenFile(f"has an index {index.name} of version {version} with dtype {code}, which are not supported")
+    dtype = np.dtype(_MEGATRON_DTYPES[code])
+    # Lengths of the sequences, their places in bytes, and the first sequence of each document and one more.
+    whole = _MEGATRON_HEADER.size + sequences * (4 + 8) + documents * 8
+    if size != whole:
+        raise BrokenFile(
+            f"has an index {index.name} of {size:,} bytes, but {sequences:,} sequences and {documents:,} documents "
+            f"need {whole:,}; copy it again"
+        )
+    lengths = np.frombuffer(raw, "<i4", sequences, _MEGATRON_HEADER.size)
+    places = np.frombuffer(raw, "<i8", sequences, _MEGATRON_HEADER.size + 4 * sequences)
+    firsts = np.frombuffer(raw, "<i8", documents, whole - 8 * documents)
+    stops = np.cumsum(lengths, dtype=np.int64)
+    tokens = int(stops[-1]) if sequences else 0
+    if tokens * dtype.itemsize != path.stat().st_size:
+        raise BrokenFile(
+            f"has {path.stat().st_size:,} bytes, but {index.name} describes {tokens:,} tokens of "
+            f"{dtype.itemsize} bytes; the two files do not belong together, or one is truncated"
+        )
+    if lengths.min() < 0 or (places != (stops - lengths) * dtype.itemsize).any():
+        raise BrokenFile(f"has an index {index.name} whose sequences do not follow one another; write it again")
+    ends = stops  # Megatron-LM's GPTDataset, too, takes each sequence as a document
+    if documents and firsts[-1] == sequences:
+        if firsts[0] != 0 or (np.diff(firsts) < 0).any():
+            raise BrokenFile(f"has an index {index.name} whose documents are not in order; write it again")
+        ends = np.concatenate([[0], stops])[firsts]
+    return MappedTokens((_mapped(path, dtype),), ends[np.diff(ends, prepend=0) > 0])  # without empty documents
+
+
+def _llm_c(path: Path, size: int, magic: int, version: int, tokens: int) -> MappedTokens:
+    if magic not in LLM_C_FORMATS:
+        known = " and ".join(map(str, LLM_C_FORMATS))
+        raise BrokenFile(f"has a header with the unknown magic number {magic}; llm.c's files of tokens have {known}")
+    expected, dtype = LLM_C_FORMATS[magic]
+    if version != expected:
+        raise BrokenFile(f"has a header of version {version}; with magic number {magic}, only {expected} is known")
+    whole = _LLM_C_HEADER + tokens * np.dtype(dtype).itemsize
+    if tokens < 1 or size != whole:
+        raise BrokenFile(
+            f"has {size:,} bytes, but its header says {tokens:,} tokens ({whole:,} bytes); it is truncated or damaged"
+        )
+    return MappedTokens((_mapped(path, np.dtype(dtype), _LLM_C_HEADER),), None)
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], offset: int = 0) -> NDArray[Any]:
+    # A plain array: slices of a memmap take several times as long.
+    return np.memmap(path, dtype, mode="r", offset=offset).view(np.ndarray)
+
+
+def arrow_tokens(chunks: list[Any]) -> MappedTokens:
+    """Return the token ids in a column of lists, which is given as Arrow arrays. Each row is a document.
+
+    If `BLOCKS` rows or more all have the same length, except for the last, they are blocks of a longer text.
+
+    Raises:
+        BrokenFile: if there is a null among the ids.
+    """
+    arrays: list[NDArray[Any]] = []
+    lengths = []
+    for chunk in chunks:
+        ids = chunk.flatten()
+        if ids.null_count:
+            raise BrokenFile("has nulls among its token ids; remove these rows")
+        arrays.append(ids.to_numpy(zero_copy_only=True))
+        lengths.append(chunk.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))
+    rows = np.concatenate([*lengths, np.zeros(0, np.int64)]).astype(np.int64)
+    blocks = len(rows) >= BLOCKS and (rows[:-1] == rows[0]).all() and rows[-1] <= rows[0]
+    ends = np.cumsum(rows[rows > 0])
+    return MappedTokens(tuple(array for array in arrays if len(array)), None if blocks else ends)

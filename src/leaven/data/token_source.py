@@ -1,0 +1,232 @@
+"""Use token ids where they lie: validate them, and hold out a part of them for validation.
+
+Every id is read once, to check it against the vocabulary and to hash it; the results are cached as for text. Then
+training and validation read from the memory-mapped files.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from leaven.data.corpus import VALIDATION_SHARE, Meter, OnProgress, cached_surveys, surveys_file
+from leaven.data.shards import ShardedTokens, Shards
+from leaven.data.sources import TokenPart, opened, source_parts
+from leaven.data.stream import Tokens
+from leaven.data.token_files import MappedTokens
+from leaven.errors import InputError
+from leaven.recipe.data import DataSource
+
+FORMAT = 1
+"""Version of the fingerprints and the cached surveys."""
+
+STRETCHES = 64
+STRETCH_TOKENS = 2**20
+"""A file is divided into at most `STRETCHES` stretches of at least `STRETCH_TOKENS` tokens. The end of each stretch
+is held out, so a file that is sorted, or that consists of several corpora, is validated on all of them."""
+
+_BLOCK = 2**20  # ids that are read at once
+
+
+@dataclass(frozen=True)
+class TokenSurvey:
+    """What is known of a file, or of a split of a data set, after reading all of its token ids."""
+
+    digest: str  # hash of the ids, their dtype and the ends of documents
+    lowest: int  # smallest id
+    highest: int  # largest id
+    ends: int  # how often the end-of-text token occurs
+
+
+class DocumentTokens:
+    """The tokens of documents, with an end-of-text token added after each document.
+
+    Args:
+        tokens: the tokens without end-of-text tokens.
+        ends: the positions in ``tokens`` after the last token of each document.
+        end_of_text: id of the end-of-text token.
+    """
+
+    def __init__(self, tokens: Tokens, ends: NDArray[np.int64], end_of_text: int) -> None:
+        self._tokens, self._ends, self._end_of_text = tokens, ends, end_of_text
+        self._added = ends + np.arange(len(ends))  # positions of the added tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens) + len(self._ends)
+
+    def __getitem__(self, index: slice, /) -> NDArray[Any]:
+        start, stop, step = index.indices(len(self))
+        assert step == 1
+        first, last = np.searchsorted(self._added, (start, stop)).tolist()
+        ids = self._tokens[start - first : stop - last].astype(np.int64)
+        return np.insert(ids, self._ends[first:last] - (start - first), self._end_of_text)
+
+
+@dataclass(frozen=True)
+class TokenReader:
+    """Reads sources of token ids."""
+
+    vocab_size: int  # ids must be below this number
+    end_of_text: int | None  # id of the token that ends documents; None if unknown
+    isolated: bool  # whether the ends of documents must be known
+    memory: Path  # folder of the cached surveys
+    progress: OnProgress | None = None
+
+    def shards(self, source: DataSource, parts: Sequence[TokenPart]) -> Shards:
+        """Return the tokens of a source.
+
+        With ``source.validation``, all of the source is used for training. Otherwise the last `VALIDATION_SHARE` of
+        each stretch (`STRETCHES`) is held out. It begins and ends with a document, if the ends of documents are known
+        from the files or by the id ``end_of_text``. Only a document that is longer than the held-out part is cut.
+
+        If ``end_of_text`` occurs nowhere in a source that says where documents end, it is added after each document.
+
+        Raises:
+            InputError: if a file is damaged or of an unknown format, an id is not below ``vocab_size``, or the ends
+                of documents are unknown but needed.
+            OSError: if ``memory`` cannot be written.
+        """
+        ids = self._read(source, parts)
+        content = f"{FORMAT} {self.end_of_text} {ids.digest}"
+        train: list[Tokens] = []
+        validation: list[Tokens] = []
+        notes = ids.notes
+        if source.validation is None:
+            for mapped in ids.parts:
+                start = 0
+                for cut, stop in _held_out(mapped, ids.occurring):
+                    train += ids.between(mapped, start, cut)
+                    validation += ids.between(mapped, cut, stop)
+                    start = stop
+        else:
+            other = source.model_copy(update={"source": source.validation})
+            held_out = source_parts(other).ids
+            if not held_out:
+                raise InputError(f"validation {other.source!r} is text, but the source has token ids; give token ids")
+            others = self._read(other, held_out)
+            train = [tokens for mapped in ids.parts for tokens in ids.between(mapped, 0, len(mapped))]
+            validation = [tokens for mapped in others.parts for tokens in others.between(mapped, 0, len(mapped))]
+            content += f" {others.digest}"
+            notes += others.notes
+        fingerprint = blake2b(content.encode(), digest_size=16).hexdigest()
+        return Shards(ShardedTokens(train), ShardedTokens(validation), 0, 0, fingerprint, notes)
+
+    def _read(self, source: DataSource, parts: Sequence[TokenPart]) -> "_SourceIds":
+        """Map and validate all parts of a source."""
+        name, end_of_text = source.source, self.end_of_text
+        mapped = {part.key: opened(part) for part in parts}
+        if not any(map(len, mapped.values())):
+            raise InputError(f"data.source {name!r} contains no tokens; give files that contain token ids")
+        raw = any(ids.raw for ids in mapped.values())
+        if raw and self.vocab_size > 2**16:
+            raise InputError(
+                f"data.source {name!r} does not state its dtype, and {self.vocab_size:,} tokens are too many for "
+                f'uint16; write source = [{{ source = "{name}", dtype = "uint32" }}]'
+            )
+        meter = Meter(self.progress, "reading", sum(part.size for part in parts))
+        surveys = cached_surveys(
+            parts,
+            surveys_file(self.memory, name, str(FORMAT), source.text, str(source.dtype), str(end_of_text)),
+            meter,
+            lambda part, meter: _survey(mapped[part.key], end_of_text, meter),
+            lambda values: TokenSurvey(**values),
+        )
+        meter.finish()
+        for part, survey in zip(parts, surveys, strict=True):
+            wrong = survey.lowest if survey.lowest < 0 else survey.highest
+            if not 0 <= wrong < self.vocab_size:
+                raise InputError(
+                    f"{part.name} has the token id {wrong:,}, but the vocabulary has the ids 0 to "
+                    f"{self.vocab_size - 1:,}; set vocab_size in [model], and data.tokenizer if there is one, to "
+                    "those with which the file was written"
+                )
+        notes = [f"{name}: the files do not state a dtype; their ids are read as uint16"] * raw
+        known = all(ids.ends is not None for ids in mapped.values())
+        adds = end_of_text is not None and not any(survey.ends for survey in surveys)
+        if adds and known:
+            notes.append(f"{name}: documents have no end-of-text token; {end_of_text:,} is added after each")
+        elif adds and self.isolated:
+            raise InputError(
+                f"the end-of-text token {end_of_text:,} does not occur in {name!r}, which does not say where "
+                "documents end; set end_of_text in [data] to the id that ends its documents, or remove it and use "
+                "packed documents"
+            )
+        digest = " ".join(survey.digest for survey in surveys)
+        return _SourceIds(
+            list(mapped.values()),
+            digest,
+            occurring=None if adds else end_of_text,
+            added=end_of_text if adds and known else None,
+            notes=tuple(notes),
+        )
+
+
+@dataclass(frozen=True)
+class _SourceIds:
+    """The token ids of all parts of a source."""
+
+    parts: list[MappedTokens]
+    digest: str
+    occurring: int | None  # the end-of-text token, if it is known and occurs
+    added: int | None  # the end-of-text token, if it is known, does not occur and is added after each document
+    notes: tuple[str, ...]
+
+    def between(self, mapped: MappedTokens, start: int, stop: int) -> list[Tokens]:
+        """Return the tokens of a part from position ``start`` to ``stop``, with those that are added."""
+        views: list[Tokens] = list(ShardedTokens(mapped.arrays).between(start, stop))
+        if self.added is None:
+            return views
+        assert mapped.ends is not None
+        first, last = np.searchsorted(mapped.ends, (start, stop), side="right")
+        return [DocumentTokens(ShardedTokens(views), mapped.ends[first:last] - start, self.added)]
+
+
+def _survey(mapped: MappedTokens, end_of_text: int | None, meter: Meter) -> TokenSurvey:
+    content = blake2b(digest_size=16)
+    lowest, highest, ends = 0, 0, 0
+    for array in mapped.arrays:
+        content.update(array.dtype.str.encode())
+        for first in range(0, len(array), _BLOCK):
+            ids = np.ascontiguousarray(array[first : first + _BLOCK])
+            content.update(ids.data)
+            lowest, highest = min(lowest, int(ids.min())), max(highest, int(ids.max()))
+            if end_of_text is not None:
+                ends += int(np.count_nonzero(ids == end_of_text))
+            meter.advance(ids.nbytes)
+    content.update(b"" if mapped.ends is None else np.ascontiguousarray(mapped.ends).data)
+    return TokenSurvey(content.hexdigest(), lowest, highest, ends)
+
+
+def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of positions, from first to last, that are used for validation."""
+    size = len(mapped)
+    count = min(max(size // STRETCH_TOKENS, 1), STRETCHES)
+    start = 0
+    for number in range(1, count + 1):
+        stop = _document_end(mapped, size * number // count, size, end_of_text)
+        if stop <= start:  # a document is longer than a stretch
+            continue
+        cut = start + max(int((stop - start) * (1 - VALIDATION_SHARE)), 1)
+        end = _document_end(mapped, cut, stop, end_of_text)
+        yield (end if end < stop else cut), stop
+        start = stop
+
+
+def _document_end(mapped: MappedTokens, position: int, stop: int, end_of_text: int | None) -> int:
+    """Return the first end of a document from ``position`` to ``stop``, or ``stop`` if there is none. If the ends are
+    not known, every position is one."""
+    if mapped.ends is not None:
+        found = np.searchsorted(mapped.ends, position)
+        return min(int(mapped.ends[found]), stop) if found < len(mapped.ends) else stop
+    if end_of_text is None:
+        return position
+    tokens = ShardedTokens(mapped.arrays)
+    for first in range(position - 1, stop, _BLOCK):
+        places = np.flatnonzero(tokens[first : min(first + _BLOCK, stop)] == end_of_text)
+        if places.size:
+            return first + int(places[0]) + 1
+    return stop

@@ -1,0 +1,268 @@
+"""Imports a recipe from a configuration of torchtitan.
+
+There are two kinds of files. The TOML file of torchtitan up to 0.2.2 names a model by its flavor; all parameters have
+the same optimizer settings, and the initial values are those of the init ``depth-scaled``. The JSON file that 0.3.0
+and later save with ``--debug.save_config_file`` describes every module and every parameter group.
+``targets/torchtitan_keys.toml`` contains the keys of both, their defaults and the corresponding keys of a recipe.
+"""
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from leaven.errors import InputError
+from leaven.interop.configs.compare import ParameterSettings
+from leaven.interop.configs.draft import Draft, Imported, Settings, as_number
+from leaven.interop.configs.per_parameter import TORCHTITAN_NAMES
+from leaven.recipe.files import read_text
+from leaven.recipe.shape import ModelShape
+
+TABLE = tomllib.loads((Path(__file__).parent / "targets/torchtitan_keys.toml").read_text(encoding="utf-8"))
+SAVE = "run torchtitan with --debug.save_config_file config.json and give that file"
+QKV = ("attention.query", "attention.key", "attention.value")
+# Where a saved file has the initial values of a module. Queries and keys share a norm, keys and values a matrix.
+SAVED = TORCHTITAN_NAMES | {
+    "attention.key": "attention.qkv_linear.wkv",
+    "attention.value": "attention.qkv_linear.wkv",
+    "norm.query": "attention.qk_norm",
+    "norm.key": "attention.qk_norm",
+}
+
+
+def read(path: Path, name: str, ranks: int | None = None) -> Imported:
+    """Return the recipe of a TOML or JSON file. ``ranks`` is the number of processes of the run.
+
+    Raises:
+        InputError: if the file cannot be read, or a recipe cannot represent a value.
+    """
+    document, draft = _document(path), Draft(str(path))
+    spec = document.pop("model_spec", None)
+    given = _settings(document, draft, saved=spec is not None)
+    if spec is None:
+        _flavor(given, draft)
+    else:
+        _saved_model(spec, document, given, draft)
+    given.copy_to(draft)
+    shape = draft.shape()
+    _batch(given, draft, shape.seq_len, ranks)
+    _schedule(given, draft)
+    return draft.finish(name, shape)
+
+
+def _document(path: Path) -> dict[str, Any]:
+    if path.suffix == ".py":
+        raise InputError(f"{path}: leaven does not run Python files; {SAVE}")
+    text = read_text(path)
+    try:
+        document = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+    except ValueError as error:
+        raise InputError(f"{path}: cannot be read as TOML or JSON ({error})") from None
+    model = document.get("model")
+    if "model_spec" not in document and not (isinstance(model, dict) and {"name", "flavor"} <= model.keys()):
+        raise InputError(
+            f"{path}: has neither name and flavor under [model] nor a model_spec, as torchtitan's files do"
+        )
+    return document
+
+
+def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Settings:
+    """Return the known keys, as ``section.key``. Unknown keys are added to the draft."""
+    given = Settings(draft.origin, TABLE["keys"], default="torchtitan's default of {}")
+    for section, values in document.items():
+        for key, value in values.items() if isinstance(values, dict) else [(None, values)]:
+            stated = section if key is None else f"{section}.{key}"
+            name = TABLE["aliases"].get(stated, stated)
+            if value is None or value == [] or (saved and name == "optimizer.param_groups"):
+                continue
+            if name in TABLE["keys"]:
+                # torchtitan switches clipping off with an infinite norm, leaven with 0
+                given.given[name] = 0.0 if name == "training.max_norm" and value == math.inf else value
+            elif not any(fnmatchcase(f"{name}.", f"{pattern}.") for pattern in TABLE["ignored"]):
+                draft.unread.append(stated)
+    return given
+
+
+def _flavor(given: Settings, draft: Draft) -> None:
+    """Set the model, its init and its documents from [model] name and flavor."""
+    name, flavor = given["model.name"], given["model.flavor"]
+    flavors = TABLE["flavors"].get(name)
+    if flavors is None:
+        raise InputError(f"{draft.origin}: model.name {name}: leaven reads {' and '.join(TABLE['flavors'])}")
+    plain, _, masked = flavor.partition("_")  # such as 8B_flex, whose attention stops at the start of a document
+    if plain not in flavors or plain == "all" or masked not in {"", "flex", "varlen", "flex_attn", "varlen_attn"}:
+        known = ", ".join(each for each in flavors if each != "all")
+        raise InputError(f"{draft.origin}: model.flavor {flavor}: leaven knows {known}; with 0.3 or later, {SAVE}")
+    why = f"{name} {flavor} of torchtitan 0.2.2"
+    for key, value in (flavors["all"] | flavors[plain]).items():
+        draft.set(f"model.{key}", value, why)
+    draft.set("data.documents", "isolated" if masked else "packed", why)
+    draft.set("hyperparameters.init", "depth-scaled", why)
+    draft.set("hyperparameters.decay_norm_and_bias", True, "torchtitan 0.2 decays all parameters")
+    if name == "llama3":
+        draft.unread.append("scaled rotary positions of llama3: leaven has plain ones")
+
+
+def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings, draft: Draft) -> None:
+    """Set the model and the settings of its parameters from the sections model_spec and optimizer."""
+    name = spec.get("name") if isinstance(spec, dict) else None
+    if name not in TABLE["flavors"]:
+        raise InputError(f"{draft.origin}: model_spec.name {name}: leaven reads {' and '.join(TABLE['flavors'])}")
+    try:
+        model = spec["model"]
+        blocks = model["layers"]
+        if any(block["moe"] for block in blocks):
+            raise InputError(f"{draft.origin}: model_spec.model.layers: leaven does not have mixtures of experts")
+        attention, first, rope = blocks[0]["attention"], blocks[0], blocks[0]["attention"]["rope"]
+        shape = {
+            "n_layers": len(blocks),
+            "d_model": model["dim"],
+            "n_heads": attention["n_heads"],
+            "n_kv_heads": attention["n_kv_heads"] or attention["n_heads"],
+            "d_head": attention["qkv_linear"]["head_dim"],
+            "d_ff": first["feed_forward"]["w1"]["out_features"],
+            "vocab_size": model["vocab_size"],
+            "norm_eps": float(model["norm"]["eps"]),
+            "rope_theta": float(rope["theta"]),
+            "qk_norm": attention["qk_norm"] is not None,
+            "tied_embeddings": model["enable_weight_tying"],
+        }
+        if shape["n_heads"] * shape["d_head"] != shape["d_model"]:
+            shape["d_attention"] = shape["n_heads"] * shape["d_head"]
+        for key, value in shape.items():
+            draft.set(f"model.{key}", value, "model_spec")
+        draft.set("model.seq_len", given["training.seq_len"], given.why("training.seq_len"))
+        draft.set("data.documents", "isolated", "torchtitan's language models do not attend across documents")
+        if rope["scaling"] != "none":
+            draft.unread.append(f"rope.scaling {rope['scaling']}: leaven has plain rotary positions")
+        _parameters(draft, draft.shape(), model, document["optimizer"]["param_groups"])
+    except InputError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, re.error) as error:
+        raise InputError(
+            f"{draft.origin}: not a file of torchtitan 0.3 ({type(error).__name__}: {error}); {SAVE}"
+        ) from None
+    policy = document.get("activation_checkpoint")
+    selective = policy is not None and len(policy) > 3  # three settings are those that full recomputation has, too
+    recompute = "none" if policy is None else "selective" if selective else "full"
+    draft.set("layout.recompute", recompute, "activation_checkpoint")
+
+
+def _parameters(draft: Draft, shape: ModelShape, model: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+    """Set the hyperparameters from the initial values of a saved model and from its parameter groups."""
+    names = {group["optimizer_name"] for group in groups}
+    kinds = TABLE["keys"]["optimizer.name"]["values"]
+    if len(names) != 1 or not names <= kinds.keys():
+        raise InputError(f"{draft.origin}: optimizer_name {', '.join(sorted(names))}: leaven supports AdamW or Adam")
+    draft.set("hyperparameters.optimizer", kinds[names.pop()], "optimizer_name")
+    settings: dict[str, ParameterSettings] = {}
+    fused = "wqkv" in model["layers"][0]["attention"]["qkv_linear"]
+    for parameter in shape.parameters():
+        place = TORCHTITAN_NAMES[parameter.module]
+        if parameter.module in QKV and fused:
+            place = "attention.qkv_linear.wqkv"
+        full = f"{place}.weight" if parameter.layer is None else f"layers.{parameter.layer}.{place}.weight"
+        group = next((each for each in groups if re.search(each["pattern"], full)), None)
+        if group is None:
+            raise InputError(f"{draft.origin}: optimizer.param_groups: no pattern matches {full}")
+        values = group["optimizer_kwargs"]
+        beta1, beta2 = values.get("betas", (0.9, 0.999))  # defaults of torch's AdamW, as those below
+        lr, eps = values.get("lr", 1e-3), values.get("eps", 1e-8)
+        decay = values.get("weight_decay", 1e-2 if group["optimizer_name"] == "AdamW" else 0.0)
+        where = model if parameter.layer is None else model["layers"][parameter.layer]
+        mean, std = _start(draft, _init_of(where, parameter.module, tied=shape.tied_embeddings, fused=fused), full)
+        settings[parameter.name] = ParameterSettings(
+            mean, std, *(as_number(each, f"{draft.origin}: {full}") for each in (lr, decay, beta1, beta2, eps))
+        )
+    if fused:
+        draft.unknown.append(f"init_std of {', '.join(QKV)}: their fused matrix lacks it; that of mlp.gate is used")
+    draft.set_parameters(settings, shape, "param_init", "param_groups")
+
+
+def _init_of(where: dict[str, Any], module: str, *, tied: bool, fused: bool) -> str:
+    """Return the text of the function that draws a module's weight."""
+    place = SAVED[module]
+    if module == "embedding" and tied:
+        place = "lm_head"
+    elif module in QKV and fused:
+        place = "feed_forward.w1"
+    for key in place.split("."):
+        where = where[key]
+    return str(where["param_init"]["weight"])
+
+
+def _start(draft: Draft, text: str, name: str) -> tuple[float, float]:
+    """Return mean and std of the values that a function such as ``partial(<function normal_>, std=1)`` draws."""
+    kind = next((each for each in ("normal_", "ones_", "zeros_", "constant_") if f"function {each}" in text), None)
+    if "function trunc_normal_" in text:
+        kind = "normal_"  # at 50 standard deviations and more by default; at 3, the std is 1.3% smaller
+    stated = {key: float(value) for key, value in re.findall(r"(\w+)=([\d.e+-]+)", text)}
+    if kind is None:
+        raise InputError(f"{draft.origin}: param_init of {name} is {text}, which leaven cannot read")
+    if kind == "normal_":
+        return stated.get("mean", 0.0), stated.get("std", 1.0)
+    return {"ones_": 1.0, "zeros_": 0.0}.get(kind, stated.get("val", 0.0)), 0.0
+
+
+def _batch(given: Settings, draft: Draft, seq_len: int, ranks: int | None) -> None:
+    """Set the data-parallel layout, the batch and the number of tokens."""
+    replicas, shards = (given[f"parallelism.data_parallel_{kind}_degree"] for kind in ("replicate", "shard"))
+    each = math.prod(draft.values[f"layout.{degree}"] for degree in ("tp", "pp", "cp"))
+    dp, why = replicas * max(shards, 1), "data_parallel_replicate_degree x data_parallel_shard_degree"
+    if ranks is not None:
+        if ranks % (each * replicas) or (shards > 0 and ranks != each * dp):
+            some = "a multiple of " if shards < 0 else ""
+            raise InputError(f"--ranks {ranks}: {draft.origin} is for {some}{each * dp} processes")
+        dp, why = ranks // each, f"--ranks {ranks} / (tp x pp x cp)"
+    elif shards < 0:
+        draft.unknown.append(f"layout.dp: follows from the number of processes, here {dp}; give it with --ranks N")
+    draft.set("layout.dp", dp, why)
+    if shards != 1:
+        reshard = given.why("parallelism.fsdp_reshard_after_forward")
+        draft.set("layout.zero", 2 if given["parallelism.fsdp_reshard_after_forward"] == "never" else 3, reshard)
+        draft.set("layout.dp_replicate", replicas, given.why("parallelism.data_parallel_replicate_degree"))
+    pipeline = given["parallelism.pipeline_parallel_schedule"]
+    if draft.values["layout.pp"] > 1:
+        draft.set("layout.schedule", "gpipe" if pipeline == "GPipe" else "1f1b", pipeline)
+        if pipeline not in {"1F1B", "GPipe"}:
+            draft.unread.append(f"pipeline_parallel_schedule {pipeline}: written as 1f1b, which computes the same")
+    # Versions after 0.3.0 state the batch in tokens.
+    in_tokens, in_sequences = "training.num_tokens_per_train_step", "training.global_batch_size"
+    if given[in_tokens] > 0:
+        batch, why = given[in_tokens], given.why(in_tokens)
+    elif given[in_sequences] > 0:
+        batch, why = given[in_sequences] * seq_len, f"{given.why(in_sequences)} x seq_len"
+    else:
+        batch, why = draft.values["batch.micro_batch"] * dp * seq_len, f"local_batch_size x {dp} x seq_len"
+    draft.set("batch.tokens", batch, why)
+    draft.set("data.tokens", given["training.steps"] * batch, f"{given.why('training.steps')} x batch")
+    if given["training.dtype"] != "float32":
+        draft.unread.append(f"training.dtype {given['training.dtype']}: leaven keeps weights and moments in fp32")
+
+
+def _schedule(given: Settings, draft: Draft) -> None:
+    steps, batch = given["training.steps"], draft.values["batch.tokens"]
+    warmup = min(given["lr_scheduler.warmup_steps"], steps)
+    draft.set("schedule.warmup_tokens", warmup * batch, given.why("lr_scheduler.warmup_steps"))
+    if "lr_scheduler.total_steps" in given and given["lr_scheduler.total_steps"] != steps:
+        total = given["lr_scheduler.total_steps"]
+        draft.unread.append(f"lr_scheduler.total_steps {total:,}: leaven's schedule ends with the run")
+    kind = given.choice("lr_scheduler.decay_type", {each: each for each in ("linear", "cosine", "sqrt")})
+    left = steps - warmup
+    falling = left
+    if "lr_scheduler.decay_ratio" in given:
+        falling = min(round(steps * given["lr_scheduler.decay_ratio"]), left)
+    why = given.why("lr_scheduler.decay_type", "lr_scheduler.decay_ratio")
+    if not falling:
+        draft.set("schedule.decay", "constant", why)
+    elif falling == left and kind != "sqrt":
+        draft.set("schedule.decay", kind, why)
+    else:
+        draft.set("schedule.decay", "wsd", why)
+        draft.set("schedule.decay_ratio", falling / steps, why)
+        if kind != "sqrt":
+            draft.unread.append(f"lr_scheduler.decay_type {kind} of the cooldown: leaven's falls as 1 - sqrt")

@@ -1,0 +1,223 @@
+"""leaven's trust region as an Optuna sampler: ``from leaven.tuning import TrustRegionSampler``. It needs no torch."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.samplers import BaseSampler, RandomSampler
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from leaven.errors import InputError
+from leaven.tuning.algorithm.surrogate import FITTED, fitted_noise
+from leaven.tuning.algorithm.trust_region import RADIUS, Array, Axes, Features, region
+
+STEPS = 6  # steps (typical distances of an optimum from the start) into which the range of a number is divided
+HUGE = 1e50  # the largest objective value that is not a divergence
+FEWEST = 5  # the fewest trials to which the noise is fitted
+# Steps by which proposals that repeat a point are moved at random, until one is new.
+SPREADS = np.linspace(0, 2 * RADIUS, 10)
+NUMBERS = FloatDistribution | IntDistribution
+
+Space = dict[str, BaseDistribution]
+
+
+class TrustRegionSampler(BaseSampler):
+    """Propose points near the best point so far, in any Optuna study of one objective.
+
+        study = optuna.create_study(sampler=TrustRegionSampler(start={"lr": 1e-3}, seed=0))
+        study.optimize(objective, n_trials=60)
+
+    The first trial is the start. The algorithm (``algorithm/trust_region.py``) expects the optimum about one step
+    away from it along each number. A step is a sixth of the range that the objective gives to ``suggest_float`` or
+    ``suggest_int``, in octaves (powers of two) if ``log=True``, but at least the ``step`` of the distribution.
+
+    - If the objective returns an infinite value, or one beyond +-1e50, the trial has diverged. A failed trial has
+      diverged, too: Optuna does not store whether its value was nan or it raised an exception. While all trials
+      diverge, parameters named ``lr`` or ``*.lr`` are lowered.
+    - The value of a pruned trial is the last one that it reported, limited to the worse half of the completed trials.
+    - Parameters that only some trials have, or whose range changes, begin at the start, and are then drawn at random.
+    - A sampler does not know the number of trials. So it spends none on measuring the noise or on confirming the best
+      point with other seeds, as :func:`leaven.tuning.search` does.
+
+    A proposal depends on the seed, the number of its trial and the finished trials alone. So a study that is resumed
+    in another process continues as if it had not been interrupted.
+
+    Args:
+        start: values of the start, by name. The others are those of the study's first trial, for example from
+            ``study.enqueue_trial``; else the middle of the range, and the first choice.
+        noise: standard deviation of the objective between runs of one point; 0 if the objective has no noise. By
+            default it is fitted to the trials.
+        seed: makes proposals reproducible; default random.
+
+    Raises:
+        InputError: if ``noise`` or ``seed`` is negative, if a value of ``start`` is outside its range, or if the
+            study has several objectives.
+    """
+
+    def __init__(
+        self, start: Mapping[str, Any] | None = None, *, noise: float | None = None, seed: int | None = None
+    ) -> None:
+        if noise is not None and not 0 <= noise < math.inf:
+            raise InputError(f"noise = {noise}: give a finite number of at least 0")
+        if seed is not None and seed < 0:
+            raise InputError(f"seed = {seed}: give an integer of at least 0")
+        self._start, self._noise = dict(start or {}), noise
+        self._seed = np.random.SeedSequence(seed).entropy
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> Space:
+        _check(study)
+        trials = study.get_trials(deepcopy=False)
+        ended = [each for each in trials if each.state in {TrialState.COMPLETE, TrialState.PRUNED}]
+        failed = [each for each in trials if each.state is TrialState.FAIL]
+        spaces = [each.distributions for each in ended or failed if each.distributions]
+        return {
+            name: limits
+            for name, limits in (spaces[0] if spaces else {}).items()
+            if not limits.single() and all(space.get(name) == limits for space in spaces)
+        }
+
+    def sample_relative(self, study: optuna.Study, trial: FrozenTrial, search_space: Space) -> dict[str, Any]:
+        if not search_space:
+            return {}
+        axis_of = {name: AxisOfDistribution.of(name, limits) for name, limits in search_space.items()}
+        trials = [
+            each
+            for each in study.get_trials(deepcopy=False)
+            if all(each.distributions.get(name) == limits for name, limits in search_space.items())
+        ]
+        first = trials[0].params if trials else {}
+        start = {name: axis.start(self._start, first) for name, axis in axis_of.items()}
+        axes = Axes({name: axis.limits for name, axis in axis_of.items()}, start=start)
+        result_of = _losses(trials, -1.0 if study.direction == StudyDirection.MAXIMIZE else 1.0)
+        had = [{name: each.params[name] for name in axis_of} for each in trials if each.number in result_of]
+        points = [axes.octaves({name: axis.at(params[name]) for name, axis in axis_of.items()}) for params in had]
+        x, losses = np.array(points).reshape(-1, len(axis_of)), np.array(list(result_of.values()))
+        noise = _fitted_noise(axes, x, losses) if self._noise is None else self._noise
+        here, rng = region(axes, x, losses, noise), self._rng(trial)
+        for spread in SPREADS:
+            point = here.proposal(rng)
+            drawn = axes.params(point + spread * rng.normal(size=len(point)) * (axes.levels == 0))
+            proposal = {name: axis.value(drawn[name]) for name, axis in axis_of.items()}
+            if proposal not in had:
+                return proposal
+        return {}  # sample_independent draws a random point
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        _check(study)
+        rng, axis = self._rng(trial, param_name), AxisOfDistribution.of(param_name, param_distribution)
+        earlier = [
+            each.state
+            for each in study.get_trials(deepcopy=False)
+            if each.number < trial.number and (param_name in each.distributions or each.state is TrialState.RUNNING)
+        ]
+        if not earlier:
+            return axis.value(axis.start(self._start, {}))
+        if not isinstance(axis.limits, range) and set(earlier) == {TrialState.RUNNING}:
+            # Trials that run in parallel with the first one begin near it.
+            return axis.value(axis.start(self._start, {}) + RADIUS * rng.normal())
+        return RandomSampler(int(rng.integers(2**32))).sample_independent(
+            study, trial, param_name, param_distribution
+        )
+
+    def after_trial(
+        self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
+    ) -> None:
+        unknown = ", ".join(self._start.keys() - trial.params)
+        if trial.number == 0 and state is TrialState.COMPLETE and unknown:
+            warnings.warn(f"start has {unknown}, but the first trial has {', '.join(trial.params)}", stacklevel=2)
+
+    def _rng(self, trial: FrozenTrial, name: str = "") -> np.random.Generator:
+        return np.random.default_rng([self._seed, trial.number, *name.encode()])
+
+
+@dataclass(frozen=True)
+class AxisOfDistribution:
+    """Converts the values of an Optuna distribution to an axis of the trust region, in steps, and back."""
+
+    name: str
+    distribution: BaseDistribution
+    limits: tuple[float, float] | range  # steps; range(n) for a choice
+    unit: float = 1.0  # a step, in octaves if the distribution is logarithmic
+
+    @classmethod
+    def of(cls, name: str, distribution: BaseDistribution) -> "AxisOfDistribution":
+        if isinstance(distribution, CategoricalDistribution):
+            return cls(name, distribution, range(len(distribution.choices)))
+        assert isinstance(distribution, NUMBERS)
+        low, high, step = distribution.low, distribution.high, distribution.step or 0.0
+        if distribution.log:
+            low, high, step = math.log2(low), math.log2(high), math.log2(low + step) - math.log2(low)
+        unit = max((high - low) / STEPS, step) or 1.0
+        return cls(name, distribution, (low / unit, high / unit), unit)
+
+    def start(self, given: Mapping[str, Any], first: Mapping[str, Any]) -> float:
+        """Return the value of the start: the ``given`` one, else that of the ``first`` trial, else the middle of the
+        range or the first choice."""
+        if self.name not in given:
+            middle = 0.0 if isinstance(self.limits, range) else sum(self.limits) / 2
+            return self.at(first[self.name]) if self.name in first else self.at(self.value(middle))
+        try:
+            found = self.at(given[self.name])
+            if isinstance(self.limits, range) or self.limits[0] <= found <= self.limits[1]:
+                return found
+        except ValueError:  # not a number, or not a choice
+            pass
+        to = self.distribution
+        allowed = f"{to.low:g} to {to.high:g}" if isinstance(to, NUMBERS) else getattr(to, "choices", ())
+        raise InputError(f"start: {self.name} = {given[self.name]!r:.60}; the objective asks for {allowed}")
+
+    def at(self, value: Any) -> float:
+        """Return where a value is on the axis: steps, or the index of a choice."""
+        number = float(self.distribution.to_internal_repr(value))
+        return math.log2(number) / self.unit if getattr(self.distribution, "log", False) else number / self.unit
+
+    def value(self, at: float) -> Any:
+        """Return the value of the distribution that is nearest to ``at`` on the axis."""
+        to = self.distribution
+        if not isinstance(to, NUMBERS):
+            return to.to_external_repr(round(at))
+        number = 2.0 ** (at * self.unit) if to.log else at * self.unit
+        if to.step:
+            number = to.low + to.step * round((number - to.low) / to.step)
+        return to.to_external_repr(min(max(number, to.low), to.high))
+
+
+def _check(study: optuna.Study) -> None:
+    if len(study.directions) > 1:
+        raise InputError(
+            f"TrustRegionSampler is for one objective, but the study has {len(study.directions)}; use another "
+            "sampler, such as optuna.samplers.NSGAIISampler"
+        )
+
+
+def _fitted_noise(axes: Axes, points: Array, losses: Array) -> float | None:
+    """Return the noise between runs, fitted to the lowest losses; None if there are too few trials."""
+    lowest = np.argsort(losses, kind="stable")[: min(FITTED, int(np.isfinite(losses).sum()))]
+    columns = Features(np.zeros(points.shape[1]), axes.scale, axes.levels).of(points[lowest])
+    return fitted_noise(columns, losses[lowest]) if len(lowest) >= FEWEST else None
+
+
+def _losses(trials: Sequence[FrozenTrial], sign: float) -> dict[int, float]:
+    """Return the losses of the trials with a result, by number: infinite where a trial diverged. ``sign`` is -1 if
+    the objective is maximised."""
+    found = {}
+    for trial in trials:
+        if trial.state is TrialState.FAIL or trial.value is not None:
+            value = math.inf if trial.value is None else trial.value
+            found[trial.number] = sign * value if abs(value) <= HUGE else math.inf
+        elif trial.state is TrialState.PRUNED and trial.intermediate_values:
+            found[trial.number] = math.inf  # the last report was nan
+    completed = [found[each.number] for each in trials if each.state is TrialState.COMPLETE]
+    completed = [loss for loss in completed if loss < math.inf]
+    for trial in trials:
+        if completed and trial.state is TrialState.PRUNED and found.get(trial.number, math.inf) < math.inf:
+            found[trial.number] = float(np.clip(found[trial.number], np.median(completed), max(completed)))
+    return found

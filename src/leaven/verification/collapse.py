@@ -1,0 +1,311 @@
+"""The collapse check: do the loss curves of a family of models lie on each other after normalisation?
+
+Qiu et al. 2025 (arXiv 2507.02119) found that the loss curves of well-scaled models of different sizes, each trained
+to its compute-optimal length, become one curve if they are normalised:
+
+    l(x) = (L(x T) - L0) / (L(T) - L0)
+
+T is the length of a run, x the share of it that is done, and L0 the irreducible loss, which is the same for all
+sizes. Bergsma et al. 2025 (arXiv 2509.25087) found the same for families of language models with equal numbers of
+tokens per parameter. Curves do not collapse if hyperparameters are scaled wrongly.
+
+The first size is the base. If the normalised curve of another size is equal to that of the base, then
+
+    L(x T) - L(T) = r (L_base(x T) - L_base(T)),    r = (L(T) - L0) / (L_base(T) - L0)
+
+The deviation at x is the left side minus the right side, as a share of the fall of the loss on the left side after
+the first part of the run (:data:`FROM`). The check judges the largest deviation after this part. The authors fit L0
+to the final losses of many sizes, but the final losses of two or three sizes do not determine L0. So the check uses
+the L0, from 0 to the lowest final loss, for which the sum of squared deviations is least, unless the user gives L0.
+On three of four families of the authors' own curves, both are the same within 2% (docs/log.md).
+
+Curves are averaged over intervals of the run, because the loss of one step is noisy; L(T) is the average over the
+last interval. A bootstrap over seeds gives a band that contains, with 95% probability, the errors of the deviations
+at all x. If a size has one run only, the noise within its curve is drawn instead, which contains no difference
+between seeds. The check passes if the band is within :data:`LIMIT` everywhere. It fails if the band is beyond it at
+some x, and otherwise it is undecided.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from leaven.documents.checks import CheckDocument, VerdictCurve, VerdictRow
+from leaven.errors import InputError
+from leaven.training.early_stopping import divergence_limit
+from leaven.verification.foreign import CheckTrial, ModelFamily
+from leaven.verification.model_instance import RunScale, RunSetting
+from leaven.verification.optimum import DRAWS, Array, Estimate
+from leaven.verification.runs import RunStore
+from leaven.verification.sweep import labels
+from leaven.verification.verdict import verdict
+
+FROM = 0.25
+"""The share of a run after which curves are compared. Before, curves depend on the warm-up and the initial values."""
+
+LIMIT = 0.05
+"""The limit on the deviation, as a share of the fall of the loss. 28 pairs of published curves that collapse deviate
+by 0.4% to 3.1%, and their bands reach 4.5% (docs/log.md)."""
+
+INTERVALS = 16  # of a curve, if it has as many points
+LEAST_POINTS = 8  # of a curve
+AXIS = "share of the run"
+BLOCKS = 4  # parts of an interval, whose mean losses show the noise of a single run
+
+Points = Sequence[tuple[float, float]]
+"""The points of a loss curve: (time in steps or tokens, loss in nats per token), in the order of time."""
+
+
+def collapse(
+    subject: str, runs: Mapping[str, Sequence[Points]], irreducible: float | None, settings: Mapping[str, Any]
+) -> CheckDocument:
+    """Return the result of the check.
+
+    ``runs`` has, for each size by name, the loss curves of all seeds; the first size is the base. A curve with a loss
+    that is not finite has diverged. ``irreducible`` is L0 in nats, or None to fit it. ``settings`` are added to those
+    of the document.
+
+    Raises:
+        InputError: if there are fewer than two sizes, a curve has too few points, or L0 is too high.
+    """
+    base, *others = runs
+    if not others:
+        raise InputError(f"{subject} has curves of one size only ({base}); a check of collapse compares two or more")
+    seeds = sorted({len(several) for several in runs.values()})
+    document = partial(
+        verdict,
+        "collapse",
+        subject,
+        "largest deviation from the base's normalised loss curve, as a share of the fall of the loss",
+        settings={
+            "scales": list(runs),
+            "seeds": seeds[0] if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}",
+            "compared after this share of a run": FROM,
+            **settings,
+        },
+    )
+    row = {
+        name: partial(VerdictRow, module="normalised loss curve", axis=f"{base} -> {name}", limit=LIMIT)
+        for name in others
+    }
+    diverged = [name for name in runs if any(not math.isfinite(loss) for points in runs[name] for _, loss in points)]
+    if diverged:
+        note = f"a run of {' and '.join(diverged)} diverged"
+        return document([row[n](slope=None, passed=False, note=note, beyond=math.inf) for n in others], curves=[])
+    count = min(INTERVALS, *(len(points) for several in runs.values() for points in several))
+    if count < LEAST_POINTS:
+        raise InputError(f"{subject}: a curve has {count} points; give curves with {LEAST_POINTS} points or more")
+    by_seed = [np.array([_interval_means(points, count) for points in several]) for several in runs.values()]
+    curves = np.stack([several.mean(0) for several in by_seed])
+    lowest = curves[:, -1].min()
+    if irreducible is not None and not irreducible < lowest:
+        raise InputError(f"--irreducible {irreducible:g}: give less than {lowest:.4g}, the lowest final loss")
+
+    def level(of: Array) -> Array:
+        return _fitted_level(of) if irreducible is None else np.full(of.shape[:-2], irreducible)
+
+    samples = _samples(list(runs.values()), by_seed)
+    fitted = level(curves)
+    found = deviations(curves, fitted)
+    bands = np.full(len(others), math.nan)  # half of the width
+    measured = Estimate(float(fitted), None, None)
+    if samples is not None:
+        levels = level(samples)
+        bands = np.percentile(np.abs(deviations(samples, levels) - found).max(-1), 95, axis=0)
+        if irreducible is None:
+            measured = Estimate(float(fitted), *map(float, np.percentile(levels, [2.5, 97.5])))
+    note = "given" if irreducible is not None else "fitted" if fitted > 0 else "fitted: the lowest that is possible"
+    shares = (np.arange(count) + 0.5) / count
+    return document(
+        [
+            _judged(row[name], shares[-len(errors) :], errors, float(band), by_seed[index])
+            for index, (name, errors, band) in enumerate(zip(others, found, bands, strict=True), start=1)
+        ],
+        curves=[
+            *_normalised(runs, by_seed, float(fitted), shares),
+            *(
+                _curve(
+                    f"{base} -> {name}", "deviation", shares[-len(errors) :], (errors - band, errors, errors + band)
+                )
+                for name, errors, band in zip(others, found, bands, strict=True)
+            ),
+        ],
+        measured=[measured.row("irreducible loss, nats per token", note)],
+    )
+
+
+def collapse_of_family(
+    family: ModelFamily,
+    sizes: Sequence[RunScale],
+    store: RunStore,
+    *,
+    seeds: int = 3,
+    irreducible: float | None = None,
+) -> CheckDocument:
+    """Train a family at several sizes, or resume the runs, and return the result of the check.
+
+    All sizes have the same number of steps and about the same number of tokens per parameter: batch and tokens grow
+    with the number of parameters, in whole sequences.
+
+    Raises:
+        InputError: if there are fewer than two sizes, or the family has no model of a size.
+        ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
+    """
+    sizes = list(dict.fromkeys(sizes))
+    names = labels(sizes)
+    trials = {
+        names[size]: [family.trial(RunSetting(scale, family.value("lr"), seed=seed)) for seed in range(seeds)]
+        for size, scale in zip(sizes, grown(family, sizes), strict=True)
+    }
+    outcome = store.run(trial for several in trials.values() for trial in several)
+    limit = divergence_limit(family.vocab_size)
+
+    def points(trial: CheckTrial) -> Points:
+        ended = outcome(trial)
+        return ended.curve if ended.loss < limit else [(ended.tokens, math.nan)]
+
+    return collapse(
+        family.name,
+        {name: list(map(points, several)) for name, several in trials.items()},
+        irreducible,
+        {"rule": family.rule, "tokens": family.tokens, "batch_tokens": family.batch_tokens},
+    )
+
+
+def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
+    """Return the sizes with a batch and a number of tokens in proportion to their parameters, in whole sequences."""
+    base, sequences = family.params(sizes[0]), family.sequences
+    ratios = [max(round(family.params(size) / base * sequences), 1) / sequences for size in sizes]
+    return [replace(size, batch=ratio, tokens=ratio) for size, ratio in zip(sizes, ratios, strict=True)]
+
+
+def deviations(curves: Array, irreducible: Array) -> Array:
+    """Return the deviations of curves from the first one, as shares of their own fall after :data:`FROM`.
+
+    ``curves`` has the shape (..., sizes, intervals), ``irreducible`` (...), and the result (..., sizes - 1, compared
+    intervals).
+    """
+    ends = curves[..., -1:]
+    falls = curves[..., int(FROM * curves.shape[-1]) :] - ends
+    reducible = ends - irreducible[..., None, None]
+    ratios = reducible[..., 1:, :] / reducible[..., :1, :]
+    return np.asarray((falls[..., 1:, :] - ratios * falls[..., :1, :]) / falls[..., 1:, :1])
+
+
+def _fitted_level(curves: Array) -> Array:
+    """Return the irreducible loss, from 0 to the lowest final loss, with the least sum of squared deviations.
+
+    ``curves`` has the shape (..., sizes, intervals), and the result (...). The search is over the logarithm of the
+    distance to the lowest final loss, first from 0.1% to 100% of this loss, then around the best of these.
+    """
+    lowest = curves[..., -1].min(-1)
+
+    def best(distances: Array) -> Array:
+        errors = [(deviations(curves, lowest - distance) ** 2).sum((-1, -2)) for distance in distances]
+        return np.asarray(np.take_along_axis(distances, np.argmin(errors, 0)[np.newaxis], 0)[0])
+
+    steps = np.geomspace(1e-3, 1, 40)
+    rough = best(np.multiply.outer(steps, lowest))
+    step = steps[1] / steps[0]
+    return np.asarray(lowest - best(np.minimum(np.multiply.outer(np.geomspace(1 / step, step, 40), rough), lowest)))
+
+
+def _interval_means(points: Points, count: int) -> Array:
+    """Return the mean loss in ``count`` equal intervals of the time of a run. Between points, the loss is linear."""
+    time, loss = np.asarray(points, dtype=float).T
+    time, loss = np.insert(time, 0, 0.0), np.insert(loss, 0, loss[0])
+    area = np.insert(np.cumsum((loss[1:] + loss[:-1]) / 2 * np.diff(time)), 0, 0.0)
+    ends = np.linspace(0, time[-1], count + 1)
+    # Within a segment, the area is quadratic in time.
+    at = np.interp(ends, time, loss)
+    left = np.clip(np.searchsorted(time, ends, "right") - 1, 0, len(time) - 1)
+    areas = area[left] + (loss[left] + at) / 2 * (ends - time[left])
+    return np.asarray(np.diff(areas) / np.diff(ends))
+
+
+def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Array | None:
+    """Return bootstrap samples of the mean curve of each size, an array of shape (draws, sizes, intervals).
+
+    Seeds are drawn with replacement. Of a single run, the noise in each interval is drawn. If a single run has too
+    few points to show its noise, return None. Deviations from the mean are scaled up, because those of a sample with
+    n values are too small by sqrt((n - 1) / n); those of blocks also lose the fitted line.
+    """
+    random, drawn = np.random.default_rng(0), []
+    for several, means in zip(runs, by_seed, strict=True):
+        seeds, mean = len(means), means.mean(0)
+        if seeds > 1:
+            deviating = means[random.integers(seeds, size=(DRAWS, seeds))].mean(1) - mean
+            drawn.append(mean + deviating * math.sqrt(seeds / (seeds - 1)))
+            continue
+        blocks = _blocks(several[0], len(mean))
+        if blocks is None:
+            return None
+        chosen = random.integers(BLOCKS, size=(DRAWS, *blocks.shape))
+        deviating = np.take_along_axis(blocks[np.newaxis], chosen, 2).mean(2)
+        drawn.append(mean + deviating * math.sqrt(BLOCKS / (BLOCKS - 2)))
+    return np.stack(drawn, axis=1)
+
+
+def _blocks(points: Points, count: int) -> Array | None:
+    """Return the mean losses of :data:`BLOCKS` parts of each interval, less a line fitted to the interval.
+
+    The shape is (intervals, blocks). Return None if an interval has fewer than two points a part.
+    """
+    time, loss = np.asarray(points, dtype=float).T
+    place = np.minimum((time / time[-1] * count).astype(int), count - 1)
+    found = []
+    for interval in range(count):
+        t, y = time[place == interval], loss[place == interval]
+        if len(y) < 2 * BLOCKS:
+            return None
+        rest = y - np.polyval(np.polyfit(t, y, 1), t)
+        found.append([part.mean() for part in np.array_split(rest, BLOCKS)])
+    return np.array(found)
+
+
+def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: float, by_seed: Array) -> VerdictRow:
+    """Return the row of a size. ``errors`` are its deviations at ``shares`` of the run, ``band`` is half a band."""
+    worst = int(np.abs(errors).argmax())
+    largest = float(abs(errors[worst]))
+    low, high = max(largest - band, 0.0), largest + band
+    compared = by_seed[:, -len(errors) :]
+    fall = compared[:, 0].mean() - compared[:, -1].mean()
+    parts: dict[str, float | None] = {
+        "deviation": largest,
+        "deviation, low": None if math.isnan(band) else low,
+        "deviation, high": None if math.isnan(band) else high,
+        "at": float(shares[worst]),
+        "noise": float(compared.std(0, ddof=1).mean() / fall) if len(compared) > 1 else None,
+    }
+    judged = partial(row, slope=float(errors[worst]), parts=parts, beyond=max(largest - LIMIT, 0.0))
+    one = "; the noise is that within the curves, without differences between seeds" if len(compared) == 1 else ""
+    if fall <= 0:
+        return judged(passed=False, note="the loss does not fall after the first quarter of the run")
+    if math.isnan(band):
+        return judged(passed=False, undecided=True, note="undecided: no interval; give more seeds, or longer curves")
+    if high <= LIMIT:
+        return judged(passed=True, note=one.removeprefix("; "))
+    if low > LIMIT:
+        where = "above" if errors[worst] > 0 else "below"
+        note = f"at {shares[worst]:.0%} of the run, the loss is {where} the base's normalised curve{one}"
+        return judged(passed=False, note=note)
+    note = f"undecided: the limit is within the noise; give more seeds{one}"
+    return judged(passed=False, undecided=True, note=note)
+
+
+def _normalised(
+    runs: Mapping[str, Sequence[Points]], by_seed: Sequence[Array], level: float, shares: Array
+) -> Iterator[VerdictCurve]:
+    """Yield the normalised curve of each size: its mean over seeds, and the lowest and highest seed."""
+    for name, several in zip(runs, by_seed, strict=True):
+        each = (several - level) / (several.mean(0)[-1] - level)
+        yield _curve(name, "normalised", shares, (each.min(0), each.mean(0), each.max(0)))
+
+
+def _curve(name: str, quantity: str, shares: Array, values: tuple[Array, Array, Array]) -> VerdictCurve:
+    low, y, high = ([] if np.isnan(each).any() else each.tolist() for each in values)
+    return VerdictCurve(module=name, axis=AXIS, quantity=quantity, x=shares.tolist(), y=y, low=low, high=high)

@@ -1,0 +1,344 @@
+"""Token ids of other programs: what training sees of them, and what is refused."""
+
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.data.test_tokens import word_tokenizer
+from tests.data.written import (
+    FLAT,
+    WITH_DOCUMENTS,
+    documents,
+    flat,
+    hugging_face,
+    llm_c,
+    megatron,
+    nanogpt,
+    numpy_file,
+)
+from tests.errors import refused
+
+from leaven.data.shards import ShardedTokens
+from leaven.data.sources import estimated_tokens
+from leaven.data.stream import Mixture, Stream
+from leaven.data.token_source import DocumentTokens
+from leaven.data.tokens import TokenSet
+from leaven.data.tokens import prepare as prepare_data
+from leaven.recipe.data import Data, DataSource
+
+VOCABULARY, END = 320, 3
+TEXTS = documents()
+
+
+@pytest.fixture
+def prepare(tmp_path: Path) -> Callable[..., TokenSet]:
+    def prepared(source: Any, vocab_size: int = VOCABULARY, **data: Any) -> TokenSet:
+        return prepare_data(Data(source=source, tokens=1, **data), vocab_size, tmp_path / "cache")
+
+    return prepared
+
+
+def one(source: str, **options: Any) -> list[dict[str, Any]]:
+    return [{"source": source, **options}]
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_ids_without_documents_are_cut_once(name: str, tmp_path: Path, prepare: Any) -> None:
+    found = prepare(FLAT[name](tmp_path / name, TEXTS))
+    ids = flat(TEXTS)
+    cut = int(len(ids) * 0.95)
+    assert found.train[:].tolist() == ids[:cut]
+    assert found.validation[:].tolist() == ids[cut:]
+    assert (found.vocab_size, found.end_of_text, found.tokenizer_path) == (VOCABULARY, None, None)
+    # The same samples as of an array in memory, in an order of their own in each epoch.
+    wanted = Stream(np.array(ids[:cut]), 16, 5)
+    assert np.array_equal(found.stream(16, 5).batch(0, 700), wanted.batch(0, 700))
+    assert estimated_tokens(DataSource(source=str(tmp_path / name))) == len(ids)
+
+
+@pytest.mark.parametrize("name", WITH_DOCUMENTS)
+def test_documents_are_not_cut(name: str, tmp_path: Path, prepare: Any) -> None:
+    found = prepare(WITH_DOCUMENTS[name](tmp_path / name, TEXTS))
+    ends = np.cumsum([len(text) for text in TEXTS])
+    held_out = next(number for number, end in enumerate(ends, start=1) if end >= int(ends[-1] * 0.95))
+    assert found.train[:].tolist() == flat(TEXTS[:held_out])
+    assert found.validation[:].tolist() == flat(TEXTS[held_out:])
+    assert not (tmp_path / "cache" / "tokens").exists()
+
+
+def test_an_end_of_text_token_marks_documents_of_flat_files(tmp_path: Path, prepare: Any) -> None:
+    texts = documents(end_of_text=END)
+    found = prepare(nanogpt(tmp_path / "a.bin", texts), end_of_text=END)
+    assert found.end_of_text == END
+    assert found.validation[:].tolist() in [flat(texts[number:]) for number in range(55, 60)]
+    assert found.train[-1 + len(found.train) :].tolist() == [END]
+
+
+def test_a_document_that_ends_at_the_cut_is_the_last_of_training(tmp_path: Path, prepare: Any) -> None:
+    texts = [[*[10 + number] * 49, END] for number in range(40)]
+    assert len(prepare(nanogpt(tmp_path / "a.bin", texts), end_of_text=END).train) == 1_900
+
+
+@pytest.mark.parametrize("name", WITH_DOCUMENTS)
+def test_a_missing_end_of_text_token_is_added(name: str, tmp_path: Path, prepare: Any) -> None:
+    written, bare = documents(end_of_text=END), documents()
+    (tmp_path / "with").mkdir()
+    found = [
+        prepare(WITH_DOCUMENTS[name](tmp_path / folder / name, texts), end_of_text=END)
+        for folder, texts in (("", bare), ("with", written))
+    ]
+    # The lengths differ, so a cut may fall elsewhere.
+    assert [[*each.train[:], *each.validation[:]] for each in found] == [flat(written)] * 2
+    assert [number for number, each in enumerate(found) for note in each.notes if "is added" in note] == [0]
+    ends = np.flatnonzero(found[0].train[:] == END)
+    assert np.array_equal(found[0].train[: ends[4] + 1], flat(written[:5]))
+
+
+def test_empty_documents_do_not_count(tmp_path: Path, prepare: Any) -> None:
+    found = prepare(megatron(tmp_path / "a.bin", [[], *TEXTS[:9], [], [], *TEXTS[9:], []]), end_of_text=END)
+    assert [*found.train[:], *found.validation[:]] == flat([[*text, END] for text in TEXTS])
+
+
+@given(data=st.data())
+def test_added_tokens_are_at_the_ends_of_documents(data: st.DataObject) -> None:
+    texts = data.draw(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), max_size=8))
+    rest = data.draw(st.lists(st.integers(0, 9), max_size=6))
+    ids = np.array([*flat(texts), *rest], np.uint8)
+    shards = ShardedTokens([ids[:7], ids[7:]])
+    ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+    wanted = [*flat([[*text, 70_000] for text in texts]), *rest]
+    found = DocumentTokens(shards, ends, 70_000)
+    start = data.draw(st.integers(0, len(wanted)))
+    stop = data.draw(st.integers(start, len(wanted)))
+    assert len(found) == len(wanted)
+    assert found[start:stop].tolist() == wanted[start:stop]
+
+
+def test_every_stretch_of_a_file_is_validated(tmp_path: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leaven.data.token_source.STRETCH_TOKENS", 5_000)
+    texts = documents(count=720)
+    source = megatron(tmp_path / "a.bin", texts)
+    found = prepare(source)
+    ids = np.array(flat(texts))
+    place = {tuple(text): number for number, text in enumerate(texts)}
+    train, validation = found.train[:].tolist(), found.validation[:].tolist()
+    held_out: list[int] = []
+    left = list(texts)
+    while validation:
+        text = next(text for text in left if text == validation[: len(text)])
+        held_out.append(place[tuple(text)])
+        left.remove(text)
+        validation = validation[len(text) :]
+    assert train == flat(left)  # every document is whole, in one of the splits, in order
+    starts = np.cumsum([0, *(len(text) for text in texts)])[held_out]
+    stretches = len(ids) // 5_000
+    assert stretches > 5
+    assert set((starts * stretches // len(ids)).tolist()) == set(range(stretches))
+    assert 0.01 < len(found.validation) / len(ids) < 0.1
+
+
+def test_a_document_longer_than_the_held_out_part_is_cut(tmp_path: Path, prepare: Any) -> None:
+    found = prepare(megatron(tmp_path / "a.bin", [flat(TEXTS)]))
+    assert len(found.validation) == pytest.approx(0.05 * len(flat(TEXTS)), abs=1)
+
+
+def test_the_files_are_mapped_not_copied(tmp_path: Path, prepare: Any) -> None:
+    for source in (nanogpt(tmp_path / "a.bin", TEXTS), numpy_file(tmp_path / "a.npy", TEXTS)):
+        base = prepare(source).train.shards[0]
+        while getattr(base, "base", None) is not None:
+            base = base.base
+        assert isinstance(base, mmap.mmap)
+
+
+def test_validation_can_have_files_of_its_own(tmp_path: Path, prepare: Any) -> None:
+    source = one(nanogpt(tmp_path / "train.bin", TEXTS), validation=hugging_face(tmp_path / "val", TEXTS[:7]))
+    found = prepare(source)
+    assert found.train[:].tolist() == flat(TEXTS)
+    assert found.validation[:].tolist() == flat(TEXTS[:7])
+    other = prepare(one(source[0]["source"], validation=nanogpt(tmp_path / "val.bin", TEXTS[:8])))
+    assert found.fingerprint != other.fingerprint
+
+
+def test_rows_of_one_length_are_blocks_not_documents(tmp_path: Path, prepare: Any) -> None:
+    ids = flat(TEXTS)
+    blocks = [ids[first : first + 64] for first in range(0, len(ids), 64)]
+    found = prepare(one(hugging_face(tmp_path / "set", blocks, "ids"), text="ids"))
+    assert len(found.train) == int(len(ids) * 0.95)
+    assert [*found.train[:], *found.validation[:]] == ids
+
+
+def test_sources_are_mixed_by_weight_with_text(tmp_path: Path, prepare: Any) -> None:
+    tokenizer = str(word_tokenizer(tmp_path / "tokenizer.json", 300))
+    (tmp_path / "a.jsonl").write_text('{"text": "word5 word6 word7 word8 word9"}\n' * 400)
+    ids = [1, *range(10, 300)] * 9
+    source = [
+        {"source": str(tmp_path / "a.jsonl"), "weight": 0.25},
+        {"source": nanogpt(tmp_path / "a.bin", [ids]), "weight": 0.75},
+    ]
+    found = prepare(source, tokenizer=tokenizer)
+    assert (found.end_of_text, found.vocab_size) == (1, 300)
+    stream = found.stream(8, 0)
+    assert isinstance(stream, Mixture)
+    batch = stream.batch(0, 400)
+    of_text = (batch < 10).all(1)
+    assert of_text.sum() == 100
+    assert abs(of_text[:200].sum() - 50) <= 1
+    assert np.array_equal(stream.batch(123, 50), batch[123:173])  # by number
+    assert found.epochs(1_000)[source[1]["source"]] == pytest.approx(750 / len(found.sources[1].train))
+
+
+def test_the_fingerprint_changes_with_a_single_id(tmp_path: Path, prepare: Any) -> None:
+    def fingerprint(texts: list[list[int]], **data: Any) -> str:
+        return str(prepare(megatron(tmp_path / "a.bin", texts), **data).fingerprint)
+
+    first = fingerprint(TEXTS)
+    changed = [list(text) for text in TEXTS]
+    changed[3][7] += 1
+    moved = [*TEXTS[:2], [*TEXTS[2], TEXTS[3][0]], TEXTS[3][1:], *TEXTS[4:]]  # only the index differs
+    assert len({first, fingerprint(changed), fingerprint(moved), fingerprint(TEXTS, end_of_text=END)}) == 4
+    assert fingerprint(TEXTS) == first
+
+
+def test_unchanged_files_are_not_read_again(tmp_path: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leaven.data.readers.SETTLED_NS", -(10**12))
+    source = megatron(tmp_path / "a.bin", TEXTS)
+    first = prepare(source)
+    with monkeypatch.context() as patch:
+        patch.setattr("leaven.data.token_source._survey", None)
+        assert prepare(source).fingerprint == first.fingerprint
+        with refused("token id 299", "0 to 250"):
+            prepare(source, vocab_size=251)  # checked against another vocabulary
+    changed = [[11, *TEXTS[0][1:]], *TEXTS[1:]]
+    megatron(tmp_path / "a.bin", changed)
+    second = prepare(source)
+    index = tmp_path / "a.idx"
+    index.write_bytes(Path(megatron(tmp_path / "b.bin", [flat(changed)])).with_suffix(".idx").read_bytes())
+    assert len({first.fingerprint, second.fingerprint, prepare(source).fingerprint}) == 3
+
+
+def test_new_keys_do_not_change_older_recipes() -> None:
+    """Results of checks and studies are found by a hash of the recipe."""
+    keys = {"source", "tokenizer", "tokens", "seed", "documents", "corrupt_share"}
+    assert Data(tokens=1).model_dump().keys() == keys
+    (source,) = Data(source=one("a.txt"), tokens=1).model_dump()["source"]
+    assert source == {"source": "a.txt", "weight": 1.0, "text": "text"}
+    full = Data(source=one("a.bin", dtype="uint32", validation="b.bin"), tokens=1, end_of_text=0)
+    assert Data.model_validate(full.model_dump()) == full
+
+
+def _changed(path: Path, write: Callable[[bytes], bytes]) -> str:
+    path.write_bytes(write(path.read_bytes()))
+    return str(path)
+
+
+def _index(path: Path, write: Callable[[bytes], bytes], **how: Any) -> str:
+    megatron(path, TEXTS, **how)
+    _changed(path.with_suffix(".idx"), write)
+    return str(path)
+
+
+BAD: dict[str, tuple[Callable[[Path], str], tuple[str, ...]]] = {
+    "short index": (lambda p: _index(p / "a.bin", lambda raw: raw[:-8]), ("a.bin has an index a.idx of", "need")),
+    "empty index": (lambda p: _index(p / "a.bin", lambda raw: b""), ("a.idx", "magic number is unknown")),
+    "magic of index": (lambda p: _index(p / "a.bin", lambda raw: b"TNTIDX\0\0\0" + raw[9:]), ("magic number",)),
+    "version of index": (lambda p: _index(p / "a.bin", lambda raw: raw[:9] + b"\2" + raw[10:]), ("version 2",)),
+    "floats": (lambda p: _index(p / "a.bin", lambda raw: raw[:17] + b"\7" + raw[18:]), ("dtype 7",)),
+    "pointers": (lambda p: _index(p / "a.bin", lambda raw: raw[:-700] + b"\5" + raw[-699:]), ("follow one another",)),
+    "truncated ids": (
+        lambda p: _changed(Path(megatron(p / "a.bin", TEXTS)), lambda raw: raw[:-2]),
+        ("a.bin has", "but a.idx describes", "do not belong together"),
+    ),
+    "llm.c's questions": (lambda p: llm_c(p / "a.bin", TEXTS, (20240522, 1)), ("unknown magic number 20240522",)),
+    "llm.c's version": (lambda p: llm_c(p / "a.bin", TEXTS, (20240520, 2)), ("version 2", "only 1 is known")),
+    "llm.c truncated": (
+        lambda p: _changed(Path(llm_c(p / "a.bin", TEXTS)), lambda raw: raw[:-2]),
+        ("a.bin has", "its header says", "truncated"),
+    ),
+    "half an id": (
+        lambda p: _changed(Path(nanogpt(p / "a.bin", TEXTS)), lambda raw: raw[:-1]),
+        ("not a whole number of uint16 ids",),
+    ),
+    "32 bits": (lambda p: nanogpt(p / "a.bin", TEXTS, "<u4"), ('dtype = "uint32"',)),
+    "empty": (lambda p: nanogpt(p / "a.bin", []), ("a.bin is empty",)),
+    "large id": (lambda p: nanogpt(p / "a.bin", [*TEXTS, [320]]), ("token id 320", "0 to 319", "vocab_size")),
+    "negative id": (lambda p: megatron(p / "a.bin", [*TEXTS, [-1]], code=4), ("token id -1",)),
+    "no header": (
+        lambda p: str(Path(nanogpt(p / "a.bin", TEXTS)).rename(p / "a.npy")),
+        ("is not a numpy file", "rename it to .bin"),
+    ),
+    "truncated numpy": (
+        lambda p: _changed(Path(numpy_file(p / "a.npy", TEXTS)), lambda raw: raw[:-4]),
+        ("a.npy cannot be read",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_damaged_and_unknown_files_are_refused(name: str, tmp_path: Path, prepare: Any) -> None:
+    write, parts = BAD[name]
+    source = write(tmp_path)
+    with refused(*parts):
+        prepare(source)
+
+
+def test_arrays_of_another_kind_are_refused(tmp_path: Path, prepare: Any) -> None:
+    for ids in (np.zeros(9), np.zeros((3, 3), np.uint16)):
+        np.save(tmp_path / "a.npy", ids)
+        with refused(str(ids.dtype), "integers with one dimension"):
+            prepare(str(tmp_path / "a.npy"))
+
+
+def test_rows_with_padding_or_nulls_are_refused(tmp_path: Path, prepare: Any) -> None:
+    import datasets
+
+    padded = {"input_ids": [[5, 6, 0, 0], [7, 8, 9, 9]], "attention_mask": [[1, 1, 0, 0], [1, 1, 1, 1]]}
+    datasets.Dataset.from_dict(padded).save_to_disk(tmp_path / "padded")
+    with refused("padding in column input_ids", "padding=False"):
+        prepare(f"hf://{tmp_path}/padded")
+    datasets.Dataset.from_dict({"input_ids": [[5, None]]}).save_to_disk(tmp_path / "nulls")
+    with refused("has nulls among its token ids"):
+        prepare(f"hf://{tmp_path}/nulls")
+
+
+def test_keys_that_do_not_fit_are_refused(tmp_path: Path, prepare: Any) -> None:
+    ids, long = nanogpt(tmp_path / "a.bin", TEXTS), megatron(tmp_path / "b.bin", TEXTS, code=4)
+    (tmp_path / "a.txt").write_text("text of a document\n" * 200)
+    text = str(tmp_path / "a.txt")
+    with refused("a.bin", "dtype", "too many for uint16", 'dtype = "uint32"'):
+        prepare(ids, vocab_size=128_256)
+    with refused("b.bin has ids of int32, not of uint16; remove dtype"):
+        prepare(one(long, dtype="uint16"))
+    with refused("dtype is for token ids", "a.txt"):
+        prepare(one(text, dtype="uint16"))
+    with refused("validation", "a.txt' is text"):
+        prepare(one(ids, validation=text))
+    with refused("validation is for token ids"):
+        prepare(one(text, validation=ids))
+    with refused("has token ids, and bpe would train another tokenizer"):
+        prepare([{"source": text}, {"source": ids}])
+    with refused("end_of_text is for token ids"):
+        prepare(text, end_of_text=1)
+    with refused("end_of_text 320 is not below vocab_size 320"):
+        prepare(ids, end_of_text=320)
+    with refused("end-of-text token 3 does not occur", "a.bin"):
+        prepare(ids, end_of_text=END)
+    with refused("matches text and token ids", "two sources"):
+        prepare(f"{tmp_path}/a.[bt]*")
+    with refused(".idx is not a", ".bin"):
+        prepare(f"{tmp_path}/*.idx")
+    small = str(word_tokenizer(tmp_path / "tokenizer.json", 280))
+    with refused("a.bin has the token id 299", "0 to 279", "data.tokenizer"):
+        prepare(ids, tokenizer=small)
+
+
+def test_32_bit_files_are_read_with_their_dtype(tmp_path: Path, prepare: Any) -> None:
+    texts = [[token * 400 for token in text] for text in TEXTS]
+    found = prepare(one(nanogpt(tmp_path / "a.bin", texts, "<u4"), dtype="uint32"), vocab_size=128_256)
+    assert [*found.train[:], *found.validation[:]] == flat(texts)
+    assert not found.notes
+    assert "read as uint16" in prepare(nanogpt(tmp_path / "b.bin", TEXTS)).notes[0]

@@ -1,0 +1,258 @@
+"""`leaven import config --from torchtitan`: its TOML files, and the JSON files that it saves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.errors import refused
+from tests.interop.configs.recipes import FAMILIES, PER_MODULE, transferred
+from tests.interop.configs.test_import import assert_same
+
+from leaven.interop.configs import from_torchtitan
+from leaven.interop.configs.compare import ResolvedRecipe
+from leaven.interop.configs.per_parameter import torchtitan
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import parameter_table
+
+TOML = """
+[model]
+name = "llama3"
+flavor = "8B"
+[optimizer]
+lr = 3e-4
+[training]
+local_batch_size = 1
+seq_len = 8192
+steps = 1000
+dataset = "c4"
+[parallelism]
+tensor_parallel_degree = 2
+"""
+
+
+def imported(folder: Path, text: str | dict[str, Any], ranks: int | None = None, name: str = "x.toml") -> Any:
+    path = folder / name
+    path.write_text(text if isinstance(text, str) else json.dumps(text))
+    return from_torchtitan.read(path, "x", ranks)
+
+
+def saved(recipe: Recipe, fused: bool = False) -> dict[str, Any]:
+    """Return what torchtitan 0.3.0 saves of the configuration that leaven exports, with the keys that are read."""
+    run, shape = ResolvedRecipe(recipe), recipe.model
+    values = next(torchtitan(run, shape, None)).values
+    starts = values["starts"]
+
+    def module(place: str, layer: int = 0, **sizes: int) -> dict[str, Any]:
+        start = starts[place][layer] if isinstance(starts[place], list) else starts[place]
+        function, key = ("constant_", "val") if "norm" in place else ("normal_", "std")
+        return {
+            "param_init": {"weight": f"functools.partial(<function {function} at 0x7f00e2f1>, {key}={start!r})"}
+        } | sizes
+
+    def block(layer: int) -> dict[str, Any]:
+        separate = {"wq": "attention.qkv_linear.wq", "wkv": "attention.qkv_linear.wv"}
+        qkv = {name: module(place, layer) for name, place in separate.items()}
+        if fused:
+            qkv = {"wqkv": {"param_init": {"weight": "<function _fused.<locals>._init at 0x7f00>"}}}
+        return {
+            "moe": None,
+            "attention": {
+                "n_heads": shape.n_heads,
+                "n_kv_heads": None if shape.n_kv_heads == shape.n_heads else shape.n_kv_heads,
+                "head_dim": None,
+                "qkv_linear": {"head_dim": shape.d_head, **qkv},
+                "wo": module("attention.wo", layer),
+                "qk_norm": module("attention.q_norm", layer) if shape.qk_norm else None,
+                "rope": {"theta": shape.rope_theta, "scaling": "none"},
+            },
+            "feed_forward": {
+                name: module(f"feed_forward.{name}", layer, out_features=shape.d_ff) for name in ("w1", "w2", "w3")
+            },
+            "attention_norm": module("attention_norm", layer),
+            "ffn_norm": module("ffn_norm", layer),
+        }
+
+    schedule, wsd = recipe.schedule, recipe.schedule.decay == "wsd"
+    ratio = run.cooldown_tokens / recipe.data.tokens if wsd else 0.0 if schedule.decay == "constant" else None
+    head = "tok_embeddings" if shape.tied_embeddings else "lm_head"
+    return {
+        "model_spec": {
+            "name": "qwen3" if shape.qk_norm else "llama3",
+            "model": {
+                "dim": shape.d_model,
+                "vocab_size": shape.vocab_size,
+                "lm_head": module(head),
+                "tok_embeddings": {"param_init": {"weight": "<function skip_param_init at 0x7f00>"}}
+                if shape.tied_embeddings
+                else module("tok_embeddings"),
+                "norm": module("norm") | {"eps": shape.norm_eps},
+                "enable_weight_tying": shape.tied_embeddings,
+                "layers": [block(layer) for layer in range(shape.n_layers)],
+            },
+        },
+        "optimizer": {
+            "param_groups": [
+                {
+                    "pattern": pattern,
+                    "optimizer_name": "AdamW" if run.decoupled else "Adam",
+                    "optimizer_kwargs": {"lr": lr, "betas": [beta1, beta2], "eps": eps, "weight_decay": decay},
+                }
+                for pattern, (lr, beta1, beta2, eps, decay) in values["groups"]
+            ],
+            "implementation": "fused",
+        },
+        "lr_scheduler": {
+            "warmup_steps": run.in_steps(schedule.warmup_tokens),
+            "total_steps": None,
+            "decay_ratio": ratio,
+            "decay_type": {"wsd": "sqrt", "constant": "linear"}.get(schedule.decay, schedule.decay),
+            "min_lr_factor": schedule.min_lr_ratio,
+        },
+        "training": {
+            "local_batch_size": run.micro_batch,
+            "global_batch_size": run.sequences,
+            "seq_len": shape.seq_len,
+            "max_norm": recipe.hyperparameters.grad_clip.limit or float("inf"),
+            "steps": run.steps,
+            "dtype": "float32",
+            "mixed_precision_param": "bfloat16" if recipe.precision.compute == "bf16" else "float32",
+        },
+        "parallelism": {"data_parallel_shard_degree": 1, "enable_sequence_parallel": True},
+        "activation_checkpoint": None,
+        "compile": {"enable": False},
+        "debug": {"seed": recipe.data.seed, "print_config": False},
+    }
+
+
+PLAIN = {"data.documents": "isolated", "hyperparameters.eps": 1e-7}
+ROUND_TRIPS: dict[str, dict[str, Any]] = {
+    "llama": FAMILIES["llama"] | {"hyperparameters.grad_clip": 0.0, "precision.compute": "bf16"},
+    "modules": {"hyperparameters.modules": PER_MODULE["hyperparameters.modules"], "model.qk_norm": False},
+    "tied": {"model.tied_embeddings": True, "schedule.decay": "wsd", "data.tokens": 40 * 256},
+    "adam": {"hyperparameters.optimizer": "adam", "schedule.decay": "constant"},
+    "decayed": {"hyperparameters.decay_norm_and_bias": True, "schedule.decay": "linear"},
+}
+
+
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_round_trip_through_the_saved_file(tiny: Recipe, tmp_path: Path, name: str) -> None:
+    recipe = tiny.replace(PLAIN | ROUND_TRIPS[name])
+    found = imported(tmp_path, saved(recipe))
+    assert_same(recipe, found.recipe, {"schedule.min_lr_ratio"} if name == "adam" else set())
+    assert found.recipe.hyperparameters.optimizer == recipe.hyperparameters.optimizer
+    assert found.unread == ()
+
+
+def test_parameters_that_differ_over_depth_are_said(tiny: Recipe, tmp_path: Path) -> None:
+    recipe = tiny.replace(PLAIN | {"hyperparameters.depth": {"lr": [1.0, 2.0]}})
+    found = imported(tmp_path, saved(recipe))
+    assert found.recipe.hyperparameters.lr == 0.01
+    assert "lr of mlp.out, 0.01 to 0.02 over depth; block 0's is used" in found.unread
+
+
+def test_gains_of_a_folded_recipe_are_said(tiny: Recipe, tmp_path: Path) -> None:
+    recipe = transferred(tiny.replace(PLAIN | {"model.tied_embeddings": True}))
+    assert "initial values of norm.final, 0.25: leaven's gains start at 1" in imported(tmp_path, saved(recipe)).unread
+
+
+def test_a_fused_matrix_and_the_named_init(tiny: Recipe, tmp_path: Path) -> None:
+    recipe = tiny.replace(PLAIN | {"hyperparameters.init": "depth-scaled", "hyperparameters.init_std": None})
+    found = imported(tmp_path, saved(recipe, fused=True))
+    assert found.recipe.hyperparameters.init == "depth-scaled"
+    assert any(line.startswith("init_std of attention.query") for line in found.unknown)
+
+
+def test_a_toml_file(tmp_path: Path) -> None:
+    found = imported(tmp_path, TOML, ranks=16)
+    recipe = found.recipe
+    assert recipe.model.params == 8_030_261_248  # the published size of Llama 3 8B
+    assert (recipe.batch.tokens, recipe.data.tokens) == (8 * 8192, 1000 * 8 * 8192)
+    assert (recipe.layout.dp, recipe.layout.tp, recipe.layout.zero) == (8, 2, 3)
+    assert (recipe.schedule.decay, recipe.schedule.min_lr_ratio) == ("linear", 0.0)
+    assert recipe.schedule.warmup_tokens == 200 * recipe.batch.tokens
+    rows = parameter_table(recipe)
+    # torchtitan 0.2.2 decays all parameters, and draws w2, w3 and wo of block l with 0.02 / sqrt(2 (l + 1))
+    assert {row.weight_decay for row in rows.rows} == {0.1}
+    assert rows["layers.7.mlp.in.weight"].init_std == pytest.approx(0.02 / 4)
+    assert rows["layers.7.mlp.gate.weight"].init_std == 0.02
+    assert recipe.why["hyperparameters.eps"] == "torchtitan's default of optimizer.eps"
+    assert found.unread == ("scaled rotary positions of llama3: leaven has plain ones",)
+    assert any("--ranks N" in line for line in imported(tmp_path, TOML).unknown)
+
+
+@pytest.mark.parametrize(("flavor", "billions"), [("0.6B", 0.596), ("4B", 4.022), ("32B", 32.762)])
+def test_flavors_of_qwen3_have_the_published_sizes(tmp_path: Path, flavor: str, billions: float) -> None:
+    text = TOML.replace("llama3", "qwen3").replace("8B", flavor)
+    assert imported(tmp_path, text).recipe.model.params / 1e9 == pytest.approx(billions, abs=1e-3)
+
+
+def test_schedules_keys_of_other_versions_and_what_is_ignored(tmp_path: Path) -> None:
+    more = TOML + "[lr_scheduler]\nwarmup_steps = 100\ndecay_ratio = 0.2\ndecay_type = 'cosine'\ntotal_steps = 1200\n"
+    found = imported(tmp_path, more.replace("local_batch_size", "batch_size").replace("dataset", "surprise"))
+    assert (found.recipe.schedule.decay, found.recipe.schedule.decay_ratio) == ("wsd", 0.2)
+    assert found.recipe.batch.micro_batch == 1
+    assert "training.surprise" in found.unread
+    assert sum(line.startswith("lr_scheduler.") for line in found.unread) == 2
+    long = imported(tmp_path, more.replace("0.2", "0.9")).recipe  # the decay takes all that follows the warm-up
+    assert long.schedule.decay == "cosine"
+    sharded = imported(
+        tmp_path, TOML + "fsdp_reshard_after_forward = 'never'\ndata_parallel_replicate_degree = 2\n", 8
+    )
+    layout = sharded.recipe.layout
+    assert (layout.dp, layout.dp_replicate, layout.zero) == (4, 2, 2)
+    newest = TOML.replace("seq_len", "max_context_length").replace(
+        "steps", "num_tokens_per_train_step = 65536\nsteps"
+    )
+    assert imported(tmp_path, newest).recipe.batch.tokens == 65536
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('"llama3"', '"flux"', "model.name flux: leaven reads llama3 and qwen3"),
+        (
+            '"8B"',
+            '"9B"',
+            "model.flavor 9B: leaven knows debugmodel, 8B, 70B, 405B; with 0.3 or later, run torchtitan",
+        ),
+        ('"8B"', '"all"', "model.flavor all"),
+        ("lr = 3e-4", "lr = 'fast'", "optimizer.lr fast must be a number"),
+        ("lr = 3e-4", "name = 'Muon'", "optimizer.name Muon: leaven supports only AdamW, Adam"),
+        ("steps = 1000", "steps = 10.5", "training.steps 10.5 must be a whole number"),
+        ("[model]", "[mdel]", "has neither name and flavor under [model] nor a model_spec"),
+        ("flavor", "flavour", "has neither name and flavor under [model] nor a model_spec"),
+        ("[model]", "[model", "cannot be read as TOML or JSON"),
+    ],
+)
+def test_unsupported_toml_files_are_refused(tmp_path: Path, old: str, new: str, says: str) -> None:
+    with refused("x.toml: ", says):
+        imported(tmp_path, TOML.replace(old, new))
+
+
+def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> None:
+    document = saved(tiny.replace(PLAIN))
+    groups, model = document["optimizer"]["param_groups"], document["model_spec"]["model"]
+    block = model["layers"][0]
+
+    def fault(part: dict[str, Any], key: str, value: Any, says: str) -> None:
+        before, part[key] = part[key], value
+        with refused(says):
+            imported(tmp_path, document)
+        part[key] = before
+
+    fault(groups[-1], "pattern", "nothing", "no pattern matches")
+    fault(groups[-1], "optimizer_name", "Muon", "leaven supports AdamW or Adam")
+    fault(block, "moe", {"num_experts": 8}, "leaven does not have mixtures of experts")
+    fault(block["feed_forward"]["w1"], "param_init", {"weight": "<function orthogonal_>"}, "which leaven cannot read")
+    fault(groups[-1], "optimizer_kwargs", {"betas": [0.9]}, "not a file of torchtitan 0.3")
+    fault(groups[-1], "optimizer_kwargs", {"lr": "high"}, "must be a number")
+    fault(model["norm"], "eps", "tiny", "not a file of torchtitan 0.3")
+    fault(document["model_spec"], "model", {}, "not a file of torchtitan 0.3")
+    fault(document["model_spec"], "name", "flux", "model_spec.name flux: leaven reads llama3 and qwen3")
+    with refused("--ranks 3: ", "is for 1 processes"):
+        imported(tmp_path, document, ranks=3)
+    with refused("leaven does not run Python files; run torchtitan with --debug.save_config_file"):
+        imported(tmp_path, "", name="x.py")
+    with refused("no such file"):
+        from_torchtitan.read(tmp_path / "nowhere.toml", "x")

@@ -1,0 +1,87 @@
+"""The examples for other trainers: after a step, every parameter has the values of the parameter table.
+
+The reference is the table of a recipe of the same model. `make test-targets` installs accelerate and lightning.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import TINY
+
+from leaven.interop.architectures import ARCHITECTURES
+from leaven.interop.multipliers import ScaleOutput
+from leaven.recipe.files import parse_recipe
+from leaven.scaling.table import parameter_table
+
+TOKENS = 1_048_576
+RECIPE = parse_recipe(TINY, "tiny.toml").replace(
+    {
+        "model": {"n_layers": 4, "d_model": 128, "n_heads": 8, "n_kv_heads": 8, "d_head": 16, "d_ff": 256,
+                  "vocab_size": 512, "seq_len": 128},
+        "batch.tokens": 1_024,
+        "data.tokens": TOKENS,
+        "hyperparameters": {"lr": 4e-3, "init_std": 0.125, "modules": {"embedding": {"lr": 2.0}}},
+        "scaling": {"rule": "complete-d-p",
+                    "base": {"width": 64, "depth": 2, "batch_tokens": 512, "tokens": TOKENS // 8}},
+    }
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _in_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+
+
+def assert_is_table(model: Any, groups: Iterable[dict[str, Any]], share: float) -> None:
+    """Assert that a Llama and its groups have the values of the recipe's table, and ``share`` of its lr.
+
+    The first step has lr 0, so the parameters are the initial ones.
+    """
+    table = parameter_table(RECIPE)
+    named, groups = dict(model.named_parameters()), list(groups)
+    group_of = {id(parameter): group for group in groups for parameter in group["params"]}
+    llama = next(each for each in ARCHITECTURES if each.name == "LlamaForCausalLM")
+    stored = {tensor.name: next(iter(tensor.parts)) for tensor in llama.tensors(RECIPE.model)}
+    assert named.keys() == stored.keys()
+    assert sum(len(group["params"]) for group in groups) == len(named)
+    for name, ours in stored.items():
+        row, group = table[ours], group_of[id(named[name])]
+        found = (group["lr"], group["weight_decay"], *group["betas"], group["eps"])
+        assert found == pytest.approx((share * row.lr, row.weight_decay, row.beta1, row.beta2, row.eps)), name
+        assert float(named[name].detach().std()) == pytest.approx(row.init_std, rel=0.04), name
+        assert float(named[name].detach().mean()) == pytest.approx(row.init_mean, abs=0.02), name
+    factors = [hook.factor for module in model.modules() for hook in module._forward_hooks.values()
+               if isinstance(hook, ScaleOutput)]  # fmt: skip
+    assert sorted(factors) == pytest.approx(sorted(each for each in table.multipliers.values() if each != 1))
+
+
+def test_the_trainer_of_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from hf_trainer import trainer
+
+    run = trainer(str(tmp_path), steps=1)
+    run.train()
+    assert_is_table(run.model, run.optimizer.param_groups, 1 / 4)
+
+
+def test_the_loop_of_accelerate() -> None:
+    pytest.importorskip("accelerate")
+    from accelerate_loop import train
+
+    model, optimizer = train(steps=1)
+    assert_is_table(model, optimizer.param_groups, 1 / 4)
+
+
+def test_the_module_of_lightning(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    from lightning_module import Llama
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    run = Llama()
+    loop = lightning.Trainer(max_steps=1, default_root_dir=tmp_path, enable_model_summary=False, **quiet)
+    loop.fit(run, torch.utils.data.DataLoader(torch.randint(512, (8, 128)), batch_size=8))
+    assert_is_table(run.model, run.trainer.optimizers[0].param_groups, 1 / 4)

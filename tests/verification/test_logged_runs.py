@@ -1,0 +1,217 @@
+"""Runs of other programs: the verdict on transfer from rows with a known optimum, and what is refused."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.views.written import proxy, write_run
+
+from leaven.errors import InputError
+from leaven.scaling.transfer import transfer
+from leaven.verification.logged_runs import curves_of, transfer_of_runs
+
+OCTAVES = range(-9, -3)
+Row = dict[str, float | str]
+
+
+def rows(
+    best: dict[int, float],
+    noise: float = 0.0,
+    *,
+    seeds: int = 3,
+    curvature: float = 0.05,
+    random: np.random.Generator | None = None,
+) -> list[Row]:
+    """Return runs at each width whose loss is a parabola over log2 lr with its minimum at ``best[width]``."""
+    random = random or np.random.default_rng(0)
+    return [
+        {
+            "width": width,
+            "lr": 2.0**octave,
+            "seed": seed,
+            "loss": 3 + curvature * (octave - at) ** 2 + random.normal(0, noise),
+        }
+        for width, at in best.items()
+        for octave in OCTAVES
+        for seed in range(seeds)
+    ]
+
+
+def write(path: Path, written: Iterable[Row]) -> Path:
+    lines = list(written)
+    if path.suffix == ".csv":
+        cells = [list(lines[0]), *(line.values() for line in lines)]
+        path.write_text("".join(",".join(map(str, line)) + "\n" for line in cells))
+    else:
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_intervals_and_verdicts_hold_on_parabolas_with_a_known_minimum(tmp_path: Path) -> None:
+    covered = failed = passed = 0
+    draws = 60
+    for number in range(draws):
+        random = np.random.default_rng(number)
+        same = transfer_of_runs(write(tmp_path / "a.csv", rows({64: -6.3, 256: -6.3}, 0.01, random=random)))
+        moved = transfer_of_runs(write(tmp_path / "a.csv", rows({64: -6.3, 256: -7.8}, 0.01, random=random)))
+        (row,) = moved.rows
+        low, high = row.parts["low"], row.parts["high"]
+        assert low is not None
+        assert high is not None
+        covered += low <= -1.5 <= high
+        # 1.5 octaves cost 0.11 nats, eleven times the limit.
+        failed += not moved.passed and not row.undecided
+        passed += same.rows[0].passed is True
+        assert not any(row.passed is False and not row.undecided for row in same.rows)
+    assert covered >= 0.85 * draws  # three seeds make an interval a little narrow
+    assert failed == draws
+    assert passed >= 0.8 * draws
+
+
+def test_the_exponent_and_the_base_are_those_of_the_sizes(tmp_path: Path) -> None:
+    best = {256: -8.0, 64: -6.0, 128: -7.0}
+    document = transfer_of_runs(write(tmp_path / "runs.jsonl", rows(best)))
+    assert [row.axis for row in document.rows] == ["width 64 -> width 128", "width 64 -> width 256"]
+    assert [row.slope for row in document.rows] == pytest.approx([-1, -2])
+    (exponent,) = document.measured
+    assert (exponent.value, exponent.expected, exponent.note) == (pytest.approx(-1), 0, "no change is OUTSIDE")
+    assert document.settings["columns not used"] == []
+
+
+def test_a_folder_of_files_any_value_and_any_size(tmp_path: Path) -> None:
+    for number, width in enumerate((64, 128)):
+        (tmp_path / str(number)).mkdir()
+        runs = rows({width: -6.0}, 0.001)
+        named = [
+            {"tokens": 1e9 * run["width"], "beta": run["lr"], "loss": run["loss"], "host": "a"}  # type: ignore[operator]
+            for run in runs
+        ]
+        write(tmp_path / str(number) / "sweep.csv", named)
+    document = transfer_of_runs(tmp_path, "beta")
+    assert document.passed
+    assert document.rows[0].axis == "tokens 64000000000 -> tokens 128000000000"
+    assert document.rows[0].module == "best beta, octaves"
+    assert document.settings["columns not used"] == ["host"]
+
+
+def test_a_value_with_a_diverged_run_ends_the_grid(tmp_path: Path) -> None:
+    runs = rows({64: -6.0, 128: -6.0}, 0.001)
+    for run in runs:
+        if run["lr"] == 2.0**-4 and run["width"] == 128 and run["seed"] == 0:
+            run["loss"] = "nan"
+    document = transfer_of_runs(write(tmp_path / "runs.csv", runs))
+    assert document.passed
+    assert document.settings["left out"] == ["width 128, lr 0.0625"]
+    for run in runs:
+        if float(run["lr"]) >= 2.0**-5 and run["width"] == 128:
+            run["loss"] = "inf"
+    (row,) = transfer_of_runs(write(tmp_path / "runs.csv", runs)).rows
+    assert row.undecided  # the best lr is the last that did not diverge
+    assert row.note.endswith("width 128 is at the edge of the grid; give runs with lr around 0.0156")
+
+
+def test_one_run_a_value_is_undecided(tmp_path: Path) -> None:
+    (row,) = transfer_of_runs(write(tmp_path / "runs.csv", rows({64: -6.0, 128: -6.0}, seeds=1))).rows
+    assert row.undecided
+    assert row.note == "undecided: one seed has no interval; give more runs for each value, e.g. 3"
+
+
+def without(column: str) -> Callable[[list[Row]], list[Row]]:
+    return lambda runs: [{key: value for key, value in run.items() if key != column} for run in runs]
+
+
+def changed(**values: float | str) -> Callable[[list[Row]], list[Row]]:
+    return lambda runs: [{**runs[0], **values}, *runs[1:]]
+
+
+REFUSED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
+    "no loss": (without("loss"), "has no column loss; its columns are width, lr, seed"),
+    "no value": (without("lr"), "has no column lr; its columns are width, seed, loss; name the swept hyperp"),
+    "no size": (without("width"), "has no column width or depth or batch or tokens; add the size"),
+    "one size": (lambda runs: [run for run in runs if run["width"] == 64], "one size only, width 64;"),
+    "two values": (lambda runs: [run for run in runs if float(run["lr"]) > 0.02], "width 64 has 2 values of lr"),
+    "text": (changed(loss="high"), "row 1: loss is 'high', which is not a number; the loss of a diverged run is nan"),
+    "empty": (changed(loss=""), "row 1 has no loss; write a number, or remove the row"),
+    "lr 0": (changed(lr=0), "row 1: lr is 0; give a number above 0"),
+    "half a width": (changed(width=64.5), "row 1: width is 64.5; give a whole number"),
+    "twice": (changed(seed=1), "row 2 repeats the size, lr and seed of an earlier row; remove one"),
+    "fewer seeds": (lambda runs: runs[1:], "width 64, lr 0.00195312 has 2 runs, others have 3; give all"),
+    "all diverged": (
+        lambda runs: [run | {"loss": "nan"} if run["width"] == 128 else run for run in runs],
+        "width 128 has 0 values of lr without a diverged run",
+    ),
+    "a cell too many": (changed(loss="3,1"), "row 1 has more cells than the header; quote cells"),
+    "no rows": (lambda runs: [], "has no rows; give one row a run"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rows_that_cannot_be_judged_are_refused(name: str, tmp_path: Path) -> None:
+    change, message = REFUSED[name]
+    path = tmp_path / "runs.csv"
+    runs = change(rows({64: -6.0, 128: -6.0}))
+    write(path, runs) if runs else path.write_text("width,lr,loss\n")
+    with pytest.raises(InputError) as refused:
+        transfer_of_runs(path)
+    assert message in str(refused.value)
+
+
+def test_files_that_are_no_logs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file or folder"):
+        transfer_of_runs(tmp_path / "none.csv")
+    with pytest.raises(InputError, match=r"has no file that ends in \.csv or \.jsonl"):
+        transfer_of_runs(tmp_path)
+    (tmp_path / "a.csv").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(InputError, match="is not a CSV file"):
+        transfer_of_runs(tmp_path / "a.csv")
+    (tmp_path / "a.csv").write_text("width;lr;loss\n64;0.1;3\n")
+    with pytest.raises(InputError, match=r"a\.csv: separate the columns by commas"):
+        transfer_of_runs(tmp_path / "a.csv")
+    (tmp_path / "a.jsonl").write_text('{"width": 64}\n[1]\n')
+    with pytest.raises(InputError, match="line 2 is not a JSON object"):
+        transfer_of_runs(tmp_path / "a.jsonl")
+
+
+POINTS = [(step, 4 - 0.1 * step) for step in range(1, 11)]
+
+
+def test_curves_by_columns_by_file_and_by_subfolder(tmp_path: Path) -> None:
+    def curve(**more: float) -> list[Row]:
+        return [{**more, "step": step, "loss": loss} for step, loss in POINTS]
+
+    by_column = write(
+        tmp_path / "all.csv",
+        [line for width in (128, 64) for seed in (0, 1) for line in curve(width=width, seed=seed)],
+    )
+    assert curves_of(by_column) == {"width 64": [POINTS] * 2, "width 128": [POINTS] * 2}
+    by_name = tmp_path / "names"
+    for name in ("100m/a.csv", "100m/b.csv", "20m/a.jsonl", "3m.csv"):
+        (by_name / name).parent.mkdir(parents=True, exist_ok=True)
+        write(by_name / name, curve())
+    assert [(name, len(curves)) for name, curves in curves_of(by_name).items()] == [
+        ("3m", 1),
+        ("20m", 1),
+        ("100m", 2),
+    ]
+    theirs = tmp_path / "theirs"  # without a recipe
+    theirs.mkdir()
+    write(theirs / "metrics.jsonl", curve())
+    assert curves_of(theirs) == {"metrics": [POINTS]}
+    # Rows with a validation loss alone are left out, and a step that was repeated counts once.
+    lines: list[Row] = [*curve(), {"step": 10, "loss": 2.5}, {"step": 10, "val_loss": 3.0}]
+    assert curves_of(write(tmp_path / "more.jsonl", lines)) == {"more": [[*POINTS[:-1], (10, 2.5)]]}
+
+
+def test_curves_of_finished_runs_of_leaven(tmp_path: Path) -> None:
+    for width, seed in ((64, 0), (64, 1), (128, 0)):
+        recipe = transfer(proxy(**{"data.tokens": 81_920, "data.seed": seed}), width=width)
+        write_run(tmp_path / f"{width}-{seed}", recipe, 2.0, seed=seed)
+    found = curves_of(tmp_path)
+    assert {name: len(curves) for name, curves in found.items()} == {"width 64": 2, "width 128": 1}
+    assert found["width 64"][0][-1][0] == 81_920
+    events = tmp_path / "64-0" / "events.jsonl"
+    events.write_text("".join(line for line in events.open() if '"finish"' not in line))
+    with pytest.raises(InputError, match="has not finished; resume it, or remove it from the folder"):
+        curves_of(tmp_path)
