@@ -19,29 +19,37 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.interop.architectures import nearest
-from leaven.interop.configs.compare import QUANTITIES, ParameterSettings, ResolvedRecipe
-from leaven.interop.configs.export import export, target, write
-from leaven.interop.configs.per_parameter import CANDIDATES, identifier
+from leaven.interop.configs.compare import ParameterSettings, ResolvedRecipe
+from leaven.interop.configs.export import default_path, export, target, write
+from leaven.interop.configs.per_parameter import CANDIDATES
 from leaven.interop.weights import write_huggingface
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.schedule import Schedule
-from leaven.scaling.table import ParameterTable, folding, parameter_table
+from leaven.scaling.table import ParameterTable, parameter_table
 from leaven.training.engine import Training
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "export.md"
-BEGIN, END = "<!-- make prove-exports -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- make prove-exports -->\n", "<!-- end of make prove-exports -->\n"
+HEAD = (
+    "| target | recipe | apart | in the last step | what the target does differently: effect | apart with this |",
+    "|---|---|---|---|---|---|",
+)
+ROUNDING = 1e-5
+"""Losses of two trainers that differ by less are equal up to rounding in fp32, in nats per token."""
 
 RECIPE = """
 name = "proof"
@@ -81,99 +89,86 @@ on_spike = "off"
 # --------------------------------------------------------------------------------------------------------------------
 
 
+class TargetSchedule(Schedule):
+    """A schedule with a target's lr, which may be that of some tokens before the end of a step."""
+
+    batch_tokens: int  # number of tokens in a step
+    late_in_warmup: float = 0.0  # steps by which the lr is late in steps that begin in the warm-up
+    late_after: float = 0.0  # and in the other steps
+    warmup_floor: float = 0.0  # the factor on the lr from which the warm-up starts
+
+    def multiplier(self, tokens: float, horizon: int) -> float:
+        warms_up = tokens - self.batch_tokens < self.warmup_tokens
+        late = self.late_in_warmup if warms_up else self.late_after
+        factor = super().multiplier(tokens - late * self.batch_tokens, horizon)
+        return self.warmup_floor + (1 - self.warmup_floor) * factor if warms_up else factor
+
+
 @dataclass(frozen=True)
 class Variant:
     """A recipe as leaven trains it, perhaps with differences of a target."""
 
     recipe: Recipe
     table: ParameterTable
-    late_in_warmup: float = 0.0  # steps by which the lr is late during the warm-up
-    late_after: float = 0.0  # steps by which the lr is late after the warm-up
+    lr: Mapping[str, float] = field(default_factory=dict)  # fields of TargetSchedule
 
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Variant":
+        return cls(recipe, parameter_table(recipe))
 
-class LateSchedule(Schedule):
-    """A schedule in which the lr is that of some tokens before the end of a step."""
+    def losses(self, tokens: TokenSet) -> list[float]:
+        """Train with leaven on a processor. Return the loss of each step, in nats per token."""
+        values = self.recipe.schedule.model_dump() | {"batch_tokens": self.recipe.batch.tokens} | self.lr
+        recipe = self.recipe.model_copy(update={"schedule": TargetSchedule(**values)})
+        with mock.patch("leaven.training.engine.parameter_table", return_value=self.table):
+            training = Training(recipe, tokens, device="cpu")
+        return [training.step().loss for _ in range(recipe.steps)]
 
-    batch_tokens: int  # number of tokens in a step
-    late_in_warmup: float  # in steps, for steps that begin in the warm-up
-    late_after: float  # in steps, for the other steps
+    def given(self, values: Mapping[str, Mapping[str, float]]) -> "Variant":
+        """Return the variant with other values of the parameter table, by name of the parameter and quantity."""
+        rows = tuple(replace(row, **values.get(row.name, {})) for row in self.table.rows)
+        return replace(self, table=replace(self.table, rows=rows))
 
-    def multiplier(self, tokens: float, horizon: int) -> float:
-        warms_up = tokens - self.batch_tokens < self.warmup_tokens
-        late = self.late_in_warmup if warms_up else self.late_after
-        return super().multiplier(tokens - late * self.batch_tokens, horizon)
-
-
-def train(variant: Variant, tokens: TokenSet) -> list[float]:
-    """Train with leaven. Return the loss of each step, in nats per token."""
-    schedule = LateSchedule(
-        **variant.recipe.schedule.model_dump(),
-        batch_tokens=variant.recipe.batch.tokens,
-        late_in_warmup=variant.late_in_warmup,
-        late_after=variant.late_after,
-    )
-    recipe = variant.recipe.model_copy(update={"schedule": schedule})
-    with mock.patch("leaven.training.engine.parameter_table", return_value=variant.table):
-        training = Training(recipe, tokens, device="cpu")
-    return [training.step().loss for _ in range(recipe.steps)]
-
-
-Change = Callable[[Variant, Mapping[str, ParameterSettings]], Variant]
+    def folded(self) -> "Variant":
+        """Return a variant without multipliers that trains alike, except that clipping acts on other gradients."""
+        plain = ResolvedRecipe(self.recipe).plain
+        variant = self.given({name: vars(settings) for name, settings in plain.items()})
+        return replace(variant, table=replace(variant.table, attention_scale=self.recipe.model.d_head**-0.5))
 
 
 @dataclass(frozen=True)
 class Difference:
     """What a target does differently from a recipe."""
 
-    key: str  # beginning of the key of the export's loss, or of its note
-    change: Change  # gives leaven's variant this difference; the second argument has the target's settings
-    start: bool = False  # whether only the initial weights differ, which every case takes from leaven
+    name: str  # of the row in the table on the page
+    # gives leaven's variant this difference; the second argument has the target's settings by parameter
+    change: Callable[[Variant, Mapping[str, ParameterSettings]], Variant]
+    loss: str | None = None  # beginning of the key of the loss that the export declares; None if a note says so
+    start: bool = False  # whether only initial weights differ, which every case takes from leaven
 
 
-def late(note: str, in_warmup: float, after: float) -> Difference:
-    """Return the difference of a target whose lr is late by these numbers of steps."""
-    return Difference(note, lambda variant, _: replace(variant, late_in_warmup=in_warmup, late_after=after))
+def late(name: str, loss: str | None = None, **lr: float) -> Difference:
+    """Return the difference of a target whose lr is another, by fields of TargetSchedule."""
+    return Difference(name, lambda variant, _: replace(variant, lr={**variant.lr, **lr}), loss)
 
 
-def says(key: str, changes: Mapping[str, Any]) -> Difference:
+def says(loss: str, changes: Mapping[str, Any], name: str = "") -> Difference:
     """Return a difference that a recipe can express, by the changes of the recipe."""
-    return Difference(key, lambda variant, _: replace(variant, recipe=variant.recipe.replace(changes)))
+
+    def change(variant: Variant, _: Mapping[str, ParameterSettings]) -> Variant:
+        return replace(Variant.of(variant.recipe.replace(changes)), lr=variant.lr)
+
+    return Difference(name or f"`{loss}`", change, loss)
 
 
-def gives(quantity: str, start: bool = False) -> Difference:
+def gives(quantity: str, *, start: bool = False) -> Difference:
     """Return the difference of a target that gives parameters its own values of a quantity, such as the lr."""
 
     def change(variant: Variant, given: Mapping[str, ParameterSettings]) -> Variant:
-        values = {name: {quantity: getattr(settings, quantity)} for name, settings in given.items()}
-        return replace(variant, table=_with(variant.table, values))
+        return variant.given({name: {quantity: getattr(each, quantity)} for name, each in given.items()})
 
-    return Difference(f"{quantity} of", change, start)
+    return Difference(f"`{quantity}`", change, f"{quantity} of", start)
 
-
-def fold(variant: Variant, _: Mapping[str, ParameterSettings]) -> Variant:
-    """Return a variant without multipliers that trains alike, except that clipping acts on other gradients."""
-    model, table = variant.recipe.model, variant.table
-    factors = folding(model, table)
-    decoupled = variant.recipe.hyperparameters.optimizer == "adamw"
-    values = {
-        row.name: vars(
-            replace(
-                ParameterSettings(**{quantity: getattr(row, quantity) for quantity in QUANTITIES}).folded(
-                    factors.get(row.name, 1.0), decoupled
-                ),
-                multiplier=1.0,
-            )
-        )
-        for row in table.rows
-    }
-    return replace(variant, table=replace(_with(table, values), attention_scale=model.d_head**-0.5))
-
-
-def _with(table: ParameterTable, values: Mapping[str, Mapping[str, float]]) -> ParameterTable:
-    return replace(table, rows=tuple(replace(row, **values.get(row.name, {})) for row in table.rows))
-
-
-FOLDED = Difference("hyperparameters.grad_clip", fold)
 
 # Cases
 # --------------------------------------------------------------------------------------------------------------------
@@ -185,12 +180,10 @@ class Case:
 
     target: str
     title: str
-    changes: Mapping[str, Any]  # relative to RECIPE, by dotted path
+    changes: Mapping[str, Any] = field(default_factory=dict)  # relative to RECIPE, by dotted path
     differences: Sequence[Difference] = ()
 
 
-ISOLATED = {"data.documents": "isolated"}  # torchtitan has no other
-# Values that differ between modules and layers.
 PER_MODULE = {
     "hyperparameters.modules": {
         "embedding": {"lr": 2.0, "init_std": 2.0},
@@ -199,38 +192,106 @@ PER_MODULE = {
     },
     "hyperparameters.depth": {"lr": [1.0, 1.5], "init_std": [1.0, 0.5]},
 }
-# Four times the width and twice the depth of its base, so that branches, logits and attention have multipliers.
+# Four times the width, twice the depth and four times the head of its base: branches, logits and attention have
+# multipliers.
 TRANSFERRED = {
     "scaling.base": {"width": 8, "depth": 1, "batch_tokens": 512, "tokens": 51_200, "d_head": 4},
     "hyperparameters.residual": 0.7,
 }
 NO_CLIP = {"hyperparameters.grad_clip": 0.0}
+L2 = {"hyperparameters.optimizer": "adam", "hyperparameters.weight_decay": 1e-3}
 QWEN3 = {"model.qk_norm": True}
-BIASED = {"model.norm": "layernorm", "model.activation": "gelu", "model.bias": True, "model.n_kv_heads": 2}
-NEOX = BIASED | {"model.d_ff": 128}
+NEOX = {
+    "model.norm": "layernorm",
+    "model.activation": "gelu",
+    "model.bias": True,
+    "model.n_kv_heads": 2,
+    "model.d_ff": 128,
+}
 GPT2 = NEOX | {"model.positions": "learned", "model.tied_embeddings": True}
 BLOOM = NEOX | {"model.positions": "alibi", "model.embedding_norm": True, "model.tied_embeddings": True}
-WSD = {"schedule.decay": "wsd", "schedule.min_lr_ratio": 0.0}
-
-ONE_STEP_LATE = late("transformers' first step has lr 0", 1, 1)
+ISOLATED = {"data.documents": "isolated"}  # torchtitan has no other
+KEYS = {"hyperparameters.modules": {"attention.key": {"init_std": 1.4}}}
+FOLDED = Difference("clipping of folded weights", lambda variant, _: variant.folded(), "hyperparameters.grad_clip")
+LATE = late("lr one step late", late_in_warmup=1, late_after=1)
+LATE_DECAY = late("decay one step late", late_after=1)
+LATE_WARMUP = late("warm-up one step late", late_in_warmup=1)
+LATE_BY_MICRO_BATCH = late("lr one micro-batch late", late_in_warmup=0.5, late_after=0.5)
 CASES = (
-    Case("transformers", "Llama", {}),
-    Case("transformers", "Llama, Adam with L2", {"hyperparameters.optimizer": "adam"}),
+    Case("transformers", "Llama"),
+    Case("transformers", "Llama, Adam with L2", L2),
     Case("transformers", "Qwen3, values per module and layer", QWEN3 | PER_MODULE),
-    Case("transformers", "Llama, transferred, no clipping", TRANSFERRED | NO_CLIP),
+    Case("transformers", "Llama, transferred, not clipped", TRANSFERRED | NO_CLIP),
     Case("transformers", "Qwen3, transferred", TRANSFERRED | QWEN3, (FOLDED,)),
     Case("transformers", "GPT-2", GPT2),
-    Case("transformers", "GPT-NeoX", NEOX),
-    Case("transformers", "BLOOM", BLOOM),
+    Case(
+        "transformers",
+        "GPT-2 without biases",
+        GPT2 | {"model.bias": False},
+        (says("model.bias", {"model.bias": True}),),
+    ),
     Case("transformers", "GPT-NeoX, values per module and layer", NEOX | PER_MODULE, (gives("lr"),)),
-    Case("transformers", "Llama, linear", {"schedule.decay": "linear"}, (ONE_STEP_LATE,)),
-    Case("transformers", "Llama, wsd", WSD, (ONE_STEP_LATE,)),
-    Case("transformers", "Llama, constant", {"schedule.decay": "constant"}, (ONE_STEP_LATE,)),
-    Case("torchtitan", "Llama", ISOLATED),
-    Case("torchtitan", "Llama, Adam with L2, tied", ISOLATED | {"hyperparameters.optimizer": "adam", "model.tied_embeddings": True}),
-    Case("torchtitan", "Qwen3, values per module and layer", ISOLATED | QWEN3 | PER_MODULE),
-    Case("deepspeed", "Llama", {}),
-    Case("litgpt", "Llama", {}),
+    Case("transformers", "BLOOM", BLOOM),
+    Case("transformers", "Llama, linear", {"schedule.decay": "linear"}, (LATE,)),
+    Case(
+        "transformers",
+        "Llama, wsd",
+        {"schedule.decay": "wsd"},
+        (LATE, late("warm-up from the floor", "schedule.warmup_tokens", warmup_floor=0.1)),
+    ),
+    Case(
+        "transformers",
+        "Llama, inverse sqrt",
+        {"schedule.decay": "inverse_sqrt", "schedule.min_lr_ratio": 0.5},
+        (says("schedule.min_lr_ratio", {"schedule.min_lr_ratio": 0.0}), LATE),
+    ),
+    Case("transformers", "Llama, constant", {"schedule.decay": "constant"}, (LATE,)),
+    Case(
+        "transformers",
+        "Llama, clipped per module",
+        {"hyperparameters.grad_clip": {"mode": "per-module", "limit": 0.1}},
+        (says("hyperparameters.grad_clip.mode", {"hyperparameters.grad_clip": 0.1}),),
+    ),
+    Case("torchtitan", "Llama", ISOLATED, (LATE_DECAY,)),
+    Case("torchtitan", "Llama, tied, Adam with L2", ISOLATED | L2 | {"model.tied_embeddings": True}, (LATE_DECAY,)),
+    Case("torchtitan", "Qwen3, values per module and layer", ISOLATED | QWEN3 | PER_MODULE, (LATE_DECAY,)),
+    Case("torchtitan", "Qwen3, transferred", ISOLATED | QWEN3 | TRANSFERRED, (FOLDED, LATE_DECAY)),
+    Case("torchtitan", "Llama, packed", {}, (says("data.documents", ISOLATED), LATE_DECAY)),
+    Case(
+        "torchtitan",
+        "Llama, wsd, other keys",
+        ISOLATED | KEYS | {"schedule.decay": "wsd"},
+        (gives("init_std", start=True), LATE_DECAY),
+    ),
+    Case("deepspeed", "Llama", {}, (LATE_WARMUP,)),
+    Case("deepspeed", "Qwen3, transferred", QWEN3 | TRANSFERRED | PER_MODULE, (LATE_WARMUP,)),
+    Case(
+        "deepspeed",
+        "Llama, constant, no warm-up",
+        {"schedule.decay": "constant", "schedule.warmup_tokens": 0},
+        (says("schedule.warmup_tokens", {"schedule.warmup_tokens": 1_024}), LATE_WARMUP),
+    ),
+    Case("litgpt", "Llama", {}, (gives("init_std", start=True), gives("weight_decay"), LATE_BY_MICRO_BATCH)),
+    Case(
+        "litgpt",
+        "Llama, litgpt's init and decay",
+        {
+            "hyperparameters.init": "tinyllama",
+            "hyperparameters.init_std": None,
+            "hyperparameters.decay_norm_and_bias": True,
+        },
+        (LATE_BY_MICRO_BATCH,),
+    ),
+    Case(
+        "litgpt",
+        "Qwen3, values per module and layer",
+        QWEN3 | PER_MODULE,
+        (
+            *(gives(quantity) for quantity in ("lr", "weight_decay", "beta2", "eps")),
+            gives("init_std", start=True),
+            LATE_BY_MICRO_BATCH,
+        ),
+    ),
 )
 
 # The targets' trainers. Each trains the files in a folder, and returns the loss of each step.
@@ -275,18 +336,31 @@ def with_transformers(folder: Path) -> list[float]:
 
 
 def with_torchtitan(folder: Path) -> list[float]:
+    # torchtitan takes a machine without accelerator for one with CUDA.
+    torch._utils._get_available_device_type = lambda: "cpu"
+    # On a processor only FlexAttention that is not compiled has gradients.
+    flex_attention = importlib.import_module("torch.nn.attention.flex_attention")
+    flex_attention._validate_device = lambda *_: None
+    from torchtitan.components import metrics
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.dataloader import ParallelAwareDataloader
+    from torchtitan.distributed import utils as distributed_utils
+    from torchtitan.models.common import attention
 
+    memory = {"device_name": "cpu", "reset_peak_stats": lambda: None}
+    memory["get_peak_stats"] = lambda: metrics.DeviceMemStats(*[0.0] * 6)
+    metrics.build_device_memory_monitor = lambda: SimpleNamespace(**memory)
+    distributed_utils.set_pg_timeouts = lambda **_: None  # calls what gloo, and torch 2.13, do not have
+    attention.FlexAttention._compiled_flex_attn = staticmethod(flex_attention.flex_attention)
+    attention._compiled_create_block_mask = attention.create_block_mask
     losses: list[float] = []
     end_of_text = json.loads((folder / "weights" / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
 
     class Samples(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             for row in batches(folder):
-                ends = (row[:-1] == end_of_text).nonzero()[:, 0].tolist()
-                starts = [0, *(end + 1 for end in ends)]
-                positions = torch.cat([torch.arange(b - a) for a, b in zip(starts, [*starts[1:], len(row) - 1])])
+                index, ends = torch.arange(len(row) - 1), row[:-1] == end_of_text
+                positions = index - (index * ends.roll(1)).cummax(0).values  # from the start of the document
                 yield (
                     {"input": row[:-1], "positions": positions},
                     row[1:].masked_fill(row[:-1] == end_of_text, -100),
@@ -312,15 +386,20 @@ def with_torchtitan(folder: Path) -> list[float]:
     config.metrics.log_freq = 1
     trainer = config.build()
     log = trainer.metrics_processor.log
-    trainer.metrics_processor.log = lambda step, loss, *rest, **more: (losses.append(loss), log(step, loss, *rest, **more))
+    trainer.metrics_processor.log = lambda step, loss, *rest, **more: (
+        losses.append(loss),
+        log(step, loss, *rest, **more),
+    )
     trainer.train()
     trainer.close()
     return losses
 
 
 def with_litgpt(folder: Path) -> list[float]:
+    torch._dynamo.config.disable = True  # it compiles every model, which takes longer here than all steps
     import csv
 
+    import yaml
     from jsonargparse import ArgumentParser
     from litgpt import pretrain
     from litgpt.config import name_to_config
@@ -343,10 +422,11 @@ def with_litgpt(folder: Path) -> list[float]:
     read = parser.instantiate_classes(
         parser.parse_args(["--config", str(path), "--out_dir", str(folder / "out"), "--logger_name", "csv"])
     )
-    name_to_config["proof"] = {**vars(read.model_config)}
+    name_to_config["proof"] = yaml.safe_load(path.read_text(encoding="utf-8"))["model_config"]
     convert_hf_checkpoint(folder / "weights", model_name="proof")
     read.pop("config")
-    pretrain.setup(**read | {"data": Samples(), "initial_checkpoint_dir": folder / "weights"})
+    sys.argv = ["litgpt", "proof"]  # read once more when litgpt saves
+    pretrain.setup(**vars(read) | {"data": Samples(), "initial_checkpoint_dir": folder / "weights"})
     (log,) = (folder / "out").rglob("metrics.csv")
     with log.open(encoding="utf-8") as lines:
         return [float(row["loss"]) for row in csv.DictReader(lines) if row.get("loss")]
@@ -358,11 +438,12 @@ def with_deepspeed(folder: Path) -> list[float]:
 
     import leaven
 
-    recipe = leaven.Recipe.model_validate_json((folder / "recipe.json").read_text(encoding="utf-8"))
+    recipe = Recipe.model_validate_json((folder / "recipe.json").read_text(encoding="utf-8"))
     model = AutoModelForCausalLM.from_pretrained(folder / "weights")
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "base"))
     at = recipe.base
+    config = nearest(recipe.base_shape)[0].config(recipe.base_shape)
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     groups = leaven.parametrize(
         model,
         base=base,
@@ -376,7 +457,7 @@ def with_deepspeed(folder: Path) -> list[float]:
     losses: list[float] = []
     accumulated = 0.0
     for rows in torch.split(batches(folder), engine.train_micro_batch_size_per_gpu()):
-        loss = engine(input_ids=rows[:, :-1], labels=rows[:, 1:], shift_labels=rows[:, 1:]).loss
+        loss = engine(input_ids=rows[:, :-1], labels=rows, shift_labels=rows[:, 1:].contiguous()).loss
         accumulated += loss.item() / engine.gradient_accumulation_steps()
         engine.backward(loss)
         if engine.is_gradient_accumulation_boundary():
@@ -401,8 +482,8 @@ TRAINERS = {
     "litgpt": Trainer(("litgpt", "jsonargparse"), with_litgpt),
 }
 # What a launcher such as torchrun sets, for one process. Compiling for a processor takes longer than all steps.
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571"}
-ENVIRONMENT = ALONE | {"TORCH_COMPILE_DISABLE": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+ENVIRONMENT = ALONE | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
 def train_in_process(case: Case, folder: Path) -> list[float]:
@@ -417,45 +498,81 @@ def train_in_process(case: Case, folder: Path) -> list[float]:
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(f"{case.target}, {case.title}: {done.stdout[-3000:]}")
+        raise RuntimeError(f"{case.target}, {case.title}: {done.stdout[-1800:]}")
     found: list[float] = json.loads((folder / "losses.json").read_text(encoding="utf-8"))
     return found
 
+
+# Proofs
 # --------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The losses of a case compared with leaven's: the largest difference of a step, in nats per token."""
+    """How far the losses of a case are apart, in nats per token: the largest difference of a step."""
 
     case: Case
-    steps: int
-    loss: float  # leaven's, in the last step
     apart: float  # of the target from leaven
-    apart_at_end: float  # in the last step
-    effects: Mapping[str, float]  # by what is different: of leaven with this difference alone from leaven
-    left: float | None  # of the target from leaven with all differences
+    at_end: float  # the same in the last step
+    effects: Mapping[str, float]  # by name of a difference: of leaven with this difference alone from leaven
+    left: float  # of the target from leaven with all differences
+
+    @property
+    def row(self) -> str:
+        """The row of the table on the page."""
+        effects = "; ".join(f"{name}: {effect:.1e}" for name, effect in self.effects.items()) or "nothing"
+        cells = (
+            label(self.case.target),
+            self.case.title,
+            f"{self.apart:.1e}",
+            f"{self.at_end:.1e}",
+            effects,
+            f"{self.left:.1e}",
+        )
+        return f"| {' | '.join(cells)} |"
+
+
+def prove(case: Case, recipe: Recipe, tokens: TokenSet, run: Callable[[Case, Path], list[float]]) -> Proof:
+    """Train a case with its target, by ``run``, and with leaven, and compare the losses."""
+    recipe = recipe.replace(case.changes)
+    architecture = nearest(recipe.model, trained=True)[0]
+    settings = next(CANDIDATES[case.target](ResolvedRecipe(recipe), recipe.model, architecture)).given
+    start = Variant.of(recipe)
+    with tempfile.TemporaryDirectory() as folder:
+        write_files(Path(folder), case, recipe, tokens)
+        theirs = run(case, Path(folder))
+    ours = start.losses(tokens)
+    effects, together = {}, start
+    for difference in case.differences:
+        effects[difference.name] = apart(ours, difference.change(start, settings).losses(tokens))
+        if not difference.start:
+            together = difference.change(together, settings)
+    left = apart(ours if together is start else together.losses(tokens), theirs)
+    return Proof(case, apart(ours, theirs), abs(ours[-1] - theirs[-1]), effects, left)
 
 
 def write_files(folder: Path, case: Case, recipe: Recipe, tokens: TokenSet) -> None:
     """Write what a target needs: its configuration, the initial weights, and the samples in their order."""
     exported = export(case.target, recipe)
-    path = Path(target(case.target).path.format(name=recipe.name, identifier=identifier(recipe.name)))
-    if "" in exported.files:
-        (folder / "export").mkdir()
-    write(exported, folder / "export" / path.name if "" in exported.files else folder / "export")
-    start = Variant(recipe, parameter_table(recipe))
-    weights = dict(Training(recipe, tokens, device="cpu").model.named_parameters())
-    if case.target == "deepspeed":  # the client's hooks multiply
-        start = replace(start, table=fold(start, {}).table)
-    architecture = nearest(recipe.model)[0]
-    (folder / "base").mkdir()
-    (folder / "base" / "config.json").write_text(json.dumps(architecture.config(recipe.base_shape)))
-    from tokenizers import Tokenizer
-
+    for loss in exported.losses:
+        if not any(each.loss and loss.key.startswith(each.loss) for each in case.differences):
+            raise ValueError(
+                f"{case.target}, {case.title}: the export loses {loss.text}, which the case does not list"
+            )
+    path = folder / "export" / default_path(case.target, recipe.name)
+    write(exported, path if "" in exported.files else folder / "export")
+    start = Variant.of(recipe)
+    if case.target == "deepspeed":  # its client multiplies, so the weights must not be multiplied
+        start = start.folded()
     text = tokens.tokenizer_path.read_text(encoding="utf-8")
-    end = (Tokenizer.from_str(text).id_to_token(tokens.end_of_text), tokens.end_of_text)
-    write_huggingface(folder / "weights", recipe.model, start.table, weights, tokenizer=text, end_of_text=end)
+    write_huggingface(
+        folder / "weights",
+        recipe.model,
+        start.table,
+        dict(Training(recipe, tokens, device="cpu").model.named_parameters()),
+        tokenizer=text,
+        end_of_text=(Tokenizer.from_str(text).id_to_token(tokens.end_of_text), tokens.end_of_text),
+    )
     samples = recipe.steps * recipe.batch.tokens // recipe.model.seq_len
     np.save(folder / "samples.npy", tokens.stream(recipe.model.seq_len, recipe.data.seed).batch(0, samples))
     (folder / "recipe.json").write_text(recipe.model_dump_json(), encoding="utf-8")
@@ -466,23 +583,25 @@ def apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
 
-def prove(case: Case, recipe: Recipe, tokens: TokenSet, run: Callable[[Case, Path], list[float]]) -> Proof:
-    """Train a case with its target and with leaven, and compare the losses."""
-    recipe = recipe.replace(case.changes)
-    run_recipe = ResolvedRecipe(recipe)
-    candidate = next(CANDIDATES[case.target](run_recipe, recipe.model, nearest(recipe.model, trained=True)[0]))
-    start = Variant(recipe, parameter_table(recipe))
-    with tempfile.TemporaryDirectory() as folder:
-        write_files(Path(folder), case, recipe, tokens)
-        theirs = run(case, Path(folder))
-    ours = train(start, tokens)
-    effects, together = {}, start
-    for difference in case.differences:
-        effects[difference.key] = apart(ours, train(difference.change(start, candidate.given), tokens))
-        if not difference.start:
-            together = difference.change(together, candidate.given)
-    left = apart(train(together, tokens), theirs) if together is not start else None
-    return Proof(case, recipe.steps, ours[-1], apart(ours, theirs), abs(ours[-1] - theirs[-1]), effects, left)
+def label(name: str) -> str:
+    """Return the name and the installed version of a target."""
+    return f"{target(name).title} {importlib.metadata.version(name)}"
+
+
+def missing(name: str) -> list[str]:
+    """Return the packages that a target needs and that are not installed."""
+    return [package for package in TRAINERS[name].packages if importlib.util.find_spec(package) is None]
+
+
+def renewed(page: str, rows: Mapping[str, Sequence[str]]) -> str:
+    """Return a page with new rows of the table, by target. Rows of other targets stay."""
+    before, rest = page.split(BEGIN)
+    table, after = rest.split(END)
+    lines = []
+    for name in TRAINERS:
+        kept = [line for line in table.splitlines() if line.startswith(f"| {target(name).title} ")]
+        lines += rows.get(name) or kept
+    return before + BEGIN + "\n".join((*HEAD, *lines)) + "\n" + END + after
 
 
 def small_recipe(folder: Path) -> Recipe:
@@ -495,28 +614,39 @@ def small_recipe(folder: Path) -> Recipe:
     return parse_recipe(RECIPE.replace("FOLDER", str(folder)), "proof")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("targets", nargs="*")
-    parser.add_argument("--page", action="store_true")
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"default: {' '.join(TRAINERS)}")
+    parser.add_argument("--page", action="store_true", help="replace the table in docs/how-to/export.md")
     parser.add_argument("--train", nargs=2, metavar=("TARGET", "DIR"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
         name, folder = arguments.train
         losses = TRAINERS[name].train(Path(folder))
         (Path(folder) / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
-        return
+        return 0
+    if unknown := set(arguments.targets) - TRAINERS.keys():
+        parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(TRAINERS)}")
+    wanted = arguments.targets or list(TRAINERS)
+    for name in wanted:
+        if packages := missing(name):
+            print(f"skipped {name}: {', '.join(packages)} not installed")
     with tempfile.TemporaryDirectory() as text:
         recipe = small_recipe(Path(text))
         tokens = prepare(recipe.data, recipe.model.vocab_size)
+    other = Variant.of(recipe.replace({"batch.micro_batch": recipe.batch.tokens // recipe.model.seq_len}))
+    print(f"leaven with another micro-batch: {apart(Variant.of(recipe).losses(tokens), other.losses(tokens)):.1e}")
+    proofs = []
+    print(*HEAD, sep="\n")
     for case in CASES:
-        if arguments.targets and case.target not in arguments.targets:
-            continue
-        try:
-            print(prove(case, recipe, tokens, train_in_process))
-        except RuntimeError as error:
-            print(error)
+        if case.target in wanted and not missing(case.target):
+            proofs.append(prove(case, recipe, tokens, train_in_process))
+            print(proofs[-1].row, flush=True)
+    if arguments.page:
+        rows = {name: [proof.row for proof in proofs if proof.case.target == name] for name in TRAINERS}
+        PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    return int(any(proof.left > ROUNDING for proof in proofs))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
