@@ -93,12 +93,12 @@ class TargetSchedule(Schedule):
     """A schedule with a target's lr, which may be that of some tokens before the end of a step."""
 
     batch_tokens: int  # number of tokens in a step
-    late_in_warmup: float = 0.0  # steps by which the lr is late in steps that begin in the warm-up
-    late_after: float = 0.0  # and in the other steps
+    late_in_warmup: float = 0.0  # steps by which the lr is late during the warm-up
+    late_after: float = 0.0  # steps by which the lr is late after the warm-up
     warmup_floor: float = 0.0  # the factor on the lr from which the warm-up starts
 
     def multiplier(self, tokens: float, horizon: int) -> float:
-        warms_up = tokens - self.batch_tokens < self.warmup_tokens
+        warms_up = tokens - max(self.late_in_warmup, 1) * self.batch_tokens < self.warmup_tokens
         late = self.late_in_warmup if warms_up else self.late_after
         factor = super().multiplier(tokens - late * self.batch_tokens, horizon)
         return self.warmup_floor + (1 - self.warmup_floor) * factor if warms_up else factor
@@ -152,11 +152,11 @@ def late(name: str, loss: str | None = None, **lr: float) -> Difference:
     return Difference(name, lambda variant, _: replace(variant, lr={**variant.lr, **lr}), loss)
 
 
-def says(loss: str, changes: Mapping[str, Any], name: str = "") -> Difference:
-    """Return a difference that a recipe can express, by the changes of the recipe."""
+def says(loss: str, changes: Mapping[str, Any], name: str = "", **lr: float) -> Difference:
+    """Return a difference that a recipe can express, by the changes of the recipe and fields of TargetSchedule."""
 
     def change(variant: Variant, _: Mapping[str, ParameterSettings]) -> Variant:
-        return replace(Variant.of(variant.recipe.replace(changes)), lr=variant.lr)
+        return replace(Variant.of(variant.recipe.replace(changes)), lr={**variant.lr, **lr})
 
     return Difference(name or f"`{loss}`", change, loss)
 
@@ -215,7 +215,7 @@ KEYS = {"hyperparameters.modules": {"attention.key": {"init_std": 1.4}}}
 FOLDED = Difference("clipping of folded weights", lambda variant, _: variant.folded(), "hyperparameters.grad_clip")
 LATE = late("lr one step late", late_in_warmup=1, late_after=1)
 LATE_DECAY = late("decay one step late", late_after=1)
-LATE_WARMUP = late("warm-up one step late", late_in_warmup=1)
+TWO_LATE = late("warm-up two steps late, decay one", late_in_warmup=2, late_after=1)
 LATE_BY_MICRO_BATCH = late("lr one micro-batch late", late_in_warmup=0.5, late_after=0.5)
 CASES = (
     Case("transformers", "Llama"),
@@ -255,7 +255,12 @@ CASES = (
     Case("torchtitan", "Llama", ISOLATED, (LATE_DECAY,)),
     Case("torchtitan", "Llama, tied, Adam with L2", ISOLATED | L2 | {"model.tied_embeddings": True}, (LATE_DECAY,)),
     Case("torchtitan", "Qwen3, values per module and layer", ISOLATED | QWEN3 | PER_MODULE, (LATE_DECAY,)),
-    Case("torchtitan", "Qwen3, transferred", ISOLATED | QWEN3 | TRANSFERRED, (FOLDED, LATE_DECAY)),
+    Case(
+        "torchtitan",
+        "Qwen3, transferred",
+        ISOLATED | QWEN3 | TRANSFERRED,
+        (gives("init_mean", start=True), FOLDED, LATE_DECAY),
+    ),
     Case("torchtitan", "Llama, packed", {}, (says("data.documents", ISOLATED), LATE_DECAY)),
     Case(
         "torchtitan",
@@ -263,13 +268,21 @@ CASES = (
         ISOLATED | KEYS | {"schedule.decay": "wsd"},
         (gives("init_std", start=True), LATE_DECAY),
     ),
-    Case("deepspeed", "Llama", {}, (LATE_WARMUP,)),
-    Case("deepspeed", "Qwen3, transferred", QWEN3 | TRANSFERRED | PER_MODULE, (LATE_WARMUP,)),
+    Case("deepspeed", "Llama", {}, (TWO_LATE,)),
+    Case("deepspeed", "Qwen3, transferred", QWEN3 | TRANSFERRED | PER_MODULE, (TWO_LATE,)),
     Case(
         "deepspeed",
         "Llama, constant, no warm-up",
         {"schedule.decay": "constant", "schedule.warmup_tokens": 0},
-        (says("schedule.warmup_tokens", {"schedule.warmup_tokens": 1_024}), LATE_WARMUP),
+        (
+            says(
+                "schedule.warmup_tokens",
+                {"schedule.warmup_tokens": 1_024},
+                "warm-up of two steps, two steps late",
+                late_in_warmup=2,
+                late_after=1,
+            ),
+        ),
     ),
     Case("litgpt", "Llama", {}, (gives("init_std", start=True), gives("weight_decay"), LATE_BY_MICRO_BATCH)),
     Case(
@@ -422,8 +435,10 @@ def with_litgpt(folder: Path) -> list[float]:
     read = parser.instantiate_classes(
         parser.parse_args(["--config", str(path), "--out_dir", str(folder / "out"), "--logger_name", "csv"])
     )
-    name_to_config["proof"] = yaml.safe_load(path.read_text(encoding="utf-8"))["model_config"]
-    convert_hf_checkpoint(folder / "weights", model_name="proof")
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))["model_config"]
+    name = "qwen3" if config["norm_qk"] else "llama"  # names the tensors of the weights
+    name_to_config[name] = config
+    convert_hf_checkpoint(folder / "weights", model_name=name)
     read.pop("config")
     sys.argv = ["litgpt", "proof"]  # read once more when litgpt saves
     pretrain.setup(**vars(read) | {"data": Samples(), "initial_checkpoint_dir": folder / "weights"})
@@ -536,7 +551,13 @@ def prove(case: Case, recipe: Recipe, tokens: TokenSet, run: Callable[[Case, Pat
     """Train a case with its target, by ``run``, and with leaven, and compare the losses."""
     recipe = recipe.replace(case.changes)
     architecture = nearest(recipe.model, trained=True)[0]
-    settings = next(CANDIDATES[case.target](ResolvedRecipe(recipe), recipe.model, architecture)).given
+    run_recipe = ResolvedRecipe(recipe)
+    settings = next(CANDIDATES[case.target](run_recipe, recipe.model, architecture)).given
+    if target(case.target).plain:  # the settings are those of folded weights
+        factors = run_recipe.folding
+        settings = {
+            name: each.folded(1 / factors.get(name, 1.0), run_recipe.decoupled) for name, each in settings.items()
+        }
     start = Variant.of(recipe)
     with tempfile.TemporaryDirectory() as folder:
         write_files(Path(folder), case, recipe, tokens)
