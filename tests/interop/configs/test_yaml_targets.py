@@ -189,6 +189,20 @@ def test_deepspeed_gets_adam_mode_and_warmup_type(tiny: Recipe) -> None:
     assert any("parameter groups" in note and "client" in note for note in exported.notes)
 
 
+@pytest.mark.parametrize(
+    ("name", "late"),
+    [
+        ("litgpt", "litgpt's schedule is late by one of 8 micro-batches"),
+        ("deepspeed", "DeepSpeed's warm-up is two steps late, and its decay one step"),
+        ("torchtitan", "torchtitan's decay is one step late"),
+        ("nanotron", "nanotron's schedule is one step late"),
+        ("transformers", "transformers' schedule is one step late"),
+    ],
+)
+def test_a_schedule_that_is_late_is_in_the_notes(tiny: Recipe, name: str, late: str) -> None:
+    assert any(late in note for note in export(name, tiny.replace({"schedule.decay": "linear"})).notes)
+
+
 def test_torchtitan_patterns_give_every_parameter_its_settings(tiny: Recipe) -> None:
     """The first matching pattern of the file wins, as in torchtitan's optimizer."""
     recipe = tiny.replace(PER_MODULE | {"model.n_layers": 3})
