@@ -200,6 +200,7 @@ TRANSFERRED = {
 }
 NO_CLIP = {"hyperparameters.grad_clip": 0.0}
 L2 = {"hyperparameters.optimizer": "adam", "hyperparameters.weight_decay": 1e-3}
+TIED = {"model.tied_embeddings": True}
 QWEN3 = {"model.qk_norm": True}
 NEOX = {
     "model.norm": "layernorm",
@@ -208,8 +209,8 @@ NEOX = {
     "model.n_kv_heads": 2,
     "model.d_ff": 128,
 }
-GPT2 = NEOX | {"model.positions": "learned", "model.tied_embeddings": True}
-BLOOM = NEOX | {"model.positions": "alibi", "model.embedding_norm": True, "model.tied_embeddings": True}
+GPT2 = NEOX | {"model.positions": "learned"} | TIED
+BLOOM = NEOX | {"model.positions": "alibi", "model.embedding_norm": True} | TIED
 ISOLATED = {"data.documents": "isolated"}  # torchtitan has no other
 KEYS = {"hyperparameters.modules": {"attention.key": {"init_std": 1.4}}}
 FOLDED = Difference("clipping of folded weights", lambda variant, _: variant.folded(), "hyperparameters.grad_clip")
@@ -223,7 +224,14 @@ CASES = (
     Case("transformers", "Qwen3, values per module and layer", QWEN3 | PER_MODULE),
     Case("transformers", "Llama, transferred, not clipped", TRANSFERRED | NO_CLIP),
     Case("transformers", "Qwen3, transferred", TRANSFERRED | QWEN3, (FOLDED,)),
+    Case("transformers", "Llama, tied, transferred, not clipped", TRANSFERRED | NO_CLIP | TIED),
     Case("transformers", "GPT-2", GPT2),
+    Case(
+        "transformers",
+        "GPT-2, transferred, not clipped",
+        TRANSFERRED | NO_CLIP | GPT2,
+        (gives("lr"), gives("weight_decay"), gives("eps")),
+    ),
     Case(
         "transformers",
         "GPT-2 without biases",
@@ -253,7 +261,12 @@ CASES = (
         (says("hyperparameters.grad_clip.mode", {"hyperparameters.grad_clip": 0.1}),),
     ),
     Case("torchtitan", "Llama", ISOLATED, (LATE_DECAY,)),
-    Case("torchtitan", "Llama, tied, Adam with L2", ISOLATED | L2 | {"model.tied_embeddings": True}, (LATE_DECAY,)),
+    Case(
+        "torchtitan",
+        "Llama, tied, transferred, Adam with L2, not clipped",
+        ISOLATED | L2 | TIED | TRANSFERRED | NO_CLIP,
+        (LATE_DECAY,),
+    ),
     Case("torchtitan", "Qwen3, values per module and layer", ISOLATED | QWEN3 | PER_MODULE, (LATE_DECAY,)),
     Case(
         "torchtitan",
@@ -285,6 +298,7 @@ CASES = (
         ),
     ),
     Case("litgpt", "Llama", {}, (gives("init_std", start=True), gives("weight_decay"), LATE_BY_MICRO_BATCH)),
+    Case("litgpt", "GPT-NeoX", NEOX, (gives("init_std", start=True), gives("weight_decay"), LATE_BY_MICRO_BATCH)),
     Case(
         "litgpt",
         "Llama, litgpt's init and decay",

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.prove_exports import FOLDED, QWEN3, TRANSFERRED, Case, batches, prove, renewed, small_recipe
+from benchmarks.prove_exports import FOLDED, NO_CLIP, QWEN3, TRANSFERRED, Case, batches, prove, renewed, small_recipe
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from benchmarks import prove_exports
@@ -53,7 +54,7 @@ def trained(lr_factor: float = 1.0) -> Callable[[Case, Path], list[float]]:
         for rows in torch.split(batches(folder), said["per_device_train_batch_size"] * 2):
             loss = model(input_ids=rows, labels=rows).loss
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), said["max_grad_norm"])
+            torch.nn.utils.clip_grad_norm_(model.parameters(), said["max_grad_norm"] or math.inf)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -70,6 +71,13 @@ def test_an_export_is_proved_once_its_difference_is_taken_into_account(recipe: R
     assert proof.effects["clipping of folded weights"] == pytest.approx(proof.apart, rel=0.01)
     assert proof.row.startswith("| transformers 5.")
     assert f"clipping of folded weights: {proof.apart:.1e}" in proof.row
+
+
+def test_folded_multipliers_train_as_leavens_multipliers(recipe: Recipe, tokens: TokenSet) -> None:
+    """Without clipping nothing differs, so the reference has the multipliers that the export folds."""
+    proof = prove(replace(CASE, changes=CASE.changes | NO_CLIP, differences=()), recipe, tokens, trained())
+    assert proof.left == proof.apart < 3e-6
+    assert "| nothing |" in proof.row
 
 
 def test_a_wrong_export_is_found(recipe: Recipe, tokens: TokenSet) -> None:
