@@ -137,7 +137,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TargetDifference:
     """What a target does differently from a recipe."""
 
     name: str  # of the row in the table on the page
@@ -147,27 +147,27 @@ class Difference:
     start: bool = False  # whether only initial weights differ, which every case takes from leaven
 
 
-def late(name: str, loss: str | None = None, **lr: float) -> Difference:
+def late(name: str, loss: str | None = None, **lr: float) -> TargetDifference:
     """Return the difference of a target whose lr is another, by fields of TargetSchedule."""
-    return Difference(name, lambda variant, _: replace(variant, lr={**variant.lr, **lr}), loss)
+    return TargetDifference(name, lambda variant, _: replace(variant, lr={**variant.lr, **lr}), loss)
 
 
-def says(loss: str, changes: Mapping[str, Any], name: str = "", **lr: float) -> Difference:
+def says(loss: str, changes: Mapping[str, Any], name: str = "", **lr: float) -> TargetDifference:
     """Return a difference that a recipe can express, by the changes of the recipe and fields of TargetSchedule."""
 
     def change(variant: Variant, _: Mapping[str, ParameterSettings]) -> Variant:
         return replace(Variant.of(variant.recipe.replace(changes)), lr={**variant.lr, **lr})
 
-    return Difference(name or f"`{loss}`", change, loss)
+    return TargetDifference(name or f"`{loss}`", change, loss)
 
 
-def gives(quantity: str, *, start: bool = False) -> Difference:
+def gives(quantity: str, *, start: bool = False) -> TargetDifference:
     """Return the difference of a target that gives parameters its own values of a quantity, such as the lr."""
 
     def change(variant: Variant, given: Mapping[str, ParameterSettings]) -> Variant:
         return variant.given({name: {quantity: getattr(each, quantity)} for name, each in given.items()})
 
-    return Difference(f"`{quantity}`", change, f"{quantity} of", start)
+    return TargetDifference(f"`{quantity}`", change, f"{quantity} of", start)
 
 
 # Cases
@@ -175,13 +175,13 @@ def gives(quantity: str, *, start: bool = False) -> Difference:
 
 
 @dataclass(frozen=True)
-class Case:
+class ProofCase:
     """A recipe that a target trains."""
 
     target: str
     title: str
     changes: Mapping[str, Any] = field(default_factory=dict)  # relative to RECIPE, by dotted path
-    differences: Sequence[Difference] = ()
+    differences: Sequence[TargetDifference] = ()
 
 
 PER_MODULE = {
@@ -213,77 +213,79 @@ GPT2 = NEOX | {"model.positions": "learned"} | TIED
 BLOOM = NEOX | {"model.positions": "alibi", "model.embedding_norm": True} | TIED
 ISOLATED = {"data.documents": "isolated"}  # torchtitan has no other
 KEYS = {"hyperparameters.modules": {"attention.key": {"init_std": 1.4}}}
-FOLDED = Difference("clipping of folded weights", lambda variant, _: variant.folded(), "hyperparameters.grad_clip")
+FOLDED = TargetDifference(
+    "clipping of folded weights", lambda variant, _: variant.folded(), "hyperparameters.grad_clip"
+)
 LATE = late("lr one step late", late_in_warmup=1, late_after=1)
 LATE_DECAY = late("decay one step late", late_after=1)
 TWO_LATE = late("warm-up two steps late, decay one", late_in_warmup=2, late_after=1)
 LATE_BY_MICRO_BATCH = late("lr one micro-batch late", late_in_warmup=0.5, late_after=0.5)
 CASES = (
-    Case("transformers", "Llama"),
-    Case("transformers", "Llama, Adam with L2", L2),
-    Case("transformers", "Qwen3, values per module and layer", QWEN3 | PER_MODULE),
-    Case("transformers", "Llama, transferred, not clipped", TRANSFERRED | NO_CLIP),
-    Case("transformers", "Qwen3, transferred", TRANSFERRED | QWEN3, (FOLDED,)),
-    Case("transformers", "Llama, tied, transferred, not clipped", TRANSFERRED | NO_CLIP | TIED),
-    Case("transformers", "GPT-2", GPT2),
-    Case(
+    ProofCase("transformers", "Llama"),
+    ProofCase("transformers", "Llama, Adam with L2", L2),
+    ProofCase("transformers", "Qwen3, values per module and layer", QWEN3 | PER_MODULE),
+    ProofCase("transformers", "Llama, transferred, not clipped", TRANSFERRED | NO_CLIP),
+    ProofCase("transformers", "Qwen3, transferred", TRANSFERRED | QWEN3, (FOLDED,)),
+    ProofCase("transformers", "Llama, tied, transferred, not clipped", TRANSFERRED | NO_CLIP | TIED),
+    ProofCase("transformers", "GPT-2", GPT2),
+    ProofCase(
         "transformers",
         "GPT-2, transferred, not clipped",
         TRANSFERRED | NO_CLIP | GPT2,
         (gives("lr"), gives("weight_decay"), gives("eps")),
     ),
-    Case(
+    ProofCase(
         "transformers",
         "GPT-2 without biases",
         GPT2 | {"model.bias": False},
         (says("model.bias", {"model.bias": True}),),
     ),
-    Case("transformers", "GPT-NeoX, values per module and layer", NEOX | PER_MODULE, (gives("lr"),)),
-    Case("transformers", "BLOOM", BLOOM),
-    Case("transformers", "Llama, linear", {"schedule.decay": "linear"}, (LATE,)),
-    Case(
+    ProofCase("transformers", "GPT-NeoX, values per module and layer", NEOX | PER_MODULE, (gives("lr"),)),
+    ProofCase("transformers", "BLOOM", BLOOM),
+    ProofCase("transformers", "Llama, linear", {"schedule.decay": "linear"}, (LATE,)),
+    ProofCase(
         "transformers",
         "Llama, wsd",
         {"schedule.decay": "wsd"},
         (LATE, late("warm-up from the floor", "schedule.warmup_tokens", warmup_floor=0.1)),
     ),
-    Case(
+    ProofCase(
         "transformers",
         "Llama, inverse sqrt",
         {"schedule.decay": "inverse_sqrt", "schedule.min_lr_ratio": 0.5},
         (says("schedule.min_lr_ratio", {"schedule.min_lr_ratio": 0.0}), LATE),
     ),
-    Case("transformers", "Llama, constant", {"schedule.decay": "constant"}, (LATE,)),
-    Case(
+    ProofCase("transformers", "Llama, constant", {"schedule.decay": "constant"}, (LATE,)),
+    ProofCase(
         "transformers",
         "Llama, clipped per module",
         {"hyperparameters.grad_clip": {"mode": "per-module", "limit": 0.1}},
         (says("hyperparameters.grad_clip.mode", {"hyperparameters.grad_clip": 0.1}),),
     ),
-    Case("torchtitan", "Llama", ISOLATED, (LATE_DECAY,)),
-    Case(
+    ProofCase("torchtitan", "Llama", ISOLATED, (LATE_DECAY,)),
+    ProofCase(
         "torchtitan",
         "Llama, tied, transferred, Adam with L2, not clipped",
         ISOLATED | L2 | TIED | TRANSFERRED | NO_CLIP,
         (LATE_DECAY,),
     ),
-    Case("torchtitan", "Qwen3, values per module and layer", ISOLATED | QWEN3 | PER_MODULE, (LATE_DECAY,)),
-    Case(
+    ProofCase("torchtitan", "Qwen3, values per module and layer", ISOLATED | QWEN3 | PER_MODULE, (LATE_DECAY,)),
+    ProofCase(
         "torchtitan",
         "Qwen3, transferred",
         ISOLATED | QWEN3 | TRANSFERRED,
         (gives("init_mean", start=True), FOLDED, LATE_DECAY),
     ),
-    Case("torchtitan", "Llama, packed", {}, (says("data.documents", ISOLATED), LATE_DECAY)),
-    Case(
+    ProofCase("torchtitan", "Llama, packed", {}, (says("data.documents", ISOLATED), LATE_DECAY)),
+    ProofCase(
         "torchtitan",
         "Llama, wsd, other keys",
         ISOLATED | KEYS | {"schedule.decay": "wsd"},
         (gives("init_std", start=True), LATE_DECAY),
     ),
-    Case("deepspeed", "Llama", {}, (TWO_LATE,)),
-    Case("deepspeed", "Qwen3, transferred", QWEN3 | TRANSFERRED | PER_MODULE, (TWO_LATE,)),
-    Case(
+    ProofCase("deepspeed", "Llama", {}, (TWO_LATE,)),
+    ProofCase("deepspeed", "Qwen3, transferred", QWEN3 | TRANSFERRED | PER_MODULE, (TWO_LATE,)),
+    ProofCase(
         "deepspeed",
         "Llama, constant, no warm-up",
         {"schedule.decay": "constant", "schedule.warmup_tokens": 0},
@@ -297,9 +299,11 @@ CASES = (
             ),
         ),
     ),
-    Case("litgpt", "Llama", {}, (gives("init_std", start=True), gives("weight_decay"), LATE_BY_MICRO_BATCH)),
-    Case("litgpt", "GPT-NeoX", NEOX, (gives("init_std", start=True), gives("weight_decay"), LATE_BY_MICRO_BATCH)),
-    Case(
+    ProofCase("litgpt", "Llama", {}, (gives("init_std", start=True), gives("weight_decay"), LATE_BY_MICRO_BATCH)),
+    ProofCase(
+        "litgpt", "GPT-NeoX", NEOX, (gives("init_std", start=True), gives("weight_decay"), LATE_BY_MICRO_BATCH)
+    ),
+    ProofCase(
         "litgpt",
         "Llama, litgpt's init and decay",
         {
@@ -309,7 +313,7 @@ CASES = (
         },
         (LATE_BY_MICRO_BATCH,),
     ),
-    Case(
+    ProofCase(
         "litgpt",
         "Qwen3, values per module and layer",
         QWEN3 | PER_MODULE,
@@ -383,11 +387,11 @@ def with_torchtitan(folder: Path) -> list[float]:
     losses: list[float] = []
     end_of_text = json.loads((folder / "weights" / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
 
-    class Samples(torch.utils.data.IterableDataset[Any]):
+    class IsolatedSamples(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             for row in batches(folder):
                 index, ends = torch.arange(len(row) - 1), row[:-1] == end_of_text
-                positions = index - (index * ends.roll(1)).cummax(0).values  # from the start of the document
+                positions = index - (index * ends.roll(1)).cummax(0).values  # number of a token in its document
                 yield (
                     {"input": row[:-1], "positions": positions},
                     row[1:].masked_fill(row[:-1] == end_of_text, -100),
@@ -399,7 +403,9 @@ def with_torchtitan(folder: Path) -> list[float]:
             pass
 
         def __init__(self, config: Any, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any) -> None:
-            super().__init__(Samples(), dp_rank=dp_rank, dp_world_size=dp_world_size, batch_size=local_batch_size)
+            super().__init__(
+                IsolatedSamples(), dp_rank=dp_rank, dp_world_size=dp_world_size, batch_size=local_batch_size
+            )
 
     sys.path.insert(0, str(folder / "export"))
     (module,) = (folder / "export").glob("*.py")
@@ -497,7 +503,7 @@ def with_deepspeed(folder: Path) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Trainer:
+class TargetTrainer:
     """How a target is installed, and trained on a processor."""
 
     packages: Sequence[str]  # names on the package index; the first one's version is shown
@@ -505,17 +511,17 @@ class Trainer:
 
 
 TRAINERS = {
-    "transformers": Trainer(("transformers", "accelerate"), with_transformers),
-    "torchtitan": Trainer(("torchtitan",), with_torchtitan),
-    "deepspeed": Trainer(("deepspeed",), with_deepspeed),
-    "litgpt": Trainer(("litgpt", "jsonargparse"), with_litgpt),
+    "transformers": TargetTrainer(("transformers", "accelerate"), with_transformers),
+    "torchtitan": TargetTrainer(("torchtitan",), with_torchtitan),
+    "deepspeed": TargetTrainer(("deepspeed",), with_deepspeed),
+    "litgpt": TargetTrainer(("litgpt", "jsonargparse"), with_litgpt),
 }
-# What a launcher such as torchrun sets, for one process. Compiling for a processor takes longer than all steps.
+# What a launcher such as torchrun sets, for one process.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 ENVIRONMENT = ALONE | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
-def train_in_process(case: Case, folder: Path) -> list[float]:
+def train_in_process(case: ProofCase, folder: Path) -> list[float]:
     """Train with a case's target in a process of its own. Return the loss of each step."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.prove_exports", "--train", case.target, str(folder)],
@@ -540,7 +546,7 @@ def train_in_process(case: Case, folder: Path) -> list[float]:
 class Proof:
     """How far the losses of a case are apart, in nats per token: the largest difference of a step."""
 
-    case: Case
+    case: ProofCase
     apart: float  # of the target from leaven
     at_end: float  # the same in the last step
     effects: Mapping[str, float]  # by name of a difference: of leaven with this difference alone from leaven
@@ -561,7 +567,7 @@ class Proof:
         return f"| {' | '.join(cells)} |"
 
 
-def prove(case: Case, recipe: Recipe, tokens: TokenSet, run: Callable[[Case, Path], list[float]]) -> Proof:
+def prove(case: ProofCase, recipe: Recipe, tokens: TokenSet, run: Callable[[ProofCase, Path], list[float]]) -> Proof:
     """Train a case with its target, by ``run``, and with leaven, and compare the losses."""
     recipe = recipe.replace(case.changes)
     architecture = nearest(recipe.model, trained=True)[0]
@@ -586,7 +592,7 @@ def prove(case: Case, recipe: Recipe, tokens: TokenSet, run: Callable[[Case, Pat
     return Proof(case, apart(ours, theirs), abs(ours[-1] - theirs[-1]), effects, left)
 
 
-def write_files(folder: Path, case: Case, recipe: Recipe, tokens: TokenSet) -> None:
+def write_files(folder: Path, case: ProofCase, recipe: Recipe, tokens: TokenSet) -> None:
     """Write what a target needs: its configuration, the initial weights, and the samples in their order."""
     exported = export(case.target, recipe)
     for loss in exported.losses:

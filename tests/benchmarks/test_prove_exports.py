@@ -10,14 +10,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.prove_exports import FOLDED, NO_CLIP, QWEN3, TRANSFERRED, Case, batches, prove, renewed, small_recipe
+from benchmarks.prove_exports import (
+    FOLDED,
+    NO_CLIP,
+    QWEN3,
+    TRANSFERRED,
+    ProofCase,
+    batches,
+    prove,
+    renewed,
+    small_recipe,
+)
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from benchmarks import prove_exports
 from leaven.data.tokens import TokenSet, prepare
 from leaven.recipe.recipe import Recipe
 
-CASE = Case("transformers", "transferred", QWEN3 | TRANSFERRED, (FOLDED,))
+CASE = ProofCase("transformers", "transferred", QWEN3 | TRANSFERRED, (FOLDED,))
 TEN_STEPS = {"data.tokens": 5_120, "schedule.warmup_tokens": 1_024}
 
 
@@ -31,10 +41,10 @@ def tokens(recipe: Recipe, cache: Path) -> TokenSet:
     return prepare(recipe.data, recipe.model.vocab_size)
 
 
-def trained(lr_factor: float = 1.0) -> Callable[[Case, Path], list[float]]:
+def trained(lr_factor: float = 1.0) -> Callable[[ProofCase, Path], list[float]]:
     """Return a function that trains the exported files of transformers, with the lr times a factor."""
 
-    def losses(_: Case, folder: Path) -> list[float]:
+    def losses(_: ProofCase, folder: Path) -> list[float]:
         spec = importlib.util.spec_from_file_location("prepare", folder / "export" / "prepare.py")
         assert spec is not None
         assert spec.loader is not None
