@@ -176,6 +176,15 @@ def test_litgpt_does_not_lose_an_init_equal_to_its_own(tiny: Recipe) -> None:
     assert [key.split(" of ")[0] for key in keys] == ["init_std", "init_std", "weight_decay"]
 
 
+def test_litgpt_says_that_exported_weights_have_the_attention_scale_already(tiny: Recipe) -> None:
+    def noted(recipe: Recipe) -> bool:
+        return any("remove attention_scores_scalar" in note for note in export("litgpt", recipe).notes)
+
+    wider_heads = {"width": 16, "depth": 2, "batch_tokens": 256, "tokens": 10_240, "d_head": 2}
+    assert noted(tiny.replace({"scaling.base": wider_heads}))
+    assert not noted(tiny)
+
+
 def test_deepspeed_gets_adam_mode_and_warmup_type(tiny: Recipe) -> None:
     exported = export("deepspeed", tiny.replace({"hyperparameters.optimizer": "adam", "layout.dp": 2}))
     document = json.loads(exported.files[""])
