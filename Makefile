@@ -1,5 +1,5 @@
 # `make demo` takes about five minutes on two slow cores; `make test` runs the tests. .ci/run lists what CI runs. No target takes input.
-.PHONY: demo demo-quick test package start-up kills test-slow test-torch test-targets docs docs-quoted docs-accuracy clean
+.PHONY: demo demo-quick test package start-up kills test-slow test-torch test-targets prove-exports docs docs-quoted docs-accuracy clean
 .DEFAULT_GOAL := test
 PYTHON ?= python3
 BIN := .venv/bin
@@ -49,6 +49,10 @@ test-torch:
 TARGETS := litgpt==0.5.13 jsonargparse deepspeed==0.19.8 torchtitan==0.3.0 triton megatron-core==0.16.1 accelerate lightning
 test-targets: .venv-targets/installed
 	OMP_NUM_THREADS=1 .venv-targets/bin/pytest tests/interop/configs tests/interop/test_trainers.py
+
+# Train exported recipes with their targets, and update the table in docs/how-to/export.md. DeepSpeed compiles its Adam the first time.
+prove-exports: .venv-targets/installed
+	OMP_NUM_THREADS=1 .venv-targets/bin/python -m benchmarks.prove_exports --page
 
 .venv-targets/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv-targets

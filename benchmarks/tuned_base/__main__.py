@@ -22,7 +22,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.device import machine
 from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.space import space
-from leaven.tuning.study_document import UNDER_WAY, Answer, StudyTrial
+from leaven.tuning.study_document import PRUNED, UNDER_WAY, Answer, StudyTrial
 
 HERE = Path(__file__).parent
 RECIPE, LOG = HERE / "recipe.toml", HERE / "log.jsonl"
@@ -53,7 +53,7 @@ def read_log() -> list[StudyTrial]:
             values=points.values(line["octaves"]),
             tokens_per_second=None,
             tokens=recipe.data.tokens,
-            **line,
+            **line | {"state": PRUNED if line["state"] == "stopped" else line["state"]},
         )
         for line in lines
     ]

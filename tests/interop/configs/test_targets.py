@@ -35,19 +35,37 @@ def test_deepspeed_reads_its_config(tiny: Recipe, changes: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("decay", ["cosine", "constant"])
-def test_deepspeeds_schedule_multiplies_each_groups_lr(tiny: Recipe, decay: str) -> None:
+def test_deepspeeds_schedule_is_two_steps_late_and_multiplies_each_groups_lr(tiny: Recipe, decay: str) -> None:
     schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
     recipe = tiny.replace({"schedule.decay": decay})
-    said = json.loads(export("deepspeed", recipe).files[""])["scheduler"]
+    exported = export("deepspeed", recipe)
+    said = json.loads(exported.files[""])["scheduler"]
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (3.0, 0.5)]
     optimizer = torch.optim.AdamW(groups)
     scheduler = getattr(schedules, said["type"])(optimizer, **said["params"])
     warmup = said["params"]["warmup_num_steps"]
     for step in range(recipe.steps):
-        scheduler.step()
-        tokens = (step + (step >= warmup)) * recipe.batch.tokens  # its warm-up is at the beginning of a step
+        tokens = (step - (step - 1 < warmup)) * recipe.batch.tokens
         ours = recipe.schedule.multiplier(tokens, recipe.data.tokens)
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([3 * ours, ours / 2], abs=1e-7)
+        optimizer.step()  # in the order of DeepSpeed's engine
+        scheduler.step()
+    assert any("warm-up is two steps late, and its decay one step" in note for note in exported.notes)
+
+
+@pytest.mark.parametrize("micro_batch", [2, 8])
+def test_litgpts_schedule_is_late_by_a_micro_batch(tiny: Recipe, micro_batch: int) -> None:
+    pretrain = pytest.importorskip("litgpt.pretrain")
+    recipe = tiny.replace({"batch.micro_batch": micro_batch})
+    per_step, tokens = 8 // micro_batch, micro_batch * recipe.model.seq_len
+    ends = recipe.schedule.warmup_tokens // tokens, recipe.data.tokens // tokens
+    for step in range(recipe.steps):
+        iteration = (step + 1) * per_step - 1  # the lr of the last micro-batch of a step is that of the step
+        lr = pretrain.get_lr(0.01, iteration, *ends, 0.001)
+        late = (step + 1) * recipe.batch.tokens - tokens
+        assert lr == pytest.approx(0.01 * recipe.schedule.multiplier(late, recipe.data.tokens))
+    note = f"late by one of {per_step} micro-batches"
+    assert any(note in each for each in export("litgpt", recipe).notes)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "neox"])

@@ -176,6 +176,15 @@ def test_litgpt_does_not_lose_an_init_equal_to_its_own(tiny: Recipe) -> None:
     assert [key.split(" of ")[0] for key in keys] == ["init_std", "init_std", "weight_decay"]
 
 
+def test_litgpt_says_that_exported_weights_have_the_attention_scale_already(tiny: Recipe) -> None:
+    def noted(recipe: Recipe) -> bool:
+        return any("remove attention_scores_scalar" in note for note in export("litgpt", recipe).notes)
+
+    wider_heads = {"width": 16, "depth": 2, "batch_tokens": 256, "tokens": 10_240, "d_head": 2}
+    assert noted(tiny.replace({"scaling.base": wider_heads}))
+    assert not noted(tiny)
+
+
 def test_deepspeed_gets_adam_mode_and_warmup_type(tiny: Recipe) -> None:
     exported = export("deepspeed", tiny.replace({"hyperparameters.optimizer": "adam", "layout.dp": 2}))
     document = json.loads(exported.files[""])
@@ -187,6 +196,20 @@ def test_deepspeed_gets_adam_mode_and_warmup_type(tiny: Recipe) -> None:
     batch, micro = document["train_batch_size"], document["train_micro_batch_size_per_gpu"]
     assert batch == micro * document["gradient_accumulation_steps"] * 2
     assert any("parameter groups" in note and "client" in note for note in exported.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "late"),
+    [
+        ("litgpt", "litgpt's schedule is late by one of 8 micro-batches"),
+        ("deepspeed", "DeepSpeed's warm-up is two steps late, and its decay one step"),
+        ("torchtitan", "torchtitan's decay is one step late"),
+        ("nanotron", "nanotron's schedule is one step late"),
+        ("transformers", "transformers' schedule is one step late"),
+    ],
+)
+def test_a_schedule_that_is_late_is_in_the_notes(tiny: Recipe, name: str, late: str) -> None:
+    assert any(late in note for note in export(name, tiny.replace({"schedule.decay": "linear"})).notes)
 
 
 def test_torchtitan_patterns_give_every_parameter_its_settings(tiny: Recipe) -> None:

@@ -1,0 +1,127 @@
+"""The machinery of `make prove-exports`, with a loop over a transformers model instead of the targets' trainers."""
+
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.prove_exports import (
+    FOLDED,
+    NO_CLIP,
+    QWEN3,
+    TRANSFERRED,
+    ProofCase,
+    batches,
+    prove,
+    renewed,
+    small_recipe,
+)
+from transformers import AutoModelForCausalLM, get_scheduler
+
+from benchmarks import prove_exports
+from leaven.data.tokens import TokenSet, prepare
+from leaven.recipe.recipe import Recipe
+
+CASE = ProofCase("transformers", "transferred", QWEN3 | TRANSFERRED, (FOLDED,))
+TEN_STEPS = {"data.tokens": 5_120, "schedule.warmup_tokens": 1_024}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    return small_recipe(tmp_path_factory.mktemp("text")).replace(TEN_STEPS)
+
+
+@pytest.fixture(scope="module")
+def tokens(recipe: Recipe, cache: Path) -> TokenSet:
+    return prepare(recipe.data, recipe.model.vocab_size)
+
+
+def trained(lr_factor: float = 1.0) -> Callable[[ProofCase, Path], list[float]]:
+    """Return a function that trains the exported files of transformers, with the lr times a factor."""
+
+    def losses(_: ProofCase, folder: Path) -> list[float]:
+        spec = importlib.util.spec_from_file_location("prepare", folder / "export" / "prepare.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        model = AutoModelForCausalLM.from_pretrained(folder / "weights")
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        optimizer = module.prepare(model, folder / "export" / "parameters.json")
+        model.load_state_dict(weights)
+        for group in optimizer.param_groups:
+            group["lr"] *= lr_factor
+        said = json.loads((folder / "export" / "training_args.json").read_text())
+        schedule = get_scheduler(
+            said["lr_scheduler_type"], optimizer, said["warmup_steps"], said["max_steps"], said["lr_scheduler_kwargs"]
+        )
+        found = []
+        for rows in torch.split(batches(folder), said["per_device_train_batch_size"] * 2):
+            loss = model(input_ids=rows, labels=rows).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), said["max_grad_norm"] or math.inf)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    return losses
+
+
+def test_an_export_is_proved_once_its_difference_is_taken_into_account(recipe: Recipe, tokens: TokenSet) -> None:
+    proof = prove(CASE, recipe, tokens, trained())
+    assert proof.left < 3e-6
+    assert proof.apart > 1e-4
+    assert proof.effects["clipping of folded weights"] == pytest.approx(proof.apart, rel=0.01)
+    assert proof.row.startswith("| transformers 5.")
+    assert f"clipping of folded weights: {proof.apart:.1e}" in proof.row
+
+
+def test_folded_multipliers_train_as_leavens_multipliers(recipe: Recipe, tokens: TokenSet) -> None:
+    """Without clipping nothing differs, so the reference has the multipliers that the export folds."""
+    proof = prove(replace(CASE, changes=CASE.changes | NO_CLIP, differences=()), recipe, tokens, trained())
+    assert proof.left == proof.apart < 3e-6
+    assert "| nothing |" in proof.row
+
+
+def test_a_wrong_export_is_found(recipe: Recipe, tokens: TokenSet) -> None:
+    proof = prove(CASE, recipe, tokens, trained(lr_factor=1.01))
+    assert proof.left > 10 * prove_exports.ROUNDING
+
+
+def test_a_loss_that_a_case_does_not_list_is_an_error(recipe: Recipe, tokens: TokenSet) -> None:
+    with pytest.raises(
+        ValueError, match=r"the export loses hyperparameters\.grad_clip.* which the case does not list"
+    ):
+        prove(replace(CASE, differences=()), recipe, tokens, trained())
+
+
+def test_rows_of_targets_that_were_not_trained_stay() -> None:
+    rows = {"litgpt": ["| litgpt 1 | a |"], "deepspeed": ["| DeepSpeed 1 | b |"]}
+    page = renewed(f"before\n{prove_exports.BEGIN}{prove_exports.END}after\n", rows)
+    assert "| DeepSpeed 1 | b |\n| litgpt 1 | a |\n" in page
+    again = renewed(page, {"litgpt": ["| litgpt 2 | c |"]})
+    assert again == page.replace("| litgpt 1 | a |", "| litgpt 2 | c |")
+
+
+def test_targets_that_are_not_installed_are_skipped_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path
+) -> None:
+    absent = replace(prove_exports.TRAINERS["litgpt"], packages=("litgpt_of_nobody",))
+    monkeypatch.setattr(prove_exports, "TRAINERS", {"litgpt": absent})
+    monkeypatch.setattr(
+        prove_exports, "RECIPE", prove_exports.RECIPE.replace("51_200", "1_024").replace("5_120", "0")
+    )
+    monkeypatch.setattr(sys, "argv", ["prove_exports"])
+    assert prove_exports.main() == 0
+    assert "skipped litgpt: litgpt_of_nobody not installed" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["prove_exports", "nemo"])
+    with pytest.raises(SystemExit):
+        prove_exports.main()
+    assert "nemo: choose from litgpt" in capsys.readouterr().err
