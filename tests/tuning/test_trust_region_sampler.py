@@ -270,3 +270,15 @@ def test_it_is_imported_without_torch() -> None:
     code = "import sys; from leaven.tuning import TrustRegionSampler as it; it(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_a_trial_pruned_before_its_last_value_removes_no_value() -> None:
+    def objective(trial: optuna.Trial) -> float:
+        x = trial.suggest_float("x", -3, 3)
+        if trial.number == 1:
+            raise optuna.TrialPruned
+        return x**2 + trial.suggest_float("y", -3, 3) ** 2
+
+    study = study_of(objective, 3)
+    sampler = TrustRegionSampler(seed=0)
+    assert set(sampler.infer_relative_search_space(study, study.trials[-1])) == {"x", "y"}

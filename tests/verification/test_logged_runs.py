@@ -215,3 +215,20 @@ def test_curves_of_finished_runs_of_leaven(tmp_path: Path) -> None:
     events.write_text("".join(line for line in events.open() if '"finish"' not in line))
     with pytest.raises(InputError, match="has not finished; resume it, or remove it from the folder"):
         curves_of(tmp_path)
+
+
+def test_folders_are_sizes_also_with_a_decimal_point(tmp_path: Path) -> None:
+    for size in ("0.5b", "0.7b"):
+        (tmp_path / size).mkdir()
+        (tmp_path / size / "1.csv").write_text("step,loss\n1,3\n2,2\n")
+    (tmp_path / "0.5b" / "folder.csv").mkdir()
+    assert list(curves_of(tmp_path)) == ["0.5b", "0.7b"]
+
+
+def test_two_runs_in_one_curve_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "runs.csv"
+    file.write_text("step,loss\n1,3\n2,2\n1,3.1\n")
+    with pytest.raises(
+        InputError, match="row 3 repeats step 1, the first of a run; write each run into a file of its own"
+    ):
+        curves_of(file)

@@ -12,6 +12,7 @@
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -127,7 +128,7 @@ class TokenFile:
                 raise BrokenFile("is not a numpy file; if it has nothing but token ids, rename it to .bin")
         try:
             ids = np.load(self.path, mmap_mode="r", allow_pickle=False)
-        except ValueError as error:
+        except (ValueError, OverflowError, TokenError) as error:  # of a damaged header
             raise BrokenFile(f"cannot be read ({error}); write it again or leave it out") from None
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise BrokenFile(f"has {ids.dtype} of shape {ids.shape}; token ids are integers with one dimension")

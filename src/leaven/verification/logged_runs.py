@@ -69,7 +69,11 @@ def data_files(path: Path) -> list[Path]:
     """
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
-    files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES) if path.is_dir() else [path]
+    files = (
+        sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        if path.is_dir()
+        else [path]
+    )
     if not files:
         raise InputError(f"{path} has no file that ends in {' or '.join(SUFFIXES)}; give a folder with logged runs")
     return files
@@ -206,13 +210,20 @@ def curves_of(path: Path) -> dict[str, list[Points]]:
                 f"{file}: its columns are {', '.join(columns)}; a loss curve needs {' or '.join(TIMES)}, and loss"
             )
         axes = [axis for axis in ("width", "depth", "batch") if axis in columns]
-        own_name = Path(file.relative_to(path).parts[0]).stem if path.is_dir() else file.stem
+        first = file.relative_to(path).parts[0] if path.is_dir() else file.name
+        own_name = file.stem if first == file.name else first
         for row in rows:
             if row.values.get("loss") in (None, ""):
                 continue
             name = scale_name(scale_of(row, axes), axes) or own_name
             run = found.setdefault(name, {}).setdefault((file, str(row.values.get("seed"))), {})
-            run[row.number(time)] = row.number("loss")
+            at = row.number(time)
+            if run and at == next(iter(run)):  # later steps may be repeated, by a run that was resumed
+                raise InputError(
+                    f"{row.place} repeats {time} {at:g}, the first of a run; write each run into a file of its own, or add the "
+                    "column seed"
+                )
+            run[at] = row.number("loss")
     if not found:
         raise InputError(f"{path} has no losses; fill the column loss")
     return {name: [sorted(run.items()) for run in found[name].values()] for name in sorted(found, key=_by_numbers)}

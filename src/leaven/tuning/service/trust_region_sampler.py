@@ -73,9 +73,10 @@ class TrustRegionSampler(BaseSampler):
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> Space:
         _check(study)
         trials = study.get_trials(deepcopy=False)
-        ended = [each for each in trials if each.state in {TrialState.COMPLETE, TrialState.PRUNED}]
-        failed = [each for each in trials if each.state is TrialState.FAIL]
-        spaces = [each.distributions for each in ended or failed if each.distributions]
+        # A trial that was pruned or has failed may not have asked for all parameters.
+        states = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL
+        of_state = ([each.distributions for each in trials if each.state is state] for state in states)
+        spaces = next(([space for space in spaces if space] for spaces in of_state if any(spaces)), [])
         return {
             name: limits
             for name, limits in (spaces[0] if spaces else {}).items()
