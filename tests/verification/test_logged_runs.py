@@ -232,3 +232,19 @@ def test_two_runs_in_one_curve_are_refused(tmp_path: Path) -> None:
         InputError, match="row 3 repeats step 1, the first of a run; write each run into a file of its own"
     ):
         curves_of(file)
+
+
+def test_the_best_value_must_not_diverge_at_a_larger_size(tmp_path: Path) -> None:
+    written = [
+        {"width": width, "lr": lr, "seed": seed, "loss": 2 + abs(lr - 4) + seed / 1e3}
+        for width in (64, 128)
+        for lr in (1, 2, 3, 4, 8)
+        for seed in (0, 1)
+    ]
+    for row in written:
+        if row["width"] == 128 and row["lr"] >= 4:
+            row["loss"] = float("nan")
+    with pytest.raises(
+        InputError, match="lr 4, the best at width 64, diverged at width 128, so it does not transfer"
+    ):
+        transfer_of_runs(write(tmp_path / "rows.csv", written))

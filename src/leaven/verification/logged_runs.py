@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from leaven import storage
@@ -172,6 +173,7 @@ def transfer_of_runs(path: Path, value: str = "lr") -> CheckDocument:
                 "needs three; add runs with other values"
             )
         grids[scale] = LossGrid.of(grid)
+    _require_best_value(path, value, found, names)
     limit = next((known.shift_limit for known in SWEPT.values() if known.key == value), SWEPT["lr"].shift_limit)
     swept = SweptValue(value, f"runs with {value}", (), limit, more_seeds="more runs for each value, e.g.")
     settings = {
@@ -184,6 +186,25 @@ def transfer_of_runs(path: Path, value: str = "lr") -> CheckDocument:
         "columns not used": sorted({*columns} - {"loss", "seed", value, *axes}),
     }
     return compare("transfer", str(path), swept, grids, names=names, ruled={}, settings=settings)
+
+
+def _require_best_value(
+    path: Path,
+    value: str,
+    found: Mapping[RunScale, Mapping[float, Mapping[str, float]]],
+    names: Mapping[RunScale, str],
+) -> None:
+    """Raise InputError if the best value of the smallest size diverged at another size. ``found`` has the losses by
+    size, value and seed."""
+    base, *larger = names
+    means = {number: fmean(runs.values()) for number, runs in found[base].items()}
+    best = min((number for number in means if math.isfinite(means[number])), key=lambda number: means[number])
+    for scale in larger:
+        if not all(map(math.isfinite, found[scale].get(best, {}).values())):
+            raise InputError(
+                f"{path}: {value} {best:g}, the best at {names[base]}, diverged at {names[scale]}, so it does not "
+                "transfer; a shift cannot be measured beyond a divergence"
+            )
 
 
 def curves_of(path: Path) -> dict[str, list[Points]]:
@@ -220,8 +241,8 @@ def curves_of(path: Path) -> dict[str, list[Points]]:
             at = row.number(time)
             if run and at == next(iter(run)):  # later steps may be repeated, by a run that was resumed
                 raise InputError(
-                    f"{row.place} repeats {time} {at:g}, the first of a run; write each run into a file of its own, or add the "
-                    "column seed"
+                    f"{row.place} repeats {time} {at:g}, the first of a run; write each run into a "
+                    "file of its own, or add the column seed"
                 )
             run[at] = row.number("loss")
     if not found:
