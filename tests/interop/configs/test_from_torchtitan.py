@@ -220,6 +220,10 @@ def test_schedules_keys_of_other_versions_and_what_is_ignored(tmp_path: Path) ->
         ("lr = 3e-4", "lr = 'fast'", "optimizer.lr fast must be a number"),
         ("lr = 3e-4", "name = 'Muon'", "optimizer.name Muon: leaven supports only AdamW, Adam"),
         ("steps = 1000", "steps = 10.5", "training.steps 10.5 must be a whole number"),
+        ("steps = 1000", "steps = 0", "training.steps 0 must be at least 1"),
+        ("tensor_parallel_degree = 2", "tensor_parallel_degree = 0", "tensor_parallel_degree 0 must be at least 1"),
+        ("tensor_parallel_degree", "data_parallel_shard_degree = 0\ntensor_parallel_degree", "or -1 for all other"),
+        ("[model]", "deep = " + 2000 * "[" + 2000 * "]" + "\n[model]", "cannot be read as TOML or JSON"),
         ("[model]", "[mdel]", "has neither name and flavor under [model] nor a model_spec"),
         ("flavor", "flavour", "has neither name and flavor under [model] nor a model_spec"),
         ("[model]", "[model", "cannot be read as TOML or JSON"),
@@ -227,7 +231,7 @@ def test_schedules_keys_of_other_versions_and_what_is_ignored(tmp_path: Path) ->
 )
 def test_unsupported_toml_files_are_refused(tmp_path: Path, old: str, new: str, says: str) -> None:
     with refused("x.toml: ", says):
-        imported(tmp_path, TOML.replace(old, new))
+        imported(tmp_path, TOML.replace(old, new), ranks=16)
 
 
 def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> None:
@@ -241,6 +245,13 @@ def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> No
             imported(tmp_path, document)
         part[key] = before
 
+    last = model["layers"][1]
+    fault(last["attention"], "n_heads", 1, "n_heads is 2 in block 0 and 1 in block 1; leaven's blocks have one shape")
+    fault(last["attention"], "n_kv_heads", 2, "n_kv_heads is 1 in block 0 and 2 in block 1")
+    fault(last["attention"]["qkv_linear"], "head_dim", 4, "d_head is 8 in block 0 and 4 in block 1")
+    fault(last["feed_forward"]["w1"], "out_features", 8, "in block 0 and 8 in block 1")
+    for policy in (3, True, "full"):
+        fault(document, "activation_checkpoint", policy, "must be an object or null")
     fault(groups[-1], "pattern", "nothing", "no pattern matches")
     fault(groups[-1], "optimizer_name", "Muon", "leaven supports AdamW or Adam")
     fault(block, "moe", {"num_experts": 8}, "leaven does not have mixtures of experts")
