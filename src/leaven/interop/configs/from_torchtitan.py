@@ -122,8 +122,8 @@ def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings, draft:
             for key, value in _block_shape(block).items():
                 if value != first[key]:
                     raise InputError(
-                        f"{draft.origin}: model_spec.model.layers: {key} is {first[key]} in block 0 and {value} in block "
-                        f"{number}; leaven's blocks have one shape"
+                        f"{draft.origin}: model_spec.model.layers: {key} is {first[key]} in block 0 and {value} in "
+                        f"block {number}; leaven's blocks have one shape"
                     )
         shape = {
             "n_layers": len(blocks),

@@ -116,7 +116,7 @@ def _arguments(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int)
 
 def _state(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> None:
     """Set the batch, the number of tokens and the lr from the state of a Trainer."""
-    fields = dict.fromkeys(("max_steps", "train_batch_size"), {"kind": "count", "min": 1})
+    fields = {key: {"kind": "count", "min": 1} for key in ("max_steps", "train_batch_size")}
     given = Settings(f"{draft.origin}: {STATE}", fields, default="", suffix=f" of {STATE}", given=document)
     batch = given["train_batch_size"] * ranks * seq_len
     draft.set("batch.tokens", batch, f"{given.why('train_batch_size')} x max_position_embeddings x {ranks} processes")
