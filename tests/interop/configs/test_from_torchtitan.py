@@ -9,7 +9,7 @@ from tests.errors import refused
 from tests.interop.configs.recipes import FAMILIES, PER_MODULE, transferred
 from tests.interop.configs.test_import import assert_same
 
-from leaven.interop.configs import from_torchtitan
+from leaven.interop.configs import from_torchtitan, from_transformers
 from leaven.interop.configs.compare import ResolvedRecipe
 from leaven.interop.configs.per_parameter import torchtitan
 from leaven.recipe.recipe import Recipe
@@ -223,7 +223,6 @@ def test_schedules_keys_of_other_versions_and_what_is_ignored(tmp_path: Path) ->
         ("steps = 1000", "steps = 0", "training.steps 0 must be at least 1"),
         ("tensor_parallel_degree = 2", "tensor_parallel_degree = 0", "tensor_parallel_degree 0 must be at least 1"),
         ("tensor_parallel_degree", "data_parallel_shard_degree = 0\ntensor_parallel_degree", "or -1 for all other"),
-        ("[model]", "deep = " + 2000 * "[" + 2000 * "]" + "\n[model]", "cannot be read as TOML or JSON"),
         ("[model]", "[mdel]", "has neither name and flavor under [model] nor a model_spec"),
         ("flavor", "flavour", "has neither name and flavor under [model] nor a model_spec"),
         ("[model]", "[model", "cannot be read as TOML or JSON"),
@@ -232,6 +231,15 @@ def test_schedules_keys_of_other_versions_and_what_is_ignored(tmp_path: Path) ->
 def test_unsupported_toml_files_are_refused(tmp_path: Path, old: str, new: str, says: str) -> None:
     with refused("x.toml: ", says):
         imported(tmp_path, TOML.replace(old, new), ranks=16)
+
+
+def test_files_nested_too_deeply_are_refused(tmp_path: Path) -> None:
+    deep = 100_000 * "["
+    with refused("x.toml: cannot be read as TOML or JSON"):
+        imported(tmp_path, f'{{"model_spec": {deep}')
+    (tmp_path / "config.json").write_text(deep)
+    with refused("config.json: cannot be read as JSON"):
+        from_transformers.read(tmp_path, "x")
 
 
 def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> None:
