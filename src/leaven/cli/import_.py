@@ -8,6 +8,7 @@ import typer
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, group, print_document, recipe_name, require_new
 from leaven.documents.runs import ImportDocument
+from leaven.errors import InputError
 from leaven.recipe.files import read_text, render, write_recipe
 from leaven.views.terminal.console import errors
 from leaven.views.terminal.files import wrote
@@ -47,6 +48,9 @@ def config(
 
     if output is not None:
         require_new(output)
+    if file.is_dir() and source != "transformers":
+        what = "the script or the list of flags" if source == "megatron" else "torchtitan's TOML or JSON file"
+        raise InputError(f"{file}: this is a folder; give {what} in it")
     name = recipe_name(output or file.resolve(), "imported")
     if source == "megatron":
         found = from_megatron.read(read_text(file), str(file), name, ranks)

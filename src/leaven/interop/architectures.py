@@ -326,7 +326,7 @@ def read_json(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; give a folder that save_pretrained of transformers wrote") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(document, dict):
         raise InputError(f"{path}: not a JSON object")

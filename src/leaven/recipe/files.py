@@ -37,7 +37,7 @@ def read_text(path: Path | str) -> str:
     except IsADirectoryError:
         raise InputError(f"{path}: this is a folder, not a recipe file") from None
     except UnicodeDecodeError:
-        raise InputError(f"{path}: this is not a text file; a recipe is TOML in UTF-8") from None
+        raise InputError(f"{path}: this is not a text file in UTF-8") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 

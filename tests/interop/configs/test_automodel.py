@@ -106,6 +106,53 @@ def test_what_automodel_cannot_express_is_a_loss(tiny: Recipe) -> None:
     assert yaml.safe_load(unclipped)["clip_grad_norm"]["max_norm"] == float("inf")
 
 
+def test_the_layout_is_written_or_said(tiny: Recipe) -> None:
+    """The keys of `distributed`; Automodel itself stops at pp_size > 1 without `pipeline`."""
+
+    def exported(**layout: Any) -> tuple[dict[str, Any], str]:
+        sizes = {f"layout.{key}": value for key, value in layout.items()}
+        found = export("automodel", tiny.replace(sizes | {"batch.tokens": 64 * 64, "batch.micro_batch": 1}))
+        document = yaml.safe_load(found.files["automodel.yaml"])
+        assert "dp" not in " ".join(loss.key for loss in found.losses)
+        return document, "; ".join(found.notes)
+
+    document, notes = exported(dp=16, zero=3, dp_replicate=4, recompute="selective")
+    sizes = document["distributed"]
+    assert (sizes["dp_size"], sizes["dp_replicate_size"], sizes["activation_checkpointing"]) == (16, 4, "selective")
+    assert not {"reshard_after_forward", "pipeline"} & sizes.keys()
+    assert "zero" not in notes
+    document, notes = exported(dp=4, zero=1, dp_replicate=4)
+    assert document["distributed"]["dp_replicate_size"] == 1
+    assert document["distributed"]["reshard_after_forward"] is False
+    assert "zero 1 is written as 2" in notes
+    assert "dp_replicate 4 is written as 1" in notes
+    document, notes = exported(dp=2, zero=1, pp=2, schedule="zero-bubble")
+    assert document["distributed"]["pipeline"] == {
+        "pp_schedule": "1F1B",
+        "pp_microbatch_size": 1,
+        "dtype": "float32",
+    }
+    assert "zero-bubble is written as 1F1B" in notes
+    steps = document["step_scheduler"]
+    assert steps["local_batch_size"] * 2 == steps["global_batch_size"]
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_the_initial_weights_follow_the_seed_of_the_recipe(
+    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    written(tiny.replace({"data.seed": seed}), tmp_path / "out")
+    monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path / "start")])
+    runpy.run_path(str(tmp_path / "out" / "prepare.py"), run_name="__main__")
+    assert json.loads((tmp_path / "out" / "parameters.json").read_text())["seed"] == seed
+    torch.manual_seed(seed)
+    fresh = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "out"))
+    prepare = runpy.run_path(str(tmp_path / "out" / "prepare.py"))["prepare"]
+    prepare(fresh, tmp_path / "out" / "parameters.json")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
+    assert all(map(torch.equal, fresh.parameters(), saved.parameters()))
+
+
 @pytest.mark.parametrize("decay", ["cosine", "linear", "wsd", "inverse_sqrt", "constant"])
 def test_automodels_own_optimizer_and_schedule(tiny: Recipe, tmp_path: Path, decay: str) -> None:
     optim = pytest.importorskip("nemo_automodel.components.optim.optimizer")

@@ -9,7 +9,7 @@ from tests.errors import refused
 from tests.interop.configs.recipes import FAMILIES, PER_MODULE, transferred
 from tests.interop.configs.test_import import assert_same
 
-from leaven.interop.configs import from_torchtitan
+from leaven.interop.configs import from_torchtitan, from_transformers
 from leaven.interop.configs.compare import ResolvedRecipe
 from leaven.interop.configs.per_parameter import torchtitan
 from leaven.recipe.recipe import Recipe
@@ -220,6 +220,9 @@ def test_schedules_keys_of_other_versions_and_what_is_ignored(tmp_path: Path) ->
         ("lr = 3e-4", "lr = 'fast'", "optimizer.lr fast must be a number"),
         ("lr = 3e-4", "name = 'Muon'", "optimizer.name Muon: leaven supports only AdamW, Adam"),
         ("steps = 1000", "steps = 10.5", "training.steps 10.5 must be a whole number"),
+        ("steps = 1000", "steps = 0", "training.steps 0 must be at least 1"),
+        ("tensor_parallel_degree = 2", "tensor_parallel_degree = 0", "tensor_parallel_degree 0 must be at least 1"),
+        ("tensor_parallel_degree", "data_parallel_shard_degree = 0\ntensor_parallel_degree", "or -1 for all other"),
         ("[model]", "[mdel]", "has neither name and flavor under [model] nor a model_spec"),
         ("flavor", "flavour", "has neither name and flavor under [model] nor a model_spec"),
         ("[model]", "[model", "cannot be read as TOML or JSON"),
@@ -227,7 +230,16 @@ def test_schedules_keys_of_other_versions_and_what_is_ignored(tmp_path: Path) ->
 )
 def test_unsupported_toml_files_are_refused(tmp_path: Path, old: str, new: str, says: str) -> None:
     with refused("x.toml: ", says):
-        imported(tmp_path, TOML.replace(old, new))
+        imported(tmp_path, TOML.replace(old, new), ranks=16)
+
+
+def test_files_nested_too_deeply_are_refused(tmp_path: Path) -> None:
+    deep = 100_000 * "["
+    with refused("x.toml: cannot be read as TOML or JSON"):
+        imported(tmp_path, f'{{"model_spec": {deep}')
+    (tmp_path / "config.json").write_text(deep)
+    with refused("config.json: cannot be read as JSON"):
+        from_transformers.read(tmp_path, "x")
 
 
 def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> None:
@@ -241,6 +253,13 @@ def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> No
             imported(tmp_path, document)
         part[key] = before
 
+    last = model["layers"][1]
+    fault(last["attention"], "n_heads", 1, "n_heads is 2 in block 0 and 1 in block 1; leaven's blocks have one shape")
+    fault(last["attention"], "n_kv_heads", 2, "n_kv_heads is 1 in block 0 and 2 in block 1")
+    fault(last["attention"]["qkv_linear"], "head_dim", 4, "d_head is 8 in block 0 and 4 in block 1")
+    fault(last["feed_forward"]["w1"], "out_features", 8, "in block 0 and 8 in block 1")
+    for policy in (3, True, "full"):
+        fault(document, "activation_checkpoint", policy, "must be an object or null")
     fault(groups[-1], "pattern", "nothing", "no pattern matches")
     fault(groups[-1], "optimizer_name", "Muon", "leaven supports AdamW or Adam")
     fault(block, "moe", {"num_experts": 8}, "leaven does not have mixtures of experts")

@@ -107,6 +107,8 @@ def test_steps_and_fractions_become_tokens() -> None:
         ("--lr nan", "--lr nan must be a finite number"),
         ("--lr", "--lr has no value"),
         ("--num-attention-heads 5", "does not divide"),
+        ("--num-attention-heads 0", "--num-attention-heads 0 must be at least 1"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be at least 1"),
         ("--global-batch-size 8 --rampup-batch-size 3 2 100", "not a batch that leaven supports"),
         ("--step-batch-size-schedule 5", "write it as TOKENS:BATCH"),
         ("--disable-bias-linear --add-qkv-bias", "--add-qkv-bias: leaven has biases in all matrices or in none"),
@@ -318,6 +320,18 @@ def test_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
     argued = from_transformers.read(tmp_path, "x")
     assert (argued.recipe.data.tokens, argued.unread) == (7 * 8 * 128, ())
     (tmp_path / "training_args.json").unlink()
+    faults = [
+        ({"max_steps": -1}, "trainer_state.json: max_steps -1 must be at least 1"),
+        ({"train_batch_size": 0}, "trainer_state.json: train_batch_size 0 must be at least 1"),
+        *(
+            ({"log_history": value}, "trainer_state.json: log_history must be a list")
+            for value in (3, {"a": 1}, ["a"])
+        ),
+    ]
+    for change, message in faults:
+        (tmp_path / "trainer_state.json").write_text(json.dumps(state | change))
+        with refused(message):
+            from_transformers.read(tmp_path, "x")
     (tmp_path / "trainer_state.json").write_text("{}")
     with refused("trainer_state.json: train_batch_size is missing"):
         from_transformers.read(tmp_path, "x")

@@ -321,6 +321,18 @@ def test_megatron_bridge_gets_the_same_overrides(tiny: Recipe, tmp_path: Path, m
         assert settings_of(model, module.bridge_provider().build_config_overrides(context)) == expected
 
 
+def test_without_a_final_lr_it_is_0_and_without_an_lr_nothing_is_made(
+    tiny: Recipe, tmp_path: Path, megatron: Any
+) -> None:
+    """Both are None in an OptimizerConfig by default."""
+    recipe = tiny.replace(WIDE | PARTS)
+    module, model = exported(recipe, tmp_path / "out"), gpt(recipe, range(2))
+    overrides = module.prepare(SimpleNamespace(lr=0.02, min_lr=None), [model])
+    assert {each["min_lr"] for each in overrides.values()} == {0.0}
+    with pytest.raises(ValueError, match="the optimizer's lr is not set; set that of --lr in args.sh"):
+        module.prepare(SimpleNamespace(lr=None, min_lr=None), [model])
+
+
 def test_other_models_and_sharded_parameters_are_refused(tiny: Recipe, tmp_path: Path, megatron: Any) -> None:
     recipe = tiny.replace(WIDE | PARTS)
     module = exported(recipe, tmp_path / "out")

@@ -162,6 +162,7 @@ class Settings:
     ``table`` describes each setting with these keys:
 
     - ``kind``: "count" (a whole number), "number", "word" (a string), "switch" (on or off) or "table";
+    - ``min``: the smallest count;
     - ``default``: the trainer's default; a count or number without a default must be given;
     - ``path``: the key of a recipe that has the same meaning;
     - ``values``: the recipe's value for each possible word, or the recipe's two values for off and on;
@@ -207,6 +208,8 @@ class Settings:
             return number
         if number != int(number):
             raise InputError(f"{label} {value:g} must be a whole number")
+        if number < (least := self.table[name].get("min", -math.inf)):
+            raise InputError(f"{label} {int(number)} must be at least {least}")
         return int(number)
 
     def label(self, name: str) -> str:

@@ -60,7 +60,7 @@ def _document(path: Path) -> dict[str, Any]:
     text = read_text(path)
     try:
         document = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as TOML or JSON ({error})") from None
     model = document.get("model")
     if "model_spec" not in document and not (isinstance(model, dict) and {"name", "flavor"} <= model.keys()):
@@ -117,28 +117,30 @@ def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings, draft:
         blocks = model["layers"]
         if any(block["moe"] for block in blocks):
             raise InputError(f"{draft.origin}: model_spec.model.layers: leaven does not have mixtures of experts")
-        attention, first, rope = blocks[0]["attention"], blocks[0], blocks[0]["attention"]["rope"]
+        first = _block_shape(blocks[0])
+        for number, block in enumerate(blocks):
+            for key, value in _block_shape(block).items():
+                if value != first[key]:
+                    raise InputError(
+                        f"{draft.origin}: model_spec.model.layers: {key} is {first[key]} in block 0 and {value} in "
+                        f"block {number}; leaven's blocks have one shape"
+                    )
         shape = {
             "n_layers": len(blocks),
             "d_model": model["dim"],
-            "n_heads": attention["n_heads"],
-            "n_kv_heads": attention["n_kv_heads"] or attention["n_heads"],
-            "d_head": attention["qkv_linear"]["head_dim"],
-            "d_ff": first["feed_forward"]["w1"]["out_features"],
             "vocab_size": model["vocab_size"],
             "norm_eps": float(model["norm"]["eps"]),
-            "rope_theta": float(rope["theta"]),
-            "qk_norm": attention["qk_norm"] is not None,
             "tied_embeddings": model["enable_weight_tying"],
-        }
+        } | first
         if shape["n_heads"] * shape["d_head"] != shape["d_model"]:
             shape["d_attention"] = shape["n_heads"] * shape["d_head"]
         for key, value in shape.items():
             draft.set(f"model.{key}", value, "model_spec")
         draft.set("model.seq_len", given["training.seq_len"], given.why("training.seq_len"))
         draft.set("data.documents", "isolated", "torchtitan's language models do not attend across documents")
-        if rope["scaling"] != "none":
-            draft.unread.append(f"rope.scaling {rope['scaling']}: leaven has plain rotary positions")
+        scaling = blocks[0]["attention"]["rope"]["scaling"]
+        if scaling != "none":
+            draft.unread.append(f"rope.scaling {scaling}: leaven has plain rotary positions")
         _parameters(draft, draft.shape(), model, document["optimizer"]["param_groups"])
     except InputError:
         raise
@@ -147,9 +149,24 @@ def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings, draft:
             f"{draft.origin}: not a file of torchtitan 0.3 ({type(error).__name__}: {error}); {SAVE}"
         ) from None
     policy = document.get("activation_checkpoint")
+    if not isinstance(policy, dict | None):
+        raise InputError(f"{draft.origin}: activation_checkpoint {policy!r} must be an object or null")
     selective = policy is not None and len(policy) > 3  # three settings are those that full recomputation has, too
     recompute = "none" if policy is None else "selective" if selective else "full"
     draft.set("layout.recompute", recompute, "activation_checkpoint")
+
+
+def _block_shape(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shape of a block, by key of [model]."""
+    attention = block["attention"]
+    return {
+        "n_heads": attention["n_heads"],
+        "n_kv_heads": attention["n_kv_heads"] or attention["n_heads"],
+        "d_head": attention["qkv_linear"]["head_dim"],
+        "d_ff": block["feed_forward"]["w1"]["out_features"],
+        "rope_theta": float(attention["rope"]["theta"]),
+        "qk_norm": attention["qk_norm"] is not None,
+    }
 
 
 def _parameters(draft: Draft, shape: ModelShape, model: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
@@ -212,6 +229,9 @@ def _batch(given: Settings, draft: Draft, seq_len: int, ranks: int | None) -> No
     """Set the data-parallel layout, the batch and the number of tokens."""
     replicas, shards = (given[f"parallelism.data_parallel_{kind}_degree"] for kind in ("replicate", "shard"))
     each = math.prod(draft.values[f"layout.{degree}"] for degree in ("tp", "pp", "cp"))
+    if shards != -1 and shards < 1:
+        label = given.label("parallelism.data_parallel_shard_degree")
+        raise InputError(f"{label} {shards} must be at least 1, or -1 for all other processes")
     dp, why = replicas * max(shards, 1), "data_parallel_replicate_degree x data_parallel_shard_degree"
     if ranks is not None:
         if ranks % (each * replicas) or (shards > 0 and ranks != each * dp):

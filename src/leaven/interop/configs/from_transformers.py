@@ -116,13 +116,16 @@ def _arguments(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int)
 
 def _state(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> None:
     """Set the batch, the number of tokens and the lr from the state of a Trainer."""
-    fields = {"max_steps": {"kind": "count"}, "train_batch_size": {"kind": "count"}}
+    fields = {key: {"kind": "count", "min": 1} for key in ("max_steps", "train_batch_size")}
     given = Settings(f"{draft.origin}: {STATE}", fields, default="", suffix=f" of {STATE}", given=document)
     batch = given["train_batch_size"] * ranks * seq_len
     draft.set("batch.tokens", batch, f"{given.why('train_batch_size')} x max_position_embeddings x {ranks} processes")
     draft.unknown.append(f"batch.tokens: {STATE} lacks gradient_accumulation_steps; 1 is used")
     draft.set("data.tokens", given["max_steps"] * batch, f"{given.why('max_steps')} x batch")
-    logged = [entry.get("learning_rate") for entry in document.get("log_history") or [] if isinstance(entry, dict)]
+    history = document.get("log_history") or []
+    if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
+        raise InputError(f"{draft.origin}: {STATE}: log_history must be a list of objects, as the Trainer writes it")
+    logged = [entry.get("learning_rate") for entry in history]
     lrs = [as_number(lr, f"{draft.origin}: {STATE}: learning_rate") for lr in logged if lr]
     if lrs:
         draft.set("hyperparameters.lr", max(lrs), f"the highest lr that {STATE} logged")

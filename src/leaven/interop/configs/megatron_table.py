@@ -84,7 +84,9 @@ def prepare(config: Any, model_chunks: Iterable[nn.Module], path: str | Path = T
             raise ValueError(f"{name} is a {type(parameter.data).__name__}; leaven_table needs whole, plain tensors")
         _draw(parameter, f"{document['seed']} {known}", table[known])
         members.setdefault(_settings(table[known]), set()).add(id(parameter))
-    floor = config.min_lr / config.lr
+    if not config.lr:
+        raise ValueError("the optimizer's lr is not set; set that of --lr in args.sh")
+    floor = (config.min_lr or 0.0) / config.lr
     logged = next((number for settings, number in numbers.items() if settings[0] == config.lr), 1)
     overrides = {}
     for settings, found in members.items():

@@ -74,7 +74,7 @@ if __name__ == "__main__":
     from transformers import AutoConfig, AutoModelForCausalLM
 
     here = Path(__file__).parent
-    torch.manual_seed(0)
+    torch.manual_seed(json.loads((here / "parameters.json").read_text(encoding="utf-8"))["seed"])
     models: Any = AutoModelForCausalLM
     started = models.from_config(AutoConfig.from_pretrained(here))
     prepare(started, here / "parameters.json")
