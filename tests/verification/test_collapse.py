@@ -16,6 +16,7 @@ from leaven.verification.collapse import LIMIT, Points, collapse, collapse_of_fa
 from leaven.verification.foreign import CheckTrial
 from leaven.verification.recipe_family import RecipeFamily
 from leaven.verification.runs import RunStore
+from leaven.views.check_page import check_page
 
 LEVEL = 1.7  # the irreducible loss of the curves below
 STEPS = 640
@@ -134,7 +135,9 @@ def test_a_loss_that_does_not_fall_fails() -> None:
     assert document.rows[0].note == "the loss does not fall after the first quarter of the run"
     assert not document.rows[0].undecided
     same = [(step, 3.0) for step in range(STEPS + 1)]
-    assert check([same], [same]).rows[0].note == document.rows[0].note
+    flat_too = check([same], [same])
+    assert flat_too.rows[0].note == document.rows[0].note
+    assert "the loss does not fall" in check_page(flat_too)
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_the_check_fails_if_the_best_value_diverges_at_a_larger_size(tmp_path: P
 
 def test_a_best_value_beyond_the_grid_of_a_larger_size_is_undecided(tmp_path: Path) -> None:
     # At width 64, the best lr is between 4 and 8; at width 128, lr 8 diverged.
-    written = steep(64, (1, 2, 4, 8), 5.2) + steep(128, (1, 2, 3.9, 4, 8), 3.95, 8)
+    written = steep(64, (1, 2, 4, 8), 4.8) + steep(128, (1, 2, 3.5, 4, 8), 3.7, 8)
     (row,) = transfer_of_runs(write(tmp_path / "rows.csv", written)).rows
     assert row.undecided
     assert row.note.startswith("undecided: the base's best lr is outside the grid of width 128; give runs with lr")

@@ -321,5 +321,6 @@ def _normalised(
 
 
 def _curve(name: str, quantity: str, shares: Array, values: tuple[Array, Array, Array]) -> VerdictCurve:
-    low, y, high = ([] if np.isnan(each).any() else each.tolist() for each in values)
+    low, high = ([] if np.isnan(each).any() else each.tolist() for each in values[::2])
+    y = [each if math.isfinite(each) else None for each in values[1].tolist()]
     return VerdictCurve(module=name, axis=AXIS, quantity=quantity, x=shares.tolist(), y=y, low=low, high=high)

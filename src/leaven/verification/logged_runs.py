@@ -252,11 +252,11 @@ def curves_of(path: Path) -> dict[str, list[Points]]:
     If the folder has run folders of leaven, these are read. Otherwise, a row of a file is a point of a curve, with
     the columns tokens or step, and loss; rows without a loss are left out. The columns width, depth and batch say
     which size it is, and seed which run; the rows of a size without a seed are one run for each file. Without size
-    columns, the name of the subfolder of a file or its own name says which size it is. A run that was resumed may
-    repeat steps, of which the last row counts.
+    columns, the name of the subfolder of a file or its own name says which size it is.
 
     Raises:
-        InputError: if there are no curves, a column is missing or contains no numbers, or a run has not finished.
+        InputError: if there are no curves, a column is missing or contains no numbers, the size of a curve is not
+            clear, a run has not finished, or own runs of a size differ in more than the seed.
     """
     if folders := _own_runs(path):
         return _curves_of_own_runs(folders)
