@@ -286,7 +286,7 @@ def test_columns_in_any_case_and_a_time_column_without_values(tmp_path: Path) ->
             transfer_of_runs(tmp_path / "runs.csv", column)
 
 
-@pytest.mark.parametrize("written", [("", ""), ("1", ""), ("", "1")])
+@pytest.mark.parametrize("written", [("", ""), ("1", ""), ("", "1"), ("nan", "nan")])
 def test_rows_without_a_seed_are_runs_of_their_own(written: tuple[str, str], tmp_path: Path) -> None:
     runs = [run | {"seed": written[int(run["seed"])]} for run in rows({64: -6.0, 128: -6.0}, 0.001, seeds=2)]
     document = transfer_of_runs(write(tmp_path / "runs.csv", runs))

@@ -72,13 +72,12 @@ class LoggedRow:
         return loss if abs(loss) <= LARGEST_LOSS else math.nan
 
     def seed(self) -> float | str | None:
-        """Return the seed, or None if the row has none. 0 and 0.0 are the same seed."""
-        if not self.has("seed"):
-            return None
+        """Return the seed, or None if the row has none or NaN. 0 and 0.0 are the same seed."""
+        value = self.values.get("seed")
         try:
-            return float(self.values["seed"])
+            return None if value in (None, "") or math.isnan(float(value)) else float(value)
         except (TypeError, ValueError, OverflowError):
-            return str(self.values["seed"])
+            return str(value)
 
 
 def data_files(path: Path) -> list[Path]:
@@ -237,12 +236,12 @@ def _grids(
                 grid[number] = list(runs.values())
             else:
                 left_out.append(place)
-        if len(grid) < 3 and all(math.isfinite(loss) for losses in grid.values() for loss in losses):
+        grids[scale] = LossGrid.of(grid)
+        if len(grid) < 3 and grids[scale].finite:
             raise InputError(
                 f"{path}: {names[scale]} has {len(grid)} values of {value} without a diverged run, and an optimum "
                 "needs three; add runs with other values"
             )
-        grids[scale] = LossGrid.of(grid)
     return grids, left_out
 
 
@@ -289,10 +288,8 @@ def curves_of(path: Path) -> dict[str, list[Points]]:
             f"{one} has the size columns {', '.join(some) or 'none'}, and {other} {', '.join(others) or 'none'}; "
             "give all files the same"
         )
-    if len(found) > 1 and (unnumbered := [name for name in found if not re.search(r"\d", name)]):
-        raise InputError(
-            f"{path}: the name {unnumbered[0]} says no size; name it by a number, e.g. 50m, or add width"
-        )
+    if len(found) > 1 and (unnamed := [name for name in found if not re.search(r"\d", name)]):
+        raise InputError(f"{path}: the name {unnamed[0]} says no size; name it by a number, e.g. 50m, or add width")
     return {name: found[name] for name in sorted(found, key=_by_numbers)}
 
 
