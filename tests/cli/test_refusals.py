@@ -114,6 +114,9 @@ REFUSED = {
     "check transfer rows.csv --seeds 2": "rows.csv cannot be combined with --seeds; leave one of them out",
     "check transfer rows.csv": "rows.csv has one size only, width 64; a check of transfer compares two or more",
     "check collapse rows.csv": "its columns are width, lr, loss; a loss curve needs tokens or step, and loss",
+    "check transfer rows.tsv": "rows.tsv: logs end in .csv or .jsonl; write them in one of these formats",
+    "check coordinates rows.csv": "rows.csv: this check reads no logs, only a recipe; logs are for transfer and col",
+    "check transfer ROWS.CSV": "ROWS.CSV has one size only, width 64; a check of transfer compares two or more",
     "check collapse rows.csv --run OUT": "rows.csv cannot be combined with --run",
     "check collapse rows.csv --irreducible -1": "--irreducible: input should be greater than or equal to 0",
     "check decay tiny.toml --run OUT": "--scales 64x4,128x4 or --durations 1,2,4",
@@ -169,7 +172,8 @@ def folder(tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     (tmp_path / "tiny.toml").write_text(tiny_text)
     (tmp_path / "plain.toml").write_text(tiny_text.replace("qk_norm = true", "qk_norm = false"))
     (tmp_path / "other.toml").write_text("[tool]\nx = 1\n")
-    (tmp_path / "rows.csv").write_text("width,lr,loss\n64,0.1,3\n64,0.2,2\n64,0.4,3\n")
+    for name in ("rows.csv", "ROWS.CSV", "rows.tsv"):
+        (tmp_path / name).write_text("width,lr,loss\n64,0.1,3\n64,0.2,2\n64,0.4,3\n")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("one line\n")
     shutil.copy(EXAMPLE, tmp_path)

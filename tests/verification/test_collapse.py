@@ -16,6 +16,7 @@ from leaven.verification.collapse import LIMIT, Points, collapse, collapse_of_fa
 from leaven.verification.foreign import CheckTrial
 from leaven.verification.recipe_family import RecipeFamily
 from leaven.verification.runs import RunStore
+from leaven.views.check_page import check_page
 
 LEVEL = 1.7  # the irreducible loss of the curves below
 STEPS = 640
@@ -133,6 +134,10 @@ def test_a_loss_that_does_not_fall_fails() -> None:
     document = check([curve(1.5)] * 2, [flat] * 2)
     assert document.rows[0].note == "the loss does not fall after the first quarter of the run"
     assert not document.rows[0].undecided
+    same = [(step, 3.0) for step in range(STEPS + 1)]
+    flat_too = check([same], [same])
+    assert flat_too.rows[0].note == document.rows[0].note
+    assert "the loss does not fall" in check_page(flat_too)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +145,18 @@ def test_a_loss_that_does_not_fall_fails() -> None:
     [
         ([[curve(1.0)]], None, "mine has curves of one size only"),
         ([[curve(1.0)], [curve(1.0)[:5]]], None, "a curve has 5 points; give curves with 8 points or more"),
+        (
+            [[curve(1.0), curve(1.0, steps=320)], [curve(0.5)]],
+            None,
+            "curves of width 64 end at 320 and at 640; give curves of one length",
+        ),
+        (
+            [[curve(1.0)], [curve(0.5)[200:]]],
+            None,
+            "a curve of width 128 starts at 201 of 640; give it from the start",
+        ),
+        ([[curve(1.0)], [[(at, loss - 10) for at, loss in curve(0.5)]]], None, "a final loss is -7.79"),
+        ([[curve(1.0)], [[(at, 0.0) for at, _ in curve(0.5)]]], 0.0, "a final loss is 0; give losses in nats"),
         ([[curve(1.0)], [curve(0.5)]], 2.3, "--irreducible 2.3: give less than 2.2"),
     ],
 )

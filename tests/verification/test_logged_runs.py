@@ -1,6 +1,7 @@
 """Runs of other programs: the verdict on transfer from rows with a known optimum, and what is refused."""
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from tests.views.written import proxy, write_run
 
 from leaven.errors import InputError
 from leaven.scaling.transfer import transfer
-from leaven.verification.logged_runs import curves_of, transfer_of_runs
+from leaven.verification.logged_runs import curves_of, read_rows, transfer_of_runs
 
 OCTAVES = range(-9, -3)
 Row = dict[str, float | str]
@@ -139,9 +140,15 @@ REFUSED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "twice": (changed(seed=1), "row 2 repeats the size, lr and seed of an earlier row; remove one"),
     "fewer seeds": (lambda runs: runs[1:], "width 64, lr 0.00195312 has 2 runs, others have 3; give all"),
     "all diverged": (
-        lambda runs: [run | {"loss": "nan"} if run["width"] == 128 else run for run in runs],
-        "width 128 has 0 values of lr without a diverged run",
+        lambda runs: [run | {"loss": "nan"} if run["width"] == 64 else run for run in runs],
+        "width 64 has 0 values of lr without a diverged run",
     ),
+    "a huge loss": (  # has diverged
+        lambda runs: [run | {"loss": 1e308} if run["width"] == 64 else run for run in runs],
+        "width 64 has 0 values of lr without a diverged run",
+    ),
+    "0 and 0.0": (lambda runs: [*runs, runs[0] | {"seed": "0.0"}], "row 37 repeats the size, lr and seed"),
+    "two columns": (lambda runs: [run | {" LR": 1} for run in runs], "has two columns lr; rename or remove one"),
     "a cell too many": (changed(loss="3,1"), "row 1 has more cells than the header; quote cells"),
     "no rows": (lambda runs: [], "has no rows; give one row a run"),
 }
@@ -225,26 +232,117 @@ def test_folders_are_sizes_also_with_a_decimal_point(tmp_path: Path) -> None:
     assert list(curves_of(tmp_path)) == ["0.5b", "0.7b"]
 
 
-def test_two_runs_in_one_curve_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "runs.csv"
-    file.write_text("step,loss\n1,3\n2,2\n1,3.1\n")
-    with pytest.raises(
-        InputError, match="row 3 repeats step 1, the first of a run; write each run into a file of its own"
-    ):
+@pytest.mark.parametrize(
+    ("steps", "row"),
+    [
+        ((1, 2, 1), "row 3: step 1 comes after 2"),  # the first step again
+        ((10, 20, 30, 15, 25, 35), "row 4: step 15 comes after 30"),  # a step that was not there
+        ((1, 1, 2, 2), "row 2: step 1 comes after 1"),
+        ((1, 2, 3, 4, 2, 3), "row 6: step 3 comes after 4"),  # a second run that ends earlier
+    ],
+)
+def test_two_runs_in_one_curve_are_refused(steps: tuple[int, ...], row: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "runs.csv", [{"step": step, "loss": 3.0} for step in steps])
+    with pytest.raises(InputError, match=f"{row}, as if a second run began; write each run into a file of its own"):
         curves_of(file)
 
 
-def test_the_best_value_must_not_diverge_at_a_larger_size(tmp_path: Path) -> None:
-    written = [
-        {"width": width, "lr": lr, "seed": seed, "loss": 2 + abs(lr - 4) + seed / 1e3}
-        for width in (64, 128)
-        for lr in (1, 2, 3, 4, 8)
+def test_a_resumed_run_repeats_steps(tmp_path: Path) -> None:
+    written: list[Row] = [{"step": step, "loss": 10 - n} for n, step in enumerate((1, 2, 3, 2, 3, 4))]
+    assert curves_of(write(tmp_path / "runs.csv", written)) == {"runs": [[(1, 10), (2, 7), (3, 6), (4, 5)]]}
+
+
+@pytest.mark.parametrize("at", ["nan", "inf", -1])
+def test_a_time_is_a_number_of_at_least_0(at: float | str, tmp_path: Path) -> None:
+    file = write(tmp_path / "runs.csv", [{"step": at, "loss": 3.0}])
+    with pytest.raises(InputError, match=f"row 1: step is {at}; give a number of at least 0"):
+        curves_of(file)
+
+
+def test_sizes_are_in_the_order_of_their_units(tmp_path: Path) -> None:
+    for size in ("500m", "1.5B", "1b", "900K", "3e9"):
+        write(tmp_path / f"{size}.csv", [{"step": 1, "loss": 3.0}])
+    assert list(curves_of(tmp_path)) == ["900K", "500m", "1b", "1.5B", "3e9"]
+    write(tmp_path / "large.csv", [{"step": 1, "loss": 3.0}])
+    with pytest.raises(InputError, match="the name large says no size; name it by a number, e.g. 50m"):
+        curves_of(tmp_path)
+
+
+def test_files_with_and_without_size_columns_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.csv", [{"width": 64, "step": 1, "loss": 3.0}])
+    write(tmp_path / "b128.csv", [{"step": 1, "loss": 3.0}])
+    with pytest.raises(InputError, match=r"a\.csv has the size columns width, and .*b128\.csv none; give all files"):
+        curves_of(tmp_path)
+
+
+def test_columns_in_any_case_and_a_time_column_without_values(tmp_path: Path) -> None:
+    (tmp_path / "64.CSV").write_text("Step , TOKENS, Loss \n1,,3\n2,,2\n")
+    write(tmp_path / "128.jsonl", [{" Tokens": 5, "LOSS": 3.0, "step": 1}])
+    assert curves_of(tmp_path) == {"64": [[(1, 3), (2, 2)]], "128": [[(5, 3)]]}
+    runs = [{key.upper(): value for key, value in run.items()} for run in rows({64: -6.0, 128: -6.0}, 0.001)]
+    assert transfer_of_runs(write(tmp_path / "runs.csv", runs), "LR").passed
+    for column in ("loss", "seed"):
+        with pytest.raises(InputError, match=f"--value {column}: give the column of the swept hyperparameter"):
+            transfer_of_runs(tmp_path / "runs.csv", column)
+
+
+@pytest.mark.parametrize("written", [("", ""), ("1", ""), ("", "1"), ("nan", "nan")])
+def test_rows_without_a_seed_are_runs_of_their_own(written: tuple[str, str], tmp_path: Path) -> None:
+    runs = [run | {"seed": written[int(run["seed"])]} for run in rows({64: -6.0, 128: -6.0}, 0.001, seeds=2)]
+    document = transfer_of_runs(write(tmp_path / "runs.csv", runs))
+    assert document.settings["seeds"] == 2
+    assert document.passed
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    monkeypatch.setattr(Path, "open", refused)
+    for name in ("a.csv", "a.jsonl"):
+        with pytest.raises(InputError, match=f"{name}: cannot be read: Permission denied"):
+            read_rows(tmp_path / name)
+
+
+def steep(width: int, lrs: Iterable[float], best: float, diverges_at: float = math.inf) -> list[Row]:
+    return [
+        {
+            "width": width,
+            "lr": lr,
+            "seed": seed,
+            "loss": 2 + 0.05 * math.log2(lr / best) ** 2 + seed / 1e4 if lr < diverges_at else math.nan,
+        }
+        for lr in lrs
         for seed in (0, 1)
     ]
-    for row in written:
-        if row["width"] == 128 and row["lr"] >= 4:
-            row["loss"] = float("nan")
+
+
+def test_the_check_fails_if_the_best_value_diverges_at_a_larger_size(tmp_path: Path) -> None:
+    for diverges_at in (4, 2):  # the second leaves less than three values
+        written = steep(64, (1, 2, 3, 4, 8), 4) + steep(128, (1, 2, 3, 4, 8), 4, diverges_at)
+        document = transfer_of_runs(write(tmp_path / "rows.csv", written))
+        (row,) = document.rows
+        assert (document.passed, row.undecided, row.slope) == (False, False, None)
+        assert row.note == "a loss of width 128 is not finite, at lr 4"
+
+
+def test_a_best_value_beyond_the_grid_of_a_larger_size_is_undecided(tmp_path: Path) -> None:
+    # At width 64, the best lr is between 4 and 8; at width 128, lr 8 diverged.
+    written = steep(64, (1, 2, 4, 8), 4.8) + steep(128, (1, 2, 3.5, 4, 8), 3.7, 8)
+    (row,) = transfer_of_runs(write(tmp_path / "rows.csv", written)).rows
+    assert row.undecided
+    assert row.note.startswith("undecided: the base's best lr is outside the grid of width 128; give runs with lr")
+
+
+def test_run_folders_are_no_rows_and_runs_of_a_size_differ_in_the_seed_alone(tmp_path: Path) -> None:
+    for lr in (0.001, 0.002):
+        write_run(tmp_path / f"{lr}", proxy(**{"data.tokens": 81_920, "hyperparameters.lr": lr}), 2.0)
     with pytest.raises(
-        InputError, match="lr 4, the best at width 64, diverged at width 128, so it does not transfer"
+        InputError, match="has run folders of leaven, and a check of transfer reads rows; write a CSV"
     ):
-        transfer_of_runs(write(tmp_path / "rows.csv", written))
+        transfer_of_runs(tmp_path)
+    with pytest.raises(
+        InputError, match=r"hyperparameters\.lr is 0\.001 in .*0\.001 and 0\.002 in .*0\.002; runs of"
+    ):
+        curves_of(tmp_path)

@@ -48,6 +48,9 @@ SourceOption = Annotated[
 ]
 
 
+LOGS = (".csv", ".jsonl")  # endings of files with the results of runs
+
+
 def with_option_fields(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the first parameter of a command, a data class, by one option for each of its fields.
 
@@ -94,6 +97,10 @@ class CheckOptions:
             if self.overrides:
                 raise InputError(f"--set applies only to recipes, not to {self.subject}; change the factory")
             return self.subject
+        if Path(self.subject).suffix.lower() in LOGS:
+            raise InputError(
+                f"{self.subject}: this check reads no logs, only a recipe; logs are for transfer and collapse"
+            )
         for name in self.for_factories:
             if getattr(self, name) is not None:
                 option = f"--{name.replace('_', '-')}"
@@ -277,7 +284,9 @@ class LoggedRunOptions(RunOptions):
             InputError: if an option does not apply, or the check trains runs and --run or --scales is missing.
         """
         path = Path(self.subject)
-        if path.is_dir() or path.suffix in {".csv", ".jsonl"}:
+        if path.suffix.lower() in {".tsv", ".txt", ".json"} and path.is_file():
+            raise InputError(f"{path}: logs end in {' or '.join(LOGS)}; write them in one of these formats")
+        if path.is_dir() or path.suffix.lower() in LOGS:
             require_alone(context, self.subject, "run scales lrs seeds overrides workers tokens batch_tokens source")
             return path
         require_alone(context, self.subject, only_logs)

@@ -70,7 +70,8 @@ def collapse(
     of the document.
 
     Raises:
-        InputError: if there are fewer than two sizes, a curve has too few points, or L0 is too high.
+        InputError: if there are fewer than two sizes, a curve has too few points or starts late, the curves of a size
+            have different lengths, a final loss is not above 0, or L0 is too high.
     """
     base, *others = runs
     if not others:
@@ -99,9 +100,21 @@ def collapse(
     count = min(INTERVALS, *(len(points) for several in runs.values() for points in several))
     if count < LEAST_POINTS:
         raise InputError(f"{subject}: a curve has {count} points; give curves with {LEAST_POINTS} points or more")
+    for name, several in runs.items():
+        ends = sorted({points[-1][0] for points in several})
+        if len(ends) > 1:
+            raise InputError(
+                f"{subject}: curves of {name} end at {ends[0]:g} and at {ends[-1]:g}; give curves of one length"
+            )
+        if (start := max(points[0][0] for points in several)) > FROM * ends[0]:
+            raise InputError(
+                f"{subject}: a curve of {name} starts at {start:g} of {ends[0]:g}; give it from the start of the run"
+            )
     by_seed = [np.array([_interval_means(points, count) for points in several]) for several in runs.values()]
     curves = np.stack([several.mean(0) for several in by_seed])
     lowest = curves[:, -1].min()
+    if lowest <= 0:
+        raise InputError(f"{subject}: a final loss is {lowest:.4g}; give losses in nats per token, which are above 0")
     if irreducible is not None and not irreducible < lowest:
         raise InputError(f"--irreducible {irreducible:g}: give less than {lowest:.4g}, the lowest final loss")
 
@@ -193,7 +206,8 @@ def deviations(curves: Array, irreducible: Array) -> Array:
     falls = curves[..., int(FROM * curves.shape[-1]) :] - ends
     reducible = ends - irreducible[..., None, None]
     ratios = reducible[..., 1:, :] / reducible[..., :1, :]
-    return np.asarray((falls[..., 1:, :] - ratios * falls[..., :1, :]) / falls[..., 1:, :1])
+    with np.errstate(divide="ignore", invalid="ignore"):  # of a curve that does not fall
+        return np.asarray((falls[..., 1:, :] - ratios * falls[..., :1, :]) / falls[..., 1:, :1])
 
 
 def _fitted_level(curves: Array) -> Array:
@@ -307,5 +321,6 @@ def _normalised(
 
 
 def _curve(name: str, quantity: str, shares: Array, values: tuple[Array, Array, Array]) -> VerdictCurve:
-    low, y, high = ([] if np.isnan(each).any() else each.tolist() for each in values)
+    low, high = ([] if np.isnan(each).any() else each.tolist() for each in values[::2])
+    y = [each if math.isfinite(each) else None for each in values[1].tolist()]
     return VerdictCurve(module=name, axis=AXIS, quantity=quantity, x=shares.tolist(), y=y, low=low, high=high)

@@ -296,7 +296,13 @@ def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> Verdict
     elif seeds < 2:
         note = f"undecided: one seed has no interval; give {swept.more_seeds} 3"
     elif dearest <= REGRET_LIMIT or (low >= -limit and high <= limit and cheapest <= REGRET_LIMIT):
-        passed, undecided = True, False
+        # Beyond the target's grid, where runs may have diverged, the regret is extrapolated.
+        inside = bool(target.octaves[0] <= base.optimum() <= target.octaves[-1])
+        passed, undecided = inside, not inside
+        if not inside:
+            name, value = list(pair)[1], 2 ** base.optimum()
+            note = f"undecided: the base's best {swept.label} is outside the grid of {name}; "
+            note += f"give {swept.option} around {value:.3g}"
     else:
         beyond = max(abs(octaves.value) - limit, 0.0)
         undecided = cheapest <= REGRET_LIMIT and low <= limit and high >= -limit
