@@ -23,13 +23,13 @@ MASK = "attention_mask"
 
 
 @dataclass(frozen=True)
-class HubSplit:
-    """One split of a data set. It has the same interface as :class:`leaven.data.readers.File`."""
+class _Split:
+    """One split of a data set. Its properties are those of :class:`leaven.data.readers.File`."""
 
     key: str  # name of the split
     name: str  # name of the split in messages
     dataset: Any  # a datasets.Dataset
-    text: str  # name of the column with the text
+    column: str  # name of the column with the text or with the token ids
 
     @property
     def size(self) -> int:
@@ -39,28 +39,18 @@ class HubSplit:
         # `datasets` derives this fingerprint from the files of the revision or of the folder.
         return [self.dataset._fingerprint, len(self.dataset)]
 
+
+class HubSplit(_Split):
+    """A split whose rows are documents of text."""
+
     def rows(self) -> Iterator[TextRow]:
-        require_text_column(self.dataset.features.arrow_schema, self.text)
-        tables = self.dataset.select_columns([self.text]).with_format("arrow").iter(batch_size=256)
+        require_text_column(self.dataset.features.arrow_schema, self.column)
+        tables = self.dataset.select_columns([self.column]).with_format("arrow").iter(batch_size=256)
         return column_rows(chunk for table in tables for chunk in table.column(0).chunks)
 
 
-@dataclass(frozen=True)
-class HubTokens:
-    """One split of a data set whose rows are lists of token ids. It has the same interface as
-    :class:`leaven.data.token_files.TokenFile`."""
-
-    key: str  # name of the split
-    name: str  # name of the split in messages
-    dataset: Any  # a datasets.Dataset
-    column: str  # name of the column with the token ids
-
-    @property
-    def size(self) -> int:
-        return self.dataset.dataset_size or 0
-
-    def stamp(self) -> FileStamp | None:
-        return [self.dataset._fingerprint, len(self.dataset)]
+class HubTokens(_Split):
+    """A split whose rows are lists of token ids."""
 
     def open(self) -> MappedTokens:
         """Map the token ids.
@@ -124,7 +114,7 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
 
 
 def _holds_lists(schema: Any, column: str, *tests: str) -> bool:
-    """Return whether a column of an Arrow schema has lists whose values pass one of the ``tests`` of pyarrow.types."""
+    """Return whether a column has lists of values that pass one of the ``tests`` of pyarrow.types."""
     from pyarrow import types
 
     kind = schema.field(column).type if column in schema.names else None

@@ -72,7 +72,7 @@ class TokenReader:
 
     vocab_size: int  # ids must be below this number
     end_of_text: int | None  # id of the token that ends documents; None if unknown
-    isolated: bool  # whether the ends of documents must be known
+    needs_ends: bool  # whether the ends of documents must be known
     memory: Path  # folder of the cached surveys
     progress: OnProgress | None = None
 
@@ -158,7 +158,7 @@ class TokenReader:
         adds = end_of_text is not None and not any(survey.ends for survey in surveys)
         if adds and known:
             notes.append(f"{name}: documents have no end-of-text token; {end_of_text:,} is added after each")
-        elif adds and self.isolated:
+        elif adds and self.needs_ends:
             raise InputError(
                 f"the end-of-text token {end_of_text:,} does not occur in {name!r}, which does not say where "
                 "documents end; set end_of_text in [data] to the id that ends its documents, or remove it and use "

@@ -490,6 +490,7 @@ class Study(BaseStudy):
     """
 
     recipe: Recipe
+    space: Space
 
     def __init__(  # noqa: PLR0917 - the first ones are natural by position
         self,
@@ -513,7 +514,7 @@ class Study(BaseStudy):
                 f"--space {TOKENS}: no text is repeated, so more tokens are always better and cost more; leave this "
                 "value out, or compare run lengths with --durations"
             )
-        self._centre, self._tokens, self._durations = space, tokens, tuple(durations)
+        self._tokens, self._durations = tokens, tuple(durations)
         super().__init__(
             out,
             space,
@@ -530,7 +531,7 @@ class Study(BaseStudy):
     def _trainer(self, devices: Sequence[str | None], checkpoint_seconds: float) -> AbstractContextManager[Objective]:
         folder = self.out / CHECKPOINTS
         return TrialTrainer(
-            self._centre, self._tokens, self._durations, folder, devices, self._stop, checkpoint_seconds
+            self.space, self._tokens, self._durations, folder, devices, self._stop, checkpoint_seconds
         )
 
 

@@ -17,9 +17,9 @@ from optuna.trial import FrozenTrial, TrialState
 from leaven.errors import InputError
 from leaven.tuning.algorithm.surrogate import FITTED, fitted_noise
 from leaven.tuning.algorithm.trust_region import RADIUS, Array, Axes, Features, region
+from leaven.tuning.service.search_loop import HUGE
 
 STEPS = 6  # steps (typical distances of an optimum from the start) into which the range of a number is divided
-HUGE = 1e50  # the largest objective value that is not a divergence
 FEWEST = 5  # the fewest trials to which the noise is fitted
 # Steps by which proposals that repeat a point are moved at random, until one is new.
 SPREADS = np.linspace(0, 2 * RADIUS, 10)
