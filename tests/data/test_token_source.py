@@ -164,6 +164,21 @@ def test_validation_can_have_files_of_its_own(tmp_path: Path, prepare: Any) -> N
     assert found.fingerprint != other.fingerprint
 
 
+def test_files_that_are_trained_on_cannot_be_validated_on(tmp_path: Path, prepare: Any) -> None:
+    for name, texts in (("train.bin", TEXTS), ("train2.bin", TEXTS[:9]), ("copy.bin", TEXTS[:9])):
+        nanogpt(tmp_path / name, texts)
+    source = f"{tmp_path}/train*.bin"
+    for validation, of in (("train.bin", "train.bin"), ("copy.bin", "train2.bin"), ("*2.bin", "train2.bin")):
+        with refused(f"in validation has the ids of {tmp_path}/{of} in the source; give other files", "remove"):
+            prepare(one(source, validation=f"{tmp_path}/{validation}"))
+    for name, texts in (("a", TEXTS), ("b", TEXTS[:7])):  # files without ids have none in common
+        (tmp_path / name).mkdir()
+        numpy_file(tmp_path / name / "ids.npy", texts)
+        numpy_file(tmp_path / name / "none.npy", [])
+    found = prepare(one(f"{tmp_path}/a/*.npy", validation=f"{tmp_path}/b/*.npy"))
+    assert found.validation[:].tolist() == flat(TEXTS[:7])
+
+
 def test_rows_of_one_length_are_blocks_not_documents(tmp_path: Path, prepare: Any) -> None:
     ids = flat(TEXTS)
     blocks = [ids[first : first + 64] for first in range(0, len(ids), 64)]
@@ -264,6 +279,7 @@ BAD: dict[str, tuple[Callable[[Path], str], tuple[str, ...]]] = {
         ("not a whole number of uint16 ids",),
     ),
     "32 bits": (lambda p: nanogpt(p / "a.bin", TEXTS, "<u4"), ('dtype = "uint32"',)),
+    "64 bits": (lambda p: nanogpt(p / "a.bin", TEXTS, "<i8"), ("a.bin is not of uint16", 'dtype = "int64"')),
     "empty": (lambda p: nanogpt(p / "a.bin", []), ("a.bin is empty",)),
     "large id": (lambda p: nanogpt(p / "a.bin", [*TEXTS, [320]]), ("token id 320", "0 to 319", "vocab_size")),
     "negative id": (lambda p: megatron(p / "a.bin", [*TEXTS, [-1]], code=4), ("token id -1",)),
@@ -303,6 +319,29 @@ def test_rows_with_padding_or_nulls_are_refused(tmp_path: Path, prepare: Any) ->
     datasets.Dataset.from_dict({"input_ids": [[5, None]]}).save_to_disk(tmp_path / "nulls")
     with refused("has nulls among its token ids"):
         prepare(f"hf://{tmp_path}/nulls")
+
+
+MASKS: dict[str, tuple[Any, str]] = {
+    "booleans": ([True, False], "has padding in column input_ids"),
+    "numbers": (1, "has int8 in column attention_mask, not lists of integers; remove the column"),
+    "text": (["1", "0"], "has list<item: string> in column attention_mask, not lists"),
+    "null": ([1, None], "has nulls in column attention_mask; remove these rows or the column"),
+    "null row": (None, "has nulls in column attention_mask"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_another_kind(name: str, tmp_path: Path, prepare: Any) -> None:
+    import datasets
+
+    mask, message = MASKS[name]
+    ids = [[5, 6]] * 20
+    masks = [mask] * 20 if mask is not None else [[1, 1], None] * 10
+    datasets.Dataset.from_dict({"input_ids": ids, "attention_mask": masks}).save_to_disk(tmp_path / "bad")
+    with refused("bad:train", message):
+        prepare(f"hf://{tmp_path}/bad")
+    datasets.Dataset.from_dict({"input_ids": ids, "attention_mask": [[True] * 2] * 20}).save_to_disk(tmp_path / "ok")
+    assert len(prepare(f"hf://{tmp_path}/ok").train) == 38
 
 
 def test_keys_that_do_not_fit_are_refused(tmp_path: Path, prepare: Any) -> None:

@@ -319,7 +319,7 @@ def test_study_json_has_no_infinities(study: Callable[..., Study], tmp_path: Pat
 def test_the_document_has_every_trial_and_the_recipe_its_reasons(study: Callable[..., Study], tmp_path: Path) -> None:
     screen = Screen()
     with study("trust-region", which=f"{LR},hyperparameters.init_std") as opened:
-        flops = flops_per_token(opened.recipe.model) * opened.recipe.data.tokens
+        flops = flops_per_token(opened.space.recipe.model) * opened.space.recipe.data.tokens
         state = opened.run(None, 1, flops=16 * flops, screen=screen)
     assert 15 * flops < sum(trial.flops for trial in state.trials) <= 16 * flops * (1 + 1e-9)
     purposes = Counter(trial.purpose for trial in state.trials)

@@ -254,6 +254,13 @@ def test_bad_input_gets_one_line() -> None:
         TrustRegionSampler(noise=-1)
     with pytest.raises(InputError, match=r"^seed = -1: give an integer of at least 0$"):
         TrustRegionSampler(seed=-1)
+    for bad in ({"noise": "a"}, {"seed": 1.5}, {"seed": "x"}, {"start": [1]}, {"start": []}, {"start": "abc"}):
+        with pytest.raises(InputError, match=rf"^{next(iter(bad))} = .*: give a"):
+            TrustRegionSampler(**bad)
+    TrustRegionSampler(noise=np.float32(0), seed=np.int64(3))
+    for low, high in ((-1e308, 1e308), (0, math.inf)):
+        with pytest.raises(InputError, match=r"^x: the range .* to .* is too wide"):
+            study_of(lambda trial: trial.suggest_float("x", low, high), 1)  # noqa: B023
     with pytest.raises(InputError, match=r"^start: lr = 3; the objective asks for 0.000244141 to 1$"):
         study_of(bowl, 1, TrustRegionSampler({"lr": 3}))
     with pytest.raises(InputError, match=r"^start: lr = 'high'; the objective asks for"):

@@ -18,17 +18,18 @@ from leaven.errors import InputError
 
 SCHEME = "hf://"
 INPUT_IDS = "input_ids"
-"""The column of token ids, as tokenizers of Hugging Face name it."""
+MASK = "attention_mask"
+"""The columns of token ids, and of 0 at padding and 1 elsewhere, as tokenizers of Hugging Face name them."""
 
 
 @dataclass(frozen=True)
-class HubSplit:
-    """One split of a data set. It has the same interface as :class:`leaven.data.readers.File`."""
+class _Split:
+    """One split of a data set. Its properties are those of :class:`leaven.data.readers.File`."""
 
     key: str  # name of the split
     name: str  # name of the split in messages
     dataset: Any  # a datasets.Dataset
-    text: str  # name of the column with the text
+    column: str  # name of the column with the text or with the token ids
 
     @property
     def size(self) -> int:
@@ -38,39 +39,36 @@ class HubSplit:
         # `datasets` derives this fingerprint from the files of the revision or of the folder.
         return [self.dataset._fingerprint, len(self.dataset)]
 
+
+class HubSplit(_Split):
+    """A split whose rows are documents of text."""
+
     def rows(self) -> Iterator[TextRow]:
-        require_text_column(self.dataset.features.arrow_schema, self.text)
-        tables = self.dataset.select_columns([self.text]).with_format("arrow").iter(batch_size=256)
+        require_text_column(self.dataset.features.arrow_schema, self.column)
+        tables = self.dataset.select_columns([self.column]).with_format("arrow").iter(batch_size=256)
         return column_rows(chunk for table in tables for chunk in table.column(0).chunks)
 
 
-@dataclass(frozen=True)
-class HubTokens:
-    """One split of a data set whose rows are lists of token ids. It has the same interface as
-    :class:`leaven.data.token_files.TokenFile`."""
-
-    key: str  # name of the split
-    name: str  # name of the split in messages
-    dataset: Any  # a datasets.Dataset
-    column: str  # name of the column with the token ids
-
-    @property
-    def size(self) -> int:
-        return self.dataset.dataset_size or 0
-
-    def stamp(self) -> FileStamp | None:
-        return [self.dataset._fingerprint, len(self.dataset)]
+class HubTokens(_Split):
+    """A split whose rows are lists of token ids."""
 
     def open(self) -> MappedTokens:
         """Map the token ids.
 
         Raises:
-            BrokenFile: if rows are padded, or contain nulls.
+            BrokenFile: if rows are padded or contain nulls, or the attention mask is not one for each row.
         """
         table = self.dataset.data
-        masks = table.column("attention_mask").chunks if "attention_mask" in table.column_names else []
-        if self.column == INPUT_IDS and any((mask.flatten().to_numpy() == 0).any() for mask in masks):
-            raise BrokenFile(f"has padding in column {self.column}; tokenise it again with padding=False")
+        if self.column == INPUT_IDS and MASK in table.column_names:
+            if not _holds_lists(table.schema, MASK, "is_integer", "is_boolean"):
+                kind = table.schema.field(MASK).type
+                raise BrokenFile(f"has {kind} in column {MASK}, not lists of integers; remove the column")
+            for chunk in table.column(MASK).chunks:
+                mask = chunk.flatten()
+                if chunk.null_count or mask.null_count:
+                    raise BrokenFile(f"has nulls in column {MASK}; remove these rows or the column")
+                if (mask.to_numpy(zero_copy_only=False) == 0).any():
+                    raise BrokenFile(f"has padding in column {self.column}; tokenise it again with padding=False")
         return arrow_tokens(table.column(self.column).chunks)
 
 
@@ -111,17 +109,19 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
         raise _cannot_open(f"data.source {source!r}", error, "files of text") from None
     if text == "text" and text not in found.column_names and INPUT_IDS in found.column_names:
         text = INPUT_IDS
-    kind = HubTokens if _holds_ids(found.features.arrow_schema, text) else HubSplit
+    kind = HubTokens if _holds_lists(found.features.arrow_schema, text, "is_integer") else HubSplit
     return kind(name, f"{source}:{name}", found, text)
 
 
-def _holds_ids(schema: Any, column: str) -> bool:
-    """Return whether a column of an Arrow schema has lists of integers."""
+def _holds_lists(schema: Any, column: str, *tests: str) -> bool:
+    """Return whether a column has lists of values that pass one of the ``tests`` of pyarrow.types."""
     from pyarrow import types
 
     kind = schema.field(column).type if column in schema.names else None
     lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-    return kind is not None and any(test(kind) for test in lists) and types.is_integer(kind.value_type)
+    if kind is None or not any(test(kind) for test in lists):
+        return False
+    return any(getattr(types, test)(kind.value_type) for test in tests)
 
 
 def fetch_tokenizer(tokenizer: str) -> Path:

@@ -112,10 +112,12 @@ class TokenFile:
                 f"has {size:,} bytes, not a whole number of {dtype.name} ids; it is truncated, or has another dtype"
             )
         ids = _mapped(self.path, dtype)
-        # Of 32-bit ids read as 16-bit ids, every second one is 0.
-        start = ids[: _CHECKED_IDS // 2 * 2]
-        if dtype.itemsize < 8 and len(start) > 1 and not start[1::2].any() and start[::2].any():
-            wider = {1: "uint16", 2: "uint32", 4: "int64"}[dtype.itemsize]
+        # Of 32-bit ids read as 16-bit ids, every second one is 0; of 64-bit ids, three of four.
+        start, size = ids[:_CHECKED_IDS], dtype.itemsize
+        while size < 8 and len(start) > 1 and not start[1::2].any() and start.any():
+            start, size = start[::2], 2 * size
+        if size > dtype.itemsize:
+            wider = {2: "uint16", 4: "uint32", 8: "int64"}[size]
             raise BrokenFile(
                 f"is not of {dtype.name}, because every second id would be 0; "
                 f'write source = [{{ source = ..., dtype = "{wider}" }}]'

@@ -72,26 +72,28 @@ class TokenReader:
 
     vocab_size: int  # ids must be below this number
     end_of_text: int | None  # id of the token that ends documents; None if unknown
-    isolated: bool  # whether the ends of documents must be known
+    needs_ends: bool  # whether the ends of documents must be known
     memory: Path  # folder of the cached surveys
     progress: OnProgress | None = None
 
     def shards(self, source: DataSource, parts: Sequence[TokenPart]) -> Shards:
         """Return the tokens of a source.
 
-        With ``source.validation``, all of the source is used for training. Otherwise the last `VALIDATION_SHARE` of
+        With ``source.validation``, all of the source is used for training, and no part of it may be validated on.
+        Otherwise the last `VALIDATION_SHARE` of
         each stretch (`STRETCHES`) is held out. It begins and ends with a document, if the ends of documents are known
         from the files or by the id ``end_of_text``. Only a document that is longer than the held-out part is cut.
 
         If ``end_of_text`` occurs nowhere in a source that says where documents end, it is added after each document.
 
         Raises:
-            InputError: if a file is damaged or of an unknown format, an id is not below ``vocab_size``, or the ends
-                of documents are unknown but needed.
+            InputError: if a file is damaged or of an unknown format, an id is not below ``vocab_size``, the ends of
+                documents are unknown but needed, or a part of ``source.validation`` has the ids of a part of the
+                source.
             OSError: if ``memory`` cannot be written.
         """
         ids = self._read(source, parts)
-        content = f"{FORMAT} {self.end_of_text} {ids.digest}"
+        content = " ".join([str(FORMAT), str(self.end_of_text), *ids.digests])
         train: list[Tokens] = []
         validation: list[Tokens] = []
         notes = ids.notes
@@ -108,9 +110,16 @@ class TokenReader:
             if not held_out:
                 raise InputError(f"validation {other.source!r} is text, but the source has token ids; give token ids")
             others = self._read(other, held_out)
+            trained = dict(zip(ids.digests, (part.name for part in parts), strict=True))
+            for part, mapped, digest in zip(held_out, others.parts, others.digests, strict=True):
+                if len(mapped) and digest in trained:
+                    raise InputError(
+                        f"{part.name} in validation has the ids of {trained[digest]} in the source; give other "
+                        "files, or remove validation to hold out a part of the source"
+                    )
             train = [tokens for mapped in ids.parts for tokens in ids.between(mapped, 0, len(mapped))]
             validation = [tokens for mapped in others.parts for tokens in others.between(mapped, 0, len(mapped))]
-            content += f" {others.digest}"
+            content = " ".join([content, *others.digests])
             notes += others.notes
         fingerprint = blake2b(content.encode(), digest_size=16).hexdigest()
         return Shards(ShardedTokens(train), ShardedTokens(validation), 0, 0, fingerprint, notes)
@@ -149,16 +158,15 @@ class TokenReader:
         adds = end_of_text is not None and not any(survey.ends for survey in surveys)
         if adds and known:
             notes.append(f"{name}: documents have no end-of-text token; {end_of_text:,} is added after each")
-        elif adds and self.isolated:
+        elif adds and self.needs_ends:
             raise InputError(
                 f"the end-of-text token {end_of_text:,} does not occur in {name!r}, which does not say where "
                 "documents end; set end_of_text in [data] to the id that ends its documents, or remove it and use "
                 "packed documents"
             )
-        digest = " ".join(survey.digest for survey in surveys)
         return _SourceIds(
             list(mapped.values()),
-            digest,
+            [survey.digest for survey in surveys],
             occurring=None if adds else end_of_text,
             added=end_of_text if adds and known else None,
             notes=tuple(notes),
@@ -170,7 +178,7 @@ class _SourceIds:
     """The token ids of all parts of a source."""
 
     parts: list[MappedTokens]
-    digest: str
+    digests: list[str]  # of each part
     occurring: int | None  # the end-of-text token, if it is known and occurs
     added: int | None  # the end-of-text token, if it is known, does not occur and is added after each document
     notes: tuple[str, ...]

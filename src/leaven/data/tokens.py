@@ -146,10 +146,10 @@ def prepare(
                 found[corpus.source] = shards(cache / "tokens" / key, corpus, encoder, meter, processes)
             meter.finish()
         known = vocab_size if encoder is None else encoder.vocab_size
-        needed = data.end_of_text is not None or data.documents == "isolated"
+        needs_ends = data.end_of_text is not None or data.documents == "isolated"
+        reader = TokenReader(known, end_of_text, needs_ends, memory, progress)
         for source in data.sources:
             if source.source in of_ids:
-                reader = TokenReader(known, end_of_text, needed, memory, progress)
                 found[source.source] = reader.shards(source, of_ids[source.source])
     except OSError as error:
         raise InputError(

@@ -139,11 +139,7 @@ class Command(Part):
     @property
     def _required(self) -> set[str]:
         """The placeholders that must exist. A file ``config`` may contain other words in braces."""
-        return _names(*self._texts)
-
-    @property
-    def _texts(self) -> list[str]:
-        return [self.command, *self.environment.values(), *([self.loss.where] if self.loss.where else [])]
+        return _names(self.command, *self.environment.values(), self.loss.where or "")
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
     document = _read(folder, what)
     if isinstance(space, Space):
         point_of = _compare_recipes(folder, space, document, what)
-    elif isinstance(space, CommandSpace) and document.command and is_command_file(folder / "centre.toml"):
+    elif isinstance(space, CommandSpace) and is_command_file(folder / "centre.toml"):
         point_of = partial(_point_of_command, space)
     else:
         raise InputError(f"{what}: not a study over a command file; leave --from-study out")
@@ -100,7 +100,7 @@ def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: 
 
 
 def _point_of_command(space: CommandSpace, trial: StudyTrial, others: Sequence[Dimension]) -> list[float]:
-    """Return the point of a trial of a command: a value that the trial has is compared with the start's."""
+    """Return the point of a trial of a command. A value that the trial does not have is at the start."""
     own = [
         space.file.space[path].distance(trial.values[path]) if path in trial.values else 0.0 for path in space.paths
     ]

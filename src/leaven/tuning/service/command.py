@@ -225,7 +225,6 @@ class CommandStudy(BaseStudy):
             store,
             noise=noise,
             from_study=from_study,
-            recipe=space.recipe if isinstance(space, Space) else None,
             shared={"command": command.settings},
             about={
                 "command": command.command,

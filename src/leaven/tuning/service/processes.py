@@ -63,15 +63,15 @@ class Commands:
             os.write(self._guard.stdin.fileno(), line.encode())  # one write is whole, whichever thread writes
 
 
-def end(leaders: Iterable[int], grace_seconds: float = GRACE_SECONDS) -> None:
+def end(leaders: Iterable[int]) -> None:
     """End the commands with these process ids, and everything that they have started.
 
     They are asked to end (SIGTERM), so that launchers such as torchrun can end what they have started. What is left
-    after ``grace_seconds`` is killed.
+    after `GRACE_SECONDS` is killed.
     """
     leaders = set(leaders)
     asked = dict[int, psutil.Process]()
-    until = time.monotonic() + grace_seconds
+    until = time.monotonic() + GRACE_SECONDS
     while found := [process for process in [*asked.values(), *_family(leaders)] if _runs(process)]:
         for process in found:
             with suppress(psutil.NoSuchProcess):

@@ -231,8 +231,7 @@ class BaseStudy(ABC):
         store: the URL of a database; by default the study is in an Optuna journal in the folder.
         noise: the standard deviation of the loss between seeds, in nats per token, if it is known.
         from_study: the folder of an earlier study, whose trials and noise are prior knowledge for this study.
-        recipe: the recipe that all commands on the study must share, if there is one.
-        shared: further settings that all commands on the study must share.
+        shared: settings, besides the recipe if there is one, that all commands on the study must share.
         run_flops: FLOPs of a run, if they are known.
         about: further fields of the study's document.
 
@@ -250,7 +249,6 @@ class BaseStudy(ABC):
         *,
         noise: float | None,
         from_study: Path | None,
-        recipe: Recipe | None = None,
         shared: Mapping[str, Any],
         run_flops: float | None = None,
         about: Mapping[str, Any],
@@ -261,7 +259,7 @@ class BaseStudy(ABC):
             space, noise = replace(space, earlier=earlier), known if noise is None else noise
         check_search(method, space.axes, space.name)
         self.out, self.space, self.method = out, space, method
-        self.recipe, self._shared, self._about, self._noise = recipe, shared, about, noise
+        self._shared, self._about, self._noise = shared, about, noise
         self._run_flops = run_flops
         self._where: str | Path = store or out / "journal.log"
         self._name = f"--study {store or out}"
@@ -315,7 +313,8 @@ class BaseStudy(ABC):
             seed=self.space.seed,
             noise=self._noise,
             own_noise=self._noise_given,
-            recipe=self.recipe,  # commands on other machines have another folder, so it is in the store, too
+            # Commands on other machines have another folder, so the recipe is in the store, too.
+            recipe=self.space.recipe if isinstance(self.space, Space) else None,
             shared=self._shared,
         )
         self.space = self.space.knowing(self._stored.axes.expected, self._stored.axes.earlier)
@@ -489,7 +488,7 @@ class Study(BaseStudy):
         InputError: if the recipe cannot be trained on the tokens; see also :class:`BaseStudy`.
     """
 
-    recipe: Recipe
+    space: Space
 
     def __init__(  # noqa: PLR0917 - the first ones are natural by position
         self,
@@ -513,7 +512,7 @@ class Study(BaseStudy):
                 f"--space {TOKENS}: no text is repeated, so more tokens are always better and cost more; leave this "
                 "value out, or compare run lengths with --durations"
             )
-        self._centre, self._tokens, self._durations = space, tokens, tuple(durations)
+        self._tokens, self._durations = tokens, tuple(durations)
         super().__init__(
             out,
             space,
@@ -521,7 +520,6 @@ class Study(BaseStudy):
             store,
             noise=noise,
             from_study=from_study,
-            recipe=recipe,
             shared={"text": tokens.fingerprint, "durations": list(durations)},
             run_flops=flops_per_token(recipe.model) * (longest.data.tokens + cooldowns),
             about={"durations": tuple(durations)},
@@ -530,7 +528,7 @@ class Study(BaseStudy):
     def _trainer(self, devices: Sequence[str | None], checkpoint_seconds: float) -> AbstractContextManager[Objective]:
         folder = self.out / CHECKPOINTS
         return TrialTrainer(
-            self._centre, self._tokens, self._durations, folder, devices, self._stop, checkpoint_seconds
+            self.space, self._tokens, self._durations, folder, devices, self._stop, checkpoint_seconds
         )
 
 

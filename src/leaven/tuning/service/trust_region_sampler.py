@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ from optuna.trial import FrozenTrial, TrialState
 from leaven.errors import InputError
 from leaven.tuning.algorithm.surrogate import FITTED, fitted_noise
 from leaven.tuning.algorithm.trust_region import RADIUS, Array, Axes, Features, region
+from leaven.tuning.service.search_loop import HUGE
 
 STEPS = 6  # steps (typical distances of an optimum from the start) into which the range of a number is divided
-HUGE = 1e50  # the largest objective value that is not a divergence
 FEWEST = 5  # the fewest trials to which the noise is fitted
 # Steps by which proposals that repeat a point are moved at random, until one is new.
 SPREADS = np.linspace(0, 2 * RADIUS, 10)
@@ -56,17 +57,19 @@ class TrustRegionSampler(BaseSampler):
         seed: makes proposals reproducible; default random.
 
     Raises:
-        InputError: if ``noise`` or ``seed`` is negative, if a value of ``start`` is outside its range, or if the
-            study has several objectives.
+        InputError: if an argument has the wrong type, if ``noise`` or ``seed`` is negative, if a value of ``start``
+            is outside its range, if a range is infinitely wide, or if the study has several objectives.
     """
 
     def __init__(
         self, start: Mapping[str, Any] | None = None, *, noise: float | None = None, seed: int | None = None
     ) -> None:
-        if noise is not None and not 0 <= noise < math.inf:
-            raise InputError(f"noise = {noise}: give a finite number of at least 0")
-        if seed is not None and seed < 0:
-            raise InputError(f"seed = {seed}: give an integer of at least 0")
+        if start is not None and not isinstance(start, Mapping):
+            raise InputError(f"start = {start!r:.60}: give a dict of values by name")
+        if noise is not None and not (isinstance(noise, Real) and 0 <= noise < math.inf):
+            raise InputError(f"noise = {noise!r:.60}: give a finite number of at least 0")
+        if seed is not None and not (isinstance(seed, Integral) and seed >= 0):
+            raise InputError(f"seed = {seed!r:.60}: give an integer of at least 0")
         self._start, self._noise = dict(start or {}), noise
         self._seed = np.random.SeedSequence(seed).entropy
 
@@ -156,6 +159,9 @@ class AxisOfDistribution:
         low, high, step = distribution.low, distribution.high, distribution.step or 0.0
         if distribution.log:
             low, high, step = math.log2(low), math.log2(high), math.log2(low + step) - math.log2(low)
+        if not high - low < math.inf:
+            limits = f"{distribution.low:g} to {distribution.high:g}"
+            raise InputError(f"{name}: the range {limits} is too wide for numbers; give a finite one")
         unit = max((high - low) / STEPS, step) or 1.0
         return cls(name, distribution, (low / unit, high / unit), unit)
 
