@@ -23,7 +23,6 @@ In a command for a recipe, a placeholder is the path of any value of the recipe,
 """
 
 import json
-import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -42,7 +41,7 @@ from leaven.recipe.base import Part
 from leaven.recipe.files import parse_toml, read_text, update, validated
 from leaven.recipe.recipe import Difference, differing, short_path
 from leaven.storage import write_text
-from leaven.tuning.point import Value
+from leaven.tuning.point import Value, distance_in, moved
 from leaven.tuning.space import SearchSpace
 from leaven.tuning.study_document import Dimension
 
@@ -191,7 +190,7 @@ class SearchedValue(Part):
     start: int | float | None = None  # where the search begins; if it is a whole number, so are all values
     low: int | float | None = None
     high: int | float | None = None
-    unit: Literal["octave", "tenth", "beta"] = "octave"  # see :meth:`moved`
+    unit: Literal["octave", "tenth", "beta"] = "octave"  # see :func:`leaven.tuning.point.moved`
     choices: Annotated[list[int | float | str], Field(min_length=2)] | None = None  # the search begins at the first
 
     @model_validator(mode="after")
@@ -213,38 +212,20 @@ class SearchedValue(Part):
         return self
 
     def moved(self, octaves: float) -> Value:
-        """Return the value at a distance from the start.
-
-        By unit: an ``octave`` doubles the value, a ``tenth`` adds 0.1, and for a ``beta`` an octave halves the
-        half-life, as in ``leaven.tuning.point``. Values are rounded to 6 significant digits.
-        """
+        """Return the value at a distance from the start, rounded to 6 significant digits."""
         if self.choices is not None:
             return self.choices[round(octaves)]
         start, low, high = self._range
         if not octaves:
             return start
-        match self.unit:
-            case "octave":
-                value = start * 2.0**octaves
-            case "tenth":
-                value = start + octaves / 10
-            case "beta":
-                value = start ** (2.0**octaves)
-        value = min(max(value, low), high)
+        value = min(max(moved(self.unit, start, octaves), low), high)
         return round(value) if isinstance(start, int) else float(f"{value:.{DIGITS}g}")
 
     def distance(self, value: Value) -> float:
         """Return the distance of a value from the start. For a choice, it is the index."""
         if self.choices is not None:
             return float(self.choices.index(value))
-        start, to = self._range[0], float(value)
-        match self.unit:
-            case "octave":
-                return math.log2(to / start)
-            case "tenth":
-                return 10 * (to - start)
-            case "beta":
-                return math.log2(math.log(to) / math.log(start))
+        return distance_in(self.unit, self._range[0], float(value))
 
     @property
     def _range(self) -> tuple[float, float, float]:

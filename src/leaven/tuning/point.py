@@ -106,11 +106,34 @@ def value_at(recipe: Recipe, path: str) -> Value | None:
 
 def distance(path: str, value: float, to: float) -> float:
     """Return the distance at which the recipe's ``value`` at ``path`` becomes the value ``to``."""
-    if path in TENTHS:
-        return 10 * (to - value)
-    if quantity_of(path) in {"beta1", "beta2"}:
-        return math.log2(math.log(to) / math.log(value))
-    return math.log2(to / value)
+    return distance_in(_unit(path), value, to)
+
+
+def _unit(path: str) -> str:
+    return "tenth" if path in TENTHS else "beta" if quantity_of(path) in {"beta1", "beta2"} else "octave"
+
+
+def moved(unit: str, value: float, x: float) -> float:
+    """Return a value at the distance ``x``. By ``unit``: an ``octave`` doubles the value, a ``tenth`` adds 0.1, and
+    for a ``beta`` an octave doubles the logarithm, which halves the half-life."""
+    match unit:
+        case "tenth":
+            return value + x / 10
+        case "beta":
+            return math.pow(value, math.exp2(x))
+        case _:
+            return value * math.exp2(x)
+
+
+def distance_in(unit: str, value: float, to: float) -> float:
+    """Return the distance at which ``value`` becomes ``to``: the inverse of :func:`moved`."""
+    match unit:
+        case "tenth":
+            return 10 * (to - value)
+        case "beta":
+            return math.log2(math.log(to) / math.log(value))
+        case _:
+            return math.log2(to / value)
 
 
 def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, Value]:
@@ -128,23 +151,22 @@ def _moved_value(recipe: Recipe, path: str, x: float) -> Value:
         return levels(recipe, path)[round(x)]
     value = value_at(recipe, path)
     assert isinstance(value, float), f"{path} cannot be searched"
-    times = value * math.exp2(x)
+    # A multiplier of a beta is an exponent, which doubles in an octave.
+    found = moved(_unit(path) if path in WHOLE_RECIPE else "octave", value, x)
     match path:
         case "model.dropout" | "schedule.min_lr_ratio":
-            found = min(max(value + x / 10, 0.0), TENTHS[path])
-        case "hyperparameters.beta1" | "hyperparameters.beta2":
-            found = math.pow(value, math.exp2(x))
+            return min(max(found, 0.0), TENTHS[path])
         case "schedule.warmup_tokens" | "data.tokens":
-            found = max(round(times), 1)
+            return max(round(found), 1)
         case "schedule.decay_ratio":
-            found = min(times, 1.0)
+            return min(found, 1.0)
         case "batch.tokens":
-            found = round(times / recipe.model.seq_len) * recipe.model.seq_len
-            if not found:
-                raise ValueError(f"a batch of {times:.0f} tokens is less than half a sequence")
+            sequences = round(found / recipe.model.seq_len)
+            if not sequences:
+                raise ValueError(f"a batch of {found:.0f} tokens is less than half a sequence")
+            return sequences * recipe.model.seq_len
         case _:
-            found = times
-    return found
+            return found
 
 
 def recipe_at(recipe: Recipe, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
