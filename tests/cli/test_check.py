@@ -74,9 +74,9 @@ def test_logged_runs_give_a_verdict_and_a_page(tmp_path: Path, leaven: Verb) -> 
     page = tmp_path / "runs.html"
     code, out, err = leaven("check", "transfer", tmp_path / "runs.csv", "-o", page)
     assert code == 0, err
-    assert "left out, because a run diverged: width 64, lr 4, width 128, lr 4" in " ".join(out.split())
+    assert "left out, because a run diverged: width 64, lr 4; width 128, lr 4" in " ".join(out.split())
     assert "columns not used: batch_size" in out
-    assert "passed: 1 of 1 lines" in out
+    assert "passed: 1 of 1 rows" in out
     assert "exponent of the best lr over width" in page.read_text()
 
 
@@ -93,7 +93,7 @@ def test_logged_curves_give_a_verdict_and_a_page(tmp_path: Path, leaven: Verb) -
     code, out, err = leaven("check", "collapse", tmp_path / "all", "-o", page)
     assert code == 0, err
     assert "20m -> 50m" in out
-    assert "passed: 1 of 1 lines" in out
+    assert "passed: 1 of 1 rows" in out
     assert "Normalised loss curves" in page.read_text()
     (tmp_path / "fault" / "100m.csv").rename(tmp_path / "all" / "100m.csv")
     code, out, err = leaven("check", "collapse", tmp_path / "all")

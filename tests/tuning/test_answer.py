@@ -308,6 +308,8 @@ def test_a_best_value_at_the_end_of_its_range_is_named() -> None:
     narrow = (dataclasses.replace(DIMENSIONS[0], high=1.0), dataclasses.replace(DIMENSIONS[1], low=-0.51))
     found = answer(trials, (*narrow, *DIMENSIONS[2:]), 0.02)
     assert {each.path for each in found.coordinates if each.at_end} == set(PATHS[:2])
+    # A best value just above a lower limit of 0 is at that limit, and not at the upper one.
+    assert [Dimension("x", 1.0, 0.0, 4.0).upper(x) for x in (0.03, 3.97)] == [False, True]
     # A natural limit, beyond which nothing lies, is not named.
     natural = tuple(dataclasses.replace(d, ends=("", "")) for d in narrow)
     assert not [each for each in answer(trials, (*natural, *DIMENSIONS[2:]), 0.02).coordinates if each.at_end]

@@ -90,7 +90,7 @@ def test_a_check_prints_a_note_once_and_its_conclusion_last() -> None:
     assert lines[2].split() == ["mlp.in", "0.30", "FAILED"]
     assert [line.strip() for line in lines if "GROWS" in line] == ["GROWS: · mlp.in, mlp.out"]
     assert lines[-2] == "the check trained small models and changed for this: d_head 16"
-    assert lines[-1].startswith("FAILED: 2 of 2 lines, mlp.in most. ")
+    assert lines[-1].startswith("FAILED: 2 of 2 rows, mlp.in most. ")
 
 
 # --- the live screen of a run

@@ -70,7 +70,7 @@ def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Seque
     if not found.memory.fits or found.layout["cp"] > 1 or found.layout["ep"] > 1:
         return []
     if path.stem.endswith(PROXY):
-        return after_coordinates(path, recipe, overrides)
+        return after_coordinates(path, recipe, overrides)[-1:]  # the plan that may come before is done
     own = recipe.layout.model_dump() | {"micro_batch": recipe.batch.micro_batch}
     changes = [
         f"{'batch' if key == 'micro_batch' else 'layout'}.{key}={str(value).lower()}"

@@ -228,15 +228,15 @@ def cluster_for(recipe: Recipe) -> str:
     """Return the smallest cluster that can store the model and train it within a month, as ``COUNTxNAME``.
 
     The number of GPUs is the number of ranks of the recipe's layout, if it has several. Otherwise it is a power of
-    two, at most the number of sequences in a batch.
+    two. It is higher than the number of sequences in a batch only if the model needs the memory.
     """
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{_GPU}"
     for_memory = recipe.model.params * _BYTES_PER_PARAMETER / _GPU_BYTES
     for_time = flops_per_token(recipe.model) * recipe.data.tokens / (_MFU * _GPU_FLOPS * _MAX_SECONDS)
-    needed = math.ceil(math.log2(max(for_memory, for_time)))
     most = math.floor(math.log2(max(recipe.batch.tokens // recipe.model.seq_len, 1)))
-    return f"{2 ** min(max(needed, 0), most)}x{_GPU}"
+    needed = max(math.ceil(math.log2(for_memory)), min(math.ceil(math.log2(for_time)), most), 0)
+    return f"{2**needed}x{_GPU}"
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # the environment variable with the GPUs that a process may use

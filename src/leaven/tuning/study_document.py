@@ -80,6 +80,10 @@ class Dimension:
     def box(self) -> tuple[float, float]:
         return self.near or (self.low, self.high)
 
+    def upper(self, x: float) -> bool:
+        """Return whether the distance ``x`` is closer to ``high`` than to ``low``."""
+        return self.high - x < x - self.low
+
     def change(self, to: float, origin: float = 0.0) -> str:
         """Return the change from ``origin`` to ``to`` as text. Both are distances from the start point, in ``unit``.
 

@@ -185,7 +185,10 @@ def transfer_of_runs(path: Path, value: str = "lr") -> CheckDocument:
         runs = found.setdefault(scale_of(row, axes), {}).setdefault(row.above_0(value), {})
         seed = row.place if (written := row.seed()) is None else written
         if seed in runs:
-            raise InputError(f"{row.place} repeats the size, {value} and seed of an earlier row; remove one of them")
+            raise InputError(
+                f"{row.place} repeats the size, {value} and seed of an earlier row; remove one of them, or name "
+                "another swept column with --value"
+            )
         runs[seed] = row.loss()
     scales = sorted(found, key=lambda scale: [getattr(scale, axis) for axis in AXES])
     names = {scale: scale_name(scale, axes) for scale in scales}

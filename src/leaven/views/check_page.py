@@ -27,7 +27,9 @@ def check_page(check: CheckDocument) -> str:
         title=f"{check.check} of {check.subject}",
         conclusion=conclusion(check),
         tables=check_tables(check),
-        settings=[f"{key} = {numbers.setting(value)}" for key, value in check.settings.items() if value is not None],
+        settings=[
+            f"{key} = {numbers.setting(value)}" for key, value in check.settings.items() if value not in (None, [])
+        ],
         **{"slopes": [], "losses": None, "collapse": None} | sections,
     )
 

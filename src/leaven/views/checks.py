@@ -67,7 +67,7 @@ def conclusion(check: CheckDocument) -> str:
     if not judged:
         return "FAILED: nothing could be judged"
     if not failed:
-        return f"passed: {len(judged)} of {len(judged)} lines"
+        return f"passed: {len(judged)} of {len(judged)} rows"
     if all(row.undecided for row in failed):
         undecided = (
             f"UNDECIDED: {len(failed)} of {len(judged)} rows, {failed[0].axis} first; this does not count as passed"
@@ -80,7 +80,9 @@ def conclusion(check: CheckDocument) -> str:
     worst = check.fault
     if check.check in PAIRS:
         worst = max(failed, key=lambda row: row.beyond or 0.0).axis
-    return f"FAILED: {len(failed)} of {len(judged)} lines, {worst} most{advice}"
+    unsure = sum(row.undecided for row in failed)
+    besides = f" and {unsure} undecided" if unsure else ""
+    return f"FAILED: {len(failed) - unsure}{besides} of {len(judged)} rows, {worst} most{advice}"
 
 
 def _headers(check: CheckDocument, rows: Sequence[VerdictRow]) -> dict[str, str]:
@@ -104,7 +106,8 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
     against = f" against {axis}" if check.check in SLOPES else ""
     limits = sorted({row.limit for row in rows if row.limit is not None})
     limit = " or ".join(f"{value:.2g}" for value in limits)
-    return f"{check.quantity}{against} (limit {limit}; {steps}{settings['seeds']} seeds)"
+    seeds = f"{settings['seeds']} seed{'' if settings['seeds'] == 1 else 's'}"
+    return f"{check.quantity}{against} (limit {limit}; {steps}{seeds})"
 
 
 def _part(check: CheckDocument, part: str) -> Callable[[VerdictRow], str]:

@@ -195,9 +195,10 @@ def _wider(dimension: Dimension, best: float) -> str:
     if "." not in dimension.path:  # of a command file; a path in a recipe has a section
         return f"move this bound of {dimension.path} under [space]"
     low, high, step = dimension.low, dimension.high, 2 * dimension.scale
-    low, high = (low, math.ceil(high + step)) if best > 0 else (math.floor(low - step), high)
+    low, high = (low, math.ceil(high + step)) if dimension.upper(best) else (math.floor(low - step), high)
     # 0, which stands for the value in the recipe, must be between the two limits.
-    return f'set [tuning.octaves] "{dimension.path}" = [{min(low, -1 / 8):.4g}, {max(high, 1 / 8):.4g}]'
+    limits = f'"{dimension.path}" = [{min(low, -1 / 8):.4g}, {max(high, 1 / 8):.4g}]'
+    return f"set [tuning.octaves] {limits} and, to search the other values as well, [tuning] space"
 
 
 def names(found: Sequence[str]) -> str:

@@ -241,7 +241,7 @@ def _batch(given: Settings, draft: Draft, seq_len: int, ranks: int | None) -> No
     elif shards < 0:
         draft.unknown.append(f"layout.dp: follows from the number of processes, here {dp}; give it with --ranks N")
     draft.set("layout.dp", dp, why)
-    if shards != 1:
+    if shards != 1 and dp > 1:
         reshard = given.why("parallelism.fsdp_reshard_after_forward")
         draft.set("layout.zero", 2 if given["parallelism.fsdp_reshard_after_forward"] == "never" else 3, reshard)
         draft.set("layout.dp_replicate", replicas, given.why("parallelism.data_parallel_replicate_degree"))

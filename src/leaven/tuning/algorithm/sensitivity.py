@@ -98,7 +98,7 @@ def coordinates(
         lower, upper = below[-1] + 1 if len(below) else 0, middle + (above[0] if len(above) else middle)
         # The name of the limit that the best value has reached, or "".
         within = min(x - dimension.low, dimension.high - x) >= FINE * dimension.scale
-        end = "" if x == 0 or within else dimension.ends[x > 0]
+        end = "" if x == 0 or within else dimension.ends[dimension.upper(x)]
         slices = zip(*(curve[i, : len(dimension.levels) or SLICE] for curve in curves), strict=True)
         found.append(
             Coordinate(

@@ -31,7 +31,7 @@ def check_screen(check: CheckDocument) -> Iterator[RenderableType]:
         yield ""
     for key, words in _DIFFERENCES.items():
         if listed := check.settings.get(key):
-            yield f"{words}: {', '.join(listed)}"
+            yield f"{words}: {'; '.join(listed)}"
     yield conclusion(check)
 
 
@@ -62,4 +62,4 @@ def memory_screen(check: MemoryCheckDocument) -> Iterator[RenderableType]:
     verdicts = [row.passed for row in check.rows if row.passed is not None]
     failed = verdicts.count(False)
     count = f"FAILED: {failed}" if failed else f"passed: {len(verdicts)}"
-    yield f"{count} of {len(verdicts)} lines, {format_seconds(check.seconds)}"
+    yield f"{count} of {len(verdicts)} rows, {format_seconds(check.seconds)}"
