@@ -130,6 +130,8 @@ def test_a_recipe_too_large_for_this_machine_is_planned(tiny: Recipe, monkeypatc
     assert next_commands.trainable_here(tiny)
     assert not next_commands.trainable_here(large)
     assert next_commands.train(Path("large.toml"), large) == ["leaven plan large.toml --gpus 4xH100-80GB"]
+    one_sequence = large.replace({"batch.tokens": large.model.seq_len, "data.tokens": 10**9})
+    assert hardware.cluster_for(one_sequence) == "2xH100-80GB"  # the memory is needed, whatever the batch
     monkeypatch.setattr(hardware, "gpus_here", lambda: 8)
     assert next_commands.train(Path("large.toml"), large) == ["leaven train large.toml --run runs/large"]
     laid_out = tiny.replace({"layout.dp": 4})
