@@ -409,7 +409,7 @@ BAD = {
     "low must be above 0": (RUN, PATTERN, ONE.replace("0.01", "0")),
     "give start, low and high": (RUN, PATTERN, "[space]\nlr = {start = 2}\n"),
     "out cannot be the name of a value": ("run {out} {seed}", PATTERN, ONE.replace("lr", "out")),
-    "name '../x' cannot be the name of a study; begin with a letter or a digit": (RUN, 'name = "../x"\n' + PATTERN, ONE),
+    "[name] '../x' cannot be the name of a study; begin with a letter or a digit": (RUN, 'name = "../x"\n' + PATTERN, ONE),
     "[space] nothing is searched; add a value": ("run {seed}", PATTERN, "[space]\n"),
 }  # fmt: skip
 

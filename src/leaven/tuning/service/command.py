@@ -233,8 +233,11 @@ class CommandStudy(BaseStudy):
             )
         self._command = command
         for point in _with_each_choice(space):
-            with suppress(ValueError):  # values that are invalid together
-                command.filled(values_of(command, space, point, out / BEST))
+            try:
+                values = values_of(command, space, point, out / BEST)
+            except ValueError:  # values that are invalid together
+                continue
+            command.filled(values)
         super().__init__(
             out,
             space.within_near() if method == "grid" else space,
