@@ -547,6 +547,8 @@ def test_tensorboard_and_wandb_are_read(tmp_path: Path) -> None:
     assert read_losses(nested, folder, complete=False) == ((0, 0.0), (10, 1.0), (20, 2.0))
 
 
+QUOTABLE = "[space]\nopt = {choices = ['adamw', 'lion-8.bit']}\nn = {start = 1e-5, low = 1e-6, high = 1}\n"
+SPACED = "[space]\nopt = {choices = ['adamw', 'a $(touch executed)']}\n"
 # A choice that the shell would execute, if it were quoted twice.
 EVIL = "a'b\"c $(touch executed) `touch executed` # \\ e"
 
@@ -565,12 +567,10 @@ def test_texts_are_quoted_once(write: Write) -> None:
     assert code == 0, printed
     code, printed = tune("tiny.toml", "--study", "a study", "--trials", 2, "--noise", 0)
     assert code == 2
-    assert re.fullmatch(r"\{out\} is inside quotes, .* value '/.*/a study/best/out' .*; write \{out\} without .*", printed)
+    assert re.fullmatch(
+        r"\{out\} is inside quotes, .* value '/.*/a study/best/out' .*; write \{out\} without .*", printed
+    )
     assert not Path("a study").exists()
-
-
-QUOTABLE = "[space]\nopt = {choices = ['adamw', 'lion-8.bit']}\nn = {start = 1e-5, low = 1e-6, high = 1}\n"
-SPACED = "[space]\nopt = {choices = ['adamw', 'a $(touch executed)']}\n"
 
 
 @pytest.mark.parametrize(
@@ -578,7 +578,7 @@ SPACED = "[space]\nopt = {choices = ['adamw', 'a $(touch executed)']}\n"
     [
         "'{opt}'",
         '"{opt}"',
-        "\"isn't {opt}\"",
+        '"isn\'t {opt}"',
         "'\\' '{opt}'",
         '"\\"{opt}"',
         "# {opt}",

@@ -19,8 +19,8 @@ searched value or one of these:
 In a command for a recipe, a placeholder is the path of any value of the recipe, or the short form of the path
 (``{lr}`` for ``hyperparameters.lr``), or ``{recipe}``, the path of a file with the recipe of the trial.
 
-``{{name}}`` stands for ``{name}``, and ``${name}`` is left to the shell. A value that the shell would not read as it is,
-such as a text with spaces, is quoted; so its placeholder must not be in quotes.
+``{{name}}`` stands for ``{name}``, and ``${name}`` is left to the shell. In the command, a value that the shell would
+misread, such as a text with spaces, is quoted; its placeholder must not be inside quotes.
 """
 
 import json
@@ -187,8 +187,8 @@ class Command(Part):
         for name in sorted(_in_quotes(self.command)):
             if name in values and quoted[name] != (text := text_of(values[name])):
                 raise InputError(
-                    f"{{{name}}} is inside quotes, a comment or a substitution of the shell, where its value {text!r} "
-                    f"would be misread; write {{{name}}} without quotes around it"
+                    f"{{{name}}} is inside quotes, a comment or a substitution of the shell, where its value "
+                    f"{text!r} would be misread; write {{{name}}} outside of them"
                 )
         return fill(self.command, quoted)
 

@@ -262,7 +262,9 @@ class CommandStudy(BaseStudy):
                 study.set_user_attr(FOLDER, there := here)
             if there != here:
                 folder = os.path.relpath(os.path.realpath(self.out / there))
-                raise InputError(f"{self._name} runs its command in another folder; type cd {shlex.quote(folder)} first")
+                raise InputError(
+                    f"{self._name} runs its command in another folder; type cd {shlex.quote(folder)} first"
+                )
         return opened
 
     def _trainer(self, devices: Sequence[str | None], checkpoint_seconds: float) -> AbstractContextManager[Objective]:
