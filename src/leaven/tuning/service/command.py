@@ -1,8 +1,8 @@
 """A study whose trials run a shell command: somebody else's trainer, or a job of a cluster.
 
 Every attempt at a trial has a folder ``trials/NUMBER`` in the study's folder, with the output of the command
-(``output.log``), the recipe or a folder ``config`` with the filled-in file, and an empty folder ``out``. What the end of a command
-means:
+(``output.log``), the recipe, a folder ``config`` with the filled-in file, and an empty folder ``out``. What the end
+of a command means:
 
 - It ends with exit code 0 and has reported a loss: the trial is complete.
 - Its last loss is NaN or infinite, or its output has the text ``diverged``: the trial has diverged. The command is
@@ -261,10 +261,8 @@ class CommandStudy(BaseStudy):
             if (there := study.user_attrs.get(FOLDER)) is None:
                 study.set_user_attr(FOLDER, there := here)
             if there != here:
-                folder = os.path.relpath(os.path.realpath(self.out / there))
-                raise InputError(
-                    f"{self._name} runs its command in another folder; type cd {shlex.quote(folder)} first"
-                )
+                folder = shlex.quote(os.path.relpath(os.path.realpath(self.out / there)))
+                raise InputError(f"{self._name} runs its command in another folder; type cd {folder} first")
         return opened
 
     def _trainer(self, devices: Sequence[str | None], checkpoint_seconds: float) -> AbstractContextManager[Objective]:
