@@ -667,10 +667,10 @@ def test_a_config_may_have_any_name(write: Write, config: str) -> None:
 @pytest.mark.parametrize(
     "start",
     [
-        "setsid sleep 6.0625 &",  # in a session of its own, and left alone by its parent
+        "setsid sleep 6.0625 & sleep 0.5;",  # in a session of its own, and left alone by its parent
         "(setsid sh -c 'sleep 6.0625; :' &) ; sleep 0.5;",
         "setsid env -i sleep 6.0625 & sleep 60;",  # without the environment
-        "env -i sleep 6.0625 &",
+        "env -i sleep 6.0625 & sleep 0.5;",
     ],
 )
 def test_what_a_command_leaves_running_is_ended(write: Write, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
