@@ -2,12 +2,15 @@
 
 import math
 import os
+import re
+import shlex
 import signal
 import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -406,6 +409,9 @@ BAD = {
     "low must be above 0": (RUN, PATTERN, ONE.replace("0.01", "0")),
     "give start, low and high": (RUN, PATTERN, "[space]\nlr = {start = 2}\n"),
     "out cannot be the name of a value": ("run {out} {seed}", PATTERN, ONE.replace("lr", "out")),
+    "[name] '../x' cannot be the name of a study; begin with a letter or a digit": (
+        RUN, "name = '../x'\n" + PATTERN, ONE,
+    ),
     "[space] nothing is searched; add a value": ("run {seed}", PATTERN, "[space]\n"),
 }  # fmt: skip
 
@@ -541,3 +547,136 @@ def test_tensorboard_and_wandb_are_read(tmp_path: Path) -> None:
     assert list(log_records(log + struct.pack("<IHB", 0, len(second), 1) + second)) == [first, second]
     assert list(log_records(log + struct.pack("<IHB", 0, len(second), 1) + second[:2])) == [first]  # being written
     assert read_losses(nested, folder, complete=False) == ((0, 0.0), (10, 1.0), (20, 2.0))
+
+
+QUOTABLE = "[space]\nopt = {choices = ['adamw', 'lion-8.bit']}\nn = {start = 1e-5, low = 1e-6, high = 1}\n"
+SPACED = "[space]\nopt = {choices = ['adamw', 'a $(touch executed)']}\n"
+# A choice that the shell would execute, if it were quoted twice.
+EVIL = "a'b\"c $(touch executed) `touch executed` # \\ e"
+
+
+def test_texts_are_quoted_once(write: Write) -> None:
+    show = f"{PYTHON} -c 'import sys; print(sys.argv[1]); print(\"iter 1: val loss 1\")'"
+    space = f"[space]\nopt = {{choices = ['''{EVIL}''', 'lion']}}\n"
+    write(f"# isn't it\n{show} {{opt}} # {{seed}}", PATTERN, space)
+    code, printed = tune("tiny.toml", "--study", "my study", "--trials", 2, "--noise", 0)
+    assert code == 0, printed
+    assert EVIL in Path("my study/trials/000000/output.log").read_text()
+    assert not Path("executed").exists()
+    # Numbers, and texts without special characters, may be anywhere.
+    write("sh -c 'echo {opt} {n}' > \"{out}/log\"; cat {out}/log; : {seed}", "loss.pattern = '{loss}'\n", QUOTABLE)
+    code, printed = tune("tiny.toml", "--study", "study", "--trials", 2, "--noise", 0)
+    assert code == 0, printed
+    code, printed = tune("tiny.toml", "--study", "a study", "--trials", 2, "--noise", 0)
+    assert code == 2
+    assert re.fullmatch(r"\{out\} is inside quotes, .* value '/.*/a study/best/out' .*; write \{out\} out.*", printed)
+    assert not Path("a study").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "'{opt}'",
+        '"{opt}"',
+        '"isn\'t {opt}"',
+        "'\\' '{opt}'",
+        '"\\"{opt}"',
+        "# {opt}",
+        "# a # {opt}",
+        "# a \\\n ' \n {opt} '",
+        "\\{opt}",
+        "`echo {opt}`",
+        "$(echo {opt})",
+        '"$(echo "{opt}")"',
+        "${x:-{opt}}",
+        "<<end\n{opt}\nend",
+    ],
+)
+def test_a_text_inside_quotes_is_refused(write: Write, command: str) -> None:
+    file = write(f"echo iter 1: val loss 1 {command}", PATTERN, SPACED)
+    code, printed = tune(file, "--study", "study", "--noise", 0)
+    assert code == 2, printed
+    assert "{opt} is inside quotes, a comment or a substitution of the shell, where its value 'a $(touch" in printed
+    assert "\n" not in printed
+    assert not Path("study").exists()
+    assert not Path("executed").exists()
+
+
+def test_the_best_command_has_its_environment_and_its_folder(write: Write) -> None:
+    more = PATTERN + 'environment.LR = "{lr}"\nenvironment.TEXT = "it\'s {seed}; {{x}}"\n'
+    write('cd . && echo "$LR $TEXT" > {out}/log; cat {out}/log; echo iter 1: val loss $LR', more, ONE)
+    code, printed = tune("tiny.toml", "--study", "study", "--trials", 4, "--noise", 0)
+    assert code == 0, printed
+    study = document()
+    assert study.best_command in printed
+    ran = subprocess.run(study.best_command, shell=True, capture_output=True, text=True, check=True)
+    assert study.best is not None
+    first, second = ran.stdout.splitlines()
+    assert float(second.split()[-1]) == study.best.loss
+    assert first == f"{second.split()[-1]} it's 0; {{x}}"
+    assert Path("runs/tiny/log").exists()
+
+
+def test_a_study_runs_its_command_in_one_folder(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("cat here; : {lr} {seed}", "loss.pattern = '{loss}'\n", ONE)
+    Path("here").write_text("3")
+    code, printed = tune("tiny.toml", "--study", "my studies/a", "--trials", 1)
+    assert code == 0, printed
+    monkeypatch.chdir("my studies/a")
+    code, printed = tune("centre.toml", "--study", ".", "--trials", 2)
+    assert (code, printed) == (2, "--study . runs its command in another folder; type cd ../.. first")
+    page = study_page(read_study(Path())).replace("&#39;", "'")
+    lines = page.partition("Type these commands inside the folder.")[2].partition("</code>")[0].partition("<code>")[2]
+    change, again, best, report = lines.splitlines()
+    assert change == "cd ../.."
+    assert best.startswith("cat here")
+    assert report == "leaven report 'my studies/a' -o 'my studies/a/report.html'"
+    monkeypatch.chdir("../..")
+    assert shlex.split(again)[:2] == ["leaven", "tune"]
+    code, printed = tune(*shlex.split(again)[2:])
+    assert code == 0, printed
+    # A project that was moved, or copied to another machine, goes on there.
+    Path("elsewhere").mkdir()
+    for name in ("my studies", "tiny.toml", "here"):
+        Path(name).rename(Path("elsewhere", name))
+    monkeypatch.chdir("elsewhere")
+    assert tune("tiny.toml", "--study", Path("my studies/a").absolute(), "--trials", 2)[0] == 0
+
+
+def test_commands_on_a_database_may_have_other_folders(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write("echo iter 1: val loss 3; : {lr} {seed}", PATTERN, ONE).absolute()
+    store = f"sqlite:///{Path('store.db').absolute()}"
+    for folder in ("one", "two/three"):
+        Path(folder).mkdir(parents=True)
+        with monkeypatch.context() as there:
+            there.chdir(folder)
+            code, printed = tune(file, "--study", store, "--out", Path("/", file.parent, "results"), "--trials", 1)
+        assert code == 0, printed
+
+
+@pytest.mark.parametrize("config", ["output.log", "out", "recipe.toml", "config"])
+def test_a_config_may_have_any_name(write: Write, config: str) -> None:
+    Path(config).write_text("iter 1: val loss {lr}\n")
+    write("test -d {out} && cat {config}; : {seed}", PATTERN + f"config = '{config}'\n", ONE)
+    code, printed = tune("tiny.toml", "--study", "study", "--trials", 2, "--noise", 0)
+    assert code == 0, printed
+    assert [trial.loss for trial in document().trials] == [trial.values["lr"] for trial in document().trials]
+    assert subprocess.run(document().best_command, shell=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "setsid sleep 6.0625 & sleep 0.5;",  # in a session of its own, and left alone by its parent
+        "(setsid sh -c 'sleep 6.0625; :' &) ; sleep 0.5;",
+        "setsid env -i sleep 6.0625 & sleep 60;",  # without the environment
+        "env -i sleep 6.0625 & sleep 0.5;",
+    ],
+)
+def test_what_a_command_leaves_running_is_ended(write: Write, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(f"{start} echo iter 1: val loss $PYTHONUNBUFFERED; : {{lr}} {{seed}}", PATTERN, ONE)
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    began = time.monotonic()
+    with trainer(file, stop=lambda: time.monotonic() > began + 1) as run, suppress(TrialReleased):
+        assert run(Proposal({"lr": 0.0}, 0)).loss == 1
+    assert_no_process_left()

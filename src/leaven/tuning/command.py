@@ -19,7 +19,8 @@ searched value or one of these:
 In a command for a recipe, a placeholder is the path of any value of the recipe, or the short form of the path
 (``{lr}`` for ``hyperparameters.lr``), or ``{recipe}``, the path of a file with the recipe of the trial.
 
-``{{name}}`` stands for ``{name}``, and ``${name}`` is left to the shell.
+``{{name}}`` stands for ``{name}``, and ``${name}`` is left to the shell. In the command, a value that the shell would
+misread, such as a text with spaces, is quoted; its placeholder must not be inside quotes.
 """
 
 import json
@@ -49,6 +50,8 @@ SEED, OUT, WORKER, CONFIG, RECIPE = "seed", "out", "worker", "config", "recipe"
 OF_TRIAL = (SEED, OUT, WORKER, CONFIG)  # placeholders that are no values
 NAME = r"[A-Za-z_][\w-]*"
 _PLACEHOLDER = re.compile(r"\{(\{[A-Za-z_][\w.\-\[\]]*\})\}|(?<!\$)\{([A-Za-z_][\w.\-\[\]]*)\}")
+_QUOTING = re.compile(rf"{_PLACEHOLDER.pattern}|\\[^{{]|['\"\n]|(?<![^\s;&|()])#")
+_NESTED = re.compile(r"`|<<|\$[('\"]|\$\{\w*[^\w}]")  # parts of a command in which quotes mean something else
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?i:nan|inf(?:inity)?)"
 _STEP = r"\d[\d,_]*"
 SOURCES = ("pattern", "jsonl", "tensorboard", "wandb")
@@ -175,13 +178,27 @@ class Command(Part):
         return bool({SEED, RECIPE, "data.seed"} & self.used)
 
     def filled(self, values: Mapping[str, Value]) -> str:
-        """Return the command with values in place of the placeholders."""
-        return fill(self.command, {name: shlex.quote(text_of(value)) for name, value in values.items()})
+        """Return the command with values in place of the placeholders.
+
+        Raises:
+            InputError: if a value needs quotes, and its placeholder is in quotes.
+        """
+        quoted = {name: shlex.quote(text_of(value)) for name, value in values.items()}
+        for name in sorted(_in_quotes(self.command)):
+            if name in values and quoted[name] != (text := text_of(values[name])):
+                raise InputError(
+                    f"{{{name}}} is inside quotes, a comment or a substitution of the shell, where its value "
+                    f"{text!r} would be misread; write {{{name}}} outside of them"
+                )
+        return fill(self.command, quoted)
 
     def line(self, values: Mapping[str, Value]) -> str:
-        """Return a line for the shell that runs the command with its environment."""
-        environment = [f"{name}={shlex.quote(fill(text, values))}" for name, text in self.environment.items()]
-        return " ".join([*environment, self.filled(values)])
+        """Return a line for the shell that runs the command with its environment, and makes its folder ``{out}``."""
+        line = self.filled(values)
+        if self.environment:
+            environment = [shlex.quote(f"{name}={fill(text, values)}") for name, text in self.environment.items()]
+            line = " ".join(["env", *environment, "sh -c", shlex.quote(line)])
+        return f"mkdir -p {shlex.quote(text_of(values[OUT]))} && {line}" if OUT in self.used else line
 
 
 class SearchedValue(Part):
@@ -258,10 +275,16 @@ def _names_of_values(space: dict[str, SearchedValue]) -> dict[str, SearchedValue
     return space
 
 
+def _name_of_study(name: str) -> str:
+    if not re.fullmatch(r"\w[^/\x00-\x1f]*", name):
+        raise ValueError(f"{name!r} cannot be the name of a study; begin with a letter or a digit, and use no /")
+    return name
+
+
 class CommandFile(Command):
     """A command and its search space."""
 
-    name: Annotated[str, Field(min_length=1)]  # the name of the study; by default the name of the file
+    name: Annotated[str, AfterValidator(_name_of_study)]  # the name of the study; by default the name of the file
     seed: Annotated[int, Field(ge=0)] = 0  # the seed of the search; the placeholder {seed} counts up from it
     space: Annotated[dict[str, SearchedValue], AfterValidator(_names_of_values)]
     why: dict[str, str] = {}  # reasons of values
@@ -349,3 +372,21 @@ def fill(text: str, values: Mapping[str, Value]) -> str:
 
 def _names(*texts: str) -> set[str]:
     return {found[2] for text in texts for found in _PLACEHOLDER.finditer(text) if found[2]}
+
+
+def _in_quotes(command: str) -> set[str]:
+    """Return the names of the placeholders of a shell command that are inside quotes or a comment, or may be."""
+    if _NESTED.search(command):
+        return _names(command)
+    found, inside, at = set[str](), "", 0  # ``inside`` is a quote, or # in a comment
+    while token := _QUOTING.search(command, at):
+        text, at = token[0], token.end()
+        if token[2]:
+            found |= {token[2]} if inside or command[: token.start()].endswith("\\") else set()
+        elif text[0] == "\\" and inside in {"'", "#"}:  # it escapes nothing there
+            at = token.start() + 1
+        elif text == inside != "#" or (text == "\n" and inside == "#"):
+            inside = ""
+        elif text in {"'", '"', "#"}:
+            inside = inside or text
+    return found

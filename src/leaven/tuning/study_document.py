@@ -242,6 +242,7 @@ class StudyDocument(Answer):
     command: str = ""  # the shell command of a trial, with placeholders; empty if leaven trained the trials
     loss_pattern: str = ""  # with --command: the regular expression for its losses
     best_command: str = ""  # the command with the best values
+    command_folder: str = ""  # with a command: the folder in which it runs, from that of the study
     progress: str = "tokens"  # what the curves are over: tokens, steps or losses (the number of losses so far)
 
     @property

@@ -1,6 +1,7 @@
 """Read the folders of runs, studies, checks and demos for display."""
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class StudyView(StudyDocument):
 
     centre: Recipe | CommandFile  # the recipe or the command file from which the search started
     best_recipe: Recipe | None  # None also if the search started from a command file
+    folder: str = "."  # of the study, from the folder in which its commands run
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
         """Return the values, by path, at these distances from the start."""
@@ -166,6 +168,7 @@ def read_study(folder: Path) -> StudyView:
         **vars(state) | {"trials": in_order},
         centre=command_space(centre).file if of_file else read_recipe(centre),
         best_recipe=read_recipe(best) if best.exists() and not of_file else None,
+        folder=os.path.relpath(os.path.realpath(folder), os.path.realpath(folder / state.command_folder)),
     )
 
 

@@ -1,9 +1,11 @@
 """Render the HTML page of a study: its best values, the search, the values that matter, all trials, and the cost."""
 
 import math
+import os
 import shlex
 import statistics
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from leaven.recipe.recipe import Recipe, short_path, split_path
@@ -48,9 +50,10 @@ def study_page(study: StudyView) -> str:
         cost=_cost(study),
         view=recipe and recipe_view(recipe, start if best else None, ("centre", "best" if best else "start")),
         commands=[
-            tune_command(study, "centre.toml", "."),
+            *([shlex.join(["cd", study.command_folder])] if study.folder != "." else []),
+            tune_command(study, os.path.normpath(Path(study.folder, "centre.toml")), study.folder),
             *([study.best_command] if study.best_command else []),
-            "leaven report . -o report.html",
+            shlex.join(["leaven", "report", study.folder, "-o", str(Path(study.folder, "report.html"))]),
         ],
     )
 

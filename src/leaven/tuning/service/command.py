@@ -1,8 +1,8 @@
 """A study whose trials run a shell command: somebody else's trainer, or a job of a cluster.
 
 Every attempt at a trial has a folder ``trials/NUMBER`` in the study's folder, with the output of the command
-(``output.log``), the filled-in file ``config`` or recipe, and an empty folder ``out``. What the end of a command
-means:
+(``output.log``), the recipe, a folder ``config`` with the filled-in file, and an empty folder ``out``. What the end
+of a command means:
 
 - It ends with exit code 0 and has reported a loss: the trial is complete.
 - Its last loss is NaN or infinite, or its output has the text ``diverged``: the trial has diverged. The command is
@@ -16,14 +16,16 @@ means:
 import math
 import os
 import re
+import shlex
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 from leaven.errors import InputError
 from leaven.planning.hardware import VISIBLE
@@ -41,6 +43,7 @@ from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import StudyDocument
 
 TRIALS, OUTPUT, BEST = "trials", "output.log", "best"
+FOLDER = "leaven:folder"  # an attribute of a study in a journal: the folder of its commands, from that of the study
 POLL = 0.25  # seconds between looks at a running command
 READING = 0.1  # the largest share of the time for reading losses while a command runs
 LAST_LINES, LAST_CHARACTERS = 4, 400  # of the output of a failed command that a message shows
@@ -176,7 +179,7 @@ def values_of(  # noqa: PLR0917 - one of each
     folder, seed = folder.absolute(), space.seed + seed
     found = space.placeholders(point, seed) | {SEED: seed, WORKER: worker, OUT: str(folder / "out")}
     if command.config is not None:
-        found[CONFIG] = str(folder / Path(command.config).name)
+        found[CONFIG] = str(folder / CONFIG / Path(command.config).name)
     return found | {RECIPE: str(folder / "recipe.toml")}
 
 
@@ -185,9 +188,19 @@ def write_inputs(
 ) -> None:
     """Write the files that a command reads: ``config``, filled in, and the recipe at the point."""
     if command.config is not None:
+        make_folder(Path(str(values[CONFIG])).parent)
         write_text(str(values[CONFIG]), fill(command.template, values))
     if RECIPE in command.used and isinstance(space, Space):
         write_recipe(recipe_at(space.recipe, point, int(values[SEED])), str(values[RECIPE]))
+
+
+def _with_each_choice(space: SearchSpace) -> Iterator[dict[str, float]]:
+    """Yield the start of a space, and the start with every other level of each choice."""
+    start = dict.fromkeys(space.paths, 0.0)
+    yield start
+    for dimension in space.dimensions:
+        for level in range(1, len(dimension.levels)):
+            yield start | {dimension.path: float(level)}
 
 
 class CommandStudy(BaseStudy):
@@ -195,7 +208,8 @@ class CommandStudy(BaseStudy):
 
     Raises:
         InputError: if a placeholder is no value, a searched value has no placeholder, or the command has no
-            ``{seed}`` and the noise is not given as 0; see also :class:`BaseStudy`.
+            ``{seed}`` and the noise is not given as 0; see also :class:`BaseStudy`. Entering the context raises it if
+            the study is in its folder, and its earlier commands ran in another folder than the current one.
     """
 
     def __init__(
@@ -218,6 +232,12 @@ class CommandStudy(BaseStudy):
                 "--noise 0 if equal values always give the same loss"
             )
         self._command = command
+        for point in _with_each_choice(space):
+            try:
+                values = values_of(command, space, point, out / BEST)
+            except ValueError:  # values that are invalid together
+                continue
+            command.filled(values)
         super().__init__(
             out,
             space.within_near() if method == "grid" else space,
@@ -230,8 +250,20 @@ class CommandStudy(BaseStudy):
                 "command": command.command,
                 "loss_pattern": command.loss.pattern or "",
                 "progress": command.loss.progress,
+                "command_folder": os.path.relpath(os.path.realpath(os.curdir), os.path.realpath(out)),
             },
         )
+
+    def __enter__(self) -> Self:
+        opened = super().__enter__()
+        if isinstance(self._where, Path):  # commands that share a database may have other folders
+            here, study = self._about["command_folder"], self._stored.study
+            if (there := study.user_attrs.get(FOLDER)) is None:
+                study.set_user_attr(FOLDER, there := here)
+            if there != here:
+                folder = shlex.quote(os.path.relpath(os.path.realpath(self.out / there)))
+                raise InputError(f"{self._name} runs its command in another folder; type cd {folder} first")
+        return opened
 
     def _trainer(self, devices: Sequence[str | None], checkpoint_seconds: float) -> AbstractContextManager[Objective]:
         return CommandTrainer(

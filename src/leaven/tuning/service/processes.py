@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,9 @@ from typing import BinaryIO
 import psutil
 
 # A command starts when the guard knows it. If leaven dies before, the pipe closes, and the shell ends.
-START = 'read -r start && exec /bin/sh -c "$0" </dev/null'
+# What a command starts has its process id in the environment, in order to be found when the command itself is gone.
+MARK = "LEAVEN_COMMAND"
+START = f'read -r start && export {MARK}="${MARK}.$$" && exec /bin/sh -c "$0" </dev/null'
 GRACE_SECONDS = 10.0  # from the request to end until processes are killed
 
 
@@ -27,8 +30,9 @@ class Commands:
     """A context manager that starts commands, and has a guard for them."""
 
     def __enter__(self) -> "Commands":
+        self._token = uuid.uuid4().hex
         self._guard = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__))], stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-P", str(Path(__file__)), self._token], stdin=subprocess.PIPE, start_new_session=True
         )
         return self
 
@@ -42,7 +46,7 @@ class Commands:
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | environment,
+            env=os.environ | environment | {MARK: self._token},
             start_new_session=True,
         )
         self._tell(f"{process.pid}\n")
@@ -53,7 +57,7 @@ class Commands:
 
     def end(self, process: "subprocess.Popen[bytes]") -> None:
         """End what is left of a command, and wait for it."""
-        end([process.pid])
+        end([process.pid], self._token)
         process.wait()
         self._tell(f"-{process.pid}\n")
 
@@ -63,8 +67,9 @@ class Commands:
             os.write(self._guard.stdin.fileno(), line.encode())  # one write is whole, whichever thread writes
 
 
-def end(leaders: Iterable[int]) -> None:
-    """End the commands with these process ids, and everything that they have started.
+def end(leaders: Iterable[int], token: str) -> None:
+    """End the commands with these process ids, and everything that they have started. ``token`` is that of
+    `Commands`.
 
     They are asked to end (SIGTERM), so that launchers such as torchrun can end what they have started. What is left
     after `GRACE_SECONDS` is killed.
@@ -72,7 +77,7 @@ def end(leaders: Iterable[int]) -> None:
     leaders = set(leaders)
     asked = dict[int, psutil.Process]()
     until = time.monotonic() + GRACE_SECONDS
-    while found := [process for process in [*asked.values(), *_family(leaders)] if _runs(process)]:
+    while found := [process for process in [*asked.values(), *_family(leaders, token)] if _runs(process)]:
         for process in found:
             with suppress(psutil.NoSuchProcess):
                 if time.monotonic() > until:
@@ -83,15 +88,20 @@ def end(leaders: Iterable[int]) -> None:
         time.sleep(0.02)
 
 
-def _family(leaders: set[int]) -> list[psutil.Process]:
-    """Return the processes of these commands: those of their sessions, and all their children."""
-    found = []
+def _family(leaders: set[int], token: str) -> list[psutil.Process]:
+    """Return the processes of these commands: those of their sessions or with their mark, and all their children."""
+    found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
-            leads = process.pid in leaders
-            if leads or (hasattr(os, "getsid") and os.getsid(process.pid) in leaders):
+            if process.pid in leaders or os.getsid(process.pid) in leaders or _mark(process) in marks:
                 found += [process, *process.children(recursive=True)]
     return found
+
+
+def _mark(process: psutil.Process) -> str | None:
+    with suppress(psutil.Error, OSError):  # it is another user's, or the system does not tell
+        return process.environ().get(MARK)
+    return None
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -106,7 +116,7 @@ def _guard() -> None:
     for line in sys.stdin:
         pid = int(line)
         running = running | {pid} if pid > 0 else running - {-pid}
-    end(running)
+    end(running, sys.argv[1])
 
 
 if __name__ == "__main__":
