@@ -354,7 +354,8 @@ def test_the_examples_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert started.stdout == "tune study.toml --study shared --trials 64 --workers auto\n"
 
 
-def test_workers_are_numbered_and_their_output_is_not_buffered(write: Write) -> None:
+def test_workers_are_numbered_and_their_output_is_not_buffered(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     write("echo {worker}$PYTHONUNBUFFERED >> ran; sleep 0.5; echo iter 1: val loss {lr}; : {seed}", PATTERN, ONE)
     code, printed = tune("tiny.toml", "--study", "study", "--trials", 6, "--workers", 3)
     assert code == 0, printed
