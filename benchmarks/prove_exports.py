@@ -7,8 +7,8 @@ target, and the tokens of every batch. The target's own trainer trains from thes
 processor in fp32, and its losses are compared with leaven's. Where an export declares a loss, or a note says that
 the lr is late, leaven also trains the recipe with that difference alone, which measures its effect, and with all
 differences of the case together, which has to give the target's losses. Targets that are not installed are skipped by
-name. With ``--page`` the table in docs/how-to/export.md is replaced. The exit code is 1 if a target trains otherwise than
-its export says, or if no target was trained.
+name. With ``--page`` the table in docs/how-to/export.md is replaced. The exit code is 1 if a target trains otherwise
+than its export says, or if no target was trained.
 """
 
 import argparse
@@ -229,7 +229,9 @@ LATE = late("lr one step late", "schedule is one step late", late_in_warmup=1, l
 LATE_DECAY = late("decay one step late", "decay is one step late", late_after=1)
 TWO_STEPS = "warm-up is two steps late, and its decay one step"
 TWO_LATE = late("warm-up two steps late, decay one", TWO_STEPS, late_in_warmup=2, late_after=1)
-LATE_BY_MICRO_BATCH = late("lr one micro-batch late", "late by one of 2 micro-batches", late_in_warmup=0.5, late_after=0.5)
+LATE_BY_MICRO_BATCH = late(
+    "lr one micro-batch late", "late by one of 2 micro-batches", late_in_warmup=0.5, late_after=0.5
+)
 CASES = (
     ProofCase("transformers", "Llama"),
     ProofCase("transformers", "Llama, Adam with L2", L2),

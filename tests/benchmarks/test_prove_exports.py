@@ -113,7 +113,11 @@ def test_a_loss_that_a_case_does_not_list_is_an_error(recipe: Recipe, tokens: To
         ({}, (FOLDED,), "the case lists clipping of folded weights, which the export does not lose"),
         ({}, (LATE,), "the case lists lr one step late, which no note of the export says"),
         ({"schedule.decay": "linear"}, (), "the export says '.* one step late', which the case does not list"),
-        ({"schedule.decay": "linear"}, (LATE_DECAY,), "the export says '.* one step late', which the case does not list"),
+        (
+            {"schedule.decay": "linear"},
+            (LATE_DECAY,),
+            "the export says '.* one step late', which the case does not list",
+        ),
     ],
 )
 def test_a_difference_that_an_export_does_not_declare_is_an_error(

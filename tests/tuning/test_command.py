@@ -174,7 +174,7 @@ FAILS = "sh -c 'echo ready; echo broken: no GPU; exit 3' {lr} {seed}"
         ("echo all is well {lr} {seed}", "", "reported no loss; .*all is well"),
         ("sleep 60 {lr} {seed}", "timeout_seconds = 0.1\n", "took longer than timeout_seconds = 0.1"),
         ("kill -9 $$ {lr} {seed}", "", "was killed by signal 9"),
-        (ROW, "loss = {jsonl = '{out}/a', key = 'los'}\n", "reported no loss: loss.key = 'los' is none of i, loss, n"),
+        (ROW, "loss = {jsonl = '{out}/a', key = 'los'}\n", "no loss: loss.key = 'los' is none of i, loss, n"),
         (ROW, "loss = {jsonl = '{out}/a', key = 'n'}\n", "reported no loss: every n in .*/out/a is null"),
         (
             ROW,

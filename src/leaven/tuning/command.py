@@ -184,8 +184,8 @@ class Command(Part):
             )
         if self.loss.where is not None and OUT not in _names(self.loss.where):
             raise InputError(
-                f"the losses are read from {self.loss.where}, which all trials share, so a trial could get the losses "
-                "of another; write them to {out}, a folder of the trial, and begin this path with {out}/"
+                f"the losses are read from {self.loss.where}, which all trials share, so a trial could get the "
+                "losses of another; write them to {out}, a folder of the trial, and begin this path with {out}/"
             )
         if self.config is None and CONFIG in self.used:
             raise InputError('the command has {config}, but there is no file; add config = "FILE"')
@@ -218,7 +218,7 @@ class SearchedValue(Part):
     low: int | float | None = None
     high: int | float | None = None
     unit: Literal["octave", "tenth", "beta"] = "octave"  # see :func:`leaven.tuning.point.moved`
-    choices: Annotated[list[bool | int | float | str], Field(min_length=2)] | None = None  # the search begins at the first
+    choices: Annotated[list[bool | int | float | str], Field(min_length=2)] | None = None  # the first is the start
 
     @model_validator(mode="after")
     def _valid(self) -> Self:
@@ -235,8 +235,8 @@ class SearchedValue(Part):
             raise ValueError(f"start = {self.start:g} is not between low = {self.low:g} and high = {self.high:g}")
         if isinstance(self.start, int) and not (isinstance(self.low, int) and isinstance(self.high, int)):
             raise ValueError(
-                f"start = {self.start} is a whole number, so all values are; write start = {self.start}.0, or low and "
-                "high as whole numbers"
+                f"start = {self.start} is a whole number, so all values are; write start = {self.start}.0, or low "
+                "and high as whole numbers"
             )
         if self.unit == "octave" and self.low <= 0:
             raise ValueError('a search multiplies this value, so low must be above 0; or set unit = "tenth"')
