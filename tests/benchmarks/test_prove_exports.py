@@ -13,10 +13,14 @@ import torch
 import transformers
 from benchmarks.prove_exports import (
     FOLDED,
+    LATE,
+    LATE_DECAY,
     NO_CLIP,
     QWEN3,
     TRANSFERRED,
     ProofCase,
+    TargetDifference,
+    apart,
     batches,
     prove,
     renewed,
@@ -103,12 +107,38 @@ def test_a_loss_that_a_case_does_not_list_is_an_error(recipe: Recipe, tokens: To
         prove(replace(CASE, differences=()), recipe, tokens, trained())
 
 
+@pytest.mark.parametrize(
+    ("changes", "differences", "error"),
+    [
+        ({}, (FOLDED,), "the case lists clipping of folded weights, which the export does not lose"),
+        ({}, (LATE,), "the case lists lr one step late, which no note of the export says"),
+        ({"schedule.decay": "linear"}, (), "the export says '.* one step late', which the case does not list"),
+        (
+            {"schedule.decay": "linear"},
+            (LATE_DECAY,),
+            "the export says '.* one step late', which the case does not list",
+        ),
+    ],
+)
+def test_a_difference_that_an_export_does_not_declare_is_an_error(
+    recipe: Recipe, tokens: TokenSet, changes: dict[str, str], differences: tuple[TargetDifference, ...], error: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^transformers, Llama: {error}$"):
+        prove(ProofCase("transformers", "Llama", changes, differences), recipe, tokens, trained())
+
+
+def test_losses_that_are_not_finite_are_not_proved() -> None:
+    for ours, theirs in (([1.0, 2.0], [math.nan, 2.0]), ([1.0, math.inf], [1.0, math.inf])):
+        assert apart(ours, theirs) == math.inf
+    assert apart([1.0, 2.0], [1.5, 2.0]) == 0.5
+
+
 def test_rows_of_targets_that_were_not_trained_stay() -> None:
     rows = {"litgpt": ["| litgpt 1 | a |"], "deepspeed": ["| DeepSpeed 1 | b |"]}
-    page = renewed(f"before\n{prove_exports.BEGIN}{prove_exports.END}after\n", rows)
+    page = renewed(f"before\n{prove_exports.BEGIN}{prove_exports.END}after\n", rows, "below 1")
     assert "| DeepSpeed 1 | b |\n| litgpt 1 | a |\n" in page
-    again = renewed(page, {"litgpt": ["| litgpt 2 | c |"]})
-    assert again == page.replace("| litgpt 1 | a |", "| litgpt 2 | c |")
+    again = renewed(page, {"litgpt": ["| litgpt 2 | c |"]}, "below 2")
+    assert again == page.replace("| litgpt 1 | a |", "| litgpt 2 | c |").replace("below 1", "below 2")
 
 
 def test_targets_that_are_not_installed_are_skipped_by_name(
@@ -120,7 +150,7 @@ def test_targets_that_are_not_installed_are_skipped_by_name(
         prove_exports, "RECIPE", prove_exports.RECIPE.replace("51_200", "1_024").replace("5_120", "0")
     )
     monkeypatch.setattr(sys, "argv", ["prove_exports"])
-    assert prove_exports.main() == 0
+    assert prove_exports.main() == 1  # nothing was trained
     assert "skipped litgpt: litgpt_of_nobody not installed" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["prove_exports", "nemo"])
     with pytest.raises(SystemExit):

@@ -25,7 +25,7 @@ from leaven.training.outcome import Baseline
 from leaven.tuning import search
 from leaven.tuning.command import Command, SearchedValue, command_space, fill, text_of
 from leaven.tuning.service.command import CommandStudy, CommandTrainer
-from leaven.tuning.service.losses import log_records, read_losses
+from leaven.tuning.service.losses import log_records, read_losses, why_none
 from leaven.tuning.service.search_loop import Proposal, TrialReleased, WorkerDied
 from leaven.tuning.study_document import StudyDocument
 from leaven.views.folders import read_study
@@ -39,6 +39,8 @@ lr = {start = 0.1, low = 0.001, high = 100}
 weight_decay = {start = 0.01, low = 1e-4, high = 1}
 """
 PATTERN = "loss.pattern = 'iter {step}: val loss {loss}'\n"
+# Seconds of a sleep that only this test process starts, so that tests of other workers are not taken for its own.
+SLEEP = f"sleep {6 + os.getpid() / 1e8:.8f}"
 ONE = "[space]\nlr = {start = 0.1, low = 0.01, high = 1}\n"
 
 Write = Callable[..., Path]
@@ -166,6 +168,7 @@ def test_a_command_with_the_values_of_a_recipe(write: Write, tiny_file: Path) ->
     assert set(Path("seen").read_text().splitlines()) == {f"1.0 {start.model.d_model}"}
 
 
+ROW = """echo '{"loss": 3, "i": 1, "n": null}' > {out}/a; : {lr} {seed}"""
 FAILS = "sh -c 'echo ready; echo broken: no GPU; exit 3' {lr} {seed}"
 
 
@@ -176,11 +179,20 @@ FAILS = "sh -c 'echo ready; echo broken: no GPU; exit 3' {lr} {seed}"
         ("echo all is well {lr} {seed}", "", "reported no loss; .*all is well"),
         ("sleep 60 {lr} {seed}", "timeout_seconds = 0.1\n", "took longer than timeout_seconds = 0.1"),
         ("kill -9 $$ {lr} {seed}", "", "was killed by signal 9"),
+        (ROW, "loss = {jsonl = '{out}/a', key = 'los'}\n", "no loss: loss.key = 'los' is none of i, loss, n"),
+        (ROW, "loss = {jsonl = '{out}/a', key = 'n'}\n", "reported no loss: every n in .*/out/a is null"),
+        (
+            ROW,
+            "loss = {jsonl = '{out}/a', key = 'loss', step = 'it'}\n",
+            "/out/a: a line with loss has the step it = None, not a number; name another one of loss, i, n with",
+        ),
+        (ROW, "loss = {jsonl = '{out}', key = 'l'}\n", "/out: Is a directory; correct the path of the losses"),
     ],
-    ids=["crash", "no loss", "timeout", "signal"],
+    ids=["crash", "no loss", "timeout", "signal", "key", "null", "step", "folder"],
 )
 def test_a_command_that_fails_at_the_start_ends_the_search(write: Write, command: str, more: str, error: str) -> None:
-    file = write(command.replace("{lr}", "; : {lr}") if "sleep" in command else command, PATTERN + more, ONE)
+    loss = "" if "loss" in more else PATTERN
+    file = write(command.replace("{lr}", "; : {lr}") if "sleep" in command else command, loss + more, ONE)
     began = time.monotonic()
     code, printed = tune(file, "--study", "study", "--trials", 12)
     assert code == 2
@@ -205,7 +217,7 @@ def test_a_command_that_fails_elsewhere_is_run_twice_and_then_left_out(write: Wr
     assert len(list(Path("study/trials").iterdir())) == 3  # each attempt has a folder
 
 
-@pytest.mark.parametrize("loss", ["nan", "inf", "NaN", "-inf", "1e60"])
+@pytest.mark.parametrize("loss", ["nan", "inf", "NaN", "-inf", "1e60", "nan; echo iter 2: val loss 3", "inf; exit 1"])
 def test_a_loss_that_is_not_finite_is_a_divergence(write: Write, loss: str) -> None:
     file = write(f"echo iter 1: val loss 3; echo iter 2: val loss {loss}; : {{lr}} {{seed}}", PATTERN, ONE)
     code, printed = tune(file, "--study", "study", "--trials", 1)
@@ -226,7 +238,7 @@ def test_a_divergence_ends_the_command_and_may_be_a_text(write: Write) -> None:
 def assert_no_process_left() -> None:
     mine = psutil.Process().children(recursive=True)
     assert not [process for process in mine if process.is_running() and "sleep" in " ".join(process.cmdline())]
-    assert not [each for each in psutil.process_iter(["cmdline"]) if "6.0625" in " ".join(each.info["cmdline"] or ())]
+    assert not [each for each in psutil.process_iter(["cmdline"]) if SLEEP in " ".join(each.info["cmdline"] or ())]
 
 
 def test_a_run_that_is_far_behind_the_best_is_pruned(write: Write) -> None:
@@ -243,7 +255,7 @@ def test_a_run_that_is_far_behind_the_best_is_pruned(write: Write) -> None:
 
 
 def test_a_retry_and_a_stop(write: Write) -> None:
-    file = write("sleep 6.0625 & sleep 6.0625; : {lr} {seed}", PATTERN, ONE)
+    file = write(f"{SLEEP} & {SLEEP}; : {{lr}} {{seed}}", PATTERN, ONE)
     began = time.monotonic()
     with trainer(file, stop=lambda: time.monotonic() > began + 0.5) as run, pytest.raises(TrialReleased):
         run(Proposal({"lr": 0.0}, 0))
@@ -264,7 +276,7 @@ def started(study: str, *words: object) -> "subprocess.Popen[str]":
 
 
 # A launcher whose worker is in a session of its own, as those of torchrun are.
-LAUNCHER = "touch {out}/runs; setsid sleep 6.0625 & trap 'kill $!; exit 1' TERM; wait $!; sleep 60; : {lr} {seed}"
+LAUNCHER = f"touch {{out}}/runs; setsid {SLEEP} & trap 'kill $!; exit 1' TERM; wait $!; sleep 60; : {{lr}} {{seed}}"
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
@@ -347,11 +359,12 @@ def test_the_examples_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert started.stdout == "tune study.toml --study shared --trials 64 --workers auto\n"
 
 
-def test_workers_are_numbered(write: Write) -> None:
-    write("echo {worker} >> ran; sleep 0.5; echo iter 1: val loss {lr}; : {seed}", PATTERN, ONE)
+def test_workers_are_numbered_and_their_output_is_not_buffered(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    write("echo {worker}$PYTHONUNBUFFERED >> ran; sleep 0.5; echo iter 1: val loss {lr}; : {seed}", PATTERN, ONE)
     code, printed = tune("tiny.toml", "--study", "study", "--trials", 6, "--workers", 3)
     assert code == 0, printed
-    assert set(Path("ran").read_text().split()) == {"0", "1", "2"}
+    assert set(Path("ran").read_text().split()) == {"01", "11", "21"}
 
 
 def test_every_worker_has_a_device(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,6 +412,7 @@ BAD = {
     "no source of a loss; give one of pattern, jsonl, tensorboard, wandb": (RUN, "loss = {key = 'b'}\n", ONE),
     "jsonl needs the name of the loss": (RUN, "loss.jsonl = 'b'\n", ONE),
     "the pattern has no {loss}": (RUN, "loss.pattern = 'loss ([0-9]+)'\n", ONE),
+    "the pattern has {loss} twice": (RUN, "loss.pattern = 'a {loss}|b {loss}'\n", ONE),
     "is not a regular expression": (RUN, "loss.pattern = '({loss}'\n", ONE),
     "key has no effect with pattern": (RUN, "loss = {pattern = '{loss}', key = 'b'}\n", ONE),
     "the command does not read tiny.toml; write {config}": (RUN, PATTERN + "config = 'tiny.toml'\n", ONE),
@@ -407,6 +421,20 @@ BAD = {
     "timeout: no such key; did you mean timeout_seconds?": (RUN, PATTERN + "timeout = 3\n", ONE),
     "start = 2 is not between low = 0.01 and high = 1": (RUN, PATTERN, ONE.replace("0.1,", "2,")),
     "low must be above 0": (RUN, PATTERN, ONE.replace("0.01", "0")),
+    "start = 1 is a whole number, so all values are; write start = 1.0": (
+        RUN, PATTERN, ONE.replace("0.1,", "1,"),
+    ),
+    "two choices are equal, or look alike in a command": (RUN, PATTERN, "[space]\nlr = {choices = [1, '1']}\n"),
+    "[space] lr: a command line cannot have the character": (
+        RUN, PATTERN, '[space]\nlr = {choices = [1, "a\\u0000"]}\n',
+    ),
+    "[environment] 'A=B' cannot be the name": (RUN, PATTERN + "environment.'A=B' = 'x'\n", ONE),
+    "[environment] '' cannot be the name": (RUN, PATTERN + "environment.'' = 'x'\n", ONE),
+    "[environment] A: a command line cannot have the character": (RUN, PATTERN + 'environment.A = "\\u0000"\n', ONE),
+    "the losses are read from loss.txt, which all trials share": (
+        RUN, "loss = {pattern = '{loss}', file = 'loss.txt'}\n", ONE,
+    ),
+    "the losses are read from {{out}}/log, which": (RUN, "loss = {jsonl = '{{out}}/log', key = 'a'}\n", ONE),
     "give start, low and high": (RUN, PATTERN, "[space]\nlr = {start = 2}\n"),
     "out cannot be the name of a value": ("run {out} {seed}", PATTERN, ONE.replace("lr", "out")),
     "[name] '../x' cannot be the name of a study; begin with a letter or a digit": (
@@ -472,7 +500,7 @@ def test_without_a_seed_equal_values_give_equal_losses(write: Write) -> None:
         (SearchedValue(start=32, low=8, high=256), {0.0: 32, 1.0: 64, 0.3: 39, -2.0: 8, 3.0: 256}),
         (SearchedValue(start=0.1, low=0.0, high=0.5, unit="tenth"), {0.0: 0.1, -1.0: 0.0, 4.0: 0.5, 0.5: 0.15}),
         (SearchedValue(start=0.9, low=0.5, high=0.99, unit="beta"), {0.0: 0.9, 1.0: 0.81, -1.0: 0.948683}),
-        (SearchedValue(choices=["adamw", 2, 0.5]), {0.0: "adamw", 1.0: 2, 2.0: 0.5}),
+        (SearchedValue(choices=["adamw", 2, 0.5, True]), {0.0: "adamw", 1.0: 2, 2.0: 0.5, 3.0: True}),
     ],
 )
 def test_values_move_by_their_unit(value: SearchedValue, moves: dict[float, float | str]) -> None:
@@ -510,15 +538,40 @@ def test_losses_are_read_while_they_are_written(tmp_path: Path) -> None:
     file.write_text("step 1000/9 loss=-.35")
     timed = source.model_copy(update={"tokens_per_step": 512})
     assert read_losses(timed, file, complete=True)[0] == (512000, -0.35)
+    file.write_text("step 2/9 loss=nan\nstep 2/9 loss=2\n")
+    assert math.isnan(read_losses(source, file, complete=True)[0][1])  # whether it was read before the second or not
     lines = tmp_path / "log.jsonl"
-    lines.write_text('{"val": 3}\n{"other": 1}\n{"val": null, "at": {"x": 1}}\n{"val": 2.5}\n{"val": 1')
+    lines.write_text('{"val": 3}\n{"other": 1}\n{"val": null, "at": {"x": 1}}\n{"val": 2.5}\n{"val": NaN}\n{"val": 1')
     source = Command.model_validate({"command": "x", "loss": {"jsonl": "x", "key": "val"}}).loss
     found = read_losses(source, lines, complete=True)
-    assert [found[0], found[2]] == [(1, 3.0), (3, 2.5)]
-    assert math.isnan(found[1][1])
+    assert found[:2] == ((1, 3.0), (2, 2.5))
+    assert math.isnan(found[2][1])
     lines.write_text('{"val": "three"}\n')
     with pytest.raises(InputError, match="val is 'three', not a number; name another key with loss.key"):
         read_losses(source, lines, complete=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "losses"),
+    [
+        ("loss 3.25, next", [3.25]),
+        ("loss 3.25. loss 3. loss .5 loss 1.5E-1;", [3.25, 3.0, 0.5, 0.15]),
+        ("loss 2,3.25,1", []),
+        ("loss 3.25,7 loss 7nats loss ckpt", [3.25, 7.0]),
+        ("loss 1,234.5 loss 3,25 loss 1_000.5 loss 1.2.3 loss 12,345", []),
+        ("loss information loss nano loss nan_count 0 loss infinite", []),
+        ("loss nan, loss -inf loss Infinity. loss NaN_100", ["nan", "-inf", "inf", "nan"]),
+        ("other 3 or loss", []),
+    ],
+)
+def test_a_number_is_read_whole_or_not_at_all(tmp_path: Path, text: str, losses: list[float | str]) -> None:
+    source = Command.model_validate({"command": "x", "loss": {"pattern": "other|loss {loss}"}}).loss
+    (tmp_path / "log").write_text(text)
+    found = [loss for _, loss in read_losses(source, tmp_path / "log", complete=True)]
+    assert list(map(repr, found)) == [repr(float(loss)) for loss in losses]
+    greedy = source.model_copy(update={"pattern": "loss.*{loss}"})
+    (tmp_path / "log").write_text("loss = 3.25e-05\nloss = -12.5")
+    assert read_losses(greedy, tmp_path / "log", complete=True)[0] == (1, 3.25e-05)
 
 
 def test_tensorboard_and_wandb_are_read(tmp_path: Path) -> None:
@@ -533,6 +586,8 @@ def test_tensorboard_and_wandb_are_read(tmp_path: Path) -> None:
     source = Command.model_validate({"command": "x", "loss": {"tensorboard": "x", "key": "val/loss"}}).loss
     assert read_losses(source, tmp_path, complete=False) == losses
     assert read_losses(source, tmp_path / "none", complete=False) == ()
+    wrong = source.model_copy(update={"key": "loss"})
+    assert why_none(wrong, tmp_path) == "reported no loss: loss.key = 'loss' is none of lr, val/loss"
     # Written by wandb 0.31 in offline mode, with a text of 40,000 characters that spans two blocks.
     source = Command.model_validate({"command": "x", "loss": {"wandb": "x", "key": "val/loss"}}).loss
     folder = Path(__file__).with_name("wandb")
@@ -667,11 +722,12 @@ def test_a_config_may_have_any_name(write: Write, config: str) -> None:
 @pytest.mark.parametrize(
     "start",
     [
-        "setsid sleep 6.0625 & sleep 0.5;",  # in a session of its own, and left alone by its parent
-        "(setsid sh -c 'sleep 6.0625; :' &) ; sleep 0.5;",
-        "setsid env -i sleep 6.0625 & sleep 60;",  # without the environment
-        "env -i sleep 6.0625 & sleep 0.5;",
+        f"setsid {SLEEP} & sleep 0.5;",  # in a session of its own, and left alone by its parent
+        f"(setsid sh -c '{SLEEP}; :' &) ; sleep 0.5;",
+        f"setsid env -i {SLEEP} & sleep 60;",  # without the environment
+        f"env -i {SLEEP} & sleep 0.5;",
     ],
+    ids=["own session", "no parent", "no environment, own session", "no environment"],
 )
 def test_what_a_command_leaves_running_is_ended(write: Write, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(f"{start} echo iter 1: val loss $PYTHONUNBUFFERED; : {{lr}} {{seed}}", PATTERN, ONE)
@@ -680,3 +736,8 @@ def test_what_a_command_leaves_running_is_ended(write: Write, start: str, monkey
     with trainer(file, stop=lambda: time.monotonic() > began + 1) as run, suppress(TrialReleased):
         assert run(Proposal({"lr": 0.0}, 0)).loss == 1
     assert_no_process_left()
+
+
+def test_rounding_stays_within_the_bounds() -> None:
+    beta = SearchedValue(start=0.9, low=0.5, high=0.99999999, unit="beta")
+    assert beta.moved(beta.dimension("beta").low) == 0.99999999

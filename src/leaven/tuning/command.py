@@ -52,10 +52,28 @@ NAME = r"[A-Za-z_][\w-]*"
 _PLACEHOLDER = re.compile(r"\{(\{[A-Za-z_][\w.\-\[\]]*\})\}|(?<!\$)\{([A-Za-z_][\w.\-\[\]]*)\}")
 _QUOTING = re.compile(rf"{_PLACEHOLDER.pattern}|\\[^{{]|['\"\n]|(?<![^\s;&|()])#")
 _NESTED = re.compile(r"`|<<|\$[('\"]|\$\{\w*[^\w}]")  # parts of a command in which quotes mean something else
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?i:nan|inf(?:inity)?)"
+# A number is whole: it does not begin or end within another number or a word, and 1,234.5 is none.
+_BEFORE, _AFTER = r"(?<!\d)(?<!\d[.eE])(?<!\d[eE][-+])", r"(?!\.?\d|[eE][-+]?\d)"
+_DIGITS = rf"{_BEFORE}[-+]?(?:\d+(?![,_]\d)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?{_AFTER}"
+_NUMBER = rf"{_DIGITS}|[-+]?(?i:nan|inf(?:inity)?)(?!_?[^\W\d_]|\d)"
 _STEP = r"\d[\d,_]*"
 SOURCES = ("pattern", "jsonl", "tensorboard", "wandb")
 DIGITS = 6  # significant digits of a value
+
+
+def _text(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("a command line cannot have the character \\u0000; remove it")
+    return text
+
+
+def _variables(environment: dict[str, str]) -> dict[str, str]:
+    if wrong := [name for name in environment if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]:
+        raise ValueError(f"{wrong[0]!r} cannot be the name of a variable; use letters, digits and _")
+    return environment
+
+
+Text = Annotated[str, AfterValidator(_text)]  # what a process or the name of a file may have
 
 
 def _expression(pattern: str) -> str:
@@ -70,10 +88,10 @@ class LossSource(Part):
     """Where a command reports its losses. The last one is the loss of the trial."""
 
     pattern: str | None = None  # a regular expression, in which {loss} stands for a number and {step} for a count
-    file: str | None = None  # the text file that the pattern reads; by default the output of the command
-    jsonl: str | None = None  # a file with a JSON object per line
-    tensorboard: str | None = None  # a folder with TensorBoard event files
-    wandb: str | None = None  # a folder with an offline run of Weights & Biases
+    file: Text | None = None  # the text file that the pattern reads; by default the output of the command
+    jsonl: Text | None = None  # a file with a JSON object per line
+    tensorboard: Text | None = None  # a folder with TensorBoard event files
+    wandb: Text | None = None  # a folder with an offline run of Weights & Biases
     key: str | None = None  # the name of the loss in a JSON line, in TensorBoard or in W&B
     step: str | None = None  # the name of the step in a JSON line
     tokens_per_step: Annotated[int, Field(gt=0)] | None = None  # if it is known, curves are over tokens
@@ -88,6 +106,10 @@ class LossSource(Part):
             if "{loss}" not in self.pattern:
                 raise ValueError(
                     "the pattern has no {loss}; write {loss} where the number is, as in 'val loss {loss}'"
+                )
+            if "{loss}" in self.pattern.replace("{loss}", "", 1):
+                raise ValueError(
+                    "the pattern has {loss} twice; write it once, as in '(?:val|validation) loss {loss}'"
                 )
             _expression(self.expression)
         elif self.key is None:
@@ -120,10 +142,10 @@ class LossSource(Part):
 class Command(Part):
     """A shell command that trains once and reports its loss."""
 
-    command: Annotated[str, Field(min_length=1)]  # run by the shell in the current folder
+    command: Annotated[Text, Field(min_length=1)]  # run by the shell in the current folder
     loss: LossSource
-    environment: dict[str, str] = {}  # further environment variables
-    config: str | None = None  # the path of a text file that leaven fills in for every trial
+    environment: Annotated[dict[str, Text], AfterValidator(_variables)] = {}  # further environment variables
+    config: Text | None = None  # the path of a text file that leaven fills in for every trial
     timeout_seconds: Annotated[float, Field(gt=0)] | None = None  # a run that takes longer has failed
     diverged: Annotated[str, AfterValidator(_expression)] | None = None  # a run with such an output has diverged
     prune: bool = True  # whether a run ends early if its losses are too far behind those of the best run
@@ -162,6 +184,11 @@ class Command(Part):
             )
             raise InputError(
                 f"{{{name}}} in the command is not a value; {hint} for the plain text, write {{{{{name}}}}}"
+            )
+        if self.loss.where is not None and OUT not in _names(self.loss.where):
+            raise InputError(
+                f"the losses are read from {self.loss.where}, which all trials share, so a trial could get the "
+                "losses of another; write them to {out}, a folder of the trial, and begin this path with {out}/"
             )
         if self.config is None and CONFIG in self.used:
             raise InputError('the command has {config}, but there is no file; add config = "FILE"')
@@ -208,20 +235,26 @@ class SearchedValue(Part):
     low: int | float | None = None
     high: int | float | None = None
     unit: Literal["octave", "tenth", "beta"] = "octave"  # see :func:`leaven.tuning.point.moved`
-    choices: Annotated[list[int | float | str], Field(min_length=2)] | None = None  # the search begins at the first
+    choices: Annotated[list[bool | int | float | str], Field(min_length=2)] | None = None  # the first is the start
 
     @model_validator(mode="after")
     def _valid(self) -> Self:
         if self.choices is not None:
             if (self.start, self.low, self.high) != (None, None, None):
                 raise ValueError("give choices, or start, low and high, not both")
-            if len(set(self.choices)) < len(self.choices):
-                raise ValueError("a choice appears twice; remove it")
+            texts = {_text(text_of(choice)) for choice in self.choices}
+            if min(len(set(self.choices)), len(texts)) < len(self.choices):
+                raise ValueError("two choices are equal, or look alike in a command; remove one")
             return self
         if self.start is None or self.low is None or self.high is None:
             raise ValueError("give start, low and high; or choices, as in {choices = [1, 2]}")
         if not self.low <= self.start <= self.high or self.low == self.high:
             raise ValueError(f"start = {self.start:g} is not between low = {self.low:g} and high = {self.high:g}")
+        if isinstance(self.start, int) and not (isinstance(self.low, int) and isinstance(self.high, int)):
+            raise ValueError(
+                f"start = {self.start} is a whole number, so all values are; write start = {self.start}.0, or low "
+                "and high as whole numbers"
+            )
         if self.unit == "octave" and self.low <= 0:
             raise ValueError('a search multiplies this value, so low must be above 0; or set unit = "tenth"')
         if self.unit == "beta" and not 0 < self.low <= self.high < 1:
@@ -235,8 +268,9 @@ class SearchedValue(Part):
         start, low, high = self._range
         if not octaves:
             return start
-        value = min(max(moved(self.unit, start, octaves), low), high)
-        return round(value) if isinstance(start, int) else float(f"{value:.{DIGITS}g}")
+        value = moved(self.unit, start, octaves)
+        rounded = round(value) if isinstance(start, int) else float(f"{value:.{DIGITS}g}")
+        return min(max(rounded, low), high)
 
     def distance(self, value: Value) -> float:
         """Return the distance of a value from the start. For a choice, it is the index."""

@@ -105,7 +105,7 @@ class StudyTrial:
     number: int
     state: State  # complete | diverged | pruned | failed (its process died) | running | waiting (for a retry)
     loss: Loss  # validation loss, nats per token; of a pruned trial, the predicted loss
-    values: dict[str, int | float | str] = field(default_factory=dict)  # by path, in the units of the recipe
+    values: dict[str, bool | int | float | str] = field(default_factory=dict)  # by path, in the units of the recipe
     seconds: float | None = None
     tokens_per_second: float | None = None
     octaves: dict[str, float] | None = None  # distances from the start point, by path

@@ -5,7 +5,7 @@ Every attempt at a trial has a folder ``trials/NUMBER`` in the study's folder, w
 of a command means:
 
 - It ends with exit code 0 and has reported a loss: the trial is complete.
-- Its last loss is NaN or infinite, or its output has the text ``diverged``: the trial has diverged. The command is
+- A loss is NaN or infinite, or its output has the text ``diverged``: the trial has diverged. The command is
   ended as soon as this is read.
 - Its losses are too far behind those of the best trial: the trial is pruned, and the command is ended.
 - It ends with another exit code, reports no loss, or takes longer than ``timeout_seconds``: the trial is run once
@@ -35,7 +35,7 @@ from leaven.training.early_stopping import expected, should_prune
 from leaven.training.outcome import Outcome
 from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, fill
 from leaven.tuning.point import Value, recipe_at
-from leaven.tuning.service.losses import read_losses
+from leaven.tuning.service.losses import read_losses, why_none
 from leaven.tuning.service.processes import Commands
 from leaven.tuning.service.search_loop import Objective, Proposal, TrialReleased, WorkerDied
 from leaven.tuning.service.study import BaseStudy
@@ -145,7 +145,8 @@ class CommandTrainer:
                 worker=f"{self._worker}-{proposal.worker + 1}",
             )
             text = output.read_text(errors="replace") if command.diverged else ""
-            if (curve and ran.diverged) or (command.diverged and re.search(command.diverged, text)):
+            finite = all(math.isfinite(loss) for _, loss in curve)
+            if not finite or (command.diverged and re.search(command.diverged, text)):
                 return replace(ran, loss=math.inf)
             if code is None:
                 if baseline is not None and curve and should_prune(curve, baseline):
@@ -154,7 +155,7 @@ class CommandTrainer:
                 continue
             if code:
                 return f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
-            return ran if curve else "reported no loss"
+            return ran if curve else why_none(command.loss, where)
 
     def _failure(self, proposal: Proposal, output: Path, how: str) -> Exception:
         """Return the exception for a command that failed, and tell the user about it."""
