@@ -126,5 +126,5 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
                 future.set_result(function(*arguments, **named))
             return future
 
-    for user in ("leaven.tuning.service.study", "leaven.verification.runs"):
+    for user in ("leaven.tuning.service.recipe_study", "leaven.verification.runs"):
         monkeypatch.setattr(f"{user}.WorkerPool", Pool)

@@ -37,7 +37,7 @@ from leaven.storage import write_text
 from leaven.training.trial import WorkerPool, train_trial
 from leaven.tuning.algorithm.noise import t95
 from leaven.tuning.point import BATCH
-from leaven.tuning.service.study import Study
+from leaven.tuning.service.recipe_study import Study
 from leaven.tuning.space import space
 
 PROXY = Path(__file__).with_name("proxy.toml")

@@ -44,8 +44,8 @@ from leaven.scaling.transfer import transfer
 from leaven.storage import write_text
 from leaven.training.outcome import Outcome
 from leaven.tuning.point import BATCH, recipe_at
+from leaven.tuning.service.recipe_study import Study
 from leaven.tuning.service.search_loop import Proposal
-from leaven.tuning.service.study import Study
 from leaven.tuning.space import space
 
 SEEDS = tuple(range(1001, 1006))  # the searches' own are below

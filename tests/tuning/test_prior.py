@@ -30,7 +30,7 @@ from leaven.tuning.algorithm.surrogate import (
 )
 from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, recipe_at
-from leaven.tuning.service.study import Study, check_request
+from leaven.tuning.service.recipe_study import Study, check_request
 from leaven.tuning.space import space
 from leaven.tuning.study_document import StudyDocument, StudyTrial
 

@@ -32,9 +32,10 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
 from leaven.training.run_folder import tokens_of
 from leaven.tuning.algorithm.noise import GIVEN
-from leaven.tuning.service import study as study_module
+from leaven.tuning.service import recipe_study
+from leaven.tuning.service.recipe_study import Study
 from leaven.tuning.service.stores import Journal, StoreGone, open_store
-from leaven.tuning.service.study import Study, write_results
+from leaven.tuning.service.study import write_results
 from leaven.tuning.space import space
 from leaven.tuning.study_document import Best, Coordinate, StudyDocument, StudyTrial
 from leaven.views.folders import read_study
@@ -259,7 +260,7 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
             future.set_exception(BrokenProcessPool())
             return future
 
-    monkeypatch.setattr(study_module, "WorkerPool", Pool)
+    monkeypatch.setattr(recipe_study, "WorkerPool", Pool)
     options = ["--study", str(tmp_path / "study"), "--trials", "2", "--workers", "1", "--space", LR]
     done = CliRunner().invoke(app, ["tune", str(tiny_file), *options])
     assert (done.exit_code, "diverged" in done.output) == (1, False)

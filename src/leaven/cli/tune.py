@@ -26,7 +26,7 @@ from leaven.views.terminal.study import TuneScreen, answer_screen
 
 if TYPE_CHECKING:
     from leaven.tuning.command import Command, CommandSpace
-    from leaven.tuning.service.study import Study
+    from leaven.tuning.service.recipe_study import Study
     from leaven.tuning.space import Space
 
 AUTO = 0  # the number of workers for --workers auto
@@ -159,7 +159,7 @@ def tune(
     device: DeviceOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    from leaven.tuning.service.command import CommandStudy
+    from leaven.tuning.service.command_study import CommandStudy
     from leaven.tuning.service.stores import StoreGone
     from leaven.tuning.service.study import BaseStudy
     from leaven.tuning.space import SearchSpace
@@ -262,7 +262,7 @@ def _study_of_recipe(
     given: dict[str, Any],
 ) -> "Study":
     """Return the study in which leaven's own trainer trains a recipe. Its text is prepared if necessary."""
-    from leaven.tuning.service.study import Study, check_request
+    from leaven.tuning.service.recipe_study import Study, check_request
 
     recipe = searched.recipe
     check_request(recipe, searched, method, **budget, **given)

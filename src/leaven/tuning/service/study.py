@@ -1,18 +1,19 @@
-"""A study: a search over short training runs of a recipe. It trains in worker processes and writes the best recipe.
+"""A study: a search over short training runs of a recipe or a command. It keeps all trials and writes the best
+values.
 
 What ``leaven tune recipe.toml --study FOLDER`` does, in order. The files in bold are the path of a search; open
 another file only for the question beside it. A run is one training of a point with one seed. A trial is an attempt at
 a run: if its process dies, another trial retries the run.
 
 1. **cli/tune.py** reads the recipe and makes the search space: which values are searched, and how far (``space.py``).
-   :class:`Study` checks the arguments. When its context is entered, it opens the store of all trials, which is an
+   :class:`BaseStudy` checks the arguments. When its context is entered, it opens the store of all trials, which is an
    Optuna journal in the folder, or a database (``stores.py``). It joins the study in the store, or creates it
    (**stored_study.py**).
-2. :meth:`Study.run` runs the loop of the search (**search_loop.py**) until the budget is used. The loop asks the
-   plan (**search_plan.py**) for the next run: the start, a proposal of the search (**algorithm/trust_region.py**)
-   or the best points again. :class:`TrialTrainer` trains the run in a worker process (``training/trial.py``); in a
-   study over a command, ``CommandTrainer`` runs the command (``command.py``). A trial
-   ends early if it diverges, or if it is pruned because it is so far behind the best trial that it cannot win
+2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used. The loop asks the
+   plan (**search_plan.py**) for the next run: the start, a proposal of the search (**algorithm/trust_region.py**) or
+   the best points again. :class:`TrialTrainer` (**recipe_study.py**) trains the run in a worker process
+   (``training/trial.py``); in a study over a command, ``CommandTrainer`` runs the command (``command_study.py``). A
+   trial ends early if it diverges, or if it is pruned because it is so far behind the best trial that it cannot win
    (``training/early_stopping.py``). Pruning begins once the noise is known from 3 seeds, or is given. A search with
    many trials also ends when several rounds gained less than the noise (``Region.stalled``).
 3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). It is measured by running
@@ -27,8 +28,8 @@ a run: if its process dies, another trial retries the run.
    two runs with fresh seeds, above the noise with a predicted gain above 1.5 times the noise. The reported loss is
    the mean of the runs that confirm it, or else of those that chose it. The 95% interval is mean +- t x noise /
    sqrt(runs); without fresh seeds there is none.
-6. :meth:`Study.state` makes the study's document (``study_document.py``) from the trials.
-7. :meth:`Study.save` writes the document, study.json, when trials end. Once the search has ended, it also writes
+6. :meth:`BaseStudy.state` makes the study's document (``study_document.py``) from the trials.
+7. :meth:`BaseStudy.save` writes the document, study.json, when trials end. Once the search has ended, it also writes
    best.toml and fewest.toml, with a reason for every searched value. The folder also contains the recipe at the start
    (centre.toml) and the checkpoints of running trials.
 8. ``leaven tune`` prints a line for each trial, and at the end the result of the search: the best values, their loss
@@ -37,16 +38,12 @@ a run: if its process dies, another trial retries the run.
 """
 
 import json
-import math
 import os
 import shutil
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -54,22 +51,15 @@ from typing import Any, Protocol, Self
 
 import optuna
 
-from leaven.data.tokens import TokenSet
 from leaven.errors import InputError
-from leaven.planning.flops import flops_per_token
-from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_number
 from leaven.storage import make_folder, write_text
-from leaven.training.engine import check_trainable
-from leaven.training.outcome import Outcome
 from leaven.training.run_folder import describe_changes
-from leaven.training.trial import WorkerPool, branches_of, cooldown_start, train_trial
 from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.trust_region import radius_of, results
 from leaven.tuning.earlier_study import earlier_trials
-from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, recipe_at
 from leaven.tuning.service.samplers import ped_anova
-from leaven.tuning.service.search_loop import Objective, Proposal, SearchLoop, TrialReleased, WorkerDied
+from leaven.tuning.service.search_loop import Objective, Proposal, SearchLoop
 from leaven.tuning.service.search_plan import Budget, SearchPlan, by_surrogate, check_search, known_runs
 from leaven.tuning.service.stored_study import join_study
 from leaven.tuning.service.stores import StoreGone, exists, open_store
@@ -79,7 +69,6 @@ from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 CHECKPOINTS = "checkpoints"
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # files that a study may leave if it is killed before its first write
 ANSWERED = "leaven:answered"  # an attribute of a study: a command has run the search to its end
-POLL = 0.25  # seconds between looks at whether to stop
 NOTE_AFTER = 5.0  # seconds without the store after which the screen says so, and a stopping command gives up
 SAVING = 0.1  # the largest share of the time for writing study.json, which takes seconds with thousands of trials
 
@@ -100,131 +89,11 @@ class NoScreen:
     def note(self, text: str, /) -> None: ...
 
 
-def check_request(
-    recipe: Recipe,
-    space: Space,
-    method: str,
-    *,
-    durations: Sequence[int],
-    trials: int | None,
-    flops: float | None,
-    hours: float | None,
-    noise: float | None,
-    from_study: Path | None,
-) -> None:
-    """Check what needs no tokens: the method, the budget of a study, and the earlier study that it uses.
-
-    The arguments are those of :class:`Study` and :meth:`Study.run`.
-
-    Raises:
-        InputError: if the method is unknown, if there is no budget, if one trial or the smallest grid does not fit
-            into the budget, or if the earlier study cannot be used.
-    """
-    space = _narrowed(space, method, durations)
-    one = flops_per_token(recipe.model) * max(durations, default=recipe.data.tokens)
-    known_runs(space.axes, method, Budget(trials, flops, hours, one), noise)
-    if flops is not None and flops < one:
-        raise InputError(
-            f"--flops {flops:g} is too small, because one trial takes {one:.3g} FLOPs; give at least this number"
-        )
-    if from_study is not None:
-        space = replace(space, earlier=earlier_trials(from_study, space)[0])
-    check_search(method, space.axes, recipe.name)
-
-
-def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
-    """Return the space without the values that a study with these ``durations`` or this method cannot search."""
-    if durations:
-        space = space.without(BATCH, "each of the --durations must be a whole number of batches")
-        space = space.without(TOKENS, "--durations sets the run lengths").without(DECAY, "--durations needs wsd")
-        space = space.below(WARM_UP, min(durations))
-    return space.within_near() if method == "grid" else space
-
-
-class TrialTrainer:
-    """The objective of a study: trains the recipe with the values of a proposal in a worker process.
-
-    As a context manager it starts a process with one thread for each worker, and ends them at the end.
-
-    Args:
-        folder: the folder of checkpoints.
-        devices: the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None if a worker may use all.
-        stop: a function that returns true when the trials are to be released.
-        checkpoint_seconds: seconds between checkpoints of a trial.
-    """
-
-    def __init__(  # noqa: PLR0917 - one of each
-        self,
-        space: Space,
-        tokens: TokenSet,
-        durations: Sequence[int],
-        folder: Path,
-        devices: Sequence[str | None],
-        stop: Callable[[], bool],
-        checkpoint_seconds: float,
-    ) -> None:
-        self._recipe, self._tokens, self._durations, self._folder = space.recipe, tokens, durations, folder
-        # Loss curves with other cooldowns cannot be compared.
-        self._prunes = COOLDOWN not in space.paths
-        self._devices, self._stop, self._checkpoint_seconds = devices, stop, checkpoint_seconds
-        self._leaving, self._held = threading.Event(), ExitStack()
-
-    def __enter__(self) -> "TrialTrainer":
-        # A pool breaks as a whole when a process dies, so each worker has its own pool.
-        self._pools = [self._held.enter_context(WorkerPool(1, device)) for device in self._devices]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._leaving.set()
-        self._held.close()
-
-    def __call__(self, proposal: Proposal) -> Outcome:
-        """Train a proposal and return the outcome.
-
-        Raises:
-            TrialReleased: if the search is stopped during the training.
-            WorkerDied: if the process died.
-        """
-        try:
-            recipe = recipe_at(self._recipe, proposal, self._recipe.data.seed + proposal.seed)
-            branches_of(recipe, self._durations, self._tokens)
-        except ValueError:  # an invalid recipe: lr x weight_decay above 1, or a warm-up beyond the shortest duration
-            return Outcome(math.inf)
-        future = self._pools[proposal.worker].submit(
-            train_trial,
-            recipe,
-            baseline=proposal.baseline if self._prunes else None,
-            checkpoint=self._checkpoint(proposal),
-            durations=self._durations,
-            checkpoint_seconds=self._checkpoint_seconds,
-        )
-        while not wait([future], timeout=POLL).done:
-            if self._stop() or self._leaving.is_set():
-                raise TrialReleased
-        try:
-            return future.result()
-        except BrokenProcessPool:
-            raise WorkerDied from None
-
-    def _checkpoint(self, proposal: Proposal) -> Path:
-        """Return the checkpoint folder for this attempt at a run. The checkpoint of an earlier attempt, if any, is
-        moved to this folder.
-
-        Each attempt has a separate folder, because the worker of the earlier attempt may go on writing for half a
-        second after its command was killed.
-        """
-        folder = self._folder / f"{proposal.origin:06d}-{proposal.number:06d}"
-        for last in sorted(self._folder.glob(f"{proposal.origin:06d}-*"))[-1:]:
-            with suppress(OSError):  # another attempt has moved it, or it is gone: train from the start
-                last.rename(folder)
-        return folder
-
-
 class BaseStudy(ABC):
     """A context manager for a study in a folder, or in a database with a folder for the results.
 
-    A subclass says what computes the loss of a trial: :class:`Study` trains a recipe, and
-    :class:`leaven.tuning.service.command.CommandStudy` runs a command.
+    A subclass says what computes the loss of a trial: :class:`leaven.tuning.service.recipe_study.Study` trains a
+    recipe, and :class:`leaven.tuning.service.command_study.CommandStudy` runs a command.
 
     Args:
         out: the folder.
@@ -475,61 +344,6 @@ class BaseStudy(ABC):
         state = self.state()
         write_results(self.out, self.space, state)
         return state
-
-
-class Study(BaseStudy):
-    """A study over training runs of a recipe. See :class:`BaseStudy` for the other arguments.
-
-    Args:
-        durations: run lengths in tokens. Each trial trains and compares all of them, and its loss is that of the
-            longest.
-
-    Raises:
-        InputError: if the recipe cannot be trained on the tokens; see also :class:`BaseStudy`.
-    """
-
-    space: Space
-
-    def __init__(  # noqa: PLR0917 - the first ones are natural by position
-        self,
-        out: Path,
-        recipe: Recipe,
-        space: Space,
-        method: str,
-        tokens: TokenSet,
-        store: str | None = None,
-        *,
-        durations: Sequence[int] = (),
-        noise: float | None = None,
-        from_study: Path | None = None,
-    ) -> None:
-        check_trainable(recipe, tokens)
-        *branches, longest = branches_of(recipe, durations, tokens) or [recipe]
-        cooldowns = sum(branch.data.tokens - cooldown_start(branch) for branch in branches)
-        space = _narrowed(space, method, durations)
-        if TOKENS in space.paths and max(tokens.epochs(recipe.data.tokens).values()) <= 1:
-            raise InputError(
-                f"--space {TOKENS}: no text is repeated, so more tokens are always better and cost more; leave this "
-                "value out, or compare run lengths with --durations"
-            )
-        self._tokens, self._durations = tokens, tuple(durations)
-        super().__init__(
-            out,
-            space,
-            method,
-            store,
-            noise=noise,
-            from_study=from_study,
-            shared={"text": tokens.fingerprint, "durations": list(durations)},
-            run_flops=flops_per_token(recipe.model) * (longest.data.tokens + cooldowns),
-            about={"durations": tuple(durations)},
-        )
-
-    def _trainer(self, devices: Sequence[str | None], checkpoint_seconds: float) -> AbstractContextManager[Objective]:
-        folder = self.out / CHECKPOINTS
-        return TrialTrainer(
-            self.space, self._tokens, self._durations, folder, devices, self._stop, checkpoint_seconds
-        )
 
 
 def write_results(out: Path, space: SearchSpace, state: StudyDocument) -> None:
