@@ -1,13 +1,9 @@
-"""Compare a study over another trainer with a study over leaven's: `python -m benchmarks.another_trainer FOLDER`.
+"""Compare studies over another trainer and over leaven's: `python -m benchmarks.another_trainer FOLDER`.
 
-The trainer is examples/another_trainer/train.py, which knows nothing of leaven. RECIPE describes the same model, on the
-same files of token ids, for leaven's trainer. The benchmark
-
-1. trains both from the same weights on the same batches, and compares the losses,
-2. runs `leaven tune` over both, in the same space, with several seeds of the search, initial weights and data order,
-3. trains the start and all answers with both trainers and fresh seeds. Differences are paired by seed.
-
-Everything is kept in FOLDER: run the command again to resume.
+The other trainer is examples/another_trainer/train.py, which knows nothing of leaven. RECIPE describes the same model
+on the same files of token ids. `leaven tune` searches the values of both in the same space, with several seeds of
+search, initial weights and data. The start and the answers are then trained by both with fresh seeds, and once by both from the
+same weights on the same batches. Run the command again to resume the studies in FOLDER.
 """
 
 import argparse
@@ -38,11 +34,12 @@ from leaven.training.engine import Training
 from leaven.training.trial import initialise_worker, train_trial
 from leaven.tuning.command import CommandSpace, command_space
 from leaven.tuning.point import Value
-from leaven.tuning.study_document import StudyDocument
+from leaven.tuning.study_document import PRUNED, StudyDocument
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "another_trainer"
 Values = Mapping[str, Value]  # by their names in the example
-TRAINERS = "example", "leaven"
+SEARCHED = {"example": "study.toml", "leaven": "recipe.toml"}  # what `leaven tune` gets, by trainer
+SEARCH_SEEDS = 1_000  # from the seed of one search to that of the next
 FRESH = 9_000  # the first seed of the comparison; no search uses such seeds
 RECIPE = """
 name = "gpt"
@@ -154,29 +151,19 @@ def apart(line: str, values: Values, steps: int | None = None) -> tuple[float, f
 
 
 def study(file: str, seed: int, trials: int) -> StudyDocument:
-    """Run or resume a study by the command line in the current folder."""
-    folder, key = Path("studies", f"{Path(file).stem}-{seed}"), "seed" if file == "study.toml" else "data.seed"
+    """Run or resume a study by the command line in the current folder. Return its document."""
+    folder, key = Path("studies", f"{Path(file).stem}-{seed}"), "seed" if file == SEARCHED["example"] else "data.seed"
     options = ["--study", str(folder), "--trials", str(trials), "--workers", "1", "--set", f"{key}={seed}"]
-    ran = subprocess.run(
-        [sys.executable, "-m", "leaven", "tune", file, *options],
-        env=environment(),
-        check=True,
-        stdout=subprocess.PIPE,
-    )
-    Path(f"{folder.name}.txt").write_bytes(ran.stdout)
+    command = [sys.executable, "-m", "leaven", "tune", file, *options]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return StudyDocument.model_validate_json((folder / "study.json").read_text(encoding="utf-8"))
-
-
-def environment() -> dict[str, str]:
-    """Return environment variables with which `python` is this Python."""
-    return os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def loss_of(trainer: str, line: str, values: Values, seed: int) -> float:
     """Train in the current folder, and return the validation loss. ``line`` is the command of the example."""
     if trainer == "leaven":
         return train_trial(recipe_with(values, seed)).loss
-    ran = subprocess.run(line, shell=True, check=True, capture_output=True, text=True, env=environment())
+    ran = subprocess.run(line, shell=True, check=True, capture_output=True, text=True)
     return float(ran.stdout.split()[-1])
 
 
@@ -190,48 +177,41 @@ def main() -> None:
     given = parser.parse_args()
     space = prepared(given.folder)
     os.chdir(given.folder)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # of the command's python
 
-    def line(values: Values, seed: int) -> str:
-        return space.file.filled({**values, "seed": seed})
-
-    # Studies over the example and over leaven, by the seed of the search.
-    wanted = [(file, 1_000 * i) for i in range(given.searches) for file in ("study.toml", "recipe.toml")]
+    wanted = [(trainer, SEARCH_SEEDS * i) for i in range(given.searches) for trainer in SEARCHED]
     with ThreadPoolExecutor(given.jobs) as pool:
-        documents = list(pool.map(lambda each: study(*each, given.trials), wanted))
-    points: dict[str, Values] = {"start": space.values(dict.fromkeys(space.paths, 0.0))}
-    for (file, seed), document in zip(wanted, documents, strict=True):
-        trainer = "example" if file == "study.toml" else "leaven"
-        octaves = {path.rpartition(".")[2]: x for path, x in document.octaves.items()}
-        points[f"{trainer} {seed}"] = space.values(octaves)
+        documents = list(pool.map(lambda each: study(SEARCHED[each[0]], each[1], given.trials), wanted))
+    points = {"start": space.values(dict.fromkeys(space.paths, 0.0))}
+    for (trainer, seed), document in zip(wanted, documents, strict=True):
+        name = f"{trainer}, seed {seed}"
+        points[name] = space.values({path.rpartition(".")[2]: x for path, x in document.octaves.items()})
         effects = ", ".join(
-            f"{each.path.rpartition('.')[2]} {document.effect(each) or 'start'} ({each.importance:.0%})"
+            f"{each.path.rpartition('.')[2]} {each.importance:.0%} {document.effect(each)}"
             for each in document.coordinates
         )
-        pruned = document.count("stopped")
-        print(f"{trainer} {seed}: noise {document.noise_floor:.4f}, {pruned} pruned; {effects}", flush=True)
+        print(f"{name}: noise {document.noise_floor:.4f}, {document.count(PRUNED)} pruned; {effects}", flush=True)
+
     seeds = range(FRESH, FRESH + given.seeds)
-    runs = [(trainer, point, seed) for trainer in TRAINERS for point in points for seed in seeds]
-    with ProcessPoolExecutor(given.jobs, get_context("spawn"), initialise_worker) as pool:
-        found = pool.map(
-            loss_of,
-            *zip(
-                *((each, line(points[point], seed), points[point], seed) for each, point, seed in runs), strict=True
-            ),
-        )
+    runs = [(trainer, point, seed) for trainer in SEARCHED for point in points for seed in seeds]
+    lines = [space.file.filled({**points[point], "seed": seed}) for _, point, seed in runs]
+    with ProcessPoolExecutor(given.jobs, get_context("spawn"), initialise_worker) as processes:
+        trainers, names, of_runs = zip(*runs, strict=True)
+        found = processes.map(loss_of, trainers, lines, [points[name] for name in names], of_runs)
         losses = dict(zip(runs, found, strict=True))
     print(
-        "| values of | lr | weight decay | beta2 | init std | same weights: apart | loss in the example | in leaven |"
+        "| values of |", " | ".join(space.paths), "| loss in the example | in leaven | apart: in a step, at the end |"
     )
     for name, values in points.items():
-        both = [[losses[trainer, name, seed] for seed in seeds] for trainer in TRAINERS]
-        cells = [f"{fmean(each):.4f} ({stdev(each):.4f})" for each in both]
-        differences = "{:.1e}, {:.1e}".format(*apart(line(values, FRESH), values))
-        print("|", " | ".join([name, *(f"{value:.4g}" for value in values.values()), differences, *cells]), "|")
+        of_both = [[losses[trainer, name, seed] for seed in seeds] for trainer in SEARCHED]
+        cells = [f"{fmean(each):.4f} ({stdev(each):.4f})" for each in of_both]
+        differences = apart(space.file.filled({**values, "seed": FRESH}), values)
+        cells.append(", ".join(f"{each:.1e}" for each in differences))
+        print("|", " | ".join([name, *(f"{value:.4g}" for value in values.values()), *cells]), "|", flush=True)
     for first, second in combinations(list(points)[1:], 2):
-        for trainer in TRAINERS:
+        for trainer in SEARCHED:
             one, other = ([losses[trainer, name, seed] for seed in seeds] for name in (first, second))
-            difference, half = paired(one, other)
-            print(f"{first} minus {second}, trained by {trainer}: {difference:+.4f} +-{half:.4f}")
+            print("{} minus {}, trained by {}: {:+.4f} +-{:.4f}".format(first, second, trainer, *paired(one, other)))
 
 
 if __name__ == "__main__":

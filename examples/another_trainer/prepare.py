@@ -1,4 +1,4 @@
-"""Write the modules of Python's standard library as token ids, one for each byte: train.bin and val.bin, as nanoGPT."""
+"""Write the modules of the standard library as token ids, one for each byte, in nanoGPT's train.bin and val.bin."""
 
 import os
 from pathlib import Path
