@@ -2,8 +2,8 @@
 
 The other trainer is examples/another_trainer/train.py, which knows nothing of leaven. RECIPE describes the same model
 on the same files of token ids. `leaven tune` searches the values of both in the same space, with several seeds of
-search, initial weights and data. The start and the answers are then trained by both with fresh seeds, and once by both from the
-same weights on the same batches. Run the command again to resume the studies in FOLDER.
+search, initial weights and data. Both then train the start and the answers with fresh seeds, and once from the same
+weights on the same batches. Run the command again to resume the studies in FOLDER.
 """
 
 import argparse
