@@ -199,19 +199,20 @@ def main() -> None:
         trainers, names, of_runs = zip(*runs, strict=True)
         found = processes.map(loss_of, trainers, lines, [points[name] for name in names], of_runs)
         losses = dict(zip(runs, found, strict=True))
-    print(
-        "| values of |", " | ".join(space.paths), "| loss in the example | in leaven | apart: in a step, at the end |"
-    )
+    print("| values of |", " | ".join(space.paths), "| loss in example | in leaven | apart in a step, at the end |")
     for name, values in points.items():
         of_both = [[losses[trainer, name, seed] for seed in seeds] for trainer in SEARCHED]
         cells = [f"{fmean(each):.4f} ({stdev(each):.4f})" for each in of_both]
         differences = apart(space.file.filled({**values, "seed": FRESH}), values)
         cells.append(", ".join(f"{each:.1e}" for each in differences))
         print("|", " | ".join([name, *(f"{value:.4g}" for value in values.values()), *cells]), "|", flush=True)
-    for first, second in combinations(list(points)[1:], 2):
+    answers = [name for name in points if name != "start"]
+    of_each = [[name for name in answers if name.startswith(trainer)] for trainer in SEARCHED]
+    for pair in [*combinations([[name] for name in answers], 2), of_each]:
         for trainer in SEARCHED:
-            one, other = ([losses[trainer, name, seed] for seed in seeds] for name in (first, second))
-            print("{} minus {}, trained by {}: {:+.4f} +-{:.4f}".format(first, second, trainer, *paired(one, other)))
+            means = [[fmean(losses[trainer, name, seed] for name in names) for seed in seeds] for names in pair]
+            difference, half = paired(*means)
+            print(" minus ".join(map(" and ".join, pair)), f"in {trainer}: {difference:+.4f} +-{half:.4f}")
 
 
 if __name__ == "__main__":
