@@ -3,11 +3,12 @@
 The other trainer is examples/another_trainer/train.py, which knows nothing of leaven. RECIPE describes the same model
 on the same files of token ids. `leaven tune` searches the values of both in the same space, with several seeds of
 search, initial weights and data. Both then train the start and the answers with fresh seeds, and once from the same
-weights on the same batches. Run the command again to resume the studies in FOLDER.
+weights on the same batches. Run the command again to resume.
 """
 
 import argparse
 import importlib.util
+import math
 import os
 import shlex
 import shutil
@@ -30,6 +31,7 @@ from leaven.data.tokens import prepare
 from leaven.demo import paired
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
+from leaven.storage import make_folder, write_text
 from leaven.training.engine import Training
 from leaven.training.trial import initialise_worker, train_trial
 from leaven.tuning.command import CommandSpace, command_space
@@ -160,11 +162,17 @@ def study(file: str, seed: int, trials: int) -> StudyDocument:
 
 
 def loss_of(trainer: str, line: str, values: Values, seed: int) -> float:
-    """Train in the current folder, and return the validation loss. ``line`` is the command of the example."""
-    if trainer == "leaven":
-        return train_trial(recipe_with(values, seed)).loss
-    ran = subprocess.run(line, shell=True, check=True, capture_output=True, text=True)
-    return float(ran.stdout.split()[-1])
+    """Train in the current folder, and return the validation loss. It is kept for the next time. ``line`` is the
+    command of the example."""
+    kept = Path("losses", f"{trainer}, {line}")
+    if not kept.exists():
+        if trainer == "leaven":
+            loss = train_trial(recipe_with(values, seed)).loss
+        else:
+            ran = subprocess.run(line, shell=True, check=True, capture_output=True, text=True)
+            loss = float(ran.stdout.split()[-1])
+        write_text(kept, str(loss))
+    return float(kept.read_text(encoding="utf-8"))
 
 
 def main() -> None:
@@ -176,6 +184,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="trainings at once")
     given = parser.parse_args()
     space = prepared(given.folder)
+    make_folder(given.folder / "losses")
     os.chdir(given.folder)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # of the command's python
 
@@ -190,7 +199,10 @@ def main() -> None:
             f"{each.path.rpartition('.')[2]} {each.importance:.0%} {document.effect(each)}"
             for each in document.coordinates
         )
-        print(f"{name}: noise {document.noise_floor:.4f}, {document.count(PRUNED)} pruned; {effects}", flush=True)
+        print(
+            f"{name}: noise {document.noise_floor or math.nan:.4f}, {document.count(PRUNED)} pruned; {effects}",
+            flush=True,
+        )
 
     seeds = range(FRESH, FRESH + given.seeds)
     runs = [(trainer, point, seed) for trainer in SEARCHED for point in points for seed in seeds]
