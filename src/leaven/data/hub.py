@@ -52,6 +52,11 @@ class HubSplit(_Split):
 class HubTokens(_Split):
     """A split whose rows are lists of token ids."""
 
+    @property
+    def identity(self) -> str:
+        """Two paths of one data set, also through links, have the same identity."""
+        return str(self.dataset._fingerprint)
+
     def open(self) -> MappedTokens:
         """Map the token ids.
 

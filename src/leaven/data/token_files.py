@@ -9,6 +9,7 @@
 - Arrow: the column of a data set whose rows are lists of ids.
 """
 
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +61,16 @@ class TokenFile:
         return str(self.path)
 
     @property
+    def identity(self) -> tuple[int, int]:
+        """Two paths of one file, also through links, have the same identity."""
+        found = self.path.stat()
+        return found.st_dev, found.st_ino
+
+    @property
     def index(self) -> Path | None:
         """Megatron-LM's index of the file, or None if the file has no index."""
         index = self.path.with_suffix(".idx")
-        return index if self.path.suffix == ".bin" and index.exists() else None
+        return index if self.path.suffix == ".bin" and os.path.lexists(index) else None
 
     @property
     def size(self) -> int:
