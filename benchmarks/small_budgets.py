@@ -202,9 +202,7 @@ def by_optuna(name: str) -> Method:
     return method
 
 
-def trust_region(
-    objective: Function, problem: Problem, trials: int, seed: int, noise: float | None = None
-) -> Array:
+def trust_region(objective: Function, problem: Problem, trials: int, seed: int, noise: float | None = None) -> Array:
     space = {f"x{i}": ends for i, ends in enumerate(zip(problem.low, problem.high, strict=True))}
     names = list(space)
     found = search(

@@ -1,4 +1,4 @@
-"""Token ids of other programs on several processes: read once, with the losses and the exact resume of one process."""
+"""Token ids of other programs on several processes: read once, with the losses and the resume of one process."""
 
 import time
 from pathlib import Path

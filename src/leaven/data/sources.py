@@ -116,6 +116,10 @@ def _files(source: str) -> list[tuple[str, Path]]:
         return [(SHAKESPEARE.name, SHAKESPEARE)]
     path = Path(source).expanduser()
     if os.path.isdir(path):
+        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+            raise InputError(
+                f"data.source {source!r} is a folder written by save_to_disk; give hf://{os.path.abspath(path)}"
+            )
         raise InputError(
             f"data.source {source!r} is a folder; give a pattern of the files in it, for example '{source}/**/*.txt'"
         )

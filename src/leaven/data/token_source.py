@@ -122,21 +122,17 @@ class TokenReader:
                 documents are unknown but needed, or parts that are used in different ways have the same ids.
             OSError: if ``memory`` cannot be written.
         """
-        read = []
+        read, used = [], []
         for source, parts in sources:
-            other = source.model_copy(update={"source": source.validation})
-            read.append((self._read(source, parts.ids), self._read(other, parts.validation) if parts.validation else None))
-        refuse_two_uses(
-            (digest, part, use)
-            for (_, parts), (ids, others) in zip(sources, read, strict=True)
-            for (part, use), digest, mapped in zip(
-                uses(parts),
-                [*ids.digests, *(others.digests if others else ())],
-                [*ids.parts, *(others.parts if others else ())],
-                strict=True,
-            )
-            if len(mapped)
-        )
+            ids, others = self._read(source, parts.ids), None
+            known = [*zip(ids.parts, ids.digests, strict=True)]
+            if parts.validation:
+                others = self._read(source.model_copy(update={"source": source.validation}), parts.validation)
+                known += zip(others.parts, others.digests, strict=True)
+            read.append((ids, others))
+            both = zip(uses(parts), known, strict=True)
+            used += [(digest, part, use) for (part, use), (mapped, digest) in both if len(mapped)]
+        refuse_two_uses(used)
         return [self._shards(ids, others) for ids, others in read]
 
     def _shards(self, ids: "_SourceIds", others: "_SourceIds | None") -> Shards:
@@ -183,10 +179,13 @@ class TokenReader:
         for part, survey in zip(parts, surveys, strict=True):
             wrong = survey.lowest if survey.lowest < 0 else survey.highest
             if not 0 <= wrong < self.vocab_size:
+                mend = "set vocab_size in [model], and data.tokenizer if there is one, to those with which the file "
+                mend += "was written"
+                if wrong < 0:
+                    mend = "give inputs, not labels or padding"
                 raise InputError(
                     f"{part.name} has the token id {wrong:,}, but the vocabulary has the ids 0 to "
-                    f"{self.vocab_size - 1:,}; set vocab_size in [model], and data.tokenizer if there is one, to "
-                    "those with which the file was written"
+                    f"{self.vocab_size - 1:,}; {mend}"
                 )
         notes = [f"{name}: the files do not state a dtype; their ids are read as uint16"] * raw
         known = all(ids.ends is not None for ids in mapped.values())
