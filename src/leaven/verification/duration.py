@@ -89,10 +89,14 @@ def _regime(
     """Return the row with the cost of doubling the batch in octaves of tokens, which the top of this file defines."""
     name = "cost of twice the batch, octaves of tokens"
     longest = max(losses, key=lambda scale: scale.tokens)
+    if not (losses[base].has_optimum and losses[longest].has_optimum):
+        return MeasuredRow(name=name, value=None, low=None, high=None, note="too many runs diverged")
     best = int(losses[base].means.argmin())
     double = replace(base, batch=2.0)
     lr = float(2 ** losses[base].octaves[best])
     doubled = losses_of(family, "lr", {double: [lr]}, store, seeds)[double]
+    if len(doubled.diverged):
+        return MeasuredRow(name=name, value=None, low=None, high=None, note="twice the batch diverges")
 
     def share(grids: Sequence[LossGrid]) -> Array:
         at_base, at_longest, at_double = grids

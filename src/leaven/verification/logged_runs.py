@@ -7,10 +7,9 @@ width, depth, batch and tokens say how large the run is.
 import csv
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from leaven import storage
@@ -156,23 +155,25 @@ def scale_name(scale: RunScale, axes: Iterable[str]) -> str:
 def transfer_of_runs(path: Path, value: str = "lr") -> CheckDocument:
     """Check whether the best value of a hyperparameter is the same at all sizes of the runs in a file or folder.
 
-    A row is a run. Its columns are loss (nats per token), ``value``, one or more of width, depth, batch and tokens,
-    and maybe seed. A loss that is not finite means that the run diverged. A value with a diverged run is left out at
-    this size, except the best value of the smallest size: the check fails if that diverges at a larger size.
+    If the folder has run folders of leaven, these are read; ``value`` is a hyperparameter of their recipes or the
+    path of any value. Otherwise a row is a run. Its columns are loss (nats per token), ``value``, one or more of
+    width, depth, batch and tokens, and maybe seed. A loss that is not finite means that the run diverged.
+
+    Values may have different numbers of runs. If several values at a size have runs with the same seeds, differences
+    between seeds do not count as noise.
 
     Raises:
         InputError: if a column is missing or contains no numbers, if there are fewer than two sizes or, at a size,
-            fewer than three values, or if the values have different numbers of runs.
+            fewer than three values without a diverged run, or if run folders cannot be compared.
     """
-    value = value.strip().lower()
-    if value in ("loss", "seed"):
+    value = value.strip()
+    if value.lower() in ("loss", "seed"):
         raise InputError(f"--value {value}: give the column of the swept hyperparameter, e.g. lr")
-    if _own_runs(path):
-        raise InputError(
-            f"{path} has run folders of leaven, and a check of transfer reads rows; write a CSV file with the size, "
-            f"{value} and final loss of each run"
-        )
-    rows = [row for file in data_files(path) for row in read_rows(file)]
+    if folders := _own_runs(path):
+        rows = _rows_of_own_runs(folders, value)
+    else:
+        value = value.lower()
+        rows = [row for file in data_files(path) for row in read_rows(file)]
     columns = dict.fromkeys(column for row in rows for column in row.values)
     axes = [axis for axis in AXES if axis in columns and axis != value]
     for column, hint in (("loss", ""), (value, "; name the swept hyperparameter with --value COLUMN")):
@@ -180,7 +181,7 @@ def transfer_of_runs(path: Path, value: str = "lr") -> CheckDocument:
             raise InputError(f"{path} has no column {column}; its columns are {', '.join(columns)}{hint}")
     if not axes:
         raise InputError(f"{path} has no column {' or '.join(AXES)}; add the size of the runs, e.g. width")
-    found: dict[RunScale, dict[float, dict[float | str, float]]] = {}
+    found: dict[RunScale, dict[float, dict[Hashable, float]]] = {}
     for row in rows:
         runs = found.setdefault(scale_of(row, axes), {}).setdefault(row.above_0(value), {})
         seed = row.place if (written := row.seed()) is None else written
@@ -194,58 +195,27 @@ def transfer_of_runs(path: Path, value: str = "lr") -> CheckDocument:
     names = {scale: scale_name(scale, axes) for scale in scales}
     if len(scales) < 2:
         raise InputError(f"{path} has one size only, {names[scales[0]]}; a check of transfer compares two or more")
-    seeds = max(len(runs) for grid in found.values() for runs in grid.values())
-    grids, left_out = _grids(path, value, found, names, seeds)
+    grids = {scale: LossGrid.of(found[scale]) for scale in scales}
+    base = grids[scales[0]]
+    for scale, grid in grids.items():
+        fails = len(base.octaves) and base.octaves[base.means.argmin()] in grid.diverged
+        if not grid.has_optimum and not fails:
+            raise InputError(
+                f"{path}: {names[scale]} has {len(grid.octaves)} values of {value} without a diverged run, and an "
+                "optimum needs three; add runs with other values"
+            )
+    counts = sorted({len(runs) for values in found.values() for runs in values.values()})
     limit = next((known.shift_limit for known in SWEPT.values() if known.key == value), SWEPT["lr"].shift_limit)
     swept = SweptValue(value, f"runs with {value}", (), limit, more_seeds="more runs for each value, e.g.")
     settings = {
         "rule": None,
         "scales": list(names.values()),
         value: sorted({number for values in found.values() for number in values}),
-        "unit": "as in the rows",
-        "seeds": seeds,
-        "left out": left_out,
+        "unit": "in base coordinates" if folders else "as in the rows",
+        "seeds": counts[0] if len(counts) == 1 else f"{counts[0]} to {counts[-1]}",
         "columns not used": sorted({*columns} - {"loss", "seed", value, *axes}),
     }
     return compare("transfer", str(path), swept, grids, names=names, ruled={}, settings=settings)
-
-
-def _grids(
-    path: Path,
-    value: str,
-    found: Mapping[RunScale, Mapping[float, Mapping[float | str, float]]],
-    names: Mapping[RunScale, str],
-    seeds: int,
-) -> tuple[dict[RunScale, LossGrid], list[str]]:
-    """Return the grid of each size, and the names of the values that are left out. ``found`` has the losses by size,
-    value and seed.
-
-    Raises:
-        InputError: if a value has fewer runs than ``seeds``, or a size has too few values.
-    """
-    base = next(iter(names))
-    means = {number: fmean(runs.values()) for number, runs in found[base].items()}
-    best = min(means, key=lambda number: means[number] if math.isfinite(means[number]) else math.inf)
-    grids, left_out = {}, []
-    for scale in names:
-        grid = {}
-        for number, runs in found[scale].items():
-            place = f"{names[scale]}, {value} {number:g}"
-            if len(runs) < seeds:
-                raise InputError(
-                    f"{path}: {place} has {len(runs)} runs, others have {seeds}; give all values the same number"
-                )
-            if all(map(math.isfinite, runs.values())) or (number == best and scale != base):
-                grid[number] = list(runs.values())
-            else:
-                left_out.append(place)
-        grids[scale] = LossGrid.of(grid)
-        if len(grid) < 3 and grids[scale].finite:
-            raise InputError(
-                f"{path}: {names[scale]} has {len(grid)} values of {value} without a diverged run, and an optimum "
-                "needs three; add runs with other values"
-            )
-    return grids, left_out
 
 
 def curves_of(path: Path) -> dict[str, list[Points]]:
@@ -337,22 +307,64 @@ def _own_runs(path: Path) -> list[Path]:
     return sorted(file.parent for file in recipes if (file.parent / "metrics.jsonl").exists())
 
 
-def _curves_of_own_runs(folders: Sequence[Path]) -> dict[str, list[Points]]:
-    found: dict[RunScale, list[Points]] = {}
+def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, Recipe, RunFolder]]:
+    """Return the size, recipe and folder of each run. Its batch and tokens are not ratios.
+
+    Raises:
+        InputError: if the recipes of a size differ in another value than those at the paths ``free``.
+    """
+    found = []
     firsts: dict[RunScale, tuple[Path, Recipe]] = {}
     for folder in folders:
         run = RunFolder(folder)
-        if run.finish() is None:
-            raise InputError(f"the run in {folder} has not finished; resume it, or remove it from the folder")
         recipe = run.recipe()
         scale = RunScale(recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
         first, other = firsts.setdefault(scale, (folder, recipe))
-        if changed := [change for change in changes_of(other, recipe) if change[0] != "data.seed"]:
+        if changed := [change for change in changes_of(other, recipe) if change[0] not in free]:
             key, theirs, own = changed[0]
             raise InputError(
-                f"{key} is {theirs} in {first} and {own} in {folder}; runs of one size may differ in data.seed "
-                "alone; move one of them to another folder"
+                f"{key} is {theirs} in {first} and {own} in {folder}; runs of one size may differ in "
+                f"{' and '.join(free)} alone; move one of them to another folder"
             )
+        found.append((scale, recipe, run))
+    return found
+
+
+def _rows_of_own_runs(folders: Sequence[Path], value: str) -> list[LoggedRow]:
+    known = Recipe.model_fields["hyperparameters"].annotation
+    path = value if "." in value or value not in getattr(known, "model_fields", {}) else f"hyperparameters.{value}"
+    runs = _read_own_runs(folders, path, "data.seed")
+    scales = [astuple(scale) for scale, _, _ in runs]
+    varied = [axis for axis, values in zip(AXES, zip(*scales, strict=True), strict=True) if len(set(values)) > 1]
+    rows = []
+    for scale, recipe, run in runs:
+        found: Any = recipe.model_dump()
+        for key in path.split("."):
+            found = found.get(key) if isinstance(found, dict) else None
+        if not isinstance(found, int | float):
+            raise InputError(f"--value {value}: {run.path} has no number {path} in its recipe; e.g. give lr")
+        sizes = {axis: getattr(scale, axis) for axis in varied or AXES[:1]}
+        rows.append(
+            LoggedRow(str(run.path), {value: found, "seed": recipe.data.seed, "loss": _final_loss(run), **sizes})
+        )
+    return rows
+
+
+def _final_loss(run: RunFolder) -> float:
+    """Return the validation loss at the end of a run, which is NaN if it diverged."""
+    if (finish := run.finish()) is not None:
+        return math.nan if finish["loss"] is None else float(finish["loss"])
+    last = (run.events() or [{"event": None}])[-1]
+    if last["event"] == "stop" and last["why"] != "interrupted":
+        return math.nan
+    raise InputError(f"the run in {run.path} has not finished; resume it, or remove it from the folder")
+
+
+def _curves_of_own_runs(folders: Sequence[Path]) -> dict[str, list[Points]]:
+    found: dict[RunScale, list[Points]] = {}
+    for scale, _, run in _read_own_runs(folders, "data.seed"):
+        if run.finish() is None:
+            raise InputError(f"the run in {run.path} has not finished; resume it, or remove it from the folder")
         lines = [(line["tokens"], line["loss"]) for line in run.metrics()]
         found.setdefault(scale, []).append([(at, math.nan if loss is None else loss) for at, loss in lines])
     scales = sorted(found, key=astuple)
