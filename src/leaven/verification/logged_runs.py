@@ -343,10 +343,8 @@ def _rows_of_own_runs(folders: Sequence[Path], value: str) -> list[LoggedRow]:
             found = found.get(key) if isinstance(found, dict) else None
         if not isinstance(found, int | float):
             raise InputError(f"--value {value}: {run.path} has no number {path} in its recipe; e.g. give lr")
-        sizes = {axis: getattr(scale, axis) for axis in varied or AXES[:1]}
-        rows.append(
-            LoggedRow(str(run.path), {value: found, "seed": recipe.data.seed, "loss": _final_loss(run), **sizes})
-        )
+        columns = {value: found, "seed": recipe.data.seed, "loss": _final_loss(run)}
+        rows.append(LoggedRow(str(run.path), columns | {axis: getattr(scale, axis) for axis in varied or ["width"]}))
     return rows
 
 

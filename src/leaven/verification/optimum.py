@@ -37,7 +37,10 @@ class LossGrid:
 
         The loss of a diverged run is not finite.
         """
-        runs = {value: of if isinstance(of, Mapping) else dict(enumerate(of)) for value, of in sorted(losses.items())}
+        runs: dict[float, Mapping[Hashable, float]] = {
+            value: of if isinstance(of, Mapping) else {seed: loss for seed, loss in enumerate(of)}
+            for value, of in sorted(losses.items())
+        }
         kept = {value: of for value, of in runs.items() if np.isfinite(list(of.values())).all()}
         found = tuple(kept.values())
         means = _Runs.of(found, paired=True).means if found else np.zeros(0)

@@ -254,7 +254,8 @@ def _curves(
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         by_seed = [list(runs.values()) for runs in grid.runs]
-        yield curve(names[scale], swept.key, "loss", (2**grid.octaves).tolist(), by_seed)
+        drawn = curve(names[scale], swept.key, "loss", (2**grid.octaves).tolist(), by_seed)
+        yield drawn.model_copy(update={"y": grid.means.tolist()})
         if grid.has_optimum:
             found = estimate(lambda grids: grids[0].optimum(), [grid], paired=True)
             low, high = found.ends
