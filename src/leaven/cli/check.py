@@ -173,7 +173,7 @@ def transfer(
 
     Or check runs that you have trained, for any hyperparameter. Each row of LOGS is a run, with the columns loss, lr
     (or the --value), and one or more of width, depth, batch and tokens; and maybe seed. The loss of a diverged run is
-    nan.
+    nan. LOGS may also be a folder with run folders of leaven.
     """
     if logs := options.logs(context, "value"):
         from leaven.verification.logged_runs import transfer_of_runs
