@@ -56,20 +56,21 @@ class Problem:
     loss: Function
     low: Array  # (D,), octaves from the start to the lower bounds
     high: Array  # (D,)
+    near: bool  # whether the optimum is about an octave from the start along each value
 
     @classmethod
     def of(cls, family: str, d: int, seed: int, surfaces: "list[Surface]") -> "Problem":
         ends = np.full(d, REACH)
         if family == "step law":
-            return cls(of_a_sweep(surfaces, seed), -ends, ends)
+            return cls(of_a_sweep(surfaces, seed), -ends, ends, True)
         if family not in FAR:
-            return cls(made_up(family, d, seed), -ends, ends)
+            return cls(made_up(family, d, seed), -ends, ends, True)
         rng, family = np.random.default_rng([d, seed, 1]), family.removeprefix("far ")
         while True:
             start, optimum = rng.uniform(-REACH, REACH, (2, d))
             loss = made_up(family, d, seed, optimum - start)
             if np.isfinite(loss(np.zeros(d))):  # else the start diverges
-                return cls(loss, -FAR_REACH - start, FAR_REACH - start)
+                return cls(loss, -FAR_REACH - start, FAR_REACH - start, family in MODULES)
 
 
 Surface = tuple[Callable[[Array], Array], Array]
@@ -177,8 +178,8 @@ def by_optuna(name: str) -> Method:
         d = len(problem.low)
         limits = {f"x{i}": ends for i, ends in enumerate(zip(problem.low, problem.high, strict=True))}
         names = list(limits)
-        # A twelfth of the range for an optimum near the start, else the sampler's default, a sixth.
-        spread = 0.5 / (2 * REACH) if (problem.low == -problem.high).all() else None
+        # The initial standard deviation of CMA-ES: half an octave if the optimum is about an octave away.
+        spread = 0.5 / (problem.high - problem.low)[0] if problem.near else None
         # The highest loss; the start has 1. Optuna's samplers need a finite loss if a run diverges. Among many runs
         # that diverge, a loss of 20 would hide the differences between the others.
         highest = np.inf if name == "sampler" else 20.0 if d <= 5 else 2.0

@@ -181,6 +181,10 @@ def test_files_that_are_trained_on_cannot_be_validated_on(tmp_path: Path, prepar
         nanogpt(tmp_path / "copy2.bin", TEXTS)
         with refused(f"a part of {tmp_path}/{again} is held out, but", f"({tmp_path}/train.bin)", "to both"):
             prepare([*one(f"{tmp_path}/{again}"), trained])
+    # A link to a file without a link to its index has other ends of documents.
+    (tmp_path / "ids.bin").symlink_to(megatron(tmp_path / "indexed.bin", TEXTS[:9]))
+    with refused(f"{tmp_path}/ids.bin in validation has the ids of {tmp_path}/indexed.bin"):
+        prepare(one(f"{tmp_path}/indexed.bin", validation=f"{tmp_path}/ids.bin"))
     set_ = hugging_face(tmp_path / "set", TEXTS)
     (tmp_path / "sets").symlink_to(tmp_path)
     with refused("sets/set:train in validation has the ids of", "/set:train in the source"):
