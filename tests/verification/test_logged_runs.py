@@ -204,7 +204,7 @@ def test_rows_that_cannot_be_judged_are_refused(name: str, tmp_path: Path) -> No
 def test_files_that_are_no_logs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file or folder"):
         transfer_of_runs(tmp_path / "none.csv")
-    with pytest.raises(InputError, match=r"has no file that ends in \.csv or \.jsonl"):
+    with pytest.raises(InputError, match=r"no file that ends in \.csv or \.jsonl or \.wandb"):
         transfer_of_runs(tmp_path)
     (tmp_path / "a.csv").write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(InputError, match="is not a CSV file"):
@@ -411,3 +411,46 @@ def test_transfer_of_finished_and_diverged_runs_of_leaven(tmp_path: Path) -> Non
     (folder / "events.jsonl").write_text('{"event": "stop", "why": "interrupted"}\n')
     with pytest.raises(InputError, match="has not finished; resume it"):
         transfer_of_runs(tmp_path / "runs")
+
+
+def test_runs_of_tensorboard_and_wandb(tmp_path: Path) -> None:
+    """The size, value and seed are those of the folders' names."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    runs = rows({64: -6.0, 256: -6.0}, 0.001)
+    for run in runs:
+        with SummaryWriter(tmp_path / "tb" / f"width{run['width']}" / f"lr={run['lr']}_seed-{run['seed']}") as writer:
+            writer.add_scalar("val/loss", 9.0, 10)
+            writer.add_scalar("val/loss", run["loss"], 20)
+            writer.add_scalar("grad_norm", 1.0, 20)
+    document = transfer_of_runs(tmp_path / "tb", loss="val/loss")
+    (expected,) = transfer_of_runs(write(tmp_path / "rows.csv", runs)).rows
+    assert document.passed
+    assert document.rows[0].slope == pytest.approx(expected.slope, abs=1e-4)
+    with pytest.raises(InputError, match="has no loss, but grad_norm, val/loss; name the loss with --loss"):
+        transfer_of_runs(tmp_path / "tb")
+    curves = curves_of(tmp_path / "tb", loss="val/loss")
+    assert {name: len(of) for name, of in curves.items()} == {"width 64": 18, "width 256": 18}
+    (tmp_path / "wb" / "0.5b" / "run").mkdir(parents=True)
+    theirs = Path(__file__).parents[1] / "tuning" / "wandb" / "offline.wandb"
+    (tmp_path / "wb" / "0.5b" / "run" / "run-x.wandb").write_bytes(theirs.read_bytes())
+    with SummaryWriter(tmp_path / "wb" / "1.5b") as writer:
+        writer.add_scalar("val/loss", 3.0, 10)
+    found = curves_of(tmp_path / "wb", loss="val/loss")
+    assert list(found) == ["0.5b", "1.5b"]
+    assert found["0.5b"][0][:3] == [(0, 5.0), (10, 4.5), (20, 4.0)]
+    assert math.isnan(found["0.5b"][0][3][1])
+    assert curves_of(tmp_path / "wb" / "1.5b", loss="val/loss") == {"1.5b": [[(10, 3.0)]]}
+
+
+def test_the_loss_may_have_another_name(tmp_path: Path) -> None:
+    runs = rows({64: -6.0, 128: -6.0}, 0.001)
+    renamed = [{**run, "loss": 9.0, "Final": run["loss"]} for run in runs]
+    found = transfer_of_runs(write(tmp_path / "a.csv", renamed), loss="final")
+    assert found.rows == transfer_of_runs(write(tmp_path / "b.csv", runs)).rows
+    with pytest.raises(InputError, match=r"has no column val; its columns are width, lr, seed, loss, final"):
+        transfer_of_runs(tmp_path / "a.csv", loss="val")
+    write_run(tmp_path / "own", proxy(**{"data.tokens": 81_920}), 2.0)
+    for check in (transfer_of_runs, curves_of):
+        with pytest.raises(InputError, match="whose loss needs no name; remove --loss val"):
+            check(tmp_path / "own", loss="val")
