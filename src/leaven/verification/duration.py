@@ -23,6 +23,7 @@ import numpy as np
 
 from leaven.documents.checks import CheckDocument, MeasuredRow
 from leaven.errors import InputError
+from leaven.training.early_stopping import divergence_limit
 from leaven.verification.foreign import ModelFamily
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.optimum import Array, LossGrid, estimate
@@ -138,8 +139,12 @@ def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seed
         if arm == RULED:
             continue
         ruled = losses[scale, RULED]
+        name = f"tokens x{scale.tokens:g}, {arm}: nats over the rule"
+        if not all(loss < divergence_limit(family.vocab_size) for loss in (*values, *ruled)):
+            found.append(MeasuredRow(name=name, value=None, low=None, high=None, note="a run diverged"))
+            continue
         pairs = LossGrid.of({1.0: [a - b for a, b in zip(values, ruled, strict=True)]})
         difference = estimate(lambda grids: grids[0].means[..., 0], [pairs])
         note = f"loss {sum(values) / seeds:.4f}, {RULED} {sum(ruled) / seeds:.4f}"
-        found.append(difference.row(f"tokens x{scale.tokens:g}, {arm}: nats over the rule", note))
+        found.append(difference.row(name, note))
     return found
