@@ -5,7 +5,12 @@ and without noise. Regret is the noise-free loss of the result above the minimum
 trust region is `leaven.tuning.search`, including its trials that measure noise and confirm the result; in a second
 column the noise is given. Every other method spends all trials on its search, and its result is the trial with the
 lowest loss. "sampler" is ``leaven.tuning.TrustRegionSampler``, which runs in a plain ``study.optimize``, as the other
-samplers do. ``--families modules`` has 30 values, and divergences (benchmarks/_landscapes.py).
+samplers do. ``--families modules`` has 30 values, or as many as ``--values``, and divergences
+(benchmarks/_landscapes.py).
+
+Above, the start is in the middle of a range of 6 octaves, which favours methods that search near the start. Names
+with "far" have a range of 8 octaves; start and optimum of a far bowl, cliff or valley are anywhere in the middle 6 of
+these, independently of each other. Of "far modules", whose optimum stays near the start, only the range is moved.
 
 ``--steplaw`` adds losses as functions of lr and batch, interpolated from a published sweep of 17 sizes (Li et al.
 2025, arXiv 2503.04715), with starts within 0.06 nats of the minimum. FILE is data/dense_lr_bs_loss.csv of
@@ -22,6 +27,7 @@ import os
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,15 +40,47 @@ from benchmarks._turbo import turbo
 from leaven.tuning import TrustRegionSampler, search
 
 REACH = 3.0  # octaves from the start to either bound
+FAR_REACH = 4.0  # octaves from the middle of the range of a "far" function to either bound
 FIRST = 100  # first seed
 FAMILIES = {"bowl": (2, 4, 5), "cliff": (3,), "valley": (2,), "step law": (2,)}  # numbers of values by function
 MODULES = {"modules": (30,)}  # the landscapes of _landscapes.py
+FAR = {f"far {name}": sizes for name, sizes in (FAMILIES | MODULES).items() if name != "step law"}
 Array = np.ndarray
 Function = Callable[[Array], float]  # from octaves to a loss: 1 at the start, 0 at the minimum
 
 
-def made_up(family: str, d: int, seed: int) -> Function:
+@dataclass(frozen=True)
+class Problem:
+    """A function to minimise within bounds."""
+
+    loss: Function
+    low: Array  # (D,), octaves from the start to the lower bounds
+    high: Array  # (D,)
+    near: bool  # whether the optimum is about an octave from the start along each value
+
+    @classmethod
+    def of(cls, family: str, d: int, seed: int, surfaces: "list[Surface]") -> "Problem":
+        ends = np.full(d, REACH)
+        if family == "step law":
+            return cls(of_a_sweep(surfaces, seed), -ends, ends, True)
+        if family not in FAR:
+            return cls(made_up(family, d, seed), -ends, ends, True)
+        rng, family = np.random.default_rng([d, seed, 1]), family.removeprefix("far ")
+        while True:
+            start, optimum = rng.uniform(-REACH, REACH, (2, d))
+            loss = made_up(family, d, seed, optimum - start)
+            if np.isfinite(loss(np.zeros(d))):  # else the start diverges
+                return cls(loss, -FAR_REACH - start, FAR_REACH - start, family in MODULES)
+
+
+Surface = tuple[Callable[[Array], Array], Array]
+Method = Callable[[Function, Problem, int, int], Array]  # of the noisy function, its problem, trials and a seed
+
+
+def made_up(family: str, d: int, seed: int, optimum: Array | None = None) -> Function:
     """Return a function with rotated axes and curvatures that differ by up to a factor of 20.
+
+    ``optimum`` is in octaves from the start, by default about one along each value; "modules" have their own.
 
     ``bowl`` is quadratic near the minimum and linear far away. ``cliff`` rises faster on one side, and diverges where
     the first value is too large. ``valley`` is a bowl along a curve.
@@ -51,7 +89,8 @@ def made_up(family: str, d: int, seed: int) -> Function:
         made = landscape(d, seed)
         return lambda x: (made.loss(x) - FLOOR) / EXCESS
     rng = np.random.default_rng([d, seed, sorted(FAMILIES).index(family)])
-    optimum = np.clip(rng.normal(0, 1, d), -2, 2)
+    near = np.clip(rng.normal(0, 1, d), -2, 2)
+    optimum = near if optimum is None else optimum
     rotation = np.linalg.qr(rng.normal(size=(d, d)))[0]
     mix = 0.25 if family == "valley" else 0.5
     axes = np.diag(10 ** (rng.uniform(-1.3, 0, d) / 2)) @ ((1 - mix) * np.eye(d) + mix * rotation)
@@ -70,7 +109,7 @@ def made_up(family: str, d: int, seed: int) -> Function:
     return lambda x: loss(np.array(x)) / at_start
 
 
-def published(file: Path) -> list[tuple[Callable[[Array], Array], Array]]:
+def published(file: Path) -> list[Surface]:
     """Return for each model size of the sweep the loss as a smooth function of log2 (lr, batch), and its points."""
     from scipy.interpolate import CloughTocher2DInterpolator
 
@@ -88,7 +127,7 @@ def published(file: Path) -> list[tuple[Callable[[Array], Array], Array]]:
     return surfaces
 
 
-def of_a_sweep(surfaces: list[tuple[Callable[[Array], Array], Array]], seed: int) -> Function:
+def of_a_sweep(surfaces: list[Surface], seed: int) -> Function:
     """Return one of the surfaces as a function of octaves from a random start, scaled to 1 at the start."""
     surface, points = surfaces[seed % len(surfaces)]
     rng, low, high = np.random.default_rng(seed), points.min(0), points.max(0)
@@ -108,9 +147,9 @@ def of_a_sweep(surfaces: list[tuple[Callable[[Array], Array], Array]], seed: int
     return loss
 
 
-def plain_quadratic(objective: Function, d: int, trials: int, seed: int) -> Array:
+def plain_quadratic(objective: Function, problem: Problem, trials: int, seed: int) -> Array:
     """Fit a full quadratic around the best trial, weighted within 1.5 octaves, and try its minimum there."""
-    rng = np.random.default_rng(seed)
+    rng, d = np.random.default_rng(seed), len(problem.low)
     points = [np.zeros(d), *np.vstack([np.eye(d), -np.eye(d)])][:trials]
     losses = [objective(x) for x in points]
     i, j = np.triu_indices(d)
@@ -126,17 +165,21 @@ def plain_quadratic(objective: Function, d: int, trials: int, seed: int) -> Arra
         tries = rng.uniform(-1.5, 1.5, (4000, d))
         tries = np.vstack([tries * scale for scale in (1, 0.3, 0.1)])
         value = np.hstack([np.ones((len(tries), 1)), tries, tries[:, i] * tries[:, j]]) @ fit
-        following = np.clip(best + tries[value.argmin()], -REACH, REACH)
+        following = np.clip(best + tries[value.argmin()], problem.low, problem.high)
         if min(np.linalg.norm(following - x) for x in points) < 0.03:
-            following = np.clip(best + rng.normal(0, 0.3, d), -REACH, REACH)
+            following = np.clip(best + rng.normal(0, 0.3, d), problem.low, problem.high)
         points.append(following)
         losses.append(objective(following))
     return points[int(np.argmin(losses))]
 
 
-def by_optuna(name: str) -> Callable[[Function, int, int, int], Array]:
-    def method(objective: Function, d: int, trials: int, seed: int) -> Array:
-        names = [f"x{i}" for i in range(d)]
+def by_optuna(name: str) -> Method:
+    def method(objective: Function, problem: Problem, trials: int, seed: int) -> Array:
+        d = len(problem.low)
+        limits = {f"x{i}": ends for i, ends in enumerate(zip(problem.low, problem.high, strict=True))}
+        names = list(limits)
+        # The initial standard deviation of CMA-ES: half an octave if the optimum is about an octave away.
+        spread = 0.5 / (problem.high - problem.low)[0] if problem.near else None
         # The highest loss; the start has 1. Optuna's samplers need a finite loss if a run diverges. Among many runs
         # that diverge, a loss of 20 would hide the differences between the others.
         highest = np.inf if name == "sampler" else 20.0 if d <= 5 else 2.0
@@ -144,7 +187,7 @@ def by_optuna(name: str) -> Callable[[Function, int, int, int], Array]:
             "sampler": lambda: TrustRegionSampler(seed=seed),
             "gp": lambda: optuna.samplers.GPSampler(seed=seed),
             "tpe": lambda: optuna.samplers.TPESampler(seed=seed, multivariate=True),
-            "cma": lambda: optuna.samplers.CmaEsSampler(dict.fromkeys(names, 0.0), 0.5 / (2 * REACH), seed=seed),
+            "cma": lambda: optuna.samplers.CmaEsSampler(dict.fromkeys(names, 0.0), spread, seed=seed),
             "random": lambda: optuna.samplers.RandomSampler(seed=seed),
             "turbo": lambda: turbo(d, seed),
         }[name]()
@@ -152,7 +195,7 @@ def by_optuna(name: str) -> Callable[[Function, int, int, int], Array]:
         study.enqueue_trial(dict.fromkeys(names, 0.0))
 
         def trial(of: optuna.Trial) -> float:
-            return min(objective(np.array([of.suggest_float(x, -REACH, REACH) for x in names])), highest)
+            return min(objective(np.array([of.suggest_float(x, *limits[x]) for x in names])), highest)
 
         study.optimize(trial, n_trials=trials)
         return np.array([study.best_params[x] for x in names])
@@ -160,9 +203,9 @@ def by_optuna(name: str) -> Callable[[Function, int, int, int], Array]:
     return method
 
 
-def trust_region(objective: Function, d: int, trials: int, seed: int, noise: float | None = None) -> Array:
-    names = [f"x{i}" for i in range(d)]
-    space = dict.fromkeys(names, (-REACH, REACH))
+def trust_region(objective: Function, problem: Problem, trials: int, seed: int, noise: float | None = None) -> Array:
+    space = {f"x{i}": ends for i, ends in enumerate(zip(problem.low, problem.high, strict=True))}
+    names = list(space)
     found = search(
         lambda x: objective(np.array([x[name] for name in names])),
         space,
@@ -174,7 +217,7 @@ def trust_region(objective: Function, d: int, trials: int, seed: int, noise: flo
     return np.array([found.params[name] for name in names])
 
 
-METHODS = {
+METHODS: dict[str, Method] = {
     "trust region": trust_region,
     "plain quadratic": plain_quadratic,
     **{name: by_optuna(name) for name in ("sampler", "gp", "turbo", "cma", "tpe", "random")},
@@ -182,16 +225,18 @@ METHODS = {
 GIVEN = "noise given"
 
 
-def regret(method: str, truth: Function, d: int, trials: int, *, seed: int, noise: float) -> float:
+def regret(method: str, problem: Problem, trials: int, *, seed: int, noise: float) -> float:
     """Return the regret of a search in per cent of the start's, at most 100, also if its result diverges."""
     rng = np.random.default_rng([seed, trials])
 
     def objective(x: Array) -> float:
-        return truth(x) + noise * rng.normal()
+        return problem.loss(x) + noise * rng.normal()
 
-    given = method == GIVEN
-    found = trust_region(objective, d, trials, seed, noise) if given else METHODS[method](objective, d, trials, seed)
-    return 100 * min(truth(np.clip(found, -REACH, REACH)), 1.0)
+    if method == GIVEN:
+        found = trust_region(objective, problem, trials, seed, noise)
+    else:
+        found = METHODS[method](objective, problem, trials, seed)
+    return 100 * min(problem.loss(np.clip(found, problem.low, problem.high)), 1.0)
 
 
 def table(runs: dict[str, float], methods: list[str], *, medians: bool = False) -> list[str]:
@@ -272,7 +317,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steplaw", type=Path, help="dense_lr_bs_loss.csv of Step Law")
     parser.add_argument("--methods", nargs="*", default=[GIVEN, *METHODS], choices=[GIVEN, *METHODS])
-    parser.add_argument("--families", nargs="*", choices=[*FAMILIES, *MODULES], help="default: all without modules")
+    parser.add_argument("--families", nargs="*", choices=[*FAMILIES, *MODULES, *FAR], help="default: the first four")
+    parser.add_argument("--values", type=int, help="number of values, instead of those of each family")
     parser.add_argument("--medians", action="store_true", help="medians and quartiles instead of means")
     parser.add_argument("--trials", default="8,16,32")
     parser.add_argument("--noise", default="0,0.1", help="standard deviations / loss of the start above the optimum")
@@ -286,7 +332,9 @@ def main() -> None:
     surfaces = published(options.steplaw) if options.steplaw else []
     families = {name: sizes for name, sizes in FAMILIES.items() if surfaces or name != "step law"}
     if options.families:
-        families = {name: (FAMILIES | MODULES)[name] for name in options.families}
+        families = {name: (FAMILIES | MODULES | FAR)[name] for name in options.families}
+    if options.values:
+        families = dict.fromkeys(families, (options.values,))
     if options.quick:
         families, options.trials, options.seeds = {"bowl": (2,), "valley": (2,)}, "8", 2
         options.methods = [GIVEN, "trust region", "plain quadratic", "random"]
@@ -301,9 +349,8 @@ def main() -> None:
                         for seed in range(FIRST, FIRST + options.seeds):
                             key = f"{method}|{family}|{d}|{noise:.0%}|{trials}|{seed}"
                             if key not in runs:
-                                sweep = family == "step law"
-                                truth = of_a_sweep(surfaces, seed) if sweep else made_up(family, d, seed)
-                                runs[key] = regret(method, truth, d, trials, seed=seed, noise=noise)
+                                problem = Problem.of(family, d, seed, surfaces)
+                                runs[key] = regret(method, problem, trials, seed=seed, noise=noise)
                                 with options.results.open("a") as file:
                                     file.write(json.dumps({key: runs[key]}) + "\n")
     print("\n".join(table(runs, options.methods, medians=options.medians)))

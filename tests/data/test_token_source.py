@@ -171,6 +171,26 @@ def test_files_that_are_trained_on_cannot_be_validated_on(tmp_path: Path, prepar
     for validation, of in (("train.bin", "train.bin"), ("copy.bin", "train2.bin"), ("*2.bin", "train2.bin")):
         with refused(f"in validation has the ids of {tmp_path}/{of} in the source; give other files", "remove"):
             prepare(one(source, validation=f"{tmp_path}/{validation}"))
+    (tmp_path / "link.bin").symlink_to("train2.bin")
+    trained = {"source": f"{tmp_path}/train.bin", "validation": nanogpt(tmp_path / "val.bin", TEXTS[:8])}
+    for other, validation in (("link.bin", "train.bin"), ("link.bin", "copy.bin"), ("train2.bin", "link.bin")):
+        with refused(f"{tmp_path}/{validation} in validation has the ids of {tmp_path}/"):
+            prepare([trained, *one(f"{tmp_path}/{other}", validation=f"{tmp_path}/{validation}")])
+    (tmp_path / "again.bin").hardlink_to(tmp_path / "train.bin")
+    for again in ("again.bin", "copy2.bin"):
+        nanogpt(tmp_path / "copy2.bin", TEXTS)
+        with refused(f"a part of {tmp_path}/{again} is held out, but", f"({tmp_path}/train.bin)", "to both"):
+            prepare([*one(f"{tmp_path}/{again}"), trained])
+    # A link to a file without a link to its index has other ends of documents.
+    (tmp_path / "ids.bin").symlink_to(megatron(tmp_path / "indexed.bin", TEXTS[:9]))
+    with refused(f"{tmp_path}/ids.bin in validation has the ids of {tmp_path}/indexed.bin"):
+        prepare(one(f"{tmp_path}/indexed.bin", validation=f"{tmp_path}/ids.bin"))
+    set_ = hugging_face(tmp_path / "set", TEXTS)
+    (tmp_path / "sets").symlink_to(tmp_path)
+    with refused("sets/set:train in validation has the ids of", "/set:train in the source"):
+        prepare(one(set_, validation=f"hf://{tmp_path}/sets/set"))
+    twice = prepare([*one(f"{tmp_path}/train*.bin"), *one(f"{tmp_path}/link.bin")])  # the same part is held out
+    assert len(twice.sources) == 2
     for name, texts in (("a", TEXTS), ("b", TEXTS[:7])):  # files without ids have none in common
         (tmp_path / name).mkdir()
         numpy_file(tmp_path / name / "ids.npy", texts)
@@ -264,6 +284,10 @@ BAD: dict[str, tuple[Callable[[Path], str], tuple[str, ...]]] = {
     "version of index": (lambda p: _index(p / "a.bin", lambda raw: raw[:9] + b"\2" + raw[10:]), ("version 2",)),
     "floats": (lambda p: _index(p / "a.bin", lambda raw: raw[:17] + b"\7" + raw[18:]), ("dtype 7",)),
     "pointers": (lambda p: _index(p / "a.bin", lambda raw: raw[:-700] + b"\5" + raw[-699:]), ("follow one another",)),
+    "link of an index": (
+        lambda p: [(p / "a.idx").symlink_to("none"), nanogpt(p / "a.bin", TEXTS)][1],  # type: ignore[func-returns-value]
+        ("a.bin cannot be read (No such file",),
+    ),
     "truncated ids": (
         lambda p: _changed(Path(megatron(p / "a.bin", TEXTS)), lambda raw: raw[:-2]),
         ("a.bin has", "but a.idx describes", "do not belong together"),
@@ -307,6 +331,47 @@ def test_arrays_of_another_kind_are_refused(tmp_path: Path, prepare: Any) -> Non
         np.save(tmp_path / "a.npy", ids)
         with refused(str(ids.dtype), "integers with one dimension"):
             prepare(str(tmp_path / "a.npy"))
+
+
+IDS = [text[:30] for text in TEXTS]
+SETS: dict[str, tuple[Any, str]] = {
+    "no rows": ([], "has no rows; choose another split"),
+    "no ids": ([[], []], "contains no tokens; give files"),
+    "null rows": ([[], None], "contains no tokens; give files"),
+    "numbers": (IDS[0], "has int32 in column input_ids, not strings (text) or lists of integers (token ids)"),
+    "floats": ([[0.5]] * 9, "has list<item: double> in column input_ids, not strings"),
+    "text": ([["a"]] * 9, "has list<item: string> in column input_ids, not strings"),
+    "pairs": ([IDS[:2]] * 9, "has list<item: list<item: int32>> in column input_ids, not"),
+    "labels": ([[-100, 5]] * 99, "set:train has the token id -100"),
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_data_sets_without_ids_are_refused(name: str, tmp_path: Path, prepare: Any) -> None:
+    import datasets
+
+    column, message = SETS[name]
+    datasets.Dataset.from_dict({"input_ids": column}).save_to_disk(tmp_path / "set")
+    with refused(message):
+        prepare(f"hf://{tmp_path}/set")
+    with refused("is a folder written by save_to_disk; give hf:///"):
+        prepare(f"{tmp_path}/set")
+
+
+def test_a_split_without_rows_does_not_hide_the_others(tmp_path: Path, prepare: Any) -> None:
+    import datasets
+
+    splits = {"train": {"input_ids": TEXTS}, "test": {"input_ids": []}}
+    found = datasets.DatasetDict({name: datasets.Dataset.from_dict(split) for name, split in splits.items()})
+    found.save_to_disk(tmp_path / "set")
+    assert len(prepare(f"hf://{tmp_path}/set").train) > 3_000
+    with refused("the split test of data.source", "has no rows"):
+        prepare(f"hf://{tmp_path}/set?split=test")
+    (tmp_path / "files").mkdir()
+    found["train"].to_parquet(tmp_path / "files" / "train.parquet")
+    assert prepare(f"hf://{tmp_path}/files").train[:9].tolist() == TEXTS[0][:9]
+    with refused("lists of integers (token ids); to train on lists of token ids in parquet files, give their folder"):
+        prepare(one(f"{tmp_path}/files/*.parquet", text="input_ids"))
 
 
 def test_rows_with_padding_or_nulls_are_refused(tmp_path: Path, prepare: Any) -> None:

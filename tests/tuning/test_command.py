@@ -23,10 +23,11 @@ from leaven.cli import app
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.training.outcome import Baseline
+from leaven.training.run_logs import log_records
 from leaven.tuning import search
 from leaven.tuning.command import Command, SearchedValue, command_space, fill, text_of
 from leaven.tuning.service.command_study import CommandStudy, CommandTrainer
-from leaven.tuning.service.losses import log_records, read_losses, why_none
+from leaven.tuning.service.losses import read_losses, why_none
 from leaven.tuning.service.search_loop import Proposal, TrialReleased, WorkerDied
 from leaven.tuning.study_document import StudyDocument
 from leaven.views.folders import read_study

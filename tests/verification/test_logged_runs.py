@@ -110,13 +110,50 @@ def test_a_value_with_a_diverged_run_ends_the_grid(tmp_path: Path) -> None:
             run["loss"] = "inf"
     (row,) = transfer_of_runs(write(tmp_path / "runs.csv", runs)).rows
     assert row.undecided  # the best lr is the last that did not diverge
-    assert row.note.endswith("width 128 is at the edge of the grid; give runs with lr around 0.0156")
+    # Halfway to the one that diverged, which is no value that was run.
+    assert row.note.endswith("width 128 is at the edge of the grid; give runs with lr around 0.0221")
 
 
 def test_one_run_a_value_is_undecided(tmp_path: Path) -> None:
     (row,) = transfer_of_runs(write(tmp_path / "runs.csv", rows({64: -6.0, 128: -6.0}, seeds=1))).rows
     assert row.undecided
     assert row.note == "undecided: one seed has no interval; give more runs for each value, e.g. 3"
+
+
+def test_values_may_have_different_numbers_of_runs(tmp_path: Path) -> None:
+    """Three seeds near the best value and one elsewhere; seeds differ by ten times the noise. Logs have the seeds, or
+    a name of its own for each run, or no seeds."""
+    covered = 0
+    widths = dict.fromkeys(("shared", "own", "none"), 0.0)
+    for number in range(20):
+        random = np.random.default_rng(number)
+        of_seed = random.normal(0, 0.03, 3)
+        runs = rows({64: -6.3, 256: -6.3}, 0.003, random=random)
+        runs = [run for run in runs if int(run["seed"]) < (3 if -7 <= math.log2(float(run["lr"])) <= -5 else 1)]
+        for place, run in enumerate(runs):
+            run["loss"] = float(run["loss"]) + of_seed[int(run["seed"])]
+            run["own"] = f"run {place}"
+        for how in widths:
+            changed = [run | {"seed": {"shared": run["seed"], "own": run["own"], "none": ""}[how]} for run in runs]
+            document = transfer_of_runs(write(tmp_path / "a.csv", changed))
+            (row,) = document.rows
+            assert document.settings["seeds"] == "1 to 3"
+            assert row.passed is not False or row.undecided
+            low, high = row.parts["low"], row.parts["high"]
+            assert low is not None
+            assert high is not None
+            widths[how] += high - low
+            covered += low <= 0 <= high
+    assert covered >= 0.85 * 3 * 20
+    assert widths["shared"] < 0.3 * widths["none"]
+    assert widths["own"] == widths["none"]
+
+
+def test_a_size_with_one_run_a_value_is_undecided(tmp_path: Path) -> None:
+    runs = [run for run in rows({64: -6.0, 128: -6.0}) if run["width"] == 64 or run["seed"] == 0]
+    (row,) = transfer_of_runs(write(tmp_path / "runs.csv", runs)).rows
+    assert row.undecided
+    assert row.note.startswith("undecided: one seed has no interval")
 
 
 def without(column: str) -> Callable[[list[Row]], list[Row]]:
@@ -138,7 +175,6 @@ REFUSED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "lr 0": (changed(lr=0), "row 1: lr is 0; give a number above 0"),
     "half a width": (changed(width=64.5), "row 1: width is 64.5; give a whole number"),
     "twice": (changed(seed=1), "row 2 repeats the size, lr and seed of an earlier row; remove one"),
-    "fewer seeds": (lambda runs: runs[1:], "width 64, lr 0.00195312 has 2 runs, others have 3; give all"),
     "all diverged": (
         lambda runs: [run | {"loss": "nan"} if run["width"] == 64 else run for run in runs],
         "width 64 has 0 values of lr without a diverged run",
@@ -168,7 +204,7 @@ def test_rows_that_cannot_be_judged_are_refused(name: str, tmp_path: Path) -> No
 def test_files_that_are_no_logs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file or folder"):
         transfer_of_runs(tmp_path / "none.csv")
-    with pytest.raises(InputError, match=r"has no file that ends in \.csv or \.jsonl"):
+    with pytest.raises(InputError, match=r"no file that ends in \.csv or \.jsonl or \.wandb"):
         transfer_of_runs(tmp_path)
     (tmp_path / "a.csv").write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(InputError, match="is not a CSV file"):
@@ -335,14 +371,86 @@ def test_a_best_value_beyond_the_grid_of_a_larger_size_is_undecided(tmp_path: Pa
     assert row.note.startswith("undecided: the base's best lr is outside the grid of width 128; give runs with lr")
 
 
-def test_run_folders_are_no_rows_and_runs_of_a_size_differ_in_the_seed_alone(tmp_path: Path) -> None:
+def test_run_folders_are_rows_and_curves_of_a_size_differ_in_the_seed_alone(tmp_path: Path) -> None:
     for lr in (0.001, 0.002):
         write_run(tmp_path / f"{lr}", proxy(**{"data.tokens": 81_920, "hyperparameters.lr": lr}), 2.0)
-    with pytest.raises(
-        InputError, match="has run folders of leaven, and a check of transfer reads rows; write a CSV"
-    ):
+    with pytest.raises(InputError, match="one size only, width 64; a check of transfer compares two or more"):
         transfer_of_runs(tmp_path)
     with pytest.raises(
         InputError, match=r"hyperparameters\.lr is 0\.001 in .*0\.001 and 0\.002 in .*0\.002; runs of"
     ):
         curves_of(tmp_path)
+
+
+def test_transfer_of_finished_and_diverged_runs_of_leaven(tmp_path: Path) -> None:
+    """The same rows as those of a CSV file with their final validation losses, in base coordinates."""
+    written: list[Row] = []
+    for width, best in ((64, 0.004), (128, 0.002)):
+        for lr in (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016):
+            for seed in (0, 1):
+                base = proxy(**{"data.tokens": 81_920, "data.seed": seed, "hyperparameters.lr": lr})
+                folder = tmp_path / "runs" / f"{width}" / f"{lr} {seed}"
+                floor = 2 + 0.05 * math.log2(lr / best) ** 2 + 0.001 * seed
+                write_run(folder, transfer(base, width=width) if width > 64 else base, floor, seed=seed)
+                loss: float | str = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])["loss"]
+                if lr == 0.016:
+                    (folder / "events.jsonl").write_text('{"event": "stop", "why": "loss inf at step 7"}\n')
+                    loss = "nan"
+                written.append({"width": width, "lr": lr, "seed": seed, "loss": loss})
+    document = transfer_of_runs(tmp_path / "runs")
+    assert document.rows == transfer_of_runs(write(tmp_path / "rows.csv", written)).rows
+    assert document.rows[0].slope == pytest.approx(-1, abs=0.01)
+    assert document.settings["left out"] == ["width 64, lr 0.016", "width 128, lr 0.016"]
+    assert transfer_of_runs(tmp_path / "runs", "hyperparameters.lr").rows[0].slope == document.rows[0].slope
+    with pytest.raises(
+        InputError, match=r"hyperparameters\.lr is 0\.0005 in .* in hyperparameters\.init_std and data\.seed"
+    ):
+        transfer_of_runs(tmp_path / "runs", "init_std")
+    with pytest.raises(InputError, match=r"hyperparameters\.lr is .* in beta and data\.seed alone"):
+        transfer_of_runs(tmp_path / "runs", "beta")
+    (folder / "events.jsonl").write_text('{"event": "stop", "why": "interrupted"}\n')
+    with pytest.raises(InputError, match="has not finished; resume it"):
+        transfer_of_runs(tmp_path / "runs")
+
+
+def test_runs_of_tensorboard_and_wandb(tmp_path: Path) -> None:
+    """The size, value and seed are those of the folders' names."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    runs = rows({64: -6.0, 256: -6.0}, 0.001)
+    for run in runs:
+        with SummaryWriter(tmp_path / "tb" / f"width{run['width']}" / f"lr={run['lr']}_seed-{run['seed']}") as writer:
+            writer.add_scalar("val/loss", 9.0, 10)
+            writer.add_scalar("val/loss", run["loss"], 20)
+            writer.add_scalar("grad_norm", 1.0, 20)
+    document = transfer_of_runs(tmp_path / "tb", loss="val/loss")
+    (expected,) = transfer_of_runs(write(tmp_path / "rows.csv", runs)).rows
+    assert document.passed
+    assert document.rows[0].slope == pytest.approx(expected.slope, abs=1e-4)
+    with pytest.raises(InputError, match="has no loss, but grad_norm, val/loss; name the loss with --loss"):
+        transfer_of_runs(tmp_path / "tb")
+    curves = curves_of(tmp_path / "tb", loss="val/loss")
+    assert {name: len(of) for name, of in curves.items()} == {"width 64": 18, "width 256": 18}
+    (tmp_path / "wb" / "0.5b" / "run").mkdir(parents=True)
+    theirs = Path(__file__).parents[1] / "tuning" / "wandb" / "offline.wandb"
+    (tmp_path / "wb" / "0.5b" / "run" / "run-x.wandb").write_bytes(theirs.read_bytes())
+    with SummaryWriter(tmp_path / "wb" / "1.5b") as writer:
+        writer.add_scalar("val/loss", 3.0, 10)
+    found = curves_of(tmp_path / "wb", loss="val/loss")
+    assert list(found) == ["0.5b", "1.5b"]
+    assert found["0.5b"][0][:3] == [(0, 5.0), (10, 4.5), (20, 4.0)]
+    assert math.isnan(found["0.5b"][0][3][1])
+    assert curves_of(tmp_path / "wb" / "1.5b", loss="val/loss") == {"1.5b": [[(10, 3.0)]]}
+
+
+def test_the_loss_may_have_another_name(tmp_path: Path) -> None:
+    runs = rows({64: -6.0, 128: -6.0}, 0.001)
+    renamed = [{**run, "loss": 9.0, "Final": run["loss"]} for run in runs]
+    found = transfer_of_runs(write(tmp_path / "a.csv", renamed), loss="final")
+    assert found.rows == transfer_of_runs(write(tmp_path / "b.csv", runs)).rows
+    with pytest.raises(InputError, match=r"has no column val; its columns are width, lr, seed, loss, final"):
+        transfer_of_runs(tmp_path / "a.csv", loss="val")
+    write_run(tmp_path / "own", proxy(**{"data.tokens": 81_920}), 2.0)
+    for check in (transfer_of_runs, curves_of):
+        with pytest.raises(InputError, match="whose loss needs no name; remove --loss val"):
+            check(tmp_path / "own", loss="val")

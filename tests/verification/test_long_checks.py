@@ -39,7 +39,7 @@ def test_a_best_lr_that_falls_with_width_fails(tiny: Recipe) -> None:
 def test_an_optimum_outside_the_grid_does_not_pass(tiny: Recipe) -> None:
     (row,) = transfer(tiny, lambda recipe: parabola(recipe, 0.5)).rows
     assert (row.passed, row.undecided) == (False, True)
-    assert row.note.endswith("is at the edge of the grid; give --lrs around 0.32")
+    assert row.note.endswith("is at the edge of the grid; give --lrs around 0.64")
 
 
 def noisy(shift: float, noise: float, curvature: float) -> Callable[[Recipe], float]:
@@ -70,11 +70,46 @@ def test_a_flat_minimum_may_shift(tiny: Recipe) -> None:
     assert row.parts["regret, high"] <= 0.01
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_fails(bad: float, tiny: Recipe) -> None:
-    verdict = transfer(tiny, lambda r: bad if r.hyperparameters.lr == GRID[3] else parabola(r, 0.01))
-    assert not verdict.passed
-    assert "not finite, at lr 0.02" in verdict.rows[0].note
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 99.0])
+def test_a_value_with_a_diverged_run_is_left_out(bad: float, tiny: Recipe) -> None:
+    """One of three runs at the last value; the grid is extended halfway to it. Above the divergence limit, 99 has
+    diverged, too."""
+
+    def loss(recipe: Recipe) -> float:
+        diverges = recipe.hyperparameters.lr >= GRID[3] and recipe.data.seed == 1
+        return bad if diverges else noisy(0, 0.0001, 0.1)(recipe)
+
+    verdict = transfer(tiny, loss, GRID[:4])
+    assert verdict.passed
+    assert verdict.settings["left out"] == ["16x2, lr 0.02", "32x2, lr 0.02"]
+    (lrs,) = {tuple(curve.x) for curve in verdict.curves if curve.quantity == "loss"}
+    assert lrs == pytest.approx([0.0025, 0.005, 0.01, 0.01 * 2**0.5])
+
+
+def test_the_check_fails_if_the_best_value_diverges_at_another_scale(tiny: Recipe) -> None:
+    def loss(recipe: Recipe) -> float:
+        diverges = recipe.model.d_model == 32 and recipe.hyperparameters.lr > 0.009 and recipe.data.seed == 1
+        return math.nan if diverges else noisy(0, 0.0001, 0.1)(recipe)
+
+    (row,) = transfer(tiny, loss).rows
+    assert (row.passed, row.undecided) == (False, False)
+    assert row.note == "a loss of 32x2 is not finite, at lr 0.01"
+
+
+def test_too_few_values_without_a_diverged_run_are_undecided(tiny: Recipe) -> None:
+    (row,) = transfer(tiny, lambda r: math.inf if r.hyperparameters.lr > 0.006 else 3.0).rows
+    assert row.undecided
+    assert row.note.endswith("an optimum needs three; give --lrs below 0.0025")
+
+
+def test_a_best_value_that_costs_too_much_fails_also_at_the_edge(tiny: Recipe) -> None:
+    # At width 32, the best lr is 2^-8 of that at width 16, further than the grid is extended.
+    (row,) = transfer(tiny, noisy(-8, 0.001, 0.03), [0.005, 0.01, 0.02]).rows
+    assert (row.passed, row.undecided) == (False, False)
+    assert row.note.endswith("nats, and the best lr of 32x2 is at the edge of the grid or beyond")
+    (row,) = transfer(tiny, noisy(-8, 0.00001, 0.00005), [0.005, 0.01, 0.02]).rows
+    assert row.undecided  # the cost is small, and may stay so
+    assert "give --lrs around" in row.note
 
 
 def test_an_impossible_lr_is_an_error(tiny: Recipe) -> None:

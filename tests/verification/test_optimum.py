@@ -47,6 +47,42 @@ def test_the_exponent_of_half_an_octave_per_doubling():
     assert covered >= 14  # 54 of 60 with a thousand draws: three seeds make an interval a little narrow
 
 
+def test_means_of_unequal_runs_do_not_contain_the_effects_of_seeds():
+    """Against least squares with a column for each value and all seeds but the first."""
+    runs = {
+        1.0: {"a": 3.0, "b": 3.5, "c": 3.1},
+        2.0: {"a": 2.5, "c": 2.7},
+        4.0: {"b": 3.6},
+        8.0: {"a": 3.9, "b": 4.2},
+    }
+    cells = [(value, seed, loss) for value, of in runs.items() for seed, loss in of.items()]
+    columns = [
+        [float(value == each) for each in runs] + [float(seed == each) for each in "bc"] for value, seed, _ in cells
+    ]
+    fitted = np.linalg.lstsq(np.array(columns), np.array([loss for *_, loss in cells]), rcond=None)[0]
+    assert LossGrid.of(runs).means - LossGrid.of(runs).means[0] == pytest.approx(fitted[:4] - fitted[0])
+    # Seeds that no other value has say nothing about it.
+    own = LossGrid.of({value: {f"{value}{seed}": loss for seed, loss in of.items()} for value, of in runs.items()})
+    assert own.means == pytest.approx([3.2, 2.6, 3.6, 4.05])
+
+
+def test_differences_between_seeds_do_not_widen_intervals():
+    """The deviations of equal runs, less the effects of seeds, are those of a two-way table."""
+    of_seed = np.array([0.0, 0.5, -0.4])
+    losses = {
+        lr: [loss + seed for loss, seed in zip(parabola(-7, 0.01).runs[i].values(), of_seed, strict=True)]
+        for i, lr in enumerate(LRS)
+    }
+    (octaves, regret), (wide, _) = (
+        shift(LossGrid.of(each), LossGrid.of(each))
+        for each in (losses, {lr: {f"{lr} {i}": loss for i, loss in enumerate(of)} for lr, of in losses.items()})
+    )
+    plain, plain_regret = shift(parabola(-7, 0.01), parabola(-7, 0.01))
+    assert (octaves.low, octaves.high) == pytest.approx((plain.low, plain.high))
+    assert regret.high == pytest.approx(plain_regret.high)
+    assert wide.high - wide.low > 3 * (octaves.high - octaves.low)
+
+
 def test_slope():
     assert slope([1, 2, 4], [3, 6, 12]) == pytest.approx(1)
     assert slope([1, 2, 4], [3, 0, 12]) is None

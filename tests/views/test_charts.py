@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from leaven.views import numbers
-from leaven.views.charts import smooth
+from leaven.views.charts import measured_axis, smooth
 
 
 def test_smoothing_keeps_a_straight_line():
@@ -28,6 +28,13 @@ def test_ticks_are_few_and_round(low, high):
     assert 2 <= len(places) <= 7
     assert all(low * 0.999 <= place <= high * 1.001 for place in places)
     assert len(set(labels)) == len(labels)
+
+
+def test_ticks_are_at_measured_values():
+    axis = measured_axis([256, 64, 1024, 64], numbers.value)
+    assert (axis["tickvals"], axis["ticktext"]) == ([64, 256, 1024], ["64", "256", "1024"])
+    assert axis["range"][0] < math.log10(64) < math.log10(1024) < axis["range"][1]
+    assert measured_axis(range(1, 20), numbers.value)["tickvals"] == [1, 4, 7, 10, 13, 16, 19]
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,9 @@ ScalesOption = Annotated[Any, list_option(_scale, SCALES)]
 ScaleOption = Annotated[
     Any, parsed_option(_scale, "WIDTHxDEPTH", "Size of the model as WIDTHxDEPTH, e.g. 64x4.", "the recipe's")
 ]
+LossOption = Annotated[
+    str, typer.Option(metavar="NAME", help="With LOGS, the column of the loss, or its tag in TensorBoard or W&B.")
+]
 LrsOption = Annotated[
     Any,
     list_option(
@@ -168,17 +171,19 @@ def transfer(
     value: Annotated[
         str, typer.Option(metavar="COLUMN", help="With LOGS, the column with the values of the swept hyperparameter.")
     ] = "lr",
+    loss: LossOption = "loss",
 ) -> None:
     """Check that the best lr of a small model is also the best lr of a larger model.
 
     Or check runs that you have trained, for any hyperparameter. Each row of LOGS is a run, with the columns loss, lr
     (or the --value), and one or more of width, depth, batch and tokens; and maybe seed. The loss of a diverged run is
-    nan.
+    nan. LOGS may also be a folder with run folders of leaven, or of TensorBoard or W&B (offline), whose names say the
+    size, value and seed: width256-lr0.004-seed1.
     """
-    if logs := options.logs(context, "value"):
+    if logs := options.logs(context, "value loss"):
         from leaven.verification.logged_runs import transfer_of_runs
 
-        options.finish(transfer_of_runs(logs, value))
+        options.finish(transfer_of_runs(logs, value, loss))
         return
     family, _ = options.models(scales[0])
     options.sweep("transfer", family, "lr", lrs, scales)
@@ -198,19 +203,20 @@ def collapse(
             help="The irreducible loss, if you know it, e.g. from a scaling law. Else it is fitted.",
         ),
     ] = None,
+    loss: LossOption = "loss",
 ) -> None:
     """Check that the loss curves of models of several sizes are the same after normalisation.
 
     A recipe is trained at each size with the same number of steps and of tokens per parameter. Or check the curves of
     runs that you have trained: LOGS is a folder with run folders of leaven, or with files whose rows have the columns
     tokens or step, and loss; either with the columns width, depth or batch, and seed, or with a file for each run, in
-    one subfolder for each size.
+    one subfolder for each size. Folders of TensorBoard and W&B (offline) are read, too.
     """
     from leaven.verification.collapse import collapse, collapse_of_family
     from leaven.verification.logged_runs import curves_of
 
-    if logs := options.logs(context):
-        options.finish(collapse(str(logs), curves_of(logs), irreducible, {"rule": None}))
+    if logs := options.logs(context, "loss"):
+        options.finish(collapse(str(logs), curves_of(logs, loss), irreducible, {"rule": None}))
         return
     family, _ = options.models(scales[0])
     options.finish(

@@ -302,9 +302,8 @@ def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> st
     faults = [fault for survey in surveys for fault in survey.faults]
     unreadable = f"{counts} of data.source {source!r} cannot be read"
     if any(count > corrupt_share * total for count, total, _ in counted):
-        raise InputError(
-            f"{unreadable}; repair them, or raise corrupt_share in [data] above {corrupt_share:g}: {faults[0]}"
-        )
+        more = f", or raise corrupt_share in [data] above {corrupt_share:g}" * (lines > corrupt)
+        raise InputError(f"{unreadable}; repair them{more}: {faults[0]}")
     named = "; ".join([*faults[:NAMED_FAULTS], *["..."] * (corrupt + broken > NAMED_FAULTS)])
     return f"{unreadable} and were skipped: {named}"
 

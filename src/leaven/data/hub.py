@@ -4,6 +4,7 @@
 question mark, for example ``hf://org/name?split=test``.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -52,6 +53,11 @@ class HubSplit(_Split):
 class HubTokens(_Split):
     """A split whose rows are lists of token ids."""
 
+    @property
+    def identity(self) -> str:
+        """Two paths of one data set, also through links, have the same identity."""
+        return str(self.dataset._fingerprint)
+
     def open(self) -> MappedTokens:
         """Map the token ids.
 
@@ -92,24 +98,31 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
             f"data.source {source!r} needs the package datasets; run: pip install 'leaven[hf]'"
         ) from None
     folder = Path(place)
+    splits = (folder / "dataset_dict.json").exists()
     try:
-        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-            found = datasets.load_from_disk(place)
-            splits = isinstance(found, datasets.DatasetDict)
+        if splits or (folder / "state.json").exists():
             for option in options.keys() - ({"split"} if splits else set()):
                 raise ValueError(f"{option}= does not apply to a folder written by save_to_disk; remove it")
             if splits:
-                if name not in found:
-                    raise ValueError(f"the data set has no split {name}, only {', '.join(found)}")
-                found = found[name]
+                names = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+                if name not in names:
+                    raise ValueError(f"the data set has no split {name}, only {', '.join(names) or 'others'}")
+                folder /= name  # other splits may be large, or empty
+            empty = not json.loads((folder / "state.json").read_bytes())["_data_files"]
+            found = None if empty else datasets.load_from_disk(str(folder))
         else:
             revision = options.get("revision")
             found = datasets.load_dataset(place, options.get("config"), split=name, revision=revision)
     except Exception as error:  # datasets raises errors of many classes, also of the Hub and of Arrow
-        raise _cannot_open(f"data.source {source!r}", error, "files of text") from None
+        if "corresponds to no data" not in str(error):  # the split has no rows
+            raise _cannot_open(f"data.source {source!r}", error, "files of text") from None
+        found = None
+    if not found:
+        raise InputError(f"the split {name} of data.source {source!r} has no rows; choose another split or data set")
     if text == "text" and text not in found.column_names and INPUT_IDS in found.column_names:
         text = INPUT_IDS
-    kind = HubTokens if _holds_lists(found.features.arrow_schema, text, "is_integer") else HubSplit
+    # Lists that are all empty have the type null.
+    kind = HubTokens if _holds_lists(found.features.arrow_schema, text, "is_integer", "is_null") else HubSplit
     return kind(name, f"{source}:{name}", found, text)
 
 

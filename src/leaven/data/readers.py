@@ -151,7 +151,9 @@ def require_text_column(schema: Any, text: str) -> None:
         raise BrokenFile(f"has no column {text}, only {columns}; name one: source = [{{ source = ..., text = ... }}]")
     kind = schema.field(text).type
     if not (types.is_string(kind) or types.is_large_string(kind)):
-        raise BrokenFile(f"has {kind} in column {text}, not string; convert the column to string")
+        hint = "; to train on lists of token ids in parquet files, give their folder as hf:///folder"
+        hint *= types.is_list(kind) and types.is_integer(kind.value_type)
+        raise BrokenFile(f"has {kind} in column {text}, not strings (text) or lists of integers (token ids){hint}")
 
 
 def column_rows(chunks: Iterable[Any]) -> Iterator[TextRow]:

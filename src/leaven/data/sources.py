@@ -38,6 +38,7 @@ class SourceParts(NamedTuple):
 
     texts: tuple[TextPart, ...] = ()
     ids: tuple[TokenPart, ...] = ()
+    validation: tuple[TokenPart, ...] = ()  # of ``source.validation``
 
 
 def source_parts(source: DataSource) -> SourceParts:
@@ -54,8 +55,21 @@ def source_parts(source: DataSource) -> SourceParts:
     ``b/c.txt`` for the file ``/a/b/c.txt`` and the pattern ``/a/*/*.txt``.
 
     Raises:
-        InputError: if there is no such source, or it contains files of another format.
+        InputError: if there is no such source, or it contains files of another format, or ``validation`` is given and
+            one of the two is text.
     """
+    found = _parts(source)
+    if source.validation is None:
+        return found
+    if not found.ids:
+        raise InputError(f"validation is for token ids, but data.source {source.source!r} is text; remove validation")
+    validation = _parts(source.model_copy(update={"source": source.validation})).ids
+    if not validation:
+        raise InputError(f"validation {source.validation!r} is text, but the source has token ids; give token ids")
+    return found._replace(validation=validation)
+
+
+def _parts(source: DataSource) -> SourceParts:
     if source.source.startswith(SCHEME):
         split = open_split(source.source, source.text)
         return SourceParts(ids=(split,)) if isinstance(split, HubTokens) else SourceParts(texts=(split,))
@@ -102,6 +116,10 @@ def _files(source: str) -> list[tuple[str, Path]]:
         return [(SHAKESPEARE.name, SHAKESPEARE)]
     path = Path(source).expanduser()
     if os.path.isdir(path):
+        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+            raise InputError(
+                f"data.source {source!r} is a folder written by save_to_disk; give hf://{os.path.abspath(path)}"
+            )
         raise InputError(
             f"data.source {source!r} is a folder; give a pattern of the files in it, for example '{source}/**/*.txt'"
         )

@@ -9,6 +9,7 @@
 - Arrow: the column of a data set whose rows are lists of ids.
 """
 
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +61,16 @@ class TokenFile:
         return str(self.path)
 
     @property
+    def identity(self) -> tuple[int, int]:
+        """Two paths of one file, also through links, have the same identity."""
+        found = self.path.stat()
+        return found.st_dev, found.st_ino
+
+    @property
     def index(self) -> Path | None:
         """Megatron-LM's index of the file, or None if the file has no index."""
         index = self.path.with_suffix(".idx")
-        return index if self.path.suffix == ".bin" and index.exists() else None
+        return index if self.path.suffix == ".bin" and os.path.lexists(index) else None
 
     @property
     def size(self) -> int:
@@ -207,9 +214,10 @@ def arrow_tokens(chunks: list[Any]) -> MappedTokens:
         ids = chunk.flatten()
         if ids.null_count:
             raise BrokenFile("has nulls among its token ids; remove these rows")
-        arrays.append(ids.to_numpy(zero_copy_only=True))
+        if len(ids):  # else the type may be null
+            arrays.append(ids.to_numpy(zero_copy_only=True))
         lengths.append(chunk.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))
     rows = np.concatenate([*lengths, np.zeros(0, np.int64)]).astype(np.int64)
     blocks = len(rows) >= BLOCKS and (rows[:-1] == rows[0]).all() and rows[-1] <= rows[0]
     ends = np.cumsum(rows[rows > 0])
-    return MappedTokens(tuple(array for array in arrays if len(array)), None if blocks else ends)
+    return MappedTokens(tuple(arrays), None if blocks else ends)

@@ -4,7 +4,7 @@ Every id is read once, to check it against the vocabulary and to hash it; the re
 training and validation read from the memory-mapped files.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from leaven.data.corpus import VALIDATION_SHARE, Meter, OnProgress, cached_surveys, surveys_file
 from leaven.data.shards import ShardedTokens, Shards
-from leaven.data.sources import TokenPart, opened, source_parts
+from leaven.data.sources import SourceParts, TokenPart, opened
 from leaven.data.stream import Tokens
 from leaven.data.token_files import MappedTokens
 from leaven.errors import InputError
@@ -66,6 +66,37 @@ class DocumentTokens:
         return np.insert(ids, self._ends[first:last] - (start - first), self._end_of_text)
 
 
+def uses(parts: SourceParts) -> Iterator[tuple[TokenPart, str]]:
+    """Yield each part of a source with its use: "train", "validation", or "both" if a share of it is held out."""
+    for part in parts.ids:
+        yield part, "train" if parts.validation else "both"
+    for part in parts.validation:
+        yield part, "validation"
+
+
+def refuse_two_uses(used: Iterable[tuple[Hashable, TokenPart, str]]) -> None:
+    """Check that the same ids have the same use in all sources. ``used`` has (identity of ids, part, use).
+
+    Raises:
+        InputError: if ids of a part would be trained and validated on.
+    """
+    first: dict[Hashable, dict[str, TokenPart]] = {}
+    for identity, part, use in used:
+        found = first.setdefault(identity, {})
+        found.setdefault(use, part)
+        if len(found) > 1 and "validation" in found:
+            trained = next(part for use, part in found.items() if use != "validation")
+            raise InputError(
+                f"{found['validation'].name} in validation has the ids of {trained.name} in the source; give other "
+                "files, or remove validation to hold out a part of the source"
+            )
+        if len(found) > 1:
+            raise InputError(
+                f"a part of {found['both'].name} is held out, but a source with validation trains on all of its ids "
+                f"({found['train'].name}); give validation to both sources or to none"
+            )
+
+
 @dataclass(frozen=True)
 class TokenReader:
     """Reads sources of token ids."""
@@ -76,11 +107,11 @@ class TokenReader:
     memory: Path  # folder of the cached surveys
     progress: OnProgress | None = None
 
-    def shards(self, source: DataSource, parts: Sequence[TokenPart]) -> Shards:
-        """Return the tokens of a source.
+    def shards(self, sources: Sequence[tuple[DataSource, SourceParts]]) -> list[Shards]:
+        """Return the tokens of each source.
 
-        With ``source.validation``, all of the source is used for training, and no part of it may be validated on.
-        Otherwise the last `VALIDATION_SHARE` of
+        With ``source.validation``, all of the source is used for training, and no part of it may be validated on, by
+        any of the sources. Otherwise the last `VALIDATION_SHARE` of
         each stretch (`STRETCHES`) is held out. It begins and ends with a document, if the ends of documents are known
         from the files or by the id ``end_of_text``. Only a document that is longer than the held-out part is cut.
 
@@ -88,16 +119,28 @@ class TokenReader:
 
         Raises:
             InputError: if a file is damaged or of an unknown format, an id is not below ``vocab_size``, the ends of
-                documents are unknown but needed, or a part of ``source.validation`` has the ids of a part of the
-                source.
+                documents are unknown but needed, or parts that are used in different ways have the same ids.
             OSError: if ``memory`` cannot be written.
         """
-        ids = self._read(source, parts)
+        read, used = [], []
+        for source, parts in sources:
+            ids, others = self._read(source, parts.ids), None
+            known = [*zip(ids.parts, ids.digests, strict=True)]
+            if parts.validation:
+                others = self._read(source.model_copy(update={"source": source.validation}), parts.validation)
+                known += zip(others.parts, others.digests, strict=True)
+            read.append((ids, others))
+            both = zip(uses(parts), known, strict=True)
+            used += [(digest, part, use) for (part, use), (mapped, digest) in both if len(mapped)]
+        refuse_two_uses(used)
+        return [self._shards(ids, others) for ids, others in read]
+
+    def _shards(self, ids: "_SourceIds", others: "_SourceIds | None") -> Shards:
         content = " ".join([str(FORMAT), str(self.end_of_text), *ids.digests])
         train: list[Tokens] = []
         validation: list[Tokens] = []
         notes = ids.notes
-        if source.validation is None:
+        if others is None:
             for mapped in ids.parts:
                 start = 0
                 for cut, stop in _held_out(mapped, ids.occurring):
@@ -105,18 +148,6 @@ class TokenReader:
                     validation += ids.between(mapped, cut, stop)
                     start = stop
         else:
-            other = source.model_copy(update={"source": source.validation})
-            held_out = source_parts(other).ids
-            if not held_out:
-                raise InputError(f"validation {other.source!r} is text, but the source has token ids; give token ids")
-            others = self._read(other, held_out)
-            trained = dict(zip(ids.digests, (part.name for part in parts), strict=True))
-            for part, mapped, digest in zip(held_out, others.parts, others.digests, strict=True):
-                if len(mapped) and digest in trained:
-                    raise InputError(
-                        f"{part.name} in validation has the ids of {trained[digest]} in the source; give other "
-                        "files, or remove validation to hold out a part of the source"
-                    )
             train = [tokens for mapped in ids.parts for tokens in ids.between(mapped, 0, len(mapped))]
             validation = [tokens for mapped in others.parts for tokens in others.between(mapped, 0, len(mapped))]
             content = " ".join([content, *others.digests])
@@ -148,10 +179,13 @@ class TokenReader:
         for part, survey in zip(parts, surveys, strict=True):
             wrong = survey.lowest if survey.lowest < 0 else survey.highest
             if not 0 <= wrong < self.vocab_size:
+                mend = "set vocab_size in [model], and data.tokenizer if there is one, to those with which the file "
+                mend += "was written"
+                if wrong < 0:
+                    mend = "give inputs, not labels or padding"
                 raise InputError(
                     f"{part.name} has the token id {wrong:,}, but the vocabulary has the ids 0 to "
-                    f"{self.vocab_size - 1:,}; set vocab_size in [model], and data.tokenizer if there is one, to "
-                    "those with which the file was written"
+                    f"{self.vocab_size - 1:,}; {mend}"
                 )
         notes = [f"{name}: the files do not state a dtype; their ids are read as uint16"] * raw
         known = all(ids.ends is not None for ids in mapped.values())

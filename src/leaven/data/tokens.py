@@ -6,7 +6,7 @@ The cache contains the folders ``surveys`` (sizes and hashes of source files), `
 processes wait and then read its files.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import blake2b
@@ -20,9 +20,9 @@ from leaven import storage
 from leaven.data.corpus import Corpus, Meter, OnProgress, open_corpora
 from leaven.data.hub import SCHEME
 from leaven.data.shards import ShardedTokens, Shards, shards
-from leaven.data.sources import source_parts
+from leaven.data.sources import SourceParts, source_parts
 from leaven.data.stream import Mixture, Stream, validation_windows
-from leaven.data.token_source import TokenReader
+from leaven.data.token_source import TokenReader, refuse_two_uses, uses
 from leaven.data.tokenizer import Encoder, given_tokenizer, train_tokenizer
 from leaven.errors import InputError
 from leaven.recipe.data import Data
@@ -120,7 +120,7 @@ def prepare(
         InputError: if a source, the tokenizer, the vocabulary or the cache folder cannot be used.
     """
     parts = {source.source: source_parts(source) for source in data.sources}
-    of_ids = {name: found.ids for name, found in parts.items() if found.ids}
+    of_ids = {name: found for name, found in parts.items() if found.ids}
     _validate(data, vocab_size, of_ids)
     cache = cache or cache_folder()
     texts = [source for source in data.sources if source.source not in of_ids]
@@ -148,9 +148,8 @@ def prepare(
         known = vocab_size if encoder is None else encoder.vocab_size
         needs_ends = data.end_of_text is not None or data.documents == "isolated"
         reader = TokenReader(known, end_of_text, needs_ends, memory, progress)
-        for source in data.sources:
-            if source.source in of_ids:
-                found[source.source] = reader.shards(source, of_ids[source.source])
+        ids = [source for source in data.sources if source.source in of_ids]
+        found |= zip(of_ids, reader.shards([(source, of_ids[source.source]) for source in ids]), strict=True)
     except OSError as error:
         raise InputError(
             f"the cache folder {cache} cannot be used ({error.strerror or error}); "
@@ -171,12 +170,11 @@ def prepare(
     )
 
 
-def _validate(data: Data, vocab_size: int, of_ids: Collection[str]) -> None:
-    """Check that the keys of ``data`` fit its sources. ``of_ids`` are the names of the sources with token ids."""
+def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) -> None:
+    """Check that the keys of ``data`` fit its sources. ``of_ids`` are the parts of the sources with token ids."""
     for source in data.sources:
-        if source.source not in of_ids and (source.dtype or source.validation):
-            key = "dtype" if source.dtype else "validation"
-            raise InputError(f"{key} is for token ids, but data.source {source.source!r} is text; remove {key}")
+        if source.source not in of_ids and source.dtype:
+            raise InputError(f"dtype is for token ids, but data.source {source.source!r} is text; remove dtype")
         if source.dtype and source.source.startswith(SCHEME):
             raise InputError(f"data.source {source.source!r} states its own dtype; remove dtype")
     if of_ids and data.tokenizer == "bpe" and len(of_ids) < len(data.sources):
@@ -191,6 +189,7 @@ def _validate(data: Data, vocab_size: int, of_ids: Collection[str]) -> None:
             raise InputError(
                 f"end_of_text {data.end_of_text:,} is not below vocab_size {vocab_size:,}; give the id of a token"
             )
+    refuse_two_uses((part.identity, part, use) for found in of_ids.values() for part, use in uses(found))
 
 
 def _tokenizer(

@@ -23,6 +23,7 @@ import numpy as np
 
 from leaven.documents.checks import CheckDocument, MeasuredRow
 from leaven.errors import InputError
+from leaven.training.early_stopping import divergence_limit
 from leaven.verification.foreign import ModelFamily
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.optimum import Array, LossGrid, estimate
@@ -89,10 +90,14 @@ def _regime(
     """Return the row with the cost of doubling the batch in octaves of tokens, which the top of this file defines."""
     name = "cost of twice the batch, octaves of tokens"
     longest = max(losses, key=lambda scale: scale.tokens)
+    if not (losses[base].has_optimum and losses[longest].has_optimum):
+        return MeasuredRow(name=name, value=None, low=None, high=None, note="too many runs diverged")
     best = int(losses[base].means.argmin())
     double = replace(base, batch=2.0)
     lr = float(2 ** losses[base].octaves[best])
     doubled = losses_of(family, "lr", {double: [lr]}, store, seeds)[double]
+    if len(doubled.diverged):
+        return MeasuredRow(name=name, value=None, low=None, high=None, note="twice the batch diverges")
 
     def share(grids: Sequence[LossGrid]) -> Array:
         at_base, at_longest, at_double = grids
@@ -134,8 +139,12 @@ def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seed
         if arm == RULED:
             continue
         ruled = losses[scale, RULED]
+        name = f"tokens x{scale.tokens:g}, {arm}: nats over the rule"
+        if not all(loss < divergence_limit(family.vocab_size) for loss in (*values, *ruled)):
+            found.append(MeasuredRow(name=name, value=None, low=None, high=None, note="a run diverged"))
+            continue
         pairs = LossGrid.of({1.0: [a - b for a, b in zip(values, ruled, strict=True)]})
         difference = estimate(lambda grids: grids[0].means[..., 0], [pairs])
         note = f"loss {sum(values) / seeds:.4f}, {RULED} {sum(ruled) / seeds:.4f}"
-        found.append(difference.row(f"tokens x{scale.tokens:g}, {arm}: nats over the rule", note))
+        found.append(difference.row(name, note))
     return found

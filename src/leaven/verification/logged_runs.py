@@ -1,16 +1,17 @@
-"""Read runs that somebody has trained with any program, from CSV and JSON lines, and check whether they transfer.
+"""Read runs that somebody has trained with any program, and check whether they transfer.
 
-A row of a file is one run (for the check transfer) or one point of a loss curve (for the check collapse). Its columns
-width, depth, batch and tokens say how large the run is.
+A row of a CSV or JSON lines file is one run (for the check transfer) or one point of a loss curve (for the check
+collapse). Its columns width, depth, batch and tokens say how large the run is. A folder with TensorBoard event files,
+and a .wandb file of an offline run of W&B, are one run, and the names of its folders, such as width256-lr0.004, say
+its size, its values and its seed. Run folders of leaven are read, too.
 """
 
 import csv
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from leaven import storage
@@ -18,13 +19,16 @@ from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.run_folder import RunFolder, changes_of
+from leaven.training.run_logs import tensorboard_rows, wandb_rows
 from leaven.verification.collapse import Points
-from leaven.verification.model_instance import RunScale
+from leaven.verification.model_instance import RunScale, ScaleAxis
 from leaven.verification.optimum import LossGrid
 from leaven.verification.sweep import AXES, SWEPT, SweptValue, compare
 
-SUFFIXES = (".csv", ".jsonl")
+SUFFIXES = (".csv", ".jsonl", ".wandb")
+EVENTS = "tfevents"  # in the name of a TensorBoard event file
 TIMES = ("tokens", "step")  # columns with the progress of a run; the first that has values is used
+NAMED = r"([a-z]+(?:_[a-z]+)*)[=_-]?(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"  # a name and a number in the name of a folder
 LARGEST_LOSS = 1e6  # a run with a larger loss has diverged
 
 
@@ -81,21 +85,72 @@ class LoggedRow:
 
 
 def data_files(path: Path) -> list[Path]:
-    """Return the CSV and JSON lines files of a folder and its subfolders, or the file itself.
+    """Return the CSV, JSON lines and .wandb files of a folder and its subfolders, and the folders with TensorBoard
+    event files; or the file itself.
 
     Raises:
         InputError: if there is no such file.
     """
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
-    files = (
-        sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-        if path.is_dir()
-        else [path]
-    )
+    if not path.is_dir():
+        return [path]
+    every = [file for file in path.rglob("*") if file.is_file()]
+    files = {file for file in every if file.suffix.lower() in SUFFIXES}
+    files |= {file.parent for file in every if EVENTS in file.name}
     if not files:
-        raise InputError(f"{path} has no file that ends in {' or '.join(SUFFIXES)}; give a folder with logged runs")
-    return files
+        raise InputError(
+            f"{path} has no TensorBoard event file, and no file that ends in {' or '.join(SUFFIXES)}; give a folder "
+            "with logged runs"
+        )
+    return sorted(files)
+
+
+def _is_one_run(path: Path) -> bool:
+    """Return whether a path is a run that was logged by TensorBoard or W&B."""
+    return path.is_dir() or path.suffix.lower() == ".wandb"
+
+
+def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
+    """Return the points of a run that was logged by TensorBoard or W&B, with the columns step and loss, and those of
+    the ``columns`` whose values are in the names of its folders below ``root``.
+
+    Raises:
+        InputError: if nothing has the name ``loss``.
+    """
+    if path.is_dir():
+        events = sorted(file for file in path.iterdir() if EVENTS in file.name)
+        found = [row for file in events for row in tensorboard_rows(file, loss)]
+    else:
+        found = list(wandb_rows(path))
+    named = re.findall(NAMED, str(path.relative_to(root)).lower())
+    known = {name: value for name, value in named if name in columns}
+    rows = [
+        LoggedRow(str(path), {**known, "step": step, "loss": row[loss]})
+        for step, row in found
+        if row.get(loss) is not None
+    ]
+    if not rows:
+        names = sorted({name for _, row in found for name in row})
+        raise InputError(f"{path} has no {loss}, but {', '.join(names) or 'nothing'}; name the loss with --loss")
+    return rows
+
+
+def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
+    """Return the rows of a file or run, with ``loss`` as the column loss."""
+    if _is_one_run(path):
+        return _rows_of_curve(path, root, loss, columns)
+    rows = read_rows(path)
+    if (loss := loss.lower()) == "loss":
+        return rows
+    if not any(row.has(loss) for row in rows):
+        columns = dict.fromkeys(column for row in rows for column in row.values)
+        raise InputError(f"{path} has no column {loss}; its columns are {', '.join(columns)}")
+    renamed = ({key: value for key, value in row.values.items() if key not in ("loss", loss)} for row in rows)
+    return [
+        LoggedRow(row.place, {**others, "loss": row.values.get(loss)})
+        for row, others in zip(rows, renamed, strict=True)
+    ]
 
 
 def read_rows(path: Path) -> list[LoggedRow]:
@@ -153,26 +208,64 @@ def scale_name(scale: RunScale, axes: Iterable[str]) -> str:
     return " ".join(f"{axis} {getattr(scale, axis):.15g}" for axis in axes)
 
 
-def transfer_of_runs(path: Path, value: str = "lr") -> CheckDocument:
+def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> CheckDocument:
     """Check whether the best value of a hyperparameter is the same at all sizes of the runs in a file or folder.
 
-    A row is a run. Its columns are loss (nats per token), ``value``, one or more of width, depth, batch and tokens,
-    and maybe seed. A loss that is not finite means that the run diverged. A value with a diverged run is left out at
-    this size, except the best value of the smallest size: the check fails if that diverges at a larger size.
+    If the folder has run folders of leaven, these are read; ``value`` is a hyperparameter of their recipes or the
+    path of any value. Otherwise a row is a run. Its columns are ``loss`` (nats per token), ``value``, one or more of
+    width, depth, batch and tokens, and maybe seed. Of a run that was logged by TensorBoard or W&B, the last ``loss``
+    counts. A loss that is not finite means that the run diverged.
+
+    Values may have different numbers of runs. If several values at a size have runs with the same seeds, differences
+    between seeds do not count as noise.
 
     Raises:
         InputError: if a column is missing or contains no numbers, if there are fewer than two sizes or, at a size,
-            fewer than three values, or if the values have different numbers of runs.
+            fewer than three values without a diverged run, or if run folders cannot be compared.
     """
-    value = value.strip().lower()
-    if value in ("loss", "seed"):
+    value = value.strip()
+    folders = _own_runs(path, loss)
+    found, axes, columns = _runs_by_size(path, folders, value if folders else value.lower(), loss)
+    scales = sorted(found, key=lambda scale: [getattr(scale, axis) for axis in AXES])
+    names = {scale: scale_name(scale, axes) for scale in scales}
+    if len(scales) < 2:
+        raise InputError(f"{path} has one size only, {names[scales[0]]}; a check of transfer compares two or more")
+    grids = {scale: LossGrid.of(found[scale]) for scale in scales}
+    base = grids[scales[0]]
+    for scale, grid in grids.items():
+        fails = len(base.octaves) and base.octaves[base.means.argmin()] in grid.diverged
+        if not grid.has_optimum and not fails:
+            raise InputError(
+                f"{path}: {names[scale]} has {len(grid.octaves)} values of {value} without a diverged run, and an "
+                "optimum needs three; add runs with other values"
+            )
+    counts = sorted({len(runs) for values in found.values() for runs in values.values()})
+    limit = next((known.shift_limit for known in SWEPT.values() if known.key == value), SWEPT["lr"].shift_limit)
+    swept = SweptValue(value, f"runs with {value}", (), limit, more_seeds="more runs for each value, e.g.")
+    settings = {
+        "rule": None,
+        "scales": list(names.values()),
+        value: sorted({number for values in found.values() for number in values}),
+        "unit": "in base coordinates" if folders else "as in the rows",
+        "seeds": counts[0] if len(counts) == 1 else f"{counts[0]} to {counts[-1]}",
+        "columns not used": sorted(set(columns) - {"loss", "seed", value, *axes}),
+    }
+    return compare("transfer", str(path), swept, grids, names=names, ruled={}, settings=settings)
+
+
+def _runs_by_size(
+    path: Path, folders: Sequence[Path], value: str, loss: str
+) -> tuple[dict[RunScale, dict[float, dict[Hashable, float]]], list[ScaleAxis], list[str]]:
+    """Return the losses by size, value and seed; the axes of the sizes; and the columns of all rows."""
+    if value.lower() in ("loss", "seed"):
         raise InputError(f"--value {value}: give the column of the swept hyperparameter, e.g. lr")
-    if _own_runs(path):
-        raise InputError(
-            f"{path} has run folders of leaven, and a check of transfer reads rows; write a CSV file with the size, "
-            f"{value} and final loss of each run"
-        )
-    rows = [row for file in data_files(path) for row in read_rows(file)]
+    if folders:
+        rows = _rows_of_own_runs(folders, value)
+    else:
+        rows = []
+        for file in data_files(path):
+            found_here = _rows(file, path, loss, {*AXES, value, "seed"})
+            rows += found_here[-1:] if _is_one_run(file) else found_here
     columns = dict.fromkeys(column for row in rows for column in row.values)
     axes = [axis for axis in AXES if axis in columns and axis != value]
     for column, hint in (("loss", ""), (value, "; name the swept hyperparameter with --value COLUMN")):
@@ -180,7 +273,7 @@ def transfer_of_runs(path: Path, value: str = "lr") -> CheckDocument:
             raise InputError(f"{path} has no column {column}; its columns are {', '.join(columns)}{hint}")
     if not axes:
         raise InputError(f"{path} has no column {' or '.join(AXES)}; add the size of the runs, e.g. width")
-    found: dict[RunScale, dict[float, dict[float | str, float]]] = {}
+    found: dict[RunScale, dict[float, dict[Hashable, float]]] = {}
     for row in rows:
         runs = found.setdefault(scale_of(row, axes), {}).setdefault(row.above_0(value), {})
         seed = row.place if (written := row.seed()) is None else written
@@ -190,69 +283,14 @@ def transfer_of_runs(path: Path, value: str = "lr") -> CheckDocument:
                 "another swept column with --value"
             )
         runs[seed] = row.loss()
-    scales = sorted(found, key=lambda scale: [getattr(scale, axis) for axis in AXES])
-    names = {scale: scale_name(scale, axes) for scale in scales}
-    if len(scales) < 2:
-        raise InputError(f"{path} has one size only, {names[scales[0]]}; a check of transfer compares two or more")
-    seeds = max(len(runs) for grid in found.values() for runs in grid.values())
-    grids, left_out = _grids(path, value, found, names, seeds)
-    limit = next((known.shift_limit for known in SWEPT.values() if known.key == value), SWEPT["lr"].shift_limit)
-    swept = SweptValue(value, f"runs with {value}", (), limit, more_seeds="more runs for each value, e.g.")
-    settings = {
-        "rule": None,
-        "scales": list(names.values()),
-        value: sorted({number for values in found.values() for number in values}),
-        "unit": "as in the rows",
-        "seeds": seeds,
-        "left out": left_out,
-        "columns not used": sorted({*columns} - {"loss", "seed", value, *axes}),
-    }
-    return compare("transfer", str(path), swept, grids, names=names, ruled={}, settings=settings)
+    return found, axes, list(columns)
 
 
-def _grids(
-    path: Path,
-    value: str,
-    found: Mapping[RunScale, Mapping[float, Mapping[float | str, float]]],
-    names: Mapping[RunScale, str],
-    seeds: int,
-) -> tuple[dict[RunScale, LossGrid], list[str]]:
-    """Return the grid of each size, and the names of the values that are left out. ``found`` has the losses by size,
-    value and seed.
-
-    Raises:
-        InputError: if a value has fewer runs than ``seeds``, or a size has too few values.
-    """
-    base = next(iter(names))
-    means = {number: fmean(runs.values()) for number, runs in found[base].items()}
-    best = min(means, key=lambda number: means[number] if math.isfinite(means[number]) else math.inf)
-    grids, left_out = {}, []
-    for scale in names:
-        grid = {}
-        for number, runs in found[scale].items():
-            place = f"{names[scale]}, {value} {number:g}"
-            if len(runs) < seeds:
-                raise InputError(
-                    f"{path}: {place} has {len(runs)} runs, others have {seeds}; give all values the same number"
-                )
-            if all(map(math.isfinite, runs.values())) or (number == best and scale != base):
-                grid[number] = list(runs.values())
-            else:
-                left_out.append(place)
-        grids[scale] = LossGrid.of(grid)
-        if len(grid) < 3 and grids[scale].finite:
-            raise InputError(
-                f"{path}: {names[scale]} has {len(grid)} values of {value} without a diverged run, and an optimum "
-                "needs three; add runs with other values"
-            )
-    return grids, left_out
-
-
-def curves_of(path: Path) -> dict[str, list[Points]]:
+def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
     """Return the loss curves in a folder or file: for each size by name, those of all seeds, the smallest size first.
 
     If the folder has run folders of leaven, these are read. Otherwise, a row of a file is a point of a curve, with
-    the columns tokens or step, and loss; rows without a loss are left out. The columns width, depth and batch say
+    the columns tokens or step, and ``loss``; rows without a loss are left out. The columns width, depth and batch say
     which size it is, and seed which run; the rows of a size without a seed are one run for each file. Without size
     columns, the name of the subfolder of a file or its own name says which size it is.
 
@@ -260,12 +298,12 @@ def curves_of(path: Path) -> dict[str, list[Points]]:
         InputError: if there are no curves, a column is missing or contains no numbers, the size of a curve is not
             clear, a run has not finished, or own runs of a size differ in more than the seed.
     """
-    if folders := _own_runs(path):
+    if folders := _own_runs(path, loss):
         return _curves_of_own_runs(folders)
     found: dict[str, list[Points]] = {}
     sized: dict[tuple[str, ...], Path] = {}  # size columns and the first file that has them
     for file in data_files(path):
-        rows = read_rows(file)
+        rows = _rows(file, path, loss, {"width", "depth", "batch", "seed"})
         columns = dict.fromkeys(column for row in rows for column in row.values)
         rows = [row for row in rows if row.has("loss")] or rows
         time = next((column for column in TIMES if any(row.has(column) for row in rows)), None)
@@ -275,8 +313,8 @@ def curves_of(path: Path) -> dict[str, list[Points]]:
             )
         axes = [axis for axis in ("width", "depth", "batch") if axis in columns]
         sized.setdefault(tuple(axes), file)
-        first = file.relative_to(path).parts[0] if path.is_dir() else file.name
-        own_name = file.stem if first == file.name else first
+        first = (file.relative_to(path).parts or [path.name])[0] if path.is_dir() else file.name
+        own_name = file.stem if first == file.name and not file.is_dir() else first
         runs: dict[tuple[str, float | str | None], list[LoggedRow]] = {}
         for row in rows:
             if row.has("loss"):
@@ -331,28 +369,71 @@ def _by_numbers(name: str) -> list[str | float]:
     return [part for pair in zip(texts[::3], [*numbers, 0.0], strict=True) for part in pair]
 
 
-def _own_runs(path: Path) -> list[Path]:
+def _own_runs(path: Path, loss: str) -> list[Path]:
     """Return the run folders of leaven in a folder."""
     recipes = path.rglob("recipe.toml") if path.is_dir() else ()
-    return sorted(file.parent for file in recipes if (file.parent / "metrics.jsonl").exists())
+    folders = sorted(file.parent for file in recipes if (file.parent / "metrics.jsonl").exists())
+    if folders and loss != "loss":
+        raise InputError(f"{path} has run folders of leaven, whose loss needs no name; remove --loss {loss}")
+    return folders
+
+
+def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, Recipe, RunFolder]]:
+    """Return the size, recipe and folder of each run. Its batch and tokens are not ratios.
+
+    Raises:
+        InputError: if the recipes of a size differ in another value than those at the paths ``free``.
+    """
+    found = []
+    firsts: dict[RunScale, tuple[Path, Recipe]] = {}
+    for folder in folders:
+        run = RunFolder(folder)
+        recipe = run.recipe()
+        scale = RunScale(recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
+        first, other = firsts.setdefault(scale, (folder, recipe))
+        if changed := [change for change in changes_of(other, recipe) if change[0] not in free]:
+            key, theirs, own = changed[0]
+            raise InputError(
+                f"{key} is {theirs} in {first} and {own} in {folder}; runs of one size may differ in "
+                f"{' and '.join(free)} alone; move one of them to another folder"
+            )
+        found.append((scale, recipe, run))
+    return found
+
+
+def _rows_of_own_runs(folders: Sequence[Path], value: str) -> list[LoggedRow]:
+    known = Recipe.model_fields["hyperparameters"].annotation
+    path = value if "." in value or value not in getattr(known, "model_fields", {}) else f"hyperparameters.{value}"
+    runs = _read_own_runs(folders, path, "data.seed")
+    scales = [astuple(scale) for scale, _, _ in runs]
+    varied = [axis for axis, values in zip(AXES, zip(*scales, strict=True), strict=True) if len(set(values)) > 1]
+    rows = []
+    for scale, recipe, run in runs:
+        found: Any = recipe.model_dump()
+        for key in path.split("."):
+            found = found.get(key) if isinstance(found, dict) else None
+        if not isinstance(found, int | float):
+            raise InputError(f"--value {value}: {run.path} has no number {path} in its recipe; e.g. give lr")
+        columns = {value: found, "seed": recipe.data.seed, "loss": _final_loss(run)}
+        rows.append(LoggedRow(str(run.path), columns | {axis: getattr(scale, axis) for axis in varied or ["width"]}))
+    return rows
+
+
+def _final_loss(run: RunFolder) -> float:
+    """Return the validation loss at the end of a run, which is NaN if it diverged."""
+    if (finish := run.finish()) is not None:
+        return math.nan if finish["loss"] is None else float(finish["loss"])
+    last = (run.events() or [{"event": None}])[-1]
+    if last["event"] == "stop" and last["why"] != "interrupted":
+        return math.nan
+    raise InputError(f"the run in {run.path} has not finished; resume it, or remove it from the folder")
 
 
 def _curves_of_own_runs(folders: Sequence[Path]) -> dict[str, list[Points]]:
     found: dict[RunScale, list[Points]] = {}
-    firsts: dict[RunScale, tuple[Path, Recipe]] = {}
-    for folder in folders:
-        run = RunFolder(folder)
+    for scale, _, run in _read_own_runs(folders, "data.seed"):
         if run.finish() is None:
-            raise InputError(f"the run in {folder} has not finished; resume it, or remove it from the folder")
-        recipe = run.recipe()
-        scale = RunScale(recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
-        first, other = firsts.setdefault(scale, (folder, recipe))
-        if changed := [change for change in changes_of(other, recipe) if change[0] != "data.seed"]:
-            key, theirs, own = changed[0]
-            raise InputError(
-                f"{key} is {theirs} in {first} and {own} in {folder}; runs of one size may differ in data.seed "
-                "alone; move one of them to another folder"
-            )
+            raise InputError(f"the run in {run.path} has not finished; resume it, or remove it from the folder")
         lines = [(line["tokens"], line["loss"]) for line in run.metrics()]
         found.setdefault(scale, []).append([(at, math.nan if loss is None else loss) for at, loss in lines])
     scales = sorted(found, key=astuple)

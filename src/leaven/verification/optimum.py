@@ -4,7 +4,7 @@ Losses are in nats per token. Values of the hyperparameter are given as their lo
 arrays, "..." stands for optional leading dimensions. They contain bootstrap samples, which are computed all at once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,47 +24,63 @@ DRAWS = 1000  # bootstrap samples
 
 @dataclass(frozen=True)
 class LossGrid:
-    """The losses at three or more values of a hyperparameter."""
+    """The losses at the values of a hyperparameter. A value with a diverged run is left out."""
 
-    octaves: Array  # (values,), log2 of the values
-    losses: Array  # (..., values, seeds)
+    octaves: Array  # (values,), log2 of the values at which no run diverged
+    runs: tuple[Mapping[Hashable, float], ...]  # losses by seed, for each of these values
+    means: Array  # (..., values), mean losses; if values have different seeds, without the effects of the seeds
+    diverged: Array  # log2 of the values that are left out
 
     @classmethod
-    def of(cls, losses: Mapping[float, Sequence[float]]) -> "LossGrid":
-        """Make a grid from a mapping of each value to the losses of all seeds."""
-        values = sorted(losses)
-        return cls(np.log2(np.asarray(values)), np.asarray([losses[value] for value in values], dtype=float))
+    def of(cls, losses: Mapping[float, Mapping[Hashable, float] | Sequence[float]]) -> "LossGrid":
+        """Make a grid from the losses of all seeds at each value. A sequence has the losses of the seeds 0, 1, ...
+
+        The loss of a diverged run is not finite.
+        """
+        runs: dict[float, Mapping[Hashable, float]] = {
+            value: of if isinstance(of, Mapping) else {seed: loss for seed, loss in enumerate(of)}
+            for value, of in sorted(losses.items())
+        }
+        kept = {value: of for value, of in runs.items() if np.isfinite(list(of.values())).all()}
+        found = tuple(kept.values())
+        means = _Runs.of(found, paired=True).means if found else np.zeros(0)
+        return cls(np.log2(list(kept)), found, means, np.log2([value for value in runs if value not in kept]))
 
     @property
-    def means(self) -> Array:
-        """The mean losses over seeds, an array of shape (..., values)."""
-        return np.asarray(self.losses.mean(-1))
-
-    @property
-    def finite(self) -> bool:
-        return bool(np.isfinite(self.losses).all())
+    def has_optimum(self) -> bool:
+        """Whether there are enough values for a parabola."""
+        return len(self.octaves) >= POINTS
 
     @property
     def noise(self) -> float | None:
-        """The standard deviation of the loss between seeds, or None for one seed.
+        """The standard deviation of the loss between seeds, or None if no value has two runs.
 
         The variance is averaged over the `POINTS` values of the hyperparameter around the lowest mean loss.
         """
-        if self.losses.shape[1] < 2:
+        near = [list(self.runs[place].values()) for place in self._points(self.means.argmin(-1))]
+        freedom = [len(losses) - 1 for losses in near]
+        if not any(freedom):
             return None
-        near = self._points(self.means.argmin(-1))
-        return float(np.sqrt(self.losses[near].var(axis=1, ddof=1).mean()))
+        variances = [np.var(losses, ddof=1) if len(losses) > 1 else 0.0 for losses in near]
+        return float(np.sqrt(np.average(variances, weights=freedom)))
 
     @property
     def edge(self) -> int:
         """-1 if the lowest mean loss is at the first value of the grid, 1 if at the last, 0 if at a value between.
 
-        At the first or last value, the optimum may be outside the grid. If a loss is not finite, the result is 0.
+        At the first or last value, the optimum may be outside the grid.
         """
-        if not self.finite:
-            return 0
         place = int(self.means.argmin())
         return -(place == 0) + (place == len(self.octaves) - 1)
+
+    @property
+    def following(self) -> float:
+        """The value to try next if the lowest mean loss is at an edge: a step beyond, or half of the way to the value
+        that diverged there."""
+        last, before = self.octaves[[0, 1] if self.edge < 0 else [-1, -2]].tolist()
+        there = [octave for octave in self.diverged.tolist() if (octave - last) * self.edge > 0]
+        nearest = min(there, key=lambda octave: abs(octave - last), default=None)
+        return float(2 ** (2 * last - before if nearest is None else (last + nearest) / 2))
 
     @property
     def lowest(self) -> Array:
@@ -126,22 +142,72 @@ class Estimate:
         return MeasuredRow(name=name, value=self.value, low=self.low, high=self.high, expected=expected, note=note)
 
 
-def estimate(of: Callable[[Sequence[LossGrid]], Array], grids: Sequence[LossGrid]) -> Estimate:
+@dataclass(frozen=True)
+class _Runs:
+    """The runs of a grid, N in all, as a linear model: loss = effect of the value + effect of the seed + noise.
+
+    Seeds are in the model if it is ``paired`` and their effects can be determined.
+    """
+
+    value: NDArray[np.int64]  # (N,), index of the value of each run
+    weights: Array  # (values, N), by which the losses are multiplied to get the mean losses
+    means: Array  # (values,)
+    noise: Array  # (N,), deviations from the fit, scaled to the size of the true ones; NaN if they are always 0
+
+    @classmethod
+    def of(cls, runs: Sequence[Mapping[Hashable, float]], *, paired: bool) -> "_Runs":
+        value = np.repeat(np.arange(len(runs)), [len(of) for of in runs])
+        losses = np.array([loss for of in runs for loss in of.values()])
+        seeds = [seed for of in runs for seed in of]
+        columns = (value[:, np.newaxis] == np.arange(len(runs))).astype(float)
+        if paired and all(seeds.count(seed) > 1 for seed in seeds):
+            of_seed = np.array([[seed == name for name in dict.fromkeys(seeds)] for seed in seeds], dtype=float)
+            both = np.hstack([columns, of_seed[:, :-1] - of_seed[:, -1:]])  # the effects of seeds add up to 0
+            if np.linalg.matrix_rank(both) == both.shape[1]:
+                columns = both
+        inverse = np.linalg.pinv(columns)
+        fitted = inverse @ losses
+        freedom = 1 - (columns * inverse.T).sum(1)  # the variance of a deviation, as a share of that of the noise
+        with np.errstate(divide="ignore", invalid="ignore"):
+            noise = np.where(freedom > 1e-9, (losses - columns @ fitted) / np.sqrt(freedom), np.nan)
+        return cls(value, inverse[: len(runs)], fitted[: len(runs)], noise)
+
+    def pools(self) -> list[Array]:
+        """Return, for each value, the deviations that a bootstrap draws: its own, or those of all values if it has
+        fewer than two."""
+        known = np.isfinite(self.noise)
+        own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]
+        return [pool if len(pool) > 1 else self.noise[known] for pool in own]
+
+
+def estimate(
+    of: Callable[[Sequence[LossGrid]], Array], grids: Sequence[LossGrid], *, paired: bool = False
+) -> Estimate:
     """Return ``of(grids)`` with its 95% bootstrap interval over seeds.
 
-    The bootstrap draws seeds with replacement, independently for each value of the hyperparameter. The deviations of
-    the losses from their mean are scaled up, because with n seeds they are too small by sqrt((n - 1) / n).
+    The bootstrap draws as many runs as a value has, with replacement, independently for each value of the
+    hyperparameter. The deviations of the losses from their mean are scaled up, because with n seeds they are too
+    small by sqrt((n - 1) / n). Values with one run draw from the deviations of all values of the grid.
+
+    ``paired`` says that ``of`` depends only on differences of losses within each grid. Then the effect of a seed,
+    which is the same at all values, is not noise. It is removed from the deviations if every seed has runs at several
+    values of the grid.
     """
-    value, seeds = float(of(grids)), grids[0].losses.shape[1]
-    if seeds < 2:
+    value = float(of(grids))
+    fits = [_Runs.of(grid.runs, paired=paired) for grid in grids]
+    pools = [pool for fit in fits for pool in fit.pools()]
+    if not all(len(pool) for pool in pools):
         return Estimate(value, None, None)
-    counts = [len(grid.octaves) for grid in grids]
-    drawn = np.random.default_rng(0).integers(seeds, size=(DRAWS, sum(counts), seeds))
-    sampled = []
-    for grid, indices in zip(grids, np.split(drawn, np.cumsum(counts)[:-1], axis=1), strict=True):
-        means = grid.losses.mean(1, keepdims=True)
-        losses = np.take_along_axis(grid.losses[np.newaxis], indices, axis=2)
-        sampled.append(replace(grid, losses=means + (losses - means) * np.sqrt(seeds / (seeds - 1))))
+    counts = [len(runs) for grid in grids for runs in grid.runs]
+    highs = np.array([len(pool) for pool in pools])[:, np.newaxis]
+    drawn = np.random.default_rng(0).integers(highs, size=(DRAWS, len(pools), max(counts)))
+    noise = [pool[drawn[:, place, :count]] for place, (pool, count) in enumerate(zip(pools, counts, strict=True))]
+    sampled, first = [], 0
+    for grid, fit in zip(grids, fits, strict=True):
+        following = first + len(grid.runs)
+        deviations = np.concatenate(noise[first:following], axis=1) @ fit.weights.T
+        sampled.append(replace(grid, means=grid.means + deviations))
+        first = following
     low, high = np.percentile(of(sampled), [2.5, 97.5])
     return Estimate(value, float(low), float(high))
 
@@ -157,8 +223,8 @@ def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
         best = grids[0].optimum()
         return np.maximum(grids[1].loss_at(best) - grids[1].lowest, 0.0)
 
-    octaves = estimate(lambda grids: grids[1].optimum() - grids[0].optimum(), [base, target])
-    return octaves, estimate(regret, [base, target])
+    octaves = estimate(lambda grids: grids[1].optimum() - grids[0].optimum(), [base, target], paired=True)
+    return octaves, estimate(regret, [base, target], paired=True)
 
 
 def exponent(grids: Mapping[float, LossGrid]) -> Estimate:
@@ -173,4 +239,4 @@ def exponent(grids: Mapping[float, LossGrid]) -> Estimate:
     def fitted(found: Sequence[LossGrid]) -> Array:
         return np.asarray(np.stack([grid.optimum() for grid in found], -1) @ ratios / (ratios @ ratios))
 
-    return estimate(fitted, list(grids.values()))
+    return estimate(fitted, list(grids.values()), paired=True)

@@ -22,8 +22,12 @@ are compared with limits:
 - It fails if the lower end of the regret is above its limit, or the whole interval of the shift is beyond its limit.
 - Otherwise it is undecided, which does not count as passed.
 
-If the best value of a scale is at the edge of its grid, the grid of this scale is extended by one step, up to
-:data:`EXTENSIONS` times.
+A value with a diverged run is left out at this scale, because the mean of its losses says nothing about the others.
+If the best value of the base diverges at another scale, the check fails.
+
+If the best value of a scale is at the edge of its grid, the grid of this scale is extended by one step, or halfway to
+the value that diverged there, up to :data:`EXTENSIONS` times. If it still is at the edge, the check fails if the
+base's best value already costs too much at this scale; otherwise it is undecided.
 """
 
 import math
@@ -32,10 +36,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
-import numpy as np
-
 from leaven.documents.checks import CheckDocument, MeasuredRow, VerdictCurve, VerdictRow
 from leaven.errors import InputError
+from leaven.training.early_stopping import divergence_limit
 from leaven.verification.foreign import ModelFamily
 from leaven.verification.model_instance import Quantity, RunScale, RunSetting, ScaleAxis
 from leaven.verification.optimum import Estimate, LossGrid, estimate, exponent, shift
@@ -135,19 +138,23 @@ def compare(
     """Return the document that compares the best value at the first scale with those at the other scales.
 
     ``names`` has a short name of each scale. ``ruled`` has the exponents with which the rule scales the value over
-    the batch and tokens. ``settings`` are those of the document; they contain at least rule, unit and seeds.
+    the batch and tokens. ``settings`` are those of the document; they contain at least rule and unit.
     """
     base, *others = losses
     return verdict(
         check,
         subject,
         f"shift of the best {swept.label} in octaves; regret of the base's best in nats per token",
-        [
-            _row(swept, {names[base]: losses[base], names[scale]: losses[scale]}, settings["seeds"])
-            for scale in others
-        ],
+        [_row(swept, {names[base]: losses[base], names[scale]: losses[scale]}) for scale in others],
         curves=list(_curves(swept, losses, names)),
-        settings=dict(settings),
+        settings={
+            **settings,
+            "left out": [
+                f"{names[scale]}, {swept.key} {2**octave:g}"
+                for scale, grid in losses.items()
+                for octave in grid.diverged.tolist()
+            ],
+        },
         measured=_exponents(swept, losses, ruled, settings),
     )
 
@@ -172,9 +179,9 @@ def _wider(
 
     The grid stays the same if the best value is inside, or if the new value would be invalid.
     """
-    if not losses.edge:
+    if not losses.has_optimum or not losses.edge:
         return grid
-    value = grid[0] ** 2 / grid[1] if losses.edge < 0 else grid[-1] ** 2 / grid[-2]
+    value = losses.following
     try:
         family.trial(RunSetting(scale, value, quantity=quantity))
     except InputError:
@@ -189,12 +196,17 @@ def losses_of(
     store: RunStore,
     seeds: int,
 ) -> dict[RunScale, LossGrid]:
-    """Train the runs that have no result yet. Return the losses on the grid of each scale."""
+    """Train the runs that have no result yet. Return the losses on the grid of each scale.
+
+    Trials of checks that diverge end at the divergence limit.
+    """
     settings = {
         (scale, value): RunSetting(scale, value, quantity=quantity) for scale, grid in grids.items() for value in grid
     }
     found = store.losses(family, settings, seeds)
-    return {scale: LossGrid.of({value: found[scale, value] for value in grid}) for scale, grid in grids.items()}
+    limit = divergence_limit(family.vocab_size)
+    ended = {key: [loss if loss < limit else math.inf for loss in losses] for key, losses in found.items()}
+    return {scale: LossGrid.of({value: ended[scale, value] for value in grid}) for scale, grid in grids.items()}
 
 
 def along(losses: Mapping[RunScale, LossGrid], axis: ScaleAxis) -> dict[RunScale, LossGrid]:
@@ -219,7 +231,7 @@ def _exponents(
     found = []
     for axis in AXES:
         on_axis = along(losses, axis)
-        if len(on_axis) < 2 or not all(grid.finite for grid in on_axis.values()):
+        if len(on_axis) < 2 or not all(grid.has_optimum for grid in on_axis.values()):
             continue
         by_rule = ruled.get(axis, 0.0)
         fitted = exponent({getattr(scale, axis): grid for scale, grid in on_axis.items()})
@@ -241,9 +253,11 @@ def _curves(
     """Yield the loss over the swept value and the best value of each scale, and the best value over each axis."""
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
-        yield curve(names[scale], swept.key, "loss", (2**grid.octaves).tolist(), grid.losses.tolist())
-        if grid.finite:
-            found = estimate(lambda grids: grids[0].optimum(), [grid])
+        by_seed = [list(runs.values()) for runs in grid.runs]
+        drawn = curve(names[scale], swept.key, "loss", (2**grid.octaves).tolist(), by_seed)
+        yield drawn.model_copy(update={"y": grid.means.tolist()})
+        if grid.has_optimum:
+            found = estimate(lambda grids: grids[0].optimum(), [grid], paired=True)
             low, high = found.ends
             best[scale] = 2**found.value, 2**low, 2**high
             y = [float(grid.lowest)]
@@ -265,21 +279,24 @@ def _curves(
             )
 
 
-def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> VerdictRow:
+def _row(swept: SweptValue, pair: Mapping[str, LossGrid]) -> VerdictRow:
     """Return the row that compares two scales. ``pair`` has the losses of the base, then of the other, by name."""
-    limit = swept.shift_limit
-    row = partial(VerdictRow, module=f"best {swept.label}, octaves", axis=" -> ".join(pair), limit=limit)
-    for name, grid in pair.items():
-        if not grid.finite:
-            value = 2 ** grid.octaves[~np.isfinite(grid.losses).all(1)][0]
-            note = f"a loss of {name} is not finite, at {swept.label} {value:.3g}"
-            return row(slope=None, passed=False, note=note, beyond=math.inf)
-    base, target = pair.values()
+    limit, label, give = swept.shift_limit, swept.label, f"give {swept.option} around"
+    row = partial(VerdictRow, module=f"best {label}, octaves", axis=" -> ".join(pair), limit=limit)
+    (base, target), (_, name) = pair.values(), pair
+    if len(base.octaves) and (best := base.octaves[base.means.argmin()]) in target.diverged:
+        note = f"a loss of {name} is not finite, at {label} {2**best:.3g}"
+        return row(slope=None, passed=False, note=note, beyond=math.inf)
+    for each, grid in pair.items():
+        if not grid.has_optimum:
+            note = f"undecided: {each} has {len(grid.octaves)} values of {label} without a diverged run, and an "
+            note += f"optimum needs three; give {swept.option} below {2 ** min([*grid.octaves, *grid.diverged]):.3g}"
+            return row(slope=None, passed=False, undecided=True, note=note, beyond=0.0)
     octaves, regret = shift(base, target)
     (low, high), (cheapest, dearest) = octaves.ends, regret.ends
     parts = {
-        f"best {swept.label}, base": 2 ** base.optimum(),
-        f"best {swept.label}, target": 2 ** target.optimum(),
+        f"best {label}, base": 2 ** base.optimum(),
+        f"best {label}, target": 2 ** target.optimum(),
         "shift": octaves.value,
         "low": low,
         "high": high,
@@ -288,27 +305,31 @@ def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> Verdict
         "regret, high": dearest,
         "noise": target.noise,
     }
+    seeds = max(len(runs) for grid in pair.values() for runs in grid.runs)
+    # Beyond the target's grid, where runs may have diverged, the regret is extrapolated.
+    inside = bool(target.octaves[0] <= base.optimum() <= target.octaves[-1])
     passed, undecided, note, beyond = False, True, "", 0.0
-    if edges := [name for name, grid in pair.items() if grid.edge]:
-        at = pair[edges[0]]
-        note = f"undecided: the best {swept.label} of {' and '.join(edges)} is at the edge of the grid; "
-        note += f"give {swept.option} around {2 ** at.octaves[0 if at.edge < 0 else -1]:.3g}"
-    elif seeds < 2:
+    if target.edge and not base.edge and inside and octaves.low is not None and cheapest > REGRET_LIMIT:
+        # A better value beyond the edge makes the regret only larger.
+        undecided, beyond = False, max(abs(octaves.value) - limit, 0.0)
+        note = f"the base's best value costs {regret.value:.2g} nats, and the best {label} of {name} is at the edge "
+        note += "of the grid or beyond"
+    elif edges := [each for each, grid in pair.items() if grid.edge]:
+        note = f"undecided: the best {label} of {' and '.join(edges)} is at the edge of the grid; "
+        note += f"{give} {pair[edges[0]].following:.3g}"
+    elif octaves.low is None:
         note = f"undecided: one seed has no interval; give {swept.more_seeds} 3"
     elif dearest <= REGRET_LIMIT or (low >= -limit and high <= limit and cheapest <= REGRET_LIMIT):
-        # Beyond the target's grid, where runs may have diverged, the regret is extrapolated.
-        inside = bool(target.octaves[0] <= base.optimum() <= target.octaves[-1])
         passed, undecided = inside, not inside
         if not inside:
-            name, value = list(pair)[1], 2 ** base.optimum()
-            note = f"undecided: the base's best {swept.label} is outside the grid of {name}; "
-            note += f"give {swept.option} around {value:.3g}"
+            note = f"undecided: the base's best {label} is outside the grid of {name}; "
+            note += f"{give} {2 ** base.optimum():.3g}"
     else:
         beyond = max(abs(octaves.value) - limit, 0.0)
         undecided = cheapest <= REGRET_LIMIT and low <= limit and high >= -limit
         if undecided:
             note = f"undecided: the difference is within the noise between seeds; give {swept.more_seeds} {2 * seeds}"
         else:
-            note = f"the best {swept.label} changes by a factor of {2**octaves.value:.2g}; "
+            note = f"the best {label} changes by a factor of {2**octaves.value:.2g}; "
             note += f"the base's best value costs {regret.value:.2g} nats"
     return row(slope=octaves.value, parts=parts, passed=passed, undecided=undecided, note=note, beyond=beyond)

@@ -140,6 +140,14 @@ def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float
     return {"type": "log", "range": ends, "tickvals": places, "ticktext": labels, **more}
 
 
+def measured_axis(values: Iterable[float], spell: Spell, *, most: int = 8) -> Figure:
+    """Return a logarithmic axis with ticks at the ``values`` that were measured, or at every n-th of them if there
+    are more than ``most``."""
+    places = sorted(set(values))
+    shown = places[:: -(-len(places) // most)]
+    return log_axis(places[0], places[-1], spell, tickvals=shown, ticktext=list(map(spell, shown)))
+
+
 def linear_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02) -> Figure:
     """Return plotly's settings of a linear axis, as a dict. The arguments are those of :func:`log_axis`."""
     places, room = numbers.linear_ticks(low, high, most), pad * (high - low)

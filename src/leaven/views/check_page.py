@@ -10,6 +10,7 @@ from leaven.views.checks import SLOPES, check_tables, conclusion
 from leaven.views.render import render
 
 _COLOURS = ("var(--transferred)", "var(--copied)", "var(--untuned)", "var(--other)")
+QUARTERS = [0.0, 0.25, 0.5, 0.75, 1.0]
 _SLOPES = {
     "coordinates": {"change": "change of the output", "end": "output after the steps"},
     "gradients": {"start": "gradient over eps at the start", "end": "gradient over eps after the steps"},
@@ -57,7 +58,7 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
             lines.sort(key=lambda line: line[0] in failed)
             traces = [_line(module, points, BAD if module in failed else MUTED) for module, points in lines]
             x, y = [x for _, line in lines for x, _ in line] or [1, 2], [y for _, line in lines for _, y in line]
-            x_axis = charts.log_axis(min(x), max(x), numbers.tick)
+            x_axis = charts.measured_axis(x, numbers.tick)
             y_axis = charts.log_axis(min([*y, 0.5]), max([*y, 2.0]), numbers.value, pad=0.06)
             figure = charts.figure(axis, "relative to the smallest model", traces, x=x_axis, y=y_axis)
             drawn[f"{axis}-{quantity}"] = figure
@@ -93,8 +94,7 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
             marker = {"color": colour, "size": 12, "symbol": "star"}
             points = zip(star.x, star.y, strict=True)
             traces.append(_line(f"best for {curve.module}", points, colour, marker=marker))
-    x = [value for curve in curves for value in curve.x]
-    axis = charts.log_axis(min(x), max(x), numbers.value)
+    axis = charts.measured_axis((value for curve in curves for value in curve.x), numbers.value)
     drawn: dict[str, Figure | None] = {
         "losses": charts.figure(charts.text(f"{name}, {unit}"), "final loss, nats", traces, x=axis)
     }
@@ -118,7 +118,9 @@ def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str,
         if quantity == "deviation":
             limits = {row.limit for row in check.rows if row.limit is not None}
             marks = [charts.mark_line("y", sign * limit, BAD) for limit in limits for sign in (-1, 1)]
-        drawn[quantity] = charts.figure(curves[0].axis, title, traces, shapes=marks)
+        # Curves are compared after the first quarter of the run.
+        axis = {"range": [0, 1.03], "tickvals": QUARTERS, "ticktext": [f"{share:.0%}" for share in QUARTERS]}
+        drawn[quantity] = charts.figure(curves[0].axis, title, traces, x=axis, shapes=marks)
     return drawn, {"collapse": list(colours.items())}
 
 
@@ -128,7 +130,7 @@ def _best(curve: VerdictCurve, title: str) -> Figure:
     A dotted line shows the best value of the first model, the base.
     """
     known = [value for value in (*curve.low, *curve.high) if value is not None]
-    x = charts.log_axis(min(curve.x), max(curve.x), numbers.value)
+    x = charts.measured_axis(curve.x, numbers.value)
     y = charts.log_axis(min(known) / 1.5, max(known) * 1.5, numbers.value)
     base = [charts.mark_line("y", level, MUTED) for level in curve.y[:1] if level is not None]
     return charts.figure(curve.axis, title, [_curve(title, curve, _COLOURS[0])], x=x, y=y, shapes=base)
