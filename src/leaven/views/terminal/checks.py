@@ -7,6 +7,7 @@ from rich.text import Text
 
 from leaven.documents.checks import CheckDocument, MemoryCheckDocument, MemoryCheckRow
 from leaven.recipe.units import format_seconds
+from leaven.views import numbers
 from leaven.views.checks import STYLES, check_tables, conclusion
 from leaven.views.tables import Column, Facts, Table
 
@@ -41,7 +42,7 @@ def memory_screen(check: MemoryCheckDocument) -> Iterator[RenderableType]:
 
     def off(row: MemoryCheckRow) -> str:
         if row.passed is None or row.error is None:
-            return f"{row.planned_gib - row.dry_gib:+.3f}"
+            return numbers.fixed(row.planned_gib - row.dry_gib, 3, "+")
         return f"{row.error:+.1%}"
 
     def verdict(row: MemoryCheckRow) -> Text:
