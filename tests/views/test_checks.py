@@ -39,8 +39,8 @@ def test_a_sweep_says_what_both_limits_mean_and_draws_that_of_the_shift(sweep: C
     sweep = sweep.model_copy(update={"rows": sweep.rows[:1]})
     lines = printed(check_screen(sweep), 400)
     assert lines[0].endswith(
-        "A row passes if the whole regret is at most 0.01 nats; or if the whole shift is within 0.5 octaves and the "
-        "regret may be at most 0.01 nats"
+        "A row passes if its whole regret (95% interval) is at most 0.01 nats, or if its whole shift is at most 0.5 "
+        "octaves and the lower end of its regret 0.01 nats"
     )
     page = check_page(sweep)
     assert "The red lines are the limits of the shift, 0.5 octaves from it." in page

@@ -96,7 +96,7 @@ def _headers(check: CheckDocument, rows: Sequence[VerdictRow]) -> dict[str, str]
     known = {"start": "at step 0", "end": f"at step {check.settings.get('steps')}", "decay": "lr x decay"}
     ends = set()
     if check.check in PAIRS:
-        known = {"regret": "regret, nats", "noise": "noise of seeds", "at": "at this share of the run"}
+        known = {"shift": "shift, octaves", "regret": "regret, nats", "noise": "noise of seeds", "at": "at this share of the run"}
         ends = {end for pair in _INTERVALS.values() for end in pair}
     return {part: known.get(part, part) for row in rows for part in row.parts if part not in ends}
 
@@ -115,8 +115,8 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
     seeds = f"{settings['seeds']} seed{'' if settings['seeds'] == 1 else 's'}"
     if check.check in SWEEPS:
         return (
-            f"{check.quantity} ({seeds}). A row passes if the whole regret is at most {REGRET_LIMIT:g} nats; or if the "
-            f"whole shift is within {limit} octaves and the regret may be at most {REGRET_LIMIT:g} nats"
+            f"{check.quantity} ({seeds}). A row passes if its whole regret (95% interval) is at most {REGRET_LIMIT:g} "
+            f"nats, or if its whole shift is at most {limit} octaves and the lower end of its regret {REGRET_LIMIT:g} nats"
         )
     return f"{check.quantity}{against} (limit {limit}; {steps}{seeds})"
 
