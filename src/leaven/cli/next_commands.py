@@ -16,7 +16,7 @@ from leaven.planning.published import known_cluster
 from leaven.recipe.files import read_recipe, read_text
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
-from leaven.views.tables import Facts
+from leaven.views.tables import LABEL
 
 PROXY, TUNED = "-proxy", "-tuned"
 
@@ -182,11 +182,11 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
     return [_line("plan", path, "--gpus", cluster or (known.cluster if known else cluster_for(recipe)), sets=sets)]
 
 
-def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[Facts]:
+def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
     """Return why the commands ``following`` plan for their hardware: one line of the screen, or none."""
     plans = [command for command in following if command.startswith("leaven plan ")]
     known = known_cluster(recipe) if plans else None
-    return [Facts([("hardware", [known.reason])])] if known and known.cluster in plans[0] else []
+    return [f"{'hardware':<{LABEL}}{known.reason}"] if known and known.cluster in plans[0] else []
 
 
 def again(*words: str) -> str:
