@@ -157,7 +157,7 @@ def test_a_recipe_is_planned_on_the_hardware_that_it_is_known_for(
     assert next_commands.train(Path("b.toml"), recipe.replace({"data.tokens": 10**12}))[0].endswith("xH100-80GB")
     why = recipe.why | {"layout.dp": "the planner's fastest layout that fits 64x4xB200: dp 256"}
     laid_out = recipe.replace({"layout.dp": 256, "why": why})
-    assert next_commands.train(Path("b.toml"), laid_out) == ["leaven plan b.toml --gpus 64x4xB200-192GB"]
+    assert next_commands.train(Path("b.toml"), laid_out) == ["leaven plan b.toml --gpus 64x4xB200-SXM-180GB"]
     assert next_commands.train(Path("b.toml"), laid_out.replace({"layout.dp": 8}))[0].endswith(" 8xH100-80GB")
 
 

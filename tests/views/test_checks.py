@@ -32,7 +32,10 @@ def test_undecided_has_its_own_colour() -> None:
     assert '<td class="unsure">undecided</td>' in page
     assert '<td class="bad">FAILED</td>' in page
     for name, colour in (("failed", "bad"), ("unsure", "unsure")):
-        assert f'"color":"var(--{colour})","width":1.5,"dash":"solid","shape":"linear"}},"marker":{{"color":"var(--{colour})","size":5}},"name":"{name}"' in page
+        assert (
+            f'"color":"var(--{colour})","width":1.5,"dash":"solid","shape":"linear"}},"marker":{{"color":"var(--{colour})","size":5}},"name":"{name}"'
+            in page
+        )
 
 
 def test_a_sweep_says_what_both_limits_mean_and_draws_that_of_the_shift(sweep: CheckDocument) -> None:

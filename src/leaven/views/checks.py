@@ -96,7 +96,12 @@ def _headers(check: CheckDocument, rows: Sequence[VerdictRow]) -> dict[str, str]
     known = {"start": "at step 0", "end": f"at step {check.settings.get('steps')}", "decay": "lr x decay"}
     ends = set()
     if check.check in PAIRS:
-        known = {"shift": "shift, octaves", "regret": "regret, nats", "noise": "noise of seeds", "at": "at this share of the run"}
+        known = {
+            "shift": "shift, octaves",
+            "regret": "regret, nats",
+            "noise": "noise of seeds",
+            "at": "at this share of the run",
+        }
         ends = {end for pair in _INTERVALS.values() for end in pair}
     return {part: known.get(part, part) for row in rows for part in row.parts if part not in ends}
 
@@ -114,9 +119,10 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
     limit = " or ".join(f"{value:.2g}" for value in limits)
     seeds = f"{settings['seeds']} seed{'' if settings['seeds'] == 1 else 's'}"
     if check.check in SWEEPS:
+        nats = f"{REGRET_LIMIT:g} nats"
         return (
-            f"{check.quantity} ({seeds}). A row passes if its whole regret (95% interval) is at most {REGRET_LIMIT:g} "
-            f"nats, or if its whole shift is at most {limit} octaves and the lower end of its regret {REGRET_LIMIT:g} nats"
+            f"{check.quantity} ({seeds}). A row passes if its whole regret (95% interval) is at most {nats}, "
+            f"or if its whole shift is at most {limit} octaves and the lower end of its regret {nats}"
         )
     return f"{check.quantity}{against} (limit {limit}; {steps}{seeds})"
 
