@@ -121,6 +121,7 @@ def test_a_plan_of_many_gpus_prints_a_torchrun_command(leaven: Verb, road: Path)
     assert changes[:2] == ["model.vocab_size=32768", "batch.tokens=4096"]
     assert read_recipe(recipe, changes).layout.ranks == 16
     found = json.loads(leaven("plan", "olmo-1b", "--gpus", "64xH100-80GB", "--json")[1])
+    assert "planned as Megatron-LM" in found["cautions"][-1]
     assert found["next"] == ["leaven new olmo-1b.toml --from olmo-1b --gpus 64xH100-SXM-80GB"]
 
 
@@ -138,6 +139,44 @@ def test_a_recipe_too_large_for_this_machine_is_planned(tiny: Recipe, monkeypatc
     assert next_commands.train(Path("r.toml"), laid_out)[0].startswith(
         "torchrun --nproc-per-node 4 -m leaven train r.toml"
     )
+
+
+def test_a_recipe_is_planned_on_the_hardware_that_it_is_known_for(
+    leaven: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hardware, "gpus_here", lambda: 0)
+    code, out, err = leaven("new", "bloom.toml", "--from", "bloom-176b")
+    assert code == 0, err
+    assert "bloom-176b was trained on 384xA100-SXM-80GB" in out
+    assert printed(out)[-1] == "leaven plan bloom.toml --gpus 384xA100-SXM-80GB"
+    _, out, _ = leaven("recipes", "check", "bloom.toml")
+    assert "bloom-176b was trained on 384xA100-SXM-80GB" in out
+    assert printed(out) == ["leaven plan bloom.toml --gpus 384xA100-SXM-80GB"]
+    recipe = read_recipe("bloom.toml")
+    assert next_commands.train(Path("b.toml"), recipe.replace({"data.tokens": 10**12}))[0].endswith("xH100-80GB")
+    why = recipe.why | {"layout.dp": "the planner's fastest layout that fits 64x4xB200: dp 256"}
+    laid_out = recipe.replace({"layout.dp": 256, "why": why})
+    assert next_commands.train(Path("b.toml"), laid_out) == ["leaven plan b.toml --gpus 64x4xB200-SXM-180GB"]
+    assert next_commands.train(Path("b.toml"), laid_out.replace({"layout.dp": 8}))[0].endswith(" 8xH100-80GB")
+
+
+def test_printed_commands_leave_out_what_they_do_not_need(leaven: Verb, road: Path) -> None:
+    """A run on one rank has no torchrun, and a layout without ZeRO or several ranks has no options for them."""
+    recipe = road / "wheat.toml"
+    write_recipe(read_recipe(recipe), road / "wheat-tuned.toml")  # tuned, so the plan leads to training
+    code, out, err = leaven("plan", recipe, "--gpus", "1xH100-80GB")
+    assert code == 0, err
+    (train,) = printed(out)
+    assert train.startswith("leaven train ")
+    assert "zero" not in train
+    assert "layout.dp" not in train
+    code, out, err = leaven("plan", recipe, "--gpus", "2xH100-80GB", "--layout", "dp=2,zero=0", "--json")
+    assert code == 0, err
+    (train,) = json.loads(out)["next"]
+    assert train.startswith("torchrun --nproc-per-node 2 -m leaven train ")
+    assert "--set layout.dp=2" in train
+    assert "zero" not in train
 
 
 def test_a_check_of_the_target_leads_to_its_study_until_there_is_a_tuned_recipe(tiny: Recipe, tmp_path: Path) -> None:

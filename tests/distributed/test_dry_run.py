@@ -113,6 +113,27 @@ def test_the_planner_predicts_the_dry_run(layout: str, model: dict[str, Any], ti
         assert row.passed, row
 
 
+FP32 = {  # a model of 127 k parameters, whose states are smaller than its activations
+    "model.vocab_size": 512, "model.n_layers": 2, "model.d_model": 64, "model.d_head": 16, "model.d_ff": 160,
+    "model.seq_len": 128, "batch.tokens": 128 * 16, "data.tokens": 128 * 64, "precision.compute": "fp32",
+    "model.qk_norm": True, "model.tied_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=8,zero=1,mbs=2",
+        pytest.param("dp=8,zero=2,mbs=2", marks=pytest.mark.slow),
+        pytest.param("dp=8,zero=1,mbs=1", marks=pytest.mark.slow),
+        pytest.param("dp=8,zero=3,mbs=2", marks=pytest.mark.slow),
+    ],
+)
+def test_the_planner_predicts_a_small_model_in_fp32(layout: str, tiny: Recipe) -> None:
+    for row in compared(with_layout(tiny.replace(SMALL | FP32), layout)):
+        assert row.passed, row
+
+
 OUTSIDE = {
     "pp=4,schedule=zero-bubble": (8, "what the second half of a backward pass needs is not counted"),
     "pp=2,schedule=interleaved,stages_per_rank=2": (

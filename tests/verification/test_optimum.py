@@ -25,6 +25,13 @@ def test_shift_and_regret_of_two_parabolas():
     assert regret.value == pytest.approx(0.05)
 
 
+def test_equal_grids_have_exactly_no_shift_and_no_regret():
+    base = parabola(-6.3)
+    for offset in (0.0, 0.1, 0.7):  # of the loss: changes the last bits of the fitted minimum
+        octaves, regret = shift(base, LossGrid(base.octaves, base.losses + offset))
+        assert (octaves.value, regret.value) == (0, 0)
+
+
 def test_the_optimum_of_an_asymmetric_curve_is_its_lowest_point():
     # A slow fall, a steep rise and a plateau, like real losses over lrs; the lowest point is the fifth.
     losses = dict(zip(LRS, ([loss] * 2 for loss in (4.58, 4.17, 3.81, 3.60, 3.49, 3.61, 3.65)), strict=True))

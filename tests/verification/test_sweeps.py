@@ -42,7 +42,7 @@ def test_duration_measures_the_exponent_and_its_interval(tiny: Recipe, tmp_path:
     found = value(verdict, "exponent")
     assert found.value == pytest.approx(-0.2, abs=0.02)
     assert found.expected == -0.5
-    assert found.note == "the rule's is OUTSIDE"
+    assert found.note == "the rule's exponent is OUTSIDE the 95% interval"
     assert not verdict.passed  # 0.6 octaves too low at x4 cost 0.018 nats
     changes = measured_exponent(verdict, tmp_path)
     assert changes is not None
@@ -64,7 +64,7 @@ def test_a_right_exponent_passes_and_twice_the_batch_shows_what_limits_the_base(
     verdict = duration(RecipeFamily(tiny), SMALL, [2, 4], LRS, pretend(losses(tiny, -0.5, cost, noise)))
     assert verdict.passed or noise > 0.01
     assert not any(row.passed is False and not row.undecided for row in verdict.rows)
-    assert value(verdict, "exponent").note == "the rule's is inside"
+    assert value(verdict, "exponent").note == "the rule's exponent is inside the 95% interval"
     found = value(verdict, "cost of twice the batch")
     assert found.value == pytest.approx(cost / 0.1, abs=1.5 * noise / 0.1)
     assert found.note.startswith(note)

@@ -45,3 +45,13 @@ def test_ticks_are_at_measured_values():
 def test_values_are_written_as_in_a_recipe(number, written):
     assert numbers.value(number) == written
     assert math.isclose(float(written), number, rel_tol=1e-3)
+
+
+def test_a_number_that_rounds_to_0_has_no_sign():
+    assert [numbers.fixed(x, 3, "+") for x in (-5.33e-15, 0.0004, -0.0006, 0.002)] == [
+        "0.000",
+        "0.000",
+        "-0.001",
+        "+0.002",
+    ]
+    assert [numbers.fixed(x, 2) for x in (-0.004, -0.014, 1.0)] == ["0.00", "-0.01", "1.00"]

@@ -11,6 +11,7 @@ from tests.cli.conftest import document
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.views.comparison import comparison_page, speedup
+from leaven.views.page import folder_page
 
 
 def power_law(offset: float, tokens: list[int]) -> list[tuple[int, float]]:
@@ -52,6 +53,19 @@ def test_report_of_two_runs_compares_them(runs, leaven):
     _, out, _ = leaven("report", "runs/copied", "runs/moved")
     assert "−0.1400" in out
     assert "hyperparameters.lr" in out
+
+
+def test_a_report_counts_the_damaged_lines_that_it_skips(runs, leaven):
+    metrics = runs / "moved/metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(['{"step": 0, "tok\n', *lines[1:50], "\0\0\n", "\n", *lines[51:]]))
+    compared = document(leaven("report", "runs/copied", "runs/moved", "--json"))
+    assert compared["warnings"] == ["runs/moved: 2 damaged lines of metrics.jsonl were skipped"]
+    assert "Attention: runs/moved: 2 damaged lines" in Path("report.html").read_text(encoding="utf-8")
+    assert "2 damaged lines of metrics.jsonl were skipped." in folder_page(runs / "moved")
+    metrics.write_text("".join(["oops\n", *lines[1:]]))
+    assert "One damaged line of metrics.jsonl was skipped." in folder_page(runs / "moved")
+    assert "skipped" not in folder_page(runs / "copied")  # its last line was cut short, which a resume repairs
 
 
 def test_runs_of_other_texts_or_unfinished_ones_get_a_warning(runs):

@@ -16,7 +16,7 @@ from leaven.tuning.algorithm.noise import GIVEN
 from leaven.tuning.point import values
 from leaven.tuning.space import space
 from leaven.tuning.study_document import StudyDocument
-from leaven.views import points, recipe_view
+from leaven.views import points, recipe_view, study_charts
 from leaven.views.folders import read_study
 from leaven.views.page import folder_page
 from leaven.views.study_page import study_page, tune_command
@@ -68,6 +68,14 @@ def test_a_gain_is_compared_with_the_noise_and_with_how_well_it_is_known(state):
         "the gain is 2.0 times the noise between seeds, but only 1 repeat measured this noise"
     )
     assert not any("noise" in line for line in points.result(studied.unjudged(state)))
+
+
+@pytest.mark.parametrize("half", [0.002, 0.5])
+def test_the_chart_of_the_search_shows_the_whole_interval_of_the_answer(study, half):
+    loss = study.best.loss
+    wide = replace(study, best=replace(study.best, interval=(loss - half, loss + half)))
+    low, high = study_charts.search(wide)["layout"]["yaxis"]["range"]
+    assert low < loss - half < loss + half < high
 
 
 def test_a_given_noise_has_no_repeats(study):

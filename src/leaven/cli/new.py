@@ -1,5 +1,6 @@
 """Define the command ``leaven new``."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -152,7 +153,8 @@ def new(
         first = next_commands.plan_of_new(output, cluster)
         following = [first, *(each for each in following if each != first)]
     document = started.document(output, proxy_output, fit)
-    print_document(document, derived(document, files), json_output, following)
+    screen = chain(derived(document, files), next_commands.why_hardware(started.target, following))
+    print_document(document, screen, json_output, following)
 
 
 def _require_no_proxy(path: Path) -> None:

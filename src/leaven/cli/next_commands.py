@@ -12,9 +12,11 @@ from pathlib import Path
 
 from leaven.documents.planning import BudgetDocument, PlanDocument
 from leaven.planning.hardware import Cluster, cluster_for, gpus_here, parse_cluster, trainable_here
+from leaven.planning.published import known_cluster
 from leaven.recipe.files import read_recipe, read_text
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
+from leaven.views.tables import LABEL
 
 PROXY, TUNED = "-proxy", "-tuned"
 
@@ -176,7 +178,15 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
     """Return the command that trains a recipe, or plans it on a cluster if it is too large for this machine."""
     if trainable_here(recipe):
         return [launch(path, sets, recipe.layout.ranks, gpus_here() or recipe.layout.ranks)]
-    return [_line("plan", path, "--gpus", cluster or cluster_for(recipe), sets=sets)]
+    known = None if cluster else known_cluster(recipe)
+    return [_line("plan", path, "--gpus", cluster or (known.cluster if known else cluster_for(recipe)), sets=sets)]
+
+
+def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
+    """Return why the commands ``following`` plan for their hardware: one line of the screen, or none."""
+    plans = [command for command in following if command.startswith("leaven plan ")]
+    known = known_cluster(recipe) if plans else None
+    return [f"{'hardware':<{LABEL}}{known.reason}"] if known and known.cluster in plans[0] else []
 
 
 def again(*words: str) -> str:

@@ -3,6 +3,7 @@
 import csv
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -196,7 +197,8 @@ def check(
         findings=found,
     )
     chosen = set(read.why) - {override.partition("=")[0].strip() for override in overrides or ()}
-    print_document(document, findings_screen(document, console.width, chosen), json_output, following)
+    screen = chain(findings_screen(document, console.width, chosen), next_commands.why_hardware(read, following))
+    print_document(document, screen, json_output, following)
     if not passed:
         raise typer.Exit(1)
 

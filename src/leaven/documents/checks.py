@@ -4,6 +4,9 @@ from typing import Any
 
 from leaven.documents import Document, Entry, Number
 
+REGRET_LIMIT = 0.01
+"""The limit on the regret of a sweep, in nats per token: the accuracy to which published scaling laws give losses."""
+
 
 class VerdictRow(Entry):
     module: str  # module or parameter; in a sweep, the hyperparameter whose best value is compared

@@ -105,13 +105,18 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
     units = min(rank.units, in_block - exchange)
     gathered = rank.gathered + units
     activations += in_block - exchange - units
+    grads = rank.grads
+    if code.autocast and not code.compute_copy and layout.ranks > layout.pp == how.grad_accumulation == 1:
+        # The gradients of a single micro-batch take the memory of activations that the backward pass frees. This is
+        # counted in fp32 only, where it was measured.
+        grads = max(0.0, grads - activations - logits)
     update = max(0.0, rank.update - gathered - logits - activations)  # reuses freed memory
     buffers = rank.buffers + exchange + update
-    dynamic = rank.weights + rank.grads + rank.accumulation + rank.optimizer
+    dynamic = rank.weights + grads + rank.accumulation + rank.optimizer
     dynamic += gathered + activations + logits + buffers
     return Memory(
         rank.weights,
-        rank.grads,
+        grads,
         rank.accumulation,
         rank.optimizer,
         gathered,
@@ -145,9 +150,11 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
     copy = code.compute_copy or code.weights
     unit = max(block.whole + (block.cut + block.experts / layout.ep) / t for block, _ in blocks)
     # Under ZeRO 3, weights are gathered by unit: one unit is in use and the next is prefetched.
-    units, gathered = 0.0, 2 * unit * copy if layout.zero == 3 else code.compute_copy * (dense + experts)
+    # Leaven's ranks that share a replica use a gathered copy of their weights, also in fp32.
+    whole_copy = copy if code.autocast and sharers > 1 else code.compute_copy
+    units, gathered = 0.0, 2 * unit * copy if layout.zero == 3 else whole_copy * (dense + experts)
     if code.gathered_ends and layout.ranks > 1:
-        gathered += ends * (code.gathered_ends - (code.compute_copy if layout.zero < 3 else 0))
+        gathered += ends * (code.gathered_ends - (whole_copy if layout.zero < 3 else 0))
     if code.autocast and layout.zero == 3:
         units, gathered = 2 * unit * copy, gathered - 2 * unit * copy
         if stage == 0 and not table.tied:

@@ -108,6 +108,11 @@ class ClusterPlan:
                     f"runs on this accelerator needed x{factor:.3g} of the planned memory; at this factor the run "
                     f"does not fit: {took:.3g} GiB of {device.memory_gib:.3g}"
                 )
+        if not self.job.by_leaven:
+            found.append(
+                "planned as Megatron-LM with flash attention trains; leaven new may choose another layout, because "
+                "leaven's own trainer needs other memory and time"
+            )
         return tuple(found)
 
     def document(self, asked: str | None = None, price: Price | None = None, share: float = SHARE) -> PlanDocument:

@@ -1,10 +1,12 @@
 """Plan published runs, also of architectures that leaven cannot build (experts, latent attention, ...)."""
 
+import re
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from leaven.catalogue.groups import LayerwiseScaling, PublishedArchitecture
-from leaven.catalogue.runs import find_run
+from leaven.catalogue.runs import find_run, load_runs
 from leaven.errors import InputError
 from leaven.planning.blueprint import BlockTable, Blueprint, Core, Matmul, attention_rows, mlp_rows
 from leaven.planning.hardware import parse_cluster
@@ -12,6 +14,7 @@ from leaven.planning.layouts import Job
 from leaven.planning.plan import ClusterPlan, plan
 from leaven.planning.training_codes import TRAINING_CODES, Moments
 from leaven.recipe.batch import Batch
+from leaven.recipe.recipe import Recipe
 
 
 class LayerWidths(NamedTuple):
@@ -44,6 +47,34 @@ def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "
     batch = Batch(tokens=_sequences(run.batch_tokens, seq_len) * seq_len)
     code = TRAINING_CODES["megatron-flash"].with_moments(moments)
     return plan(Job(model, batch, parse_cluster(gpus), code, by_leaven=False), run.tokens, layout)
+
+
+class KnownCluster(NamedTuple):
+    """The cluster that a recipe is meant for, as in ``--gpus``, and how that is known."""
+
+    cluster: str
+    reason: str
+
+
+def known_cluster(recipe: Recipe) -> KnownCluster | None:
+    """Return the cluster for which ``leaven new --gpus`` chose the recipe's layout, or else the cluster of the
+    published run with the recipe's shape and number of tokens. Return None if neither is known."""
+    planned_for = re.search(r"fits (\S+):", recipe.why.get("layout.dp", ""))
+    if planned_for:
+        with suppress(InputError):
+            cluster = parse_cluster(planned_for[1])
+            if cluster.gpus == recipe.layout.ranks:
+                return KnownCluster(str(cluster), f"the layout of {recipe.name} was chosen for {cluster}")
+    model = recipe.model
+    for run in load_runs():
+        arch, used = run.arch, run.hardware
+        shape = (arch.n_layers, arch.d_model, arch.d_ff) == (model.n_layers, model.d_model, model.d_ff)
+        if shape and run.tokens and abs(recipe.data.tokens / run.tokens - 1) < 0.01 and used and used.count:
+            with suppress(InputError):  # accelerators that the planner does not know
+                cluster = parse_cluster(f"{used.count}x{used.accelerator}")
+                if recipe.layout.ranks in (1, cluster.gpus):
+                    return KnownCluster(str(cluster), f"{run.id} was trained on {cluster}")
+    return None
 
 
 def _sequences(batch_tokens: int, seq_len: int) -> int:

@@ -161,12 +161,19 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl in order of steps. If a step was repeated, return only its last line."""
+        return self.read_metrics().documents
+
+    def read_metrics(self) -> storage.JsonLines:
+        """Return the lines of :meth:`metrics`, and the numbers of the lines of metrics.jsonl that are damaged."""
+        read = _read(self._metrics)
         lines: list[dict[str, Any]] = []
-        for line in _documents(self._metrics, "step"):
+        for line in read.documents:
+            if "step" not in line:
+                continue
             while lines and lines[-1]["step"] >= line["step"]:
                 lines.pop()
             lines.append(line)
-        return lines
+        return storage.JsonLines(lines, read.damaged)
 
     def events(self) -> list[dict[str, Any]]:
         """Return the lines of events.jsonl."""
@@ -235,8 +242,12 @@ class RunFolder:
 
 
 def _documents(path: Path, key: str) -> list[dict[str, Any]]:
+    return [document for document in _read(path).documents if key in document]
+
+
+def _read(path: Path) -> storage.JsonLines:
     try:
-        return [document for document in storage.read_json_lines(path).documents if key in document]
+        return storage.read_json_lines(path)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 

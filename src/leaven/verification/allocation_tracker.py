@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_leaves
 from leaven.distributed.compat import resizes_seen, shapes_apart
 
 _PLAIN = {Tensor, nn.Parameter, FakeTensor}
-GRAIN = 512
-"""Sizes are rounded up to a multiple of this number of bytes, as by an accelerator's allocator."""
 
 aten, fsdp = torch.ops.aten, torch.ops.fsdp
 _READ, _WAIT = aten._local_scalar_dense.default, torch.ops._c10d_functional.wait_tensor.default
@@ -150,7 +148,6 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._set(self._allocations.pop(storage), 0)
 
     def _set(self, entry: Allocation, size: int) -> None:
-        size = -(-size // GRAIN) * GRAIN
         self._moves.append((entry, size - entry.size))
         entry.size = size
 

@@ -42,7 +42,7 @@ from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.optimum import DRAWS, Array, Estimate
 from leaven.verification.runs import RunStore
 from leaven.verification.sweep import labels
-from leaven.verification.verdict import verdict
+from leaven.verification.verdict import difference, verdict
 
 FROM = 0.25
 """The share of a run after which curves are compared. Before, curves depend on the warm-up and the initial values."""
@@ -207,7 +207,7 @@ def deviations(curves: Array, irreducible: Array) -> Array:
     reducible = ends - irreducible[..., None, None]
     ratios = reducible[..., 1:, :] / reducible[..., :1, :]
     with np.errstate(divide="ignore", invalid="ignore"):  # of a curve that does not fall
-        return np.asarray((falls[..., 1:, :] - ratios * falls[..., :1, :]) / falls[..., 1:, :1])
+        return np.asarray(difference(falls[..., 1:, :], ratios * falls[..., :1, :]) / falls[..., 1:, :1])
 
 
 def _fitted_level(curves: Array) -> Array:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leaven.documents.checks import MeasuredRow
+from leaven.verification.verdict import difference
 
 Array = NDArray[np.float64]
 
@@ -221,9 +222,9 @@ def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
 
     def regret(grids: Sequence[LossGrid]) -> Array:
         best = grids[0].optimum()
-        return np.maximum(grids[1].loss_at(best) - grids[1].lowest, 0.0)
+        return np.maximum(difference(grids[1].loss_at(best), grids[1].lowest), 0.0)
 
-    octaves = estimate(lambda grids: grids[1].optimum() - grids[0].optimum(), [base, target], paired=True)
+    octaves = estimate(lambda grids: difference(grids[1].optimum(), grids[0].optimum()), [base, target], paired=True)
     return octaves, estimate(regret, [base, target], paired=True)
 
 

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
-from leaven.documents.checks import CheckDocument, MeasuredRow, VerdictCurve, VerdictRow
+from leaven.documents.checks import REGRET_LIMIT, CheckDocument, MeasuredRow, VerdictCurve, VerdictRow
 from leaven.errors import InputError
 from leaven.training.early_stopping import divergence_limit
 from leaven.verification.foreign import ModelFamily
@@ -44,9 +44,6 @@ from leaven.verification.model_instance import Quantity, RunScale, RunSetting, S
 from leaven.verification.optimum import Estimate, LossGrid, estimate, exponent, shift
 from leaven.verification.runs import RunStore
 from leaven.verification.verdict import curve, verdict
-
-REGRET_LIMIT = 0.01
-"""The limit on the regret, in nats per token: the accuracy to which published scaling laws give losses."""
 
 EXTENSIONS = 3
 """The largest number of times that a grid is extended."""
@@ -241,8 +238,8 @@ def _exponents(
             name += f", {settings['unit']}"
         note = ""
         if low is not None and high is not None:
-            whose = "the rule's" if ruled else "no change"
-            note = f"{whose} is {'inside' if low <= by_rule <= high else 'OUTSIDE'}"
+            whose = "the rule's exponent" if ruled else "0, which means no change,"
+            note = f"{whose} is {'inside' if low <= by_rule <= high else 'OUTSIDE'} the 95% interval"
         found.append(Estimate(fitted.value + by_rule, low, high).row(name, note, expected=by_rule))
     return found
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from leaven.documents.checks import CheckDocument, VerdictCurve, VerdictRow
 
@@ -37,6 +38,11 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float | None:
     if not (np.isfinite(values).all() and (values > 0).all()):
         return None
     return float(np.polyfit(np.log2(np.asarray(x, dtype=float)), np.log2(values), 1)[0])
+
+
+def difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return a - b, and 0 where a and b differ by no more than rounding errors."""
+    return np.where(np.isclose(a, b, rtol=1e-12, atol=1e-12), 0.0, a - b)
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -20,7 +20,7 @@ Points = Iterable[tuple[float, float | None]]
 Spell = Callable[[float], str]
 Array = NDArray[np.float64]
 MUTED, INK, PAPER = "var(--muted)", "var(--ink)", "var(--paper)"
-ACCENT, BAD = "var(--transferred)", "var(--bad)"
+ACCENT, BAD, UNSURE = "var(--transferred)", "var(--bad)", "var(--unsure)"
 
 _AXIS = {
     "gridcolor": "var(--grid)",

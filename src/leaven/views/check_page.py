@@ -5,7 +5,7 @@ from typing import Any
 
 from leaven.documents.checks import CheckDocument, VerdictCurve
 from leaven.views import charts, numbers
-from leaven.views.charts import BAD, MUTED, Figure, Point, Points
+from leaven.views.charts import BAD, MUTED, UNSURE, Figure, Point, Points
 from leaven.views.checks import SLOPES, check_tables, conclusion
 from leaven.views.render import render
 
@@ -46,7 +46,8 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
     drawn: dict[str, Figure | None] = {}
     sections = []
     for axis in dict.fromkeys(curve.axis for curve in check.curves):
-        failed = {row.module for row in check.rows if row.axis == axis and row.passed is False}
+        rows = [row for row in check.rows if row.axis == axis and row.passed is False]
+        failed = {row.module: UNSURE if row.undecided else BAD for row in rows}
         curves = {(curve.module, curve.quantity): curve for curve in check.curves if curve.axis == axis}
         sections.append((axis, [(f"{axis}-{quantity}", title) for quantity, title in wanted.items()]))
         for quantity in wanted:
@@ -55,8 +56,8 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
                 for (module, of), curve in curves.items()
                 if of == quantity and (points := _relative(curve, curves.get((module, "eps"))))
             ]
-            lines.sort(key=lambda line: line[0] in failed)
-            traces = [_line(module, points, BAD if module in failed else MUTED) for module, points in lines]
+            lines.sort(key=lambda line: line[0] in failed)  # drawn last
+            traces = [_line(module, points, failed.get(module, MUTED)) for module, points in lines]
             x, y = [x for _, line in lines for x, _ in line] or [1, 2], [y for _, line in lines for _, y in line]
             x_axis = charts.measured_axis(x, numbers.tick)
             y_axis = charts.log_axis(min([*y, 0.5]), max([*y, 2.0]), numbers.value, pad=0.06)
@@ -99,9 +100,11 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
         "losses": charts.figure(charts.text(f"{name}, {unit}"), "final loss, nats", traces, x=axis)
     }
     best = [curve for curve in check.curves if curve.quantity == "best"]
-    drawn |= {f"best-{curve.axis}": _best(curve, charts.text(f"best {name}, {unit}")) for curve in best}
+    limit = next((row.limit for row in check.rows if row.limit is not None), None)
+    drawn |= {f"best-{curve.axis}": _best(curve, charts.text(f"best {name}, {unit}"), limit) for curve in best}
     axes = [curve.axis for curve in best]
-    return drawn, {"losses": {"name": name, "stars": bool(stars), "legend": legend, "best": axes}}
+    section = {"name": name, "stars": bool(stars), "legend": legend, "best": axes, "limit": limit}
+    return drawn, {"losses": section}
 
 
 def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
@@ -124,16 +127,21 @@ def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str,
     return drawn, {"collapse": list(colours.items())}
 
 
-def _best(curve: VerdictCurve, title: str) -> Figure:
+def _best(curve: VerdictCurve, title: str, limit: float | None) -> Figure:
     """Draw the best value of the hyperparameter over the width, depth, batch or duration, with 95% intervals.
 
-    A dotted line shows the best value of the first model, the base.
+    A dotted line shows the best value of the first model, the base. A line above it and one below it show the
+    ``limit`` of the shift in octaves.
     """
-    known = [value for value in (*curve.low, *curve.high) if value is not None]
+    level = curve.y[0]
+    limits = [level * 2**octaves for octaves in (-limit, limit)] if level is not None and limit is not None else []
+    known = [value for value in (*curve.low, *curve.high, *limits) if value is not None]
     x = charts.measured_axis(curve.x, numbers.value)
     y = charts.log_axis(min(known) / 1.5, max(known) * 1.5, numbers.value)
-    base = [charts.mark_line("y", level, MUTED) for level in curve.y[:1] if level is not None]
-    return charts.figure(curve.axis, title, [_curve(title, curve, _COLOURS[0])], x=x, y=y, shapes=base)
+    marks = [charts.mark_line("y", end, BAD) for end in limits]
+    if level is not None:
+        marks.append(charts.mark_line("y", level, MUTED))
+    return charts.figure(curve.axis, title, [_curve(title, curve, _COLOURS[0])], x=x, y=y, shapes=marks)
 
 
 def _curve(name: str, curve: VerdictCurve, colour: str) -> Figure:

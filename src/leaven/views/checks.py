@@ -5,13 +5,15 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from leaven.documents.checks import CheckDocument, VerdictRow
+from leaven.documents.checks import REGRET_LIMIT, CheckDocument, VerdictRow
 from leaven.views import numbers
 from leaven.views.tables import Cell, Column, Table
 
 SLOPES = ("coordinates", "gradients")
-PAIRS = ("transfer", "duration", "batch", "decay", "init", "collapse")  # they compare other scales with a base
+SWEEPS = ("transfer", "duration", "batch", "decay", "init")  # they compare the best value of other scales with a base
+PAIRS = (*SWEEPS, "collapse")  # they compare other scales with a base
 STYLES = {True: "green", False: "red", None: "dim"}  # the style of a verdict
+UNDECIDED = "yellow"
 # Numbers that have an interval, and the names of its two ends, which are printed in the number's column.
 _INTERVALS = {
     "shift": ("low", "high"),
@@ -20,10 +22,14 @@ _INTERVALS = {
 }
 _MEASURED = (
     Column("", lambda row: row.name, align="left"),
-    Column("measured", lambda row: numbers.NONE if row.value is None else f"{row.value:.3f}"),
-    Column("95% interval", lambda row: numbers.NONE if row.low is None else f"{row.low:.3f} to {row.high:.3f}"),
+    Column("measured", lambda row: numbers.NONE if row.value is None else numbers.fixed(row.value, 3)),
+    Column("95% interval", lambda row: numbers.NONE if row.low is None else _to(row.low, row.high)),
     Column("by the rule", lambda row: "" if row.expected is None else f"{row.expected:.3f}"),
 )
+
+
+def _to(low: float, high: float) -> str:
+    return f"{numbers.fixed(low, 3)} to {numbers.fixed(high, 3)}"
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,12 @@ def _headers(check: CheckDocument, rows: Sequence[VerdictRow]) -> dict[str, str]
     known = {"start": "at step 0", "end": f"at step {check.settings.get('steps')}", "decay": "lr x decay"}
     ends = set()
     if check.check in PAIRS:
-        known = {"regret": "regret, nats", "noise": "noise of seeds", "at": "at this share of the run"}
+        known = {
+            "shift": "shift, octaves",
+            "regret": "regret, nats",
+            "noise": "noise of seeds",
+            "at": "at this share of the run",
+        }
         ends = {end for pair in _INTERVALS.values() for end in pair}
     return {part: known.get(part, part) for row in rows for part in row.parts if part not in ends}
 
@@ -107,6 +118,12 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
     limits = sorted({row.limit for row in rows if row.limit is not None})
     limit = " or ".join(f"{value:.2g}" for value in limits)
     seeds = f"{settings['seeds']} seed{'' if settings['seeds'] == 1 else 's'}"
+    if check.check in SWEEPS:
+        nats = f"{REGRET_LIMIT:g} nats"
+        return (
+            f"{check.quantity} ({seeds}). A row passes if its whole regret (95% interval) is at most {nats}, "
+            f"or if its whole shift is at most {limit} octaves and the lower end of its regret {nats}"
+        )
     return f"{check.quantity}{against} (limit {limit}; {steps}{seeds})"
 
 
@@ -118,7 +135,7 @@ def _part(check: CheckDocument, part: str) -> Callable[[VerdictRow], str]:
         value = row.parts.get(part)
         if value is None:
             return numbers.NONE
-        shown = f"{value:.2f}" if slopes else numbers.value(value)
+        shown = numbers.fixed(value, 2) if slopes else numbers.value(value)
         low, high = (row.parts.get(end) for end in _INTERVALS.get(part, ("", "")))
         if slopes or low is None or high is None:
             return shown
@@ -131,4 +148,6 @@ def _part(check: CheckDocument, part: str) -> Callable[[VerdictRow], str]:
 def _verdict(row: VerdictRow) -> Cell:
     if row.passed is None:
         return Text("not judged", STYLES[None])
-    return Text("passed" if row.passed else "undecided" if row.undecided else "FAILED", STYLES[row.passed])
+    if row.undecided:
+        return Text("undecided", UNDECIDED)
+    return Text("passed" if row.passed else "FAILED", STYLES[row.passed])

@@ -139,6 +139,8 @@ def _warnings(runs: Sequence[RunView]) -> Iterator[str]:
         if not run.finished:
             share = run.tokens / run.recipe.data.tokens
             yield f"{run.title} is not finished: it has trained {share:.0%} of its tokens"
+        if run.gaps:
+            yield f"{run.title}: {run.gaps}"
     for what, value in _COMPARABLE.items():
         if any(value(run.recipe) != value(runs[0].recipe) for run in runs):
             yield f"the {what} differ, so the losses cannot be compared"

@@ -119,7 +119,7 @@ def seed_table(demo: DemoDocument) -> Table:
             name,
             *(f"{loss:.3f}" for loss in losses),
             f"{statistics.fmean(losses):.3f}",
-            "" if name == "the base" else f"{statistics.fmean(losses) - mean:+.3f}",
+            "" if name == "the base" else numbers.fixed(statistics.fmean(losses) - mean, 3, "+"),
         ]
         for width, name, losses in lines
     ]

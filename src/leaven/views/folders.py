@@ -39,6 +39,7 @@ class RunView:
     finished: bool
     stopped: str | None  # the reason why an unfinished run stopped; None if there is no record
     returns: Sequence[dict[str, Any]]  # events of events.jsonl that set the run back: rollbacks and manual rewinds
+    damaged: int = 0  # lines of metrics.jsonl that are damaged; their steps are missing in ``steps``
 
     @property
     def tokens(self) -> int:
@@ -50,6 +51,14 @@ class RunView:
         """The median speed of the steps, because a mean would count slow first steps and pauses."""
         speeds = sorted(speed for step in self.steps if (speed := step.get("tokens_per_second")))
         return speeds[len(speeds) // 2] if speeds else None
+
+    @property
+    def gaps(self) -> str:
+        """What is missing in ``steps``, as text; empty if nothing is."""
+        if not self.damaged:
+            return ""
+        lines = "one damaged line" if self.damaged == 1 else f"{self.damaged} damaged lines"
+        return f"{lines} of metrics.jsonl {'was' if self.damaged == 1 else 'were'} skipped"
 
 
 class StudyView(StudyDocument):
@@ -119,7 +128,8 @@ def read_folder(folder: Path) -> FolderView:
 def read_run(folder: Path) -> RunView:
     """Return the run in a folder. The run's title is the name of the recipe."""
     recipe, written = read_recipe(folder / "recipe.toml"), RunFolder(folder)
-    steps = [finite(line) for line in written.metrics() if {"tokens", "loss"} <= line.keys()]
+    metrics = written.read_metrics()
+    steps = [finite(line) for line in metrics.documents if {"tokens", "loss"} <= line.keys()]
     if not steps:
         raise InputError(f"{folder / 'metrics.jsonl'}: no steps yet; wait for the first step, or give another folder")
     events = [
@@ -147,6 +157,7 @@ def read_run(folder: Path) -> RunView:
         finished=finish is not None,
         stopped=events[-1].get("why") if events and events[-1]["event"] == "stop" else None,
         returns=[event for event in events if event["event"] in RETURNS],
+        damaged=len(metrics.damaged),
     )
 
 

@@ -66,6 +66,13 @@ def loss(number: float | None) -> str:
     return NONE if number is None else f"{number:.4f}"
 
 
+def fixed(number: float, digits: int, sign: str = "") -> str:
+    """Return a number with ``digits`` decimals, and with ``sign="+"`` the sign of a positive number. A number that
+    rounds to 0 has no sign."""
+    rounded = round(number, digits) + 0.0
+    return f"{rounded:{sign if rounded else ''}.{digits}f}"
+
+
 def delta(number: float | None) -> str:
     """Return a difference in nats as text with its sign."""
     if number is None:

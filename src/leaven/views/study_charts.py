@@ -64,16 +64,15 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
 
 
 def window(study: StudyView) -> tuple[float, float]:
-    """Return the lowest and the highest loss that a chart shows: all losses except high outliers."""
+    """Return the lowest and the highest loss that a chart shows: the answer's interval, and losses but outliers."""
     losses = sorted(trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None)
     low, median = losses[0], losses[len(losses) // 2]
     floor = study.noise_floor or 0.0
     high = min(losses[-1], median + 4 * max(median - low, floor, 1e-3))
     high = max(high, (study.start_loss or high) + 2 * floor)
     if study.best:
-        # Show the interval down to its end, unless everything else would then shrink to a line.
-        below = study.interval[0] if study.interval else study.best.loss
-        low = min(low, study.best.loss - 1.5 * floor, max(below, study.best.loss - (high - low)))
+        below, above = study.interval or (study.best.loss, study.best.loss)
+        low, high = min(low, study.best.loss - 1.5 * floor, below), max(high, above)
     return low, high + 0.1 * max(high - low, 1e-3)
 
 

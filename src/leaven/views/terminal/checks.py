@@ -7,6 +7,7 @@ from rich.text import Text
 
 from leaven.documents.checks import CheckDocument, MemoryCheckDocument, MemoryCheckRow
 from leaven.recipe.units import format_seconds
+from leaven.views import numbers
 from leaven.views.checks import STYLES, check_tables, conclusion
 from leaven.views.tables import Column, Facts, Table
 
@@ -38,10 +39,12 @@ def check_screen(check: CheckDocument) -> Iterator[RenderableType]:
 def memory_screen(check: MemoryCheckDocument) -> Iterator[RenderableType]:
     """Yield a table that compares the planned and the simulated memory of each rank, and then the conclusion."""
     first = check.rows[0].part
+    small = max(row.planned_gib for row in check.rows) < 0.1
+    unit, scale = ("MiB", 1024) if small else ("GiB", 1)
 
     def off(row: MemoryCheckRow) -> str:
         if row.passed is None or row.error is None:
-            return f"{row.planned_gib - row.dry_gib:+.3f}"
+            return numbers.fixed(scale * (row.planned_gib - row.dry_gib), 3, "+")
         return f"{row.error:+.1%}"
 
     def verdict(row: MemoryCheckRow) -> Text:
@@ -53,9 +56,9 @@ def memory_screen(check: MemoryCheckDocument) -> Iterator[RenderableType]:
         Column("rank", lambda row: str(row.rank) if row.part == first else ""),
         Column("stage", lambda row: str(row.stage) if row.part == first else ""),
         Column("part", lambda row: row.part if row.passed is not None else f"  {row.part}", align="left"),
-        Column("planned", lambda row: f"{row.planned_gib:.3f}", unit="GiB"),
-        Column("dry run", lambda row: f"{row.dry_gib:.3f}", unit="GiB"),
-        Column("off", off, unit="GiB"),
+        Column("planned", lambda row: f"{scale * row.planned_gib:.3f}", unit=unit),
+        Column("dry run", lambda row: f"{scale * row.dry_gib:.3f}", unit=unit),
+        Column("off", off, unit=f"% or {unit}"),
         Column("verdict", verdict, align="left"),
     )
     yield Table.of(columns, check.rows)

@@ -13,7 +13,7 @@ from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_quantity, format_seconds
 from leaven.tuning.algorithm.noise import GIVEN
 from leaven.tuning.study_document import PRUNED, UNDER_WAY, Coordinate, StudyDocument, StudyTrial, covered
-from leaven.views import points
+from leaven.views import numbers, points
 from leaven.views.points import findings, repeats, result
 from leaven.views.tables import LABEL, Cell, Column, Facts, Table, joined, under
 from leaven.views.terminal.live import LiveScreen
@@ -97,7 +97,7 @@ class TuneScreen(LiveScreen):
             loss = f"{trial.loss:.4f}"
             if trial.purpose == "search" and best is not None and best.loss is not None:
                 star, style = ("*", "green") if trial.loss < best.loss else (" ", "")
-                against = Text(f"{trial.loss - best.loss:+.4f} {star}", style)
+                against = Text(f"{numbers.fixed(trial.loss - best.loss, 4, '+')} {star}", style)
         else:
             style = "yellow" if trial.state == PRUNED else "red"
             loss, against = Text(trial.state, style), Text(points.share(trial, self._state), style)

@@ -68,7 +68,9 @@ class TrainScreen(LiveScreen):
             Column("tok/s", lambda step: format_quantity(step.tokens_per_second), width=6),
             Column("MFU", lambda step: f"{step.mfu:.1%}" if step.mfu is not None else "-", width=5, drop=measured),
             Column("memory", lambda step: f"{step.memory_gib:.3g} GiB", width=9, drop=2),
-            Column("TFLOP/s", lambda step: numbers.value(step.tflops), width=7, drop=3),
+            Column(
+                "TFLOP/s", lambda step: _fixed(step.tflops, 1 if (step.tflops or 0) >= 10 else 4), width=7, drop=3
+            ),
             Column("left", lambda step: self._left.removesuffix(" left"), width=11, drop=4),
         ]
         if measured:
