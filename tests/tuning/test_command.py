@@ -382,6 +382,61 @@ def test_every_worker_has_a_device(write: Write, monkeypatch: pytest.MonkeyPatch
     assert (code, printed.partition(";")[0]) == (2, "--workers auto: no GPU here")
 
 
+# A trainer that shares its work over processes: the sum over both ranks is the loss.
+OF_RANKS = """
+import os, torch
+from torch import distributed
+distributed.init_process_group("gloo")
+total = torch.tensor([1.0 + distributed.get_rank()])
+distributed.all_reduce(total)
+if distributed.get_rank() == 0:
+    print("devices", os.environ["CUDA_VISIBLE_DEVICES"])
+    print("iter 1: val loss", total.item())
+distributed.destroy_process_group()
+"""
+
+
+def test_trials_of_several_processes_have_devices_of_their_own(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    more, eight = PATTERN + "devices = 2\n", "0,1,2,3,4,5,6,GPU-8"
+    write("echo $CUDA_VISIBLE_DEVICES {worker} >> ran; sleep 1; echo iter 1: val loss {lr}; : {seed}", more, ONE)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", eight)
+    code, printed = tune("tiny.toml", "--study", "study", "--trials", 8, "--workers", "auto", "--method", "random")
+    assert code == 0, printed
+    assert set(Path("ran").read_text().splitlines()) == {"0,1 0", "2,3 1", "4,5 2", "6,GPU-8 3"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8")
+    Path("ran.py").write_text(OF_RANKS)
+    launcher = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 ran.py"
+    write(f"{launcher}; : {{lr}} {{seed}}", more, ONE)
+    code, printed = tune("tiny.toml", "--study", "ranks", "--trials", 1)
+    assert code == 0, printed
+    assert [trial.loss for trial in document("ranks").trials] == [3.0]
+    assert "devices 4,5\n" in Path("ranks/trials/000000/output.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("here", "devices", "workers", "error"),
+    [
+        ("0,1,2,3,4,5,6,7", 2, 5, "--workers 5: 8 GPUs here, and every worker needs 2 of its own; give --workers 4 or fewer"),
+        ("0,1,2,3,4,5,6,7", 1, 9, "--workers 9: 8 GPUs here, and every worker needs 1 of its own; give --workers 8 or fewer"),
+        ("0", 2, "auto", "--workers auto: 1 GPU here, and every worker needs 2 of its own; correct devices = 2, or name"),
+        ("", 2, 1, "--workers 1: no GPU here; correct devices = 2, or name the GPUs in CUDA_VISIBLE_DEVICES"),
+        ("0", 0, 1, "devices: input should be greater than 0"),
+    ],
+)  # fmt: skip
+def test_more_workers_than_devices(
+    write: Write, monkeypatch: pytest.MonkeyPatch, here: str, devices: int, workers: int | str, error: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", here)
+    file = write("echo iter 1: val loss 3; : {lr} {seed}", PATTERN + f"devices = {devices}\n", ONE)
+    code, printed = tune(file, "--study", "study", "--workers", workers)
+    assert (code, error in printed) == (2, True), printed
+    assert "\n" not in printed
+    assert not Path("study").exists()
+    # Without devices, a command gets none, so it may have more workers: jobs of a cluster need no GPU here.
+    file = write("echo iter 1: val loss 3; : {lr} {seed}", PATTERN, ONE)
+    assert tune(file, "--study", "study", "--trials", 1, "--workers", 9)[0] == 0
+
+
 def test_an_earlier_study_informs_the_next(write: Write) -> None:
     command = f"{BIGRAM} --lr={{lr}} --weight_decay={{weight_decay}} --seed={{seed}}"
     write(command)

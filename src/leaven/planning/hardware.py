@@ -249,6 +249,27 @@ def devices_here() -> tuple[str, ...]:
     return tuple(map(str, range(gpus_here())))
 
 
+def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:
+    """Return the GPUs of every worker, as in ``CUDA_VISIBLE_DEVICES``. A worker has ``each`` GPUs of its own.
+
+    Args:
+        workers: the number of workers; None for as many as there are GPUs for.
+
+    Raises:
+        InputError: if this process may use fewer GPUs.
+    """
+    here = devices_here()
+    most = len(here) // each
+    if (workers or 1) > most:
+        there = f"{len(here) or 'no'} GPU{'s' if len(here) > 1 else ''} here"
+        needed = f", and every worker needs {each} of its own" if here else ""
+        fewer = f"give --workers {most} or fewer" if most else "give the number of workers" if each == 1 else ""
+        instead = fewer or f"correct devices = {each}"
+        others = "" if most else f", or name the GPUs in {VISIBLE}"
+        raise InputError(f"--workers {workers or 'auto'}: {there}{needed}; {instead}{others}")
+    return tuple(",".join(here[first : first + each]) for first in range(0, (workers or most) * each, each))
+
+
 def gpus_here() -> int:
     """Return the number of NVIDIA GPUs of this machine, counted by device files so that torch is not imported."""
     return sum(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev")) if os.path.isdir("/dev") else 0

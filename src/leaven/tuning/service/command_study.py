@@ -1,8 +1,8 @@
 """A study whose trials run a shell command: somebody else's trainer, or a job of a cluster.
 
-Every attempt at a trial has a folder ``trials/NUMBER`` in the study's folder, with the output of the command
-(``output.log``), the recipe, a folder ``config`` with the filled-in file, and an empty folder ``out``. What the end
-of a command means:
+Every attempt at a run has a folder ``trials/NUMBER`` in the study's folder, with the output of the command
+(``output.log``), the recipe, a folder ``config`` with the filled-in file, and an empty folder ``out``. With ``resume``,
+all attempts at a run share the folder of the first one. What the end of a command means:
 
 - It ends with exit code 0 and has reported a loss: the trial is complete.
 - A loss is NaN or infinite, or its output has the text ``diverged``: the trial has diverged. The command is
@@ -17,7 +17,6 @@ import math
 import os
 import re
 import shlex
-import socket
 import subprocess
 import threading
 import time
@@ -32,7 +31,7 @@ from leaven.planning.hardware import VISIBLE
 from leaven.recipe.files import write_recipe
 from leaven.storage import make_folder, write_text
 from leaven.training.early_stopping import expected, should_prune
-from leaven.training.outcome import Outcome
+from leaven.training.outcome import Outcome, this_process
 from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, fill
 from leaven.tuning.point import Value, recipe_at
 from leaven.tuning.service.losses import read_losses, why_none
@@ -54,7 +53,7 @@ class CommandTrainer:
 
     Args:
         folder: the folder of the folders of trials.
-        devices: the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None if a worker may use all.
+        devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; None if a worker may use all.
         works: whether a run of the study has a result already.
         stop: a function that returns true when the trials are to be released.
         note: a function that shows a line to the user.
@@ -74,7 +73,6 @@ class CommandTrainer:
         self._command, self._space, self._folder = command, space, folder
         self._devices, self._works, self._stop, self._note = devices, works, stop, note
         self._leaving, self._commands = threading.Event(), Commands()
-        self._worker = f"{socket.gethostname()}:{os.getpid()}"
 
     def __enter__(self) -> "CommandTrainer":
         self._commands.__enter__()
@@ -142,7 +140,7 @@ class CommandTrainer:
                 tokens=curve[-1][0] if curve and command.loss.tokens_per_step else 0,
                 seconds=look - began,
                 curve=curve,
-                worker=f"{self._worker}-{proposal.worker + 1}",
+                worker=f"{this_process()}-{proposal.worker + 1}",
             )
             text = output.read_text(errors="replace") if command.diverged else ""
             finite = all(math.isfinite(loss) for _, loss in curve)
