@@ -300,6 +300,43 @@ def test_no_process_is_left_and_the_study_resumes(write: Write, how: signal.Sign
     assert [trial.state for trial in document().trials] == ["complete"] * 3
 
 
+# A trainer that takes a second to save and end.
+SAVES = f"""
+echo printed; exec > {{out}}/elsewhere 2>&1; echo begun >> {{out}}/log
+trap '(trap "" TERM; sleep 1; echo saved >> {{out}}/log); exit 1' TERM
+test -e go || {{ touch {{out}}/runs; {SLEEP} & wait; }}
+echo iter 1: val loss {{lr}} >> {{out}}/log; : {{seed}}
+"""
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_further_attempt_may_resume(write: Write, how: signal.Signals, resume: bool) -> None:
+    loss = "loss = {pattern = 'val loss {loss}', file = \"{out}/log\"}\n"
+    write(SAVES, loss + f"resume = {str(resume).lower()}\n", ONE)
+    process = started("study", "--trials", 1)
+    process.send_signal(how)
+    process.wait(timeout=60)  # not until its guard has ended, too
+    Path("go").touch()
+    code, printed = tune("tiny.toml", "--study", "study", "--trials", 1)
+    assert code == 0, printed
+    last = sorted(Path("study/trials").iterdir())[-1]
+    assert last.name == ("000000" if resume else "000001")
+    before = ["begun", "saved"] if resume else []
+    assert (last / "out" / "log").read_text().splitlines() == [*before, "begun", "iter 1: val loss 0.1"]
+    assert (last / "output.log").read_text().split() == ["printed"] * (1 + resume)
+    assert_no_process_left()
+
+
+def test_a_command_that_failed_resumes(write: Write) -> None:
+    file = write("echo iter 1: val loss 2; mkdir {out}/saved || exit 0; exit 3; : {lr} {seed}", PATTERN, ONE)
+    file.write_text("resume = true\n" + file.read_text())
+    with trainer(file, works=True) as run:
+        with pytest.raises(WorkerDied):
+            run(Proposal({"lr": 0.0}, 4))
+        assert run(Proposal({"lr": 0.0}, 6, origin=4)).loss == 2
+
+
 def test_two_commands_share_a_study(write: Write) -> None:
     write("echo {seed} {lr} >> ran; echo iter 1: val loss {lr}", PATTERN, ONE)
     line = [sys.executable, "-m", "leaven", "tune", "tiny.toml", "--study", "study", "--trials", "8", "--noise", "0"]
@@ -416,9 +453,9 @@ def test_trials_of_several_processes_have_devices_of_their_own(write: Write, mon
 @pytest.mark.parametrize(
     ("here", "devices", "workers", "error"),
     [
-        ("0,1,2,3,4,5,6,7", 2, 5, "--workers 5: 8 GPUs here, and every worker needs 2 of its own; give --workers 4 or fewer"),
-        ("0,1,2,3,4,5,6,7", 1, 9, "--workers 9: 8 GPUs here, and every worker needs 1 of its own; give --workers 8 or fewer"),
-        ("0", 2, "auto", "--workers auto: 1 GPU here, and every worker needs 2 of its own; correct devices = 2, or name"),
+        ("0,1,2,3,4,5,6,7", 2, 5, "--workers 5: 8 GPUs here, and every worker needs 2 of its own; give --workers 4"),
+        ("0,1,2,3,4,5,6,7", 1, 9, "--workers 9: 8 GPUs here, and every worker needs 1 of its own; give --workers 8"),
+        ("0", 2, "auto", "--workers auto: 1 GPU here, and every worker needs 2 of its own; correct devices = 2"),
         ("", 2, 1, "--workers 1: no GPU here; correct devices = 2, or name the GPUs in CUDA_VISIBLE_DEVICES"),
         ("0", 0, 1, "devices: input should be greater than 0"),
     ],

@@ -1,8 +1,8 @@
 """A study whose trials run a shell command: somebody else's trainer, or a job of a cluster.
 
 Every attempt at a run has a folder ``trials/NUMBER`` in the study's folder, with the output of the command
-(``output.log``), the recipe, a folder ``config`` with the filled-in file, and an empty folder ``out``. With ``resume``,
-all attempts at a run share the folder of the first one. What the end of a command means:
+(``output.log``), the recipe, a folder ``config`` with the filled-in file, and an empty folder ``out``. If the command
+resumes, all attempts at a run share the folder of the first one. What the end of a command means:
 
 - It ends with exit code 0 and has reported a loss: the trial is complete.
 - A loss is NaN or infinite, or its output has the text ``diverged``: the trial has diverged. The command is
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
 from leaven.errors import InputError
 from leaven.planning.hardware import VISIBLE
@@ -90,7 +90,8 @@ class CommandTrainer:
             WorkerDied: if the command failed.
             InputError: if the command failed at the start of the search.
         """
-        command, folder = self._command, self._folder / f"{proposal.number:06d}"
+        command = self._command
+        folder = self._folder / f"{proposal.origin if command.resume else proposal.number:06d}"
         try:
             values = values_of(command, self._space, proposal, folder, proposal.seed, proposal.worker)
         except ValueError:  # values that are invalid together, such as a warm-up longer than the run
@@ -102,7 +103,9 @@ class CommandTrainer:
         if (device := self._devices[proposal.worker]) is not None:
             environment[VISIBLE] = device
         environment |= {name: fill(text, values) for name, text in command.environment.items()}
-        with (folder / OUTPUT).open("wb") as output:
+        with (folder / OUTPUT).open("ab" if command.resume else "wb") as output:
+            if command.resume:
+                self._wait_for(output)
             process = self._commands.start(command.filled(values), environment, output)
         try:
             where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
@@ -116,6 +119,20 @@ class CommandTrainer:
             raise self._failure(proposal, folder / OUTPUT, outcome)
         self._works = True
         return outcome
+
+    def _wait_for(self, output: BinaryIO) -> None:
+        """Wait until the command of an earlier attempt, whose leaven was killed, has ended. It holds a lock of the file
+        ``output``, which the next command inherits."""
+        import fcntl  # Windows has none
+
+        while not (self._stop() or self._leaving.is_set()):
+            try:
+                return fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(POLL)
+            except OSError:  # this disk has no locks
+                return
+        raise TrialReleased
 
     def _watch(
         self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path

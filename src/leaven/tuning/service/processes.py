@@ -40,7 +40,7 @@ class Commands:
         self._guard.communicate()
 
     def start(self, command: str, environment: Mapping[str, str], output: BinaryIO) -> "subprocess.Popen[bytes]":
-        """Start a shell command that writes to the file ``output``, in the current folder."""
+        """Start a shell command that writes to the file ``output``, in the current folder, and holds its lock."""
         process = subprocess.Popen(
             ["/bin/sh", "-c", START, command],
             stdin=subprocess.PIPE,
@@ -48,6 +48,7 @@ class Commands:
             stderr=subprocess.STDOUT,
             env=os.environ | environment | {MARK: self._token},
             start_new_session=True,
+            pass_fds=[output.fileno()],  # a lock of the file lasts as long as the command, wherever it writes
         )
         self._tell(f"{process.pid}\n")
         assert process.stdin is not None
