@@ -325,6 +325,7 @@ def test_a_further_attempt_may_resume(write: Write, how: signal.Signals, resume:
     before = ["begun", "saved"] if resume else []
     assert (last / "out" / "log").read_text().splitlines() == [*before, "begun", "iter 1: val loss 0.1"]
     assert (last / "output.log").read_text().split() == ["printed"] * (1 + resume)
+    process.communicate(timeout=60)
     assert_no_process_left()
 
 

@@ -121,8 +121,8 @@ class CommandTrainer:
         return outcome
 
     def _wait_for(self, output: BinaryIO) -> None:
-        """Wait until the command of an earlier attempt, whose leaven was killed, has ended. It holds a lock of the file
-        ``output``, which the next command inherits."""
+        """Wait until the command of an earlier attempt, whose leaven was killed, has ended, and lock the file
+        ``output``. The next command inherits the lock."""
         import fcntl  # Windows has none
 
         while not (self._stop() or self._leaving.is_set()):
