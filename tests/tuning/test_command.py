@@ -475,6 +475,14 @@ def test_more_workers_than_devices(
     assert tune(file, "--study", "study", "--trials", 1, "--workers", 9)[0] == 0
 
 
+def test_a_command_ignores_no_signal_that_a_shell_does_not(write: Write) -> None:
+    file = write("grep SigIgn: /proc/self/status; echo iter 1: val loss 3; : {lr} {seed}", PATTERN, ONE)
+    with trainer(file) as run:
+        run(Proposal({"lr": 0.0}, 0))
+    ignored = int(Path("trials/000000/output.log").read_text().split()[1], 16)
+    assert not ignored & (1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1)
+
+
 def test_an_earlier_study_informs_the_next(write: Write) -> None:
     command = f"{BIGRAM} --lr={{lr}} --weight_decay={{weight_decay}} --seed={{seed}}"
     write(command)
@@ -819,8 +827,9 @@ def test_a_config_may_have_any_name(write: Write, config: str) -> None:
         f"(setsid sh -c '{SLEEP}; :' &) ; sleep 0.5;",
         f"setsid env -i {SLEEP} & sleep 60;",  # without the environment
         f"env -i {SLEEP} & sleep 0.5;",
+        f"(setsid env -i {SLEEP} &) ; sleep 60;",
     ],
-    ids=["own session", "no parent", "no environment, own session", "no environment"],
+    ids=["own session", "no parent", "no environment, own session", "no environment", "neither"],
 )
 def test_what_a_command_leaves_running_is_ended(write: Write, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(f"{start} echo iter 1: val loss $PYTHONUNBUFFERED; : {{lr}} {{seed}}", PATTERN, ONE)
