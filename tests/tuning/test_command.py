@@ -350,12 +350,17 @@ def test_two_commands_share_a_study(write: Write) -> None:
 
 
 def test_a_job_of_a_cluster(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins for sbatch, which blocks and writes the output of the job to a file, and for scancel."""
+    """Stand-ins for sbatch, which blocks and writes the output of the job to a file, and for scancel. The job
+    ``waits`` is in the queue until it is cancelled, whatever becomes of sbatch."""
     stand_ins = {
-        "sbatch": 'echo "42;here"; [ "$1 $2" = "--parsable --wait" ] && out=${3#*=} && shift 3 && exec "$@" > $out',
-        "scancel": "echo $1 >> cancelled",
+        "sbatch": """[ "$1 $2" = "--parsable --wait" ] && out=${3#*=} && shift 3 && touch called && sleep 0.5
+            touch queue/42; echo "42;here"
+            while [ $1 = waits -a -e queue/42 ]; do sleep 0.1; done
+            [ $1 = waits ] || "$@" > $out; code=$?; rm -f queue/42; exit $code""",
+        "scancel": "sleep 0.3; rm queue/$1",
     }
     Path("bin").mkdir()
+    Path("queue").mkdir()
     for name, script in stand_ins.items():
         Path("bin", name).write_text(f"#!/bin/sh\n{script}\n")
         Path("bin", name).chmod(0o755)
@@ -371,11 +376,13 @@ def test_a_job_of_a_cluster(write: Write, monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(WorkerDied):
             run(Proposal({"lr": 0.0}, 0))
         assert "ended with exit code 5" in run.notes[0]  # type: ignore[attr-defined]
-    began = time.monotonic()
-    slow = write(f"sh {submit} {{out}}/log sleep 60; : {{lr}} {{seed}}", loss, ONE)
-    with trainer(slow, stop=lambda: time.monotonic() > began + 1) as run, pytest.raises(TrialReleased):
-        run(Proposal({"lr": 0.0}, 1))
-    assert Path("cancelled").read_text() == "42\n"
+    waits = write(f"sh {submit} {{out}}/log waits; : {{lr}} {{seed}}", loss, ONE)
+    for until in (Path("called"), Path("queue/42")):  # while the job is being submitted, and afterwards
+        Path("called").unlink(missing_ok=True)
+        with trainer(waits, stop=until.exists) as run, pytest.raises(TrialReleased):
+            run(Proposal({"lr": 0.0}, 1))
+        assert Path("called").exists()
+        assert not Path("queue/42").exists()
 
 
 def test_the_examples_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ import psutil
 # What a command starts has its process id in the environment, in order to be found when the command itself is gone.
 MARK = "LEAVEN_COMMAND"
 START = f'read -r start && export {MARK}="${MARK}.$$" && exec /bin/sh -c "$0" </dev/null'
-# On Linux, a process whose parent has ended becomes a child of the command, not of process 1. So it is found even if it
-# has another session and no environment. Python ignores two signals, which a shell should not.
+# On Linux, a process whose parent has ended becomes a child of the command, not of process 1. So it is found even in
+# another session and without the environment. Python ignores two signals, which a shell should not.
 ADOPT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(36, ctypes.c_ulong(1))  # PR_SET_CHILD_SUBREAPER; it outlasts exec, and is not inherited
