@@ -846,6 +846,60 @@ def test_what_a_command_leaves_running_is_ended(write: Write, start: str, monkey
     assert_no_process_left()
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        SearchedValue(start=3, low=1, high=12),
+        SearchedValue(start=2048, low=2, high=65536),
+        SearchedValue(start=0, low=0, high=7, unit="tenth"),
+    ],
+)
+def test_the_distance_of_a_whole_number_is_that_of_the_value_which_is_run(value: SearchedValue) -> None:
+    dimension = value.dimension("x")
+    for x in [dimension.low + i / 97 * (dimension.high - dimension.low) for i in range(98)]:
+        rounded = dimension.rounded(x)
+        assert value.moved(rounded) == value.moved(x)
+        assert rounded == dimension.rounded(rounded) == value.distance(value.moved(x))
+        above = dimension.rounded(x, 1)
+        assert value.moved(above) == min(value.moved(x) + 1, value.high)  # type: ignore[operator, type-var]
+    assert value.dimension("x").whole
+    real = SearchedValue(start=3.0, low=1, high=12).dimension("x")
+    assert real.rounded(0.123) == 0.123
+
+
+WHOLE = "[space]\nn = {start = 3, low = 1, high = 12}\nm = {start = 40, low = 5, high = 400}\n"
+
+
+@pytest.mark.parametrize("method", ["trust-region", "random"])
+def test_a_search_over_whole_numbers_learns_from_what_was_run(write: Write, method: str) -> None:
+    # A step function of what the search proposes.
+    write("awk 'BEGIN {print \"iter 1: val loss\", (log({n}/8))^2 + (log({m}/20))^2 / 9}'; : {seed}", PATTERN, WHOLE)
+    code, printed = tune("tiny.toml", "--study", "study", "--trials", 16, "--noise", 0.001, "--method", method)
+    assert code == 0, printed
+    study, space = document(), command_space(Path("tiny.toml")).file.space
+    for trial in study.trials:
+        ran = {name: space[name].distance(value) for name, value in trial.values.items()}
+        assert trial.octaves == ran
+    if method == "trust-region":
+        points = [(*trial.values.values(), trial.seed) for trial in study.trials]
+        assert len(set(points)) == len(points)
+        assert study.best is not None
+        best = next(trial.values for trial in study.trials if trial.octaves == study.octaves)
+        assert best["n"] in {7, 8, 9}
+
+
+def test_a_search_ends_when_all_whole_numbers_and_choices_were_run(write: Write) -> None:
+    space = "[space]\nn = {start = 2, low = 1, high = 3}\nopt = {choices = ['a', 'b']}\n"
+    write("test {opt} = a && echo iter 1: val loss {n} || echo iter 1: val loss 0.{n}", PATTERN, space)
+    code, printed = tune("tiny.toml", "--study", "study", "--trials", 30, "--noise", 0)
+    assert code == 0, printed
+    assert sorted(tuple(trial.values.values()) for trial in document().trials) == [
+        (n, opt) for n in (1, 2, 3) for opt in "ab"
+    ]
+    assert document().best.loss == 0.1  # type: ignore[union-attr]
+    assert not document().stalled
+
+
 def test_rounding_stays_within_the_bounds() -> None:
     beta = SearchedValue(start=0.9, low=0.5, high=0.99999999, unit="beta")
     assert beta.moved(beta.dimension("beta").low) == 0.99999999

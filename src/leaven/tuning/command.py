@@ -298,7 +298,9 @@ class SearchedValue(Part):
             for side, value in zip(("low", "high"), bounds, strict=True)
         )
         unit = "tenth" if self.unit == "tenth" else "octave"
-        return Dimension(name, float(start), low, high, unit=unit, ends=(below, above))
+        whole = isinstance(start, int)
+        scale = 10.0 if whole and unit == "tenth" else 1.0  # a smaller move would be rounded to the start
+        return Dimension(name, float(start), low, high, scale, unit, ends=(below, above), whole=whole)
 
 
 def _names_of_values(space: dict[str, SearchedValue]) -> dict[str, SearchedValue]:
