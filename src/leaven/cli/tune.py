@@ -104,7 +104,7 @@ def tune(
             _workers,
             "COUNT|auto",
             "Number of trials at once. leaven's own trainer uses one process with one thread for each. auto: one for "
-            "each GPU of this machine, with this GPU in CUDA_VISIBLE_DEVICES. More workers than GPUs are refused.",
+            "each GPU of this machine, with this GPU in CUDA_VISIBLE_DEVICES. Workers of a recipe share no GPU.",
             "one per core, or 1 on a GPU or for a command",
         ),
     ] = None,

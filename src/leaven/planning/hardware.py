@@ -261,12 +261,10 @@ def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:
     here = devices_here()
     most = len(here) // each
     if (workers or 1) > most:
-        there = f"{len(here) or 'no'} GPU{'s' if len(here) > 1 else ''} here"
-        needed = f", and every worker needs {each} of its own" if here else ""
-        fewer = f"give --workers {most} or fewer" if most else "give the number of workers" if each == 1 else ""
-        instead = fewer or f"correct devices = {each}"
-        others = "" if most else f", or name the GPUs in {VISIBLE}"
-        raise InputError(f"--workers {workers or 'auto'}: {there}{needed}; {instead}{others}")
+        count = f"{len(here)} GPU{'s' if len(here) > 1 else ''} here, and every worker needs {each} of its own"
+        change = "give the number of workers" if workers is None and each == 1 else "change devices"
+        hint = f"give --workers {most} or fewer" if most else f"{change}, or name the GPUs in {VISIBLE}"
+        raise InputError(f"--workers {workers or 'auto'}: {count if here else 'no GPU here'}; {hint}")
     return tuple(",".join(here[first : first + each]) for first in range(0, (workers or most) * each, each))
 
 
