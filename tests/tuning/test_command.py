@@ -302,6 +302,44 @@ def test_no_process_is_left_and_the_study_resumes(write: Write, how: signal.Sign
     assert [trial.state for trial in document().trials] == ["complete"] * 3
 
 
+# A trainer that takes a second to save and end.
+SAVES = f"""
+echo printed; exec > {{out}}/elsewhere 2>&1; echo begun >> {{out}}/log
+trap '(trap "" TERM; sleep 1; echo saved >> {{out}}/log); exit 1' TERM
+test -e go || {{ touch {{out}}/runs; {SLEEP} & wait; }}
+echo iter 1: val loss {{lr}} >> {{out}}/log; : {{seed}}
+"""
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_further_attempt_may_resume(write: Write, how: signal.Signals, resume: bool) -> None:
+    loss = "loss = {pattern = 'val loss {loss}', file = \"{out}/log\"}\n"
+    write(SAVES, loss + f"resume = {str(resume).lower()}\n", ONE)
+    process = started("study", "--trials", 1)
+    process.send_signal(how)
+    process.wait(timeout=60)  # not until its guard has ended, too
+    Path("go").touch()
+    code, printed = tune("tiny.toml", "--study", "study", "--trials", 1)
+    assert code == 0, printed
+    last = sorted(Path("study/trials").iterdir())[-1]
+    assert last.name == ("000000" if resume else "000001")
+    before = ["begun", "saved"] if resume else []
+    assert (last / "out" / "log").read_text().splitlines() == [*before, "begun", "iter 1: val loss 0.1"]
+    assert (last / "output.log").read_text().split() == ["printed"] * (1 + resume)
+    process.communicate(timeout=60)
+    assert_no_process_left()
+
+
+def test_a_command_that_failed_resumes(write: Write) -> None:
+    file = write("echo iter 1: val loss 2; mkdir {out}/saved || exit 0; exit 3; : {lr} {seed}", PATTERN, ONE)
+    file.write_text("resume = true\n" + file.read_text())
+    with trainer(file, works=True) as run:
+        with pytest.raises(WorkerDied):
+            run(Proposal({"lr": 0.0}, 4))
+        assert run(Proposal({"lr": 0.0}, 6, origin=4)).loss == 2
+
+
 def test_two_commands_share_a_study(write: Write) -> None:
     write("echo {seed} {lr} >> ran; echo iter 1: val loss {lr}", PATTERN, ONE)
     line = [sys.executable, "-m", "leaven", "tune", "tiny.toml", "--study", "study", "--trials", "8", "--noise", "0"]
@@ -314,12 +352,17 @@ def test_two_commands_share_a_study(write: Write) -> None:
 
 
 def test_a_job_of_a_cluster(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins for sbatch, which blocks and writes the output of the job to a file, and for scancel."""
+    """Stand-ins for sbatch, which blocks and writes the output of the job to a file, and for scancel. The job
+    ``waits`` is in the queue until it is cancelled, whatever becomes of sbatch."""
     stand_ins = {
-        "sbatch": 'echo "42;here"; [ "$1 $2" = "--parsable --wait" ] && out=${3#*=} && shift 3 && exec "$@" > $out',
-        "scancel": "echo $1 >> cancelled",
+        "sbatch": """[ "$1 $2" = "--parsable --wait" ] && out=${3#*=} && shift 3
+            touch queue/42; sleep 0.5; echo "42;here"; touch said
+            while [ $1 = waits -a -e queue/42 ]; do sleep 0.1; done
+            [ $1 = waits ] || "$@" > $out; code=$?; rm -f queue/42; exit $code""",
+        "scancel": "sleep 0.3; rm queue/$1",
     }
     Path("bin").mkdir()
+    Path("queue").mkdir()
     for name, script in stand_ins.items():
         Path("bin", name).write_text(f"#!/bin/sh\n{script}\n")
         Path("bin", name).chmod(0o755)
@@ -335,11 +378,12 @@ def test_a_job_of_a_cluster(write: Write, monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(WorkerDied):
             run(Proposal({"lr": 0.0}, 0))
         assert "ended with exit code 5" in run.notes[0]  # type: ignore[attr-defined]
-    began = time.monotonic()
-    slow = write(f"sh {submit} {{out}}/log sleep 60; : {{lr}} {{seed}}", loss, ONE)
-    with trainer(slow, stop=lambda: time.monotonic() > began + 1) as run, pytest.raises(TrialReleased):
-        run(Proposal({"lr": 0.0}, 1))
-    assert Path("cancelled").read_text() == "42\n"
+    waits = write(f"sh {submit} {{out}}/log waits; : {{lr}} {{seed}}", loss, ONE)
+    for until in (Path("queue/42"), Path("said")):  # while the job is being submitted, and afterwards
+        Path("said").unlink(missing_ok=True)
+        with trainer(waits, stop=until.exists) as run, pytest.raises(TrialReleased):
+            run(Proposal({"lr": 0.0}, 1))
+        assert not Path("queue/42").exists()
 
 
 def test_the_examples_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,6 +429,69 @@ def test_every_worker_has_a_device(write: Write, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, printed = tune("tiny.toml", "--study", "other", "--workers", "auto")
     assert (code, printed.partition(";")[0]) == (2, "--workers auto: no GPU here")
+
+
+# A trainer that shares its work over processes: the sum over both ranks is the loss.
+OF_RANKS = """
+import os, torch
+from torch import distributed
+distributed.init_process_group("gloo")
+total = torch.tensor([1.0 + distributed.get_rank()])
+distributed.all_reduce(total)
+if distributed.get_rank() == 0:
+    print("devices", os.environ["CUDA_VISIBLE_DEVICES"])
+    print("iter 1: val loss", total.item())
+distributed.destroy_process_group()
+"""
+
+
+def test_trials_of_several_processes_have_devices_of_their_own(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    more, eight = PATTERN + "devices = 2\n", "0,1,2,3,4,5,6,GPU-8"
+    write("echo $CUDA_VISIBLE_DEVICES {worker} >> ran; sleep 1; echo iter 1: val loss {lr}; : {seed}", more, ONE)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", eight)
+    code, printed = tune("tiny.toml", "--study", "study", "--trials", 8, "--workers", "auto", "--method", "random")
+    assert code == 0, printed
+    assert set(Path("ran").read_text().splitlines()) == {"0,1 0", "2,3 1", "4,5 2", "6,GPU-8 3"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8")
+    Path("ran.py").write_text(OF_RANKS)
+    launcher = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 ran.py"
+    write(f"{launcher}; : {{lr}} {{seed}}", more, ONE)
+    code, printed = tune("tiny.toml", "--study", "ranks", "--trials", 1)
+    assert code == 0, printed
+    assert [trial.loss for trial in document("ranks").trials] == [3.0]
+    assert "devices 4,5\n" in Path("ranks/trials/000000/output.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("here", "devices", "workers", "error"),
+    [
+        ("0,1,2,3,4,5,6,7", 2, 5, "--workers 5: 8 GPUs here, and every worker needs 2 of its own; give --workers 4"),
+        ("0,1,2,3,4,5,6,7", 1, 9, "--workers 9: 8 GPUs here, and every worker needs 1 of its own; give --workers 8"),
+        ("0", 2, "auto", "--workers auto: 1 GPU here, and every worker needs 2 of its own; change devices"),
+        ("", 2, 1, "--workers 1: no GPU here; change devices, or name the GPUs in CUDA_VISIBLE_DEVICES"),
+        ("0", 0, 1, "devices: input should be greater than 0"),
+    ],
+)  # fmt: skip
+def test_more_workers_than_devices(
+    write: Write, monkeypatch: pytest.MonkeyPatch, here: str, devices: int, workers: int | str, error: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", here)
+    file = write("echo iter 1: val loss 3; : {lr} {seed}", PATTERN + f"devices = {devices}\n", ONE)
+    code, printed = tune(file, "--study", "study", "--workers", workers)
+    assert (code, error in printed) == (2, True), printed
+    assert "\n" not in printed
+    assert not Path("study").exists()
+    # Without devices, a command gets none, so it may have more workers: jobs of a cluster need no GPU here.
+    file = write("echo iter 1: val loss 3; : {lr} {seed}", PATTERN, ONE)
+    assert tune(file, "--study", "study", "--trials", 1, "--workers", 9)[0] == 0
+
+
+def test_a_command_ignores_no_signal_that_a_shell_does_not(write: Write) -> None:
+    file = write("grep SigIgn: /proc/self/status; echo iter 1: val loss 3; : {lr} {seed}", PATTERN, ONE)
+    with trainer(file) as run:
+        run(Proposal({"lr": 0.0}, 0))
+    ignored = int(Path("trials/000000/output.log").read_text().split()[1], 16)
+    assert not ignored & (1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1)
 
 
 def test_an_earlier_study_informs_the_next(write: Write) -> None:
@@ -731,8 +838,9 @@ def test_a_config_may_have_any_name(write: Write, config: str) -> None:
         f"(setsid sh -c '{SLEEP}; :' &) ; sleep 0.5;",
         f"setsid env -i {SLEEP} & sleep 60;",  # without the environment
         f"env -i {SLEEP} & sleep 0.5;",
+        f"(setsid env -i {SLEEP} &) ; sleep 60;",
     ],
-    ids=["own session", "no parent", "no environment, own session", "no environment"],
+    ids=["own session", "no parent", "no environment, own session", "no environment", "neither"],
 )
 def test_what_a_command_leaves_running_is_ended(write: Write, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(f"{start} echo iter 1: val loss $PYTHONUNBUFFERED; : {{lr}} {{seed}}", PATTERN, ONE)
@@ -741,6 +849,60 @@ def test_what_a_command_leaves_running_is_ended(write: Write, start: str, monkey
     with trainer(file, stop=lambda: time.monotonic() > began + 1) as run, suppress(TrialReleased):
         assert run(Proposal({"lr": 0.0}, 0)).loss == 1
     assert_no_process_left()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        SearchedValue(start=3, low=1, high=12),
+        SearchedValue(start=2048, low=2, high=65536),
+        SearchedValue(start=0, low=0, high=7, unit="tenth"),
+    ],
+)
+def test_the_distance_of_a_whole_number_is_that_of_the_value_which_is_run(value: SearchedValue) -> None:
+    dimension = value.dimension("x")
+    for x in [dimension.low + i / 97 * (dimension.high - dimension.low) for i in range(98)]:
+        rounded = dimension.rounded(x)
+        assert value.moved(rounded) == value.moved(x)
+        assert rounded == dimension.rounded(rounded) == value.distance(value.moved(x))
+        above = dimension.rounded(x, 1)
+        assert value.moved(above) == min(value.moved(x) + 1, value.high)  # type: ignore[operator, type-var]
+    assert value.dimension("x").whole
+    real = SearchedValue(start=3.0, low=1, high=12).dimension("x")
+    assert real.rounded(0.123) == 0.123
+
+
+WHOLE = "[space]\nn = {start = 3, low = 1, high = 12}\nm = {start = 40, low = 5, high = 400}\n"
+
+
+@pytest.mark.parametrize("method", ["trust-region", "random"])
+def test_a_search_over_whole_numbers_learns_from_what_was_run(write: Write, method: str) -> None:
+    # A step function of what the search proposes.
+    write("awk 'BEGIN {print \"iter 1: val loss\", (log({n}/8))^2 + (log({m}/20))^2 / 9}'; : {seed}", PATTERN, WHOLE)
+    code, printed = tune("tiny.toml", "--study", "study", "--trials", 16, "--noise", 0.001, "--method", method)
+    assert code == 0, printed
+    study, space = document(), command_space(Path("tiny.toml")).file.space
+    for trial in study.trials:
+        ran = {name: space[name].distance(value) for name, value in trial.values.items()}
+        assert trial.octaves == ran
+    if method == "trust-region":
+        points = [(*trial.values.values(), trial.seed) for trial in study.trials]
+        assert len(set(points)) == len(points)
+        assert study.best is not None
+        best = next(trial.values for trial in study.trials if trial.octaves == study.octaves)
+        assert best["n"] in {7, 8, 9}
+
+
+def test_a_search_ends_when_all_whole_numbers_and_choices_were_run(write: Write) -> None:
+    space = "[space]\nn = {start = 2, low = 1, high = 3}\nopt = {choices = ['a', 'b']}\n"
+    write("test {opt} = a && echo iter 1: val loss {n} || echo iter 1: val loss 0.{n}", PATTERN, space)
+    code, printed = tune("tiny.toml", "--study", "study", "--trials", 30, "--noise", 0)
+    assert code == 0, printed
+    assert sorted(tuple(trial.values.values()) for trial in document().trials) == [
+        (n, opt) for n in (1, 2, 3) for opt in "ab"
+    ]
+    assert document().best.loss == 0.1  # type: ignore[union-attr]
+    assert not document().stalled
 
 
 def test_rounding_stays_within_the_bounds() -> None:

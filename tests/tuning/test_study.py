@@ -21,6 +21,7 @@ from typing import Any
 import optuna
 import psutil
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from leaven.cli import INTERRUPTED, app
@@ -29,6 +30,7 @@ from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
+from leaven.training import device
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
 from leaven.training.run_folder import tokens_of
 from leaven.tuning.algorithm.noise import GIVEN
@@ -444,6 +446,31 @@ def test_bad_options_write_nothing(options: list[str], said: str, tiny_file: Pat
             app, ["tune", str(tiny_file), "--study", str(tmp_path / "study"), *options], catch_exceptions=False
         )
     assert not (tmp_path / "study").exists()
+
+
+def test_every_worker_that_trains_on_a_gpu_has_one(
+    tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+
+    def run(*_: object, devices: object, **__: object) -> StudyDocument:
+        given.append(devices)
+        raise StoreGone("gone")
+
+    monkeypatch.setattr(Study, "run", run)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    verb = ["tune", str(tiny_file), "--study", str(tmp_path / "study")]
+    CliRunner().invoke(app, [*verb, "--workers", "9"])  # this machine has no GPU
+    monkeypatch.setattr(device, "default_device", lambda: torch.device("cuda"))
+    for workers in ("2", "auto"):
+        CliRunner().invoke(app, [*verb, "--workers", workers])
+    CliRunner().invoke(app, verb)
+    assert given == [(), ("0", "1"), tuple("01234567"), ()]
+    with pytest.raises(
+        InputError, match="^--workers 9: 8 GPUs here, .* needs 1 of its own; give --workers 8 or fewer$"
+    ):
+        CliRunner().invoke(app, [*verb[:-1], str(tmp_path / "other"), "--workers", "9"], catch_exceptions=False)
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.usefixtures("in_this_process")

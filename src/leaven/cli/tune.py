@@ -104,7 +104,7 @@ def tune(
             _workers,
             "COUNT|auto",
             "Number of trials at once. leaven's own trainer uses one process with one thread for each. auto: one for "
-            "each GPU of this machine, with this GPU in CUDA_VISIBLE_DEVICES.",
+            "each GPU of this machine, with this GPU in CUDA_VISIBLE_DEVICES. Workers of a recipe share no GPU.",
             "one per core, or 1 on a GPU or for a command",
         ),
     ] = None,
@@ -178,7 +178,7 @@ def tune(
     if not study:
         raise InputError("--study is empty; give a folder, or the URL of a database")
     url, folder = (study, out or Path("studies", searched.name)) if "://" in study else (None, Path(study))
-    devices = _devices() if workers == AUTO else ()
+    devices = _devices(workers, run)
     workers = len(devices) or workers or (1 if run else _usual_workers())
     given: dict[str, Any] = {"noise": noise, "from_study": from_study}
     if run is not None:
@@ -235,12 +235,19 @@ def _command(
     return validated(Command, {"command": command, "loss": {"pattern": loss}}, "--command"), None
 
 
-def _devices() -> tuple[str, ...]:
-    from leaven.planning.hardware import VISIBLE, devices_here
+def _devices(workers: int | None, command: "Command | None") -> tuple[str, ...]:
+    """Return the GPUs of every worker. The result is empty if leaven gives out no GPUs: every worker may use all."""
+    from leaven.planning.hardware import devices_here, devices_of_workers
 
-    if not (devices := devices_here()):
-        raise InputError(f"--workers auto: no GPU here; give the number of workers, or name the GPUs in {VISIBLE}")
-    return devices
+    if command is not None and command.devices:
+        return devices_of_workers(None if workers == AUTO else workers or 1, command.devices)
+    if workers == AUTO:
+        return devices_of_workers(None)
+    if workers is None or command is not None:
+        return ()
+    from leaven.training.device import default_device
+
+    return devices_of_workers(workers) if default_device().type == "cuda" and devices_here() else ()
 
 
 def _usual_workers() -> int:

@@ -249,6 +249,25 @@ def devices_here() -> tuple[str, ...]:
     return tuple(map(str, range(gpus_here())))
 
 
+def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:
+    """Return the GPUs of every worker, as in ``CUDA_VISIBLE_DEVICES``. A worker has ``each`` GPUs of its own.
+
+    Args:
+        workers: the number of workers; None for as many as there are GPUs for.
+
+    Raises:
+        InputError: if this process may use fewer GPUs.
+    """
+    here = devices_here()
+    most = len(here) // each
+    if (workers or 1) > most:
+        count = f"{len(here)} GPU{'s' if len(here) > 1 else ''} here, and every worker needs {each} of its own"
+        change = "give the number of workers" if workers is None and each == 1 else "change devices"
+        hint = f"give --workers {most} or fewer" if most else f"{change}, or name the GPUs in {VISIBLE}"
+        raise InputError(f"--workers {workers or 'auto'}: {count if here else 'no GPU here'}; {hint}")
+    return tuple(",".join(here[first : first + each]) for first in range(0, (workers or most) * each, each))
+
+
 def gpus_here() -> int:
     """Return the number of NVIDIA GPUs of this machine, counted by device files so that torch is not imported."""
     return sum(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev")) if os.path.isdir("/dev") else 0

@@ -2,6 +2,8 @@
 module does not import torch."""
 
 import math
+import os
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,11 @@ Curve = tuple[tuple[int, float], ...]
 def curve_of(points: Iterable[Sequence[float]]) -> Curve:
     """Return a list of (tokens, loss) points, from JSON or from a user's objective, as a tuple of tuples."""
     return tuple((int(tokens), float(loss)) for tokens, loss in points)
+
+
+def this_process() -> str:
+    """Return ``host:pid`` of this process."""
+    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -39,7 +38,7 @@ from leaven.training.checkpoint import NotSaved, read_checkpoint, write_checkpoi
 from leaven.training.early_stopping import DivergenceMonitor, Pruned, Pruning, comparable
 from leaven.training.engine import Training
 from leaven.training.loop import Callback, Diverged, Loop, StepResult
-from leaven.training.outcome import Baseline, Curve, Outcome, curve_of
+from leaven.training.outcome import Baseline, Curve, Outcome, curve_of, this_process
 from leaven.training.run_folder import checkpoints
 
 Result = TypeVar("Result")
@@ -99,7 +98,7 @@ def train_trial(
         curve=monitor.curve,
         stopped=stopped,
         branches=cooldowns.ended,
-        worker=f"{socket.gethostname()}:{os.getpid()}",
+        worker=this_process(),
     )
 
 

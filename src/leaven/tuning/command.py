@@ -58,6 +58,7 @@ _DIGITS = rf"{_BEFORE}[-+]?(?:\d+(?![,_]\d)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?{_A
 _NUMBER = rf"{_DIGITS}|[-+]?(?i:nan|inf(?:inity)?)(?!_?[^\W\d_]|\d)"
 _STEP = r"\d[\d,_]*"
 SOURCES = ("pattern", "jsonl", "tensorboard", "wandb")
+OF_MACHINE = ("timeout_seconds", "prune", "devices", "resume")  # what may change between commands on a study
 DIGITS = 6  # significant digits of a value
 
 
@@ -146,8 +147,10 @@ class Command(Part):
     loss: LossSource
     environment: Annotated[dict[str, Text], AfterValidator(_variables)] = {}  # further environment variables
     config: Text | None = None  # the path of a text file that leaven fills in for every trial
+    devices: Annotated[int, Field(gt=0)] | None = None  # GPUs of a run, in CUDA_VISIBLE_DEVICES; None: see --workers
     timeout_seconds: Annotated[float, Field(gt=0)] | None = None  # a run that takes longer has failed
     diverged: Annotated[str, AfterValidator(_expression)] | None = None  # a run with such an output has diverged
+    resume: bool = False  # whether a further attempt at a run gets the folder {out} of the earlier one as it is
     prune: bool = True  # whether a run ends early if its losses are too far behind those of the best run
 
     @cached_property
@@ -295,7 +298,9 @@ class SearchedValue(Part):
             for side, value in zip(("low", "high"), bounds, strict=True)
         )
         unit = "tenth" if self.unit == "tenth" else "octave"
-        return Dimension(name, float(start), low, high, unit=unit, ends=(below, above))
+        whole = isinstance(start, int)
+        scale = 10.0 if whole and unit == "tenth" else 1.0  # a smaller move would be rounded to the start
+        return Dimension(name, float(start), low, high, scale, unit, ends=(below, above), whole=whole)
 
 
 def _names_of_values(space: dict[str, SearchedValue]) -> dict[str, SearchedValue]:
@@ -365,8 +370,7 @@ class CommandSpace(SearchSpace):
 
     def changes_since(self, path: Path) -> list[Difference]:
         there, here = (
-            file.model_dump(exclude={"why", "timeout_seconds", "prune"})
-            for file in (command_space(path).file, self.file)
+            file.model_dump(exclude={"why", *OF_MACHINE}) for file in (command_space(path).file, self.file)
         )
         return differing(there, here)
 

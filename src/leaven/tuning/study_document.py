@@ -18,6 +18,7 @@ from leaven.documents.runs import BestTrial, Outlook, TuneDocument, WorthRow
 from leaven.recipe.files import read_text
 from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Curve
+from leaven.tuning.point import distance_in, moved
 
 UNDER_WAY = ("running", "waiting")  # states of trials that have not ended
 PRUNED = "pruned"  # the state of a trial that was ended early; study.json has "stopped"
@@ -75,6 +76,15 @@ class Dimension:
     near: tuple[float, float] | None = None  # the box in which a search begins; None: from low to high
     ends: tuple[str, str] = ("the end of the space",) * 2  # what limits low and high, as text; empty: natural limit
     expected: tuple[float, float] | None = None  # the optimum that laws expect: distance and standard deviation
+    whole: bool = False  # whether all values are whole numbers
+
+    def rounded(self, x: float, more: int = 0) -> float:
+        """Return the distance of the value that is run at the distance ``x``; of a whole number plus ``more``."""
+        if not self.whole:
+            return x
+        assert isinstance(self.centre, float)
+        low, value, high = (round(moved(self.unit, self.centre, each)) for each in (self.low, x, self.high))
+        return distance_in(self.unit, self.centre, min(max(value + more, low), high))
 
     @property
     def box(self) -> tuple[float, float]:

@@ -100,6 +100,8 @@ class Axes:
     # Where laws expect the optimum: its octaves from the start point, and their standard deviation.
     expected: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     earlier: EarlierTrials | None = None  # trials of an earlier search
+    # The values that are whole numbers, of which a run has the nearest one; the start is at 0.
+    whole: Mapping[str, Dimension] = field(default_factory=dict)
 
     @classmethod
     def of(cls, dimensions: Sequence[Dimension], earlier: EarlierTrials | None = None) -> "Axes":
@@ -110,6 +112,7 @@ class Axes:
             {d.path: d.near for d in dimensions if d.near},
             expected={d.path: d.expected for d in dimensions if d.expected},
             earlier=earlier,
+            whole={d.path: d for d in dimensions if d.whole},
         )
 
     def __post_init__(self) -> None:
@@ -168,7 +171,35 @@ class Axes:
         for (name, limits), x in zip(self.limits.items(), octaves, strict=True):
             at = self.start[name] + float(x)
             found[name] = float(round(at) % len(limits)) if isinstance(limits, range) else float(np.clip(at, *limits))
-        return found
+        return self.rounded(found)
+
+    def rounded(self, params: Mapping[str, float]) -> dict[str, float]:
+        """Return the params of the values that are run, of which some are rounded to whole numbers."""
+        return {name: self.whole[name].rounded(x) if name in self.whole else x for name, x in params.items()}
+
+    def not_in(self, tried: Sequence[Mapping[str, float]], params: Mapping[str, float]) -> list[dict[str, float]]:
+        """Return ``params`` if they are not in ``tried``, else the nearest points that are not. Two points are
+        neighbours if one whole number differs by 1, or one choice.
+
+        The result is empty if all points are in ``tried``. If no value is a whole number, or if there are values that
+        are neither whole numbers nor choices, the result is ``params`` in any case.
+        """
+        if not self.whole or any(
+            not levels and name not in self.whole for name, levels in zip(self.limits, self.levels, strict=True)
+        ):
+            return [dict(params)]
+        had = {tuple(each[name] for name in self.limits) for each in tried}
+        layer, seen = {tuple(params[name] for name in self.limits)}, set[tuple[float, ...]]()
+        while layer and not layer - had:
+            seen |= layer
+            layer = {other for point in layer for other in self._neighbours(point)} - seen
+        return [dict(zip(self.limits, point, strict=True)) for point in sorted(layer - had)]
+
+    def _neighbours(self, point: tuple[float, ...]) -> Iterable[tuple[float, ...]]:
+        for i, (name, levels) in enumerate(zip(self.limits, self.levels, strict=True)):
+            others = range(levels) if levels else [self.whole[name].rounded(point[i], more) for more in (-1, 1)]
+            for other in others:
+                yield (*point[:i], float(other), *point[i + 1 :])
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """A study whose trials run a shell command: somebody else's trainer, or a job of a cluster.
 
-Every attempt at a trial has a folder ``trials/NUMBER`` in the study's folder, with the output of the command
-(``output.log``), the recipe, a folder ``config`` with the filled-in file, and an empty folder ``out``. What the end
-of a command means:
+Every attempt at a run has a folder ``trials/NUMBER`` in the study's folder, with the output of the command
+(``output.log``), the recipe, a folder ``config`` with the filled-in file, and an empty folder ``out``. If the command
+resumes, all attempts at a run share the folder of the first one. What the end of a command means:
 
 - It ends with exit code 0 and has reported a loss: the trial is complete.
 - A loss is NaN or infinite, or its output has the text ``diverged``: the trial has diverged. The command is
@@ -17,7 +17,6 @@ import math
 import os
 import re
 import shlex
-import socket
 import subprocess
 import threading
 import time
@@ -25,14 +24,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
 from leaven.errors import InputError
 from leaven.planning.hardware import VISIBLE
 from leaven.recipe.files import write_recipe
 from leaven.storage import make_folder, write_text
 from leaven.training.early_stopping import expected, should_prune
-from leaven.training.outcome import Outcome
+from leaven.training.outcome import Outcome, this_process
 from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, fill
 from leaven.tuning.point import Value, recipe_at
 from leaven.tuning.service.losses import read_losses, why_none
@@ -54,7 +53,7 @@ class CommandTrainer:
 
     Args:
         folder: the folder of the folders of trials.
-        devices: the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None if a worker may use all.
+        devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; None if a worker may use all.
         works: whether a run of the study has a result already.
         stop: a function that returns true when the trials are to be released.
         note: a function that shows a line to the user.
@@ -74,7 +73,6 @@ class CommandTrainer:
         self._command, self._space, self._folder = command, space, folder
         self._devices, self._works, self._stop, self._note = devices, works, stop, note
         self._leaving, self._commands = threading.Event(), Commands()
-        self._worker = f"{socket.gethostname()}:{os.getpid()}"
 
     def __enter__(self) -> "CommandTrainer":
         self._commands.__enter__()
@@ -92,7 +90,8 @@ class CommandTrainer:
             WorkerDied: if the command failed.
             InputError: if the command failed at the start of the search.
         """
-        command, folder = self._command, self._folder / f"{proposal.number:06d}"
+        command = self._command
+        folder = self._folder / f"{proposal.origin if command.resume else proposal.number:06d}"
         try:
             values = values_of(command, self._space, proposal, folder, proposal.seed, proposal.worker)
         except ValueError:  # values that are invalid together, such as a warm-up longer than the run
@@ -104,7 +103,9 @@ class CommandTrainer:
         if (device := self._devices[proposal.worker]) is not None:
             environment[VISIBLE] = device
         environment |= {name: fill(text, values) for name, text in command.environment.items()}
-        with (folder / OUTPUT).open("wb") as output:
+        with (folder / OUTPUT).open("ab" if command.resume else "wb") as output:
+            if command.resume:
+                self._wait_for(output)
             process = self._commands.start(command.filled(values), environment, output)
         try:
             where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
@@ -118,6 +119,20 @@ class CommandTrainer:
             raise self._failure(proposal, folder / OUTPUT, outcome)
         self._works = True
         return outcome
+
+    def _wait_for(self, output: BinaryIO) -> None:
+        """Wait until the command of an earlier attempt, whose leaven was killed, has ended, and lock the file
+        ``output``. The next command inherits the lock."""
+        import fcntl  # Windows has none
+
+        while not (self._stop() or self._leaving.is_set()):
+            try:
+                return fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(POLL)
+            except OSError:  # this disk has no locks
+                return
+        raise TrialReleased
 
     def _watch(
         self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path
@@ -142,7 +157,7 @@ class CommandTrainer:
                 tokens=curve[-1][0] if curve and command.loss.tokens_per_step else 0,
                 seconds=look - began,
                 curve=curve,
-                worker=f"{self._worker}-{proposal.worker + 1}",
+                worker=f"{this_process()}-{proposal.worker + 1}",
             )
             text = output.read_text(errors="replace") if command.diverged else ""
             finite = all(math.isfinite(loss) for _, loss in curve)

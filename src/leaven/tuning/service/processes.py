@@ -23,6 +23,16 @@ import psutil
 # What a command starts has its process id in the environment, in order to be found when the command itself is gone.
 MARK = "LEAVEN_COMMAND"
 START = f'read -r start && export {MARK}="${MARK}.$$" && exec /bin/sh -c "$0" </dev/null'
+# On Linux, a process whose parent has ended becomes a child of the command, not of process 1. So it is found even in
+# another session and without the environment. Python ignores two signals, which a shell should not.
+ADOPT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(36, ctypes.c_ulong(1))  # PR_SET_CHILD_SUBREAPER; it outlasts exec, and is not inherited
+for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
+    signal.signal(ignored, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+SHELL = [*([sys.executable, "-ISc", ADOPT] if sys.platform == "linux" else []), "/bin/sh", "-c", START]
 GRACE_SECONDS = 10.0  # from the request to end until processes are killed
 
 
@@ -40,14 +50,15 @@ class Commands:
         self._guard.communicate()
 
     def start(self, command: str, environment: Mapping[str, str], output: BinaryIO) -> "subprocess.Popen[bytes]":
-        """Start a shell command that writes to the file ``output``, in the current folder."""
+        """Start a shell command that writes to the file ``output``, in the current folder, and holds its lock."""
         process = subprocess.Popen(
-            ["/bin/sh", "-c", START, command],
+            [*SHELL, command],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=os.environ | environment | {MARK: self._token},
             start_new_session=True,
+            pass_fds=[output.fileno()],  # a lock of the file lasts as long as the command, wherever it writes
         )
         self._tell(f"{process.pid}\n")
         assert process.stdin is not None

@@ -32,7 +32,7 @@ from leaven.tuning.algorithm.answer import (
     to_confirm,
 )
 from leaven.tuning.algorithm.noise import noise_between_seeds
-from leaven.tuning.algorithm.trust_region import Axes, Region, loss_of, region, results
+from leaven.tuning.algorithm.trust_region import RISK, Axes, Region, loss_of, region, results
 from leaven.tuning.service.stored_study import (
     CONFIRMS,
     FINAL,
@@ -258,11 +258,10 @@ class SearchPlan:
         if not stored:
             stalled = self.by_surrogate and self.stop_at_noise and self._region(runs).stalled()
             if self._room(runs, now) and not stalled:
-                point = None
-                if self.by_surrogate:
-                    rng, last = np.random.default_rng([self.seed, turn]), not self._room(runs, now, more=2)
-                    point = self.axes.params(self._region(runs).proposal(rng, last=last))
-                return TrialRequest("search", f"search:{turn}", point=point)
+                last = not self._room(runs, now, more=2)
+                point = self._proposal(runs, turn, last) if self.by_surrogate else None
+                if point is not None or not self.by_surrogate:
+                    return TrialRequest("search", f"search:{turn}", point=point)
             if "running" in states or not self._needs_final_runs(runs):
                 return None
         finalists, each = stored[0] if stored else self.budget.finals(runs, now)
@@ -271,6 +270,18 @@ class SearchPlan:
         if request is None and not choosing:
             request = next((run for run in self._confirmation_runs(runs, now) if run.name not in begun), None)
         return request
+
+    def _proposal(self, runs: Sequence[Evaluation], turn: int, last: bool) -> Params | None:
+        """Return the point of the next run of the search. Return None if all points have been run."""
+        region = self._region(runs)
+        point = self.axes.params(region.proposal(np.random.default_rng([self.seed, turn]), last=last))
+        new = self.axes.not_in(_searched(runs), point)
+
+        def rank(params: Params) -> tuple[bool, float]:
+            x = self.axes.octaves(params)[None]
+            return bool(region.risk(x)[0] > RISK), float(region.belief(x)[0])
+
+        return min(new, key=rank, default=None)
 
     def _region(self, runs: Sequence[Evaluation]) -> Region:
         """Return the trust region. It is cached until another trial ends, because computing it takes seconds with
@@ -344,6 +355,10 @@ class SearchPlan:
         excluded = {tuple((run.octaves or {}).values()) for run in runs if run.state == PRUNED}
         excluded.add((0.0,) * len(self.axes.start))
         points = self._fitted(runs).finalists(by_surrogate=self.by_surrogate)
+        if self.axes.whole:  # two of them may be the same when they are run
+            points = list(
+                dict.fromkeys(tuple(self.axes.octaves(self.axes.params(np.array(x))).tolist()) for x in points)
+            )
         return [self.axes.params(np.array(point)) for point in points if point not in excluded]
 
     def _confirmation_runs(self, runs: Sequence[Evaluation], now: float) -> Iterator[TrialRequest]:
@@ -400,10 +415,11 @@ class SearchPlan:
     def ended_early(self, runs: Sequence[Evaluation], now: float) -> bool:
         """Return whether a completed search stopped early, because several rounds gained less than the noise.
 
-        It did if budget is left. The final runs of this budget are not counted, because they come after the search.
-        Do not call this for a search that the user stopped.
+        It did if budget is left, and a point that has not been run. The final runs of this budget are not counted,
+        because they come after the search. Do not call this for a search that the user stopped.
         """
-        return self._room([run for run in runs if run.final_of != self.budget.label], now)
+        left = self._room([run for run in runs if run.final_of != self.budget.label], now)
+        return left and bool(self.axes.not_in(_searched(runs), self.axes.start))
 
     def why_nothing(self, runs: Sequence[Evaluation]) -> str:
         """Return the message that says why the search has no answer."""
@@ -419,6 +435,11 @@ class SearchPlan:
         if "failed" in states:
             return f"no run ended: {states.count('failed')} died, each of them twice; possible cause: out of memory"
         return "stopped before any run ended; run it again to resume"
+
+
+def _searched(runs: Sequence[Evaluation]) -> list[Params]:
+    """Return the points that have been run with the seed of the search."""
+    return [run.params for run in runs if run.seed == 0]
 
 
 def _fresh(others: Sequence[Evaluation], point: Params, count: int) -> list[int]:

@@ -77,7 +77,7 @@ class Evaluation(StudyTrial):
     """A run of a search. The fields inherited from :class:`StudyTrial` are those of its last trial; ``values`` is
     empty."""
 
-    params: Params  # log2 multipliers
+    params: Params  # log2 multipliers, of whole numbers those of the values that were run
     origin: int  # number of the run's first trial
     job: str | None = None  # name of the request that started the first trial
     final_of: str = ""  # the budget that ends with this run, such as "64 trials"; empty if this is no final run
@@ -242,7 +242,7 @@ def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes)
         loss = ran.get(PREDICTED) if last.value is None else last.value
         if ran.get(DIVERGED):
             state, loss = "diverged", None
-    seconds, tokens = ran.get("seconds"), ran.get("tokens", 0)
+    seconds, tokens, params = ran.get("seconds"), ran.get("tokens", 0), axes.rounded(last.params)
     drawn = len(last.params) == len(axes.start)
     until = ran.get(ENDED)
     if until is None and state != "running" and last.datetime_complete:
@@ -254,7 +254,7 @@ def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes)
         loss=loss,
         seconds=seconds,
         tokens_per_second=tokens / seconds if seconds else None,
-        octaves=dict(zip(axes.start, axes.octaves(last.params).tolist(), strict=True)) if drawn else None,
+        octaves=dict(zip(axes.start, axes.octaves(params).tolist(), strict=True)) if drawn else None,
         purpose=str(ran.get(PURPOSE, "search")),
         confirms=bool(ran.get(CONFIRMS)),
         seed=int(ran.get(SEED, 0)),
@@ -264,7 +264,7 @@ def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes)
         branches=curve_of(ran.get("branches", ())),
         worker=ran.get("worker"),
         ended=ran.get(ENDED),
-        params=last.params,
+        params=params,
         origin=origin.number,
         job=origin.user_attrs.get(JOB),
         final_of=final_of,

@@ -248,7 +248,7 @@ class BaseStudy(ABC):
         Args:
             trials, flops, hours: see :class:`leaven.tuning.service.search_plan.Budget`.
             workers: number of trials at once.
-            devices: the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; by default every worker may use all.
+            devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; by default every worker may use all.
             checkpoint_seconds: seconds between checkpoints of a trial.
 
         Raises:
