@@ -28,7 +28,8 @@ def test_shift_and_regret_of_two_parabolas():
 def test_equal_grids_have_exactly_no_shift_and_no_regret():
     base = parabola(-6.3)
     for offset in (0.0, 0.1, 0.7):  # of the loss: changes the last bits of the fitted minimum
-        octaves, regret = shift(base, LossGrid(base.octaves, base.losses + offset))
+        shifted = {lr: [loss + offset for loss in runs.values()] for lr, runs in zip(LRS, base.runs, strict=True)}
+        octaves, regret = shift(base, LossGrid.of(shifted))
         assert (octaves.value, regret.value) == (0, 0)
 
 
