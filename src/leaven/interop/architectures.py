@@ -182,7 +182,7 @@ class Architecture:
         if window < seq_len:
             raise InputError(
                 f"config.json: sliding_window = {window} is shorter than max_position_embeddings = {seq_len}: "
-                f"leaven's attention has no window; set max_position_embeddings to {window}, or sliding_window to null"
+                f"leaven's attention has no window; set the latter to {window} or the window to null"
             )
 
     def _theta(self, given: Config) -> float:
