@@ -160,8 +160,8 @@ class SizeCheck(ABC, Generic[Measured]):
             labels |= found
         if missing := labels - found:
             raise InputError(
-                f"{self.family.name}: the smallest model has a parameter {min(missing)}, that of width {scale.width} and "
-                f"depth {scale.depth} has none; keep the blocks, and nothing else, in an nn.ModuleList or "
+                f"{self.family.name}: the smallest model has a parameter {min(missing)}, that of width {scale.width} "
+                f"and depth {scale.depth} has none; keep the blocks, and nothing else, in an nn.ModuleList or "
                 "nn.Sequential, so that other modules keep their names"
             )
         return self.record(instance)
