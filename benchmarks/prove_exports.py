@@ -152,9 +152,9 @@ class TargetDifference:
     start: bool = False  # whether only initial weights differ, which every case takes from leaven
 
 
-def late(name: str, note: str | None, loss: str | None = None, **lr: float) -> TargetDifference:
-    """Return the difference of a target whose lr is another, by fields of TargetSchedule."""
-    return TargetDifference(name, lambda variant, _: replace(variant, lr={**variant.lr, **lr}), loss, note)
+def late(name: str, note: str, **lr: float) -> TargetDifference:
+    """Return the difference of a target whose lr is late, by fields of TargetSchedule."""
+    return TargetDifference(name, lambda variant, _: replace(variant, lr={**variant.lr, **lr}), note=note)
 
 
 def says(
