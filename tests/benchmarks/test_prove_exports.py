@@ -13,11 +13,12 @@ import torch
 import transformers
 from benchmarks.prove_exports import (
     FOLDED,
-    LATE,
+    ISOLATED,
     LATE_DECAY,
     NO_CLIP,
     QWEN3,
     TRANSFERRED,
+    TWO_LATE,
     ProofCase,
     TargetDifference,
     apart,
@@ -26,7 +27,7 @@ from benchmarks.prove_exports import (
     renewed,
     small_recipe,
 )
-from transformers import AutoModelForCausalLM, get_scheduler
+from transformers import AutoModelForCausalLM
 
 from benchmarks import prove_exports
 from leaven.data.tokens import TokenSet, prepare
@@ -62,9 +63,7 @@ def trained(lr_factor: float = 1.0) -> Callable[[ProofCase, Path], list[float]]:
         for group in optimizer.param_groups:
             group["lr"] *= lr_factor
         said = json.loads((folder / "export" / "training_args.json").read_text())
-        schedule = get_scheduler(
-            said["lr_scheduler_type"], optimizer, said["warmup_steps"], said["max_steps"], said["lr_scheduler_kwargs"]
-        )
+        schedule = module.schedule(optimizer, folder / "export" / "parameters.json")
         found = []
         for rows in torch.split(batches(folder), said["per_device_train_batch_size"] * 2):
             loss = model(input_ids=rows, labels=rows).loss
@@ -108,23 +107,24 @@ def test_a_loss_that_a_case_does_not_list_is_an_error(recipe: Recipe, tokens: To
 
 
 @pytest.mark.parametrize(
-    ("changes", "differences", "error"),
+    ("target", "differences", "error"),
     [
-        ({}, (FOLDED,), "the case lists clipping of folded weights, which the export does not lose"),
-        ({}, (LATE,), "the case lists lr one step late, which no note of the export says"),
-        ({"schedule.decay": "linear"}, (), "the export says '.* one step late', which the case does not list"),
-        (
-            {"schedule.decay": "linear"},
-            (LATE_DECAY,),
-            "the export says '.* one step late', which the case does not list",
-        ),
+        ("transformers", (FOLDED,), "the case lists clipping of folded weights, which the export does not lose"),
+        ("transformers", (LATE_DECAY,), "the case lists decay one step late, which no note of the export says"),
+        ("torchtitan", (), "the export says '.* one step late', which the case does not list"),
+        ("torchtitan", (TWO_LATE,), "the export says '.* one step late', which the case does not list"),
     ],
 )
 def test_a_difference_that_an_export_does_not_declare_is_an_error(
-    recipe: Recipe, tokens: TokenSet, changes: dict[str, str], differences: tuple[TargetDifference, ...], error: str
+    recipe: Recipe, tokens: TokenSet, target: str, differences: tuple[TargetDifference, ...], error: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"^transformers, Llama: {error}$"):
-        prove(ProofCase("transformers", "Llama", changes, differences), recipe, tokens, trained())
+    with pytest.raises(ValueError, match=f"^{target}, Llama: {error}$"):
+        prove(
+            ProofCase(target, "Llama", ISOLATED if target == "torchtitan" else {}, differences),
+            recipe,
+            tokens,
+            trained(),
+        )
 
 
 def test_losses_that_are_not_finite_are_not_proved() -> None:

@@ -117,6 +117,11 @@ def stacked(
     return build
 
 
+def flat(width: int, depth: int) -> nn.Module:
+    blocks = (SmallBlock(width) for _ in range(depth))
+    return nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
+
+
 def shared(width: int, depth: int) -> list[nn.Module]:
     """Return blocks that share the matrix at the end of the branch."""
     blocks: list[Any] = [SmallBlock(width) for _ in range(depth)]
@@ -156,6 +161,11 @@ def test_an_unknown_parameter_is_named_with_shapes_and_suggestion() -> None:
         (headless, "no parameter computes the logits.*embed_tokens.*'tied_embedding'"),
         (TorchDecoder, "in_proj_weight .*MultiheadAttention"),
         (lambda n, d: nn.Linear(n, n), "no nn.Embedding"),
+        (
+            flat,
+            "^3.weight exists only in the base .no nn.ModuleList or nn.Sequential has the blocks and nothing else",
+        ),
+        (lambda n, d: flat(n, 2), "^1.mlp.up.weight .* as no nn.ModuleList or nn.Sequential has the blocks"),
         (stacked(lambda n, d: [SmallBlock(n)] * d), "^blocks contains a block twice"),
         (stacked(shared), r"^blocks.0.mlp.down.weight and blocks.1.mlp.down.weight are the same parameter"),
         (

@@ -1,8 +1,9 @@
 """The examples for other trainers: after a step, every parameter has the values of the parameter table.
 
-The reference is the table of a recipe of the same model. `make test-targets` installs accelerate and lightning.
+The reference is the table of a recipe of the same model. Then the examples run as scripts.
 """
 
+import runpy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from leaven.interop.multipliers import ScaleOutput
 from leaven.recipe.files import parse_recipe
 from leaven.scaling.table import parameter_table
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TOKENS = 1_048_576
 RECIPE = parse_recipe(TINY, "tiny.toml").replace(
     {
@@ -33,7 +35,7 @@ RECIPE = parse_recipe(TINY, "tiny.toml").replace(
 @pytest.fixture(autouse=True)
 def _in_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    monkeypatch.syspath_prepend(EXAMPLES)
 
 
 def assert_is_table(model: Any, groups: Iterable[dict[str, Any]], share: float) -> None:
@@ -85,3 +87,27 @@ def test_the_module_of_lightning(tmp_path: Path) -> None:
     loop = lightning.Trainer(max_steps=1, default_root_dir=tmp_path, enable_model_summary=False, **quiet)
     loop.fit(run, torch.utils.data.DataLoader(torch.randint(512, (8, 128)), batch_size=8))
     assert_is_table(run.model, run.trainer.optimizers[0].param_groups, 1 / 4)
+
+
+@pytest.mark.parametrize(
+    ("script", "package", "folder"),
+    [
+        ("hf_trainer", "accelerate", "hf_trainer/model"),
+        ("accelerate_loop", "accelerate", "accelerate_loop"),
+        ("lightning_module", "lightning", "lightning_module"),
+    ],
+)
+def test_the_script_saves_a_model_without_multipliers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, package: str, folder: str
+) -> None:
+    pytest.importorskip(package)
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    values = runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / folder)
+    tokens = torch.randint(512, (2, 16))
+    if "run" in values:  # the trained model, with its multipliers
+        ours = values["run"].model.eval()
+        torch.testing.assert_close(model(tokens).logits, ours(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert model(tokens).logits.isfinite().all()

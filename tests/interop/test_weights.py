@@ -154,6 +154,8 @@ IN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True}),
     "llama, biases": ("LlamaForCausalLM", LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "qwen3": ("Qwen3ForCausalLM", LLAMA | {"head_dim": 8, "rope_parameters": ROPE}),
+    "mistral": ("MistralForCausalLM", LLAMA | {"rope_parameters": ROPE, "sliding_window": None}),
+    "mistral, long window": ("MistralForCausalLM", LLAMA | {"sliding_window": 32}),
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2, untied, wide": ("GPT2LMHeadModel", GPT2 | {"n_inner": 80, "tie_word_embeddings": False}),
     "bloom": (
@@ -262,9 +264,20 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
     [
         (
             "llama",
-            {"architectures": ["MistralForCausalLM"]},
-            "MistralForCausalLM is not supported; leaven reads Llama",
+            {"architectures": ["GemmaForCausalLM"]},
+            "GemmaForCausalLM is not supported; leaven reads Llama",
         ),
+        (
+            "llama",
+            {"architectures": ["Qwen2ForCausalLM"]},
+            "Qwen2ForCausalLM is not supported: its queries, keys and values have biases",
+        ),
+        (
+            "mistral",
+            {"sliding_window": 31},
+            "sliding_window = 31 is shorter than max_position_embeddings = 32: leaven's attention has no window",
+        ),
+        ("mistral", {"sliding_window": False}, "sliding_window = False must be a count above 0"),
         ("llama", {"attention_bias": True}, "attention_bias = True, mlp_bias = False: leaven has a single value"),
         ("llama", {"head_dim": 16}, "q_proj.weight is (48, 48), not the (96, 48) of config.json"),
         ("llama", {"num_hidden_layers": 4}, "model.layers.3.input_layernorm.weight is missing"),
@@ -293,6 +306,17 @@ def test_both_spellings_of_rope_theta_are_read_as_transformers_does(tmp_path: Pa
         change(tmp_path / folder, "llama", rope_parameters=ROPE, rope_scaling=scaling)
         theirs = transformers.AutoConfig.from_pretrained(tmp_path / folder).rope_parameters["rope_theta"]
         assert read_huggingface(tmp_path / folder).shape.rope_theta == theirs != ROPE["rope_theta"]
+
+
+def test_a_mistral_without_a_key_of_a_window_has_one(tmp_path: Path) -> None:
+    """Read as transformers reads it: a missing key is its default of 4,096 tokens, null is no window."""
+    config = change(tmp_path, "mistral", max_position_embeddings=8_192)
+    assert read_huggingface(tmp_path).shape.seq_len == 8_192
+    config.pop("sliding_window")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert transformers.AutoConfig.from_pretrained(tmp_path).sliding_window == 4_096
+    with refused("sliding_window = 4096 is shorter than max_position_embeddings = 8192"):
+        read_huggingface(tmp_path)
 
 
 def test_missing_keys_of_config_json_have_defaults(tmp_path: Path, tokenizer_file: Path) -> None:

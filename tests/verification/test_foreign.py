@@ -56,6 +56,12 @@ def factory(width, depth, right=True):
 def wrong(width, depth):
     return factory(width, depth, right=False)
 
+def flat(width, depth):
+    # The number of the norm and of the unembedding changes with the depth.
+    blocks = (Block(width, 1.0) for _ in range(depth))
+    model = nn.Sequential(nn.Embedding(64, width), *blocks, nn.RMSNorm(width), nn.Linear(width, 64, bias=False))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.001)
+
 def nested(width, depth):
     # Blocks whose children have different widths, and a list of modules that is no list of blocks.
     mlp = lambda: nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
@@ -117,6 +123,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 SIZES = ("--widths", "32,64,128", "--depths", "2,4", "--seeds", "1", "--source", "made-up")
+
+
+@pytest.mark.parametrize("check", ["coordinates", "gradients"])
+def test_a_module_with_another_name_at_another_depth_is_refused(here: Path, leaven: Verb, check: str) -> None:
+    code, _, err = leaven("check", check, "their_model:flat", *SIZES)
+    assert code == 2
+    assert err == (
+        "error: their_model:flat: the smallest model has a parameter 3, that of width 32 and depth 4 has none; keep "
+        "the blocks, and nothing else, in an nn.ModuleList or nn.Sequential, so that other modules keep their names\n"
+    )
+    code, out, _ = leaven("check", check, "their_model:flat", *SIZES, "--depths", "2")  # widths have the same names
+    assert code in {0, 1}
+    assert "1.up" in out
 
 
 def test_coordinates_of_a_right_and_a_wrong_factory(here: Path, leaven: Verb) -> None:

@@ -109,4 +109,5 @@ def config(
         )
     write(export, path)
     document = ConfigDocument(path=str(path), lost=export.losses, notes=export.notes)
-    print_document(document, exported_config(document), json_output, next_commands.after_export_config(to, path))
+    following = next_commands.after_export_config(to, path, read)
+    print_document(document, exported_config(document), json_output, following)

@@ -122,13 +122,28 @@ def after_export_weights(folder: Path) -> list[str]:
     return [_line("new", _free(Path(f"{folder.name}.toml")), "--from-weights", folder)]
 
 
-def after_export_config(to: str, path: Path) -> list[str]:
-    """Return the command after ``export config``: import the configuration again, if leaven can read it."""
-    if to not in ("transformers", "megatron"):
+def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
+    """Return the commands after ``export config``: import the configuration again, if leaven can read it.
+
+    leaven does not run torchtitan's Python file; it reads the JSON file that torchtitan saves when it trains.
+    """
+    if to not in ("transformers", "megatron", "torchtitan"):
         return []
     if to == "megatron" and "--use-mup" in map(str.strip, read_text(path).splitlines()):
         return []  # a recipe has no such scaling rule
-    return [_line("import", "config", path, "--from", to, "-o", _free(Path(f"{path.stem}-imported.toml")))]
+    first: list[str] = []
+    imported = _free(Path(f"{path.stem}-imported.toml"))
+    if to == "torchtitan":
+        from leaven.interop.configs.per_parameter import identifier
+
+        if path.suffix != ".py" or "." in path.stem:
+            return []  # torchtitan imports the file as a module
+        elsewhere = [] if path.parent == Path() else ["env", f"PYTHONPATH={path.parent}"]
+        node = gpus_here() or recipe.layout.ranks
+        config = ["--config", identifier(recipe.name), "--debug.save_config_file", "config.json"]
+        start = [*elsewhere, *_torchrun(recipe.layout.ranks, node), "-m", "torchtitan.train"]
+        first, path = [_line("--module", path.stem, *config, start=start)], Path("outputs", "config.json")
+    return [*first, _line("import", "config", path, "--from", to, "-o", imported)]
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
@@ -205,12 +220,16 @@ def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) 
     run = _free(Path("runs", path.stem))
     if ranks == 1:
         return _line("train", path, "--run", run, sets=sets)
+    return _line("train", path, "--run-folder", run, sets=sets, start=[*_torchrun(ranks, node_size), "-m", "leaven"])
+
+
+def _torchrun(ranks: int, node_size: int) -> list[str]:
     nodes = -(-ranks // node_size)
-    torchrun = ["torchrun", "--nproc-per-node", str(ranks // nodes)]
+    words = ["torchrun", "--nproc-per-node", str(ranks // nodes)]
     if nodes > 1:
-        torchrun[1:1] = ["--nnodes", str(nodes)]
-        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "first-node:29500"]
-    return _line("train", path, "--run-folder", run, sets=sets, start=[*torchrun, "-m", "leaven"])
+        words[1:1] = ["--nnodes", str(nodes)]
+        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "first-node:29500"]
+    return words
 
 
 def beside(path: Path, suffix: str) -> Path:

@@ -157,6 +157,8 @@ class Architecture:
                 )
             if stated:
                 values[ours] = next(iter(stated.values()))
+        if "sliding_window" in self.defaults:
+            self._require_whole_window(config, values["seq_len"])
         if "activation" in self.keys:
             theirs = values["activation"]
             values["activation"] = next((ours for ours, words in self.words.items() if theirs in words), None)
@@ -170,6 +172,18 @@ class Architecture:
         if "d_attention" in self.keys and values["n_heads"] * values["d_head"] != values["d_model"]:
             values["d_attention"] = values["n_heads"] * values["d_head"]
         return validated(ModelShape, values, "config.json: not a shape that leaven supports")
+
+    def _require_whole_window(self, config: Config, seq_len: int) -> None:
+        """Raise InputError if a token attends to a part of the tokens before it only."""
+        window = config.get("sliding_window", self.defaults["sliding_window"])
+        if window is None:  # null; a missing key has the default
+            return
+        _require("sliding_window", window, int)
+        if window < seq_len:
+            raise InputError(
+                f"config.json: sliding_window = {window} is shorter than max_position_embeddings = {seq_len}: "
+                f"leaven's attention has no window; set the latter to {window} or the window to null"
+            )
 
     def _theta(self, given: Config) -> float:
         """Return the theta of the rotary positions, which transformers 4 and 5 write under different keys."""
@@ -234,7 +248,10 @@ def validated(kind: type[Model], values: Mapping[str, Any], problem: str) -> Mod
 
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-ARCHITECTURES = tuple(Architecture(**table) for table in _TABLE["architecture"])
+_TABLES: dict[str, Any] = {}
+for _table in _TABLE["architecture"]:
+    _TABLES[_table["name"]] = _TABLES.get(_table.pop("like", None), {}) | _table
+ARCHITECTURES = tuple(Architecture(**table) for table in _TABLES.values())
 MEGATRON = Architecture(**_TABLE["megatron"])
 
 
@@ -313,7 +330,8 @@ def _named(config: Config) -> Architecture:
             return architecture
     stated = ", ".join(names) or config.get("model_type", "none")
     known = ", ".join(architecture.name for architecture in ARCHITECTURES)
-    raise InputError(f"config.json: architecture {stated} is not supported; leaven reads {known}")
+    reasons = [f": {why}" for name, why in _TABLE["unsupported"].items() if name in names]
+    raise InputError(f"config.json: architecture {stated} is not supported{''.join(reasons)}; leaven reads {known}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

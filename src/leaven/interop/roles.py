@@ -14,7 +14,7 @@ from torch import nn
 
 from leaven.errors import InputError
 from leaven.interop.architectures import module_names
-from leaven.interop.structure import ModelStructure, ParameterSite, is_a
+from leaven.interop.structure import NO_BLOCKS, ModelStructure, ParameterSite, is_a
 from leaven.recipe.shape import BRANCH_ENDS, Parameter, Role
 
 _NAMES = module_names()
@@ -98,7 +98,8 @@ class Classifier:
     def _matrix_role(self, site: ParameterSite) -> Role:
         if site.layer is None:
             if not self._is_readout(site):
-                self._refuse(site, "it is a matrix outside the blocks, but its fan out is not the vocabulary")
+                why = "it is a matrix outside the blocks, but its fan out is not the vocabulary"
+                self._refuse(site, why if self.model.stacks else f"{why}, as {NO_BLOCKS}")
             self._require_width(site)
             return Role.UNEMBEDDING
         widths = (self.model.width, self.base.width)

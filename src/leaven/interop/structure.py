@@ -14,6 +14,7 @@ from leaven.errors import InputError
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 _HEAD_DIM = ("head_dim", "head_size", "d_head", "attention_head_size")
 _LOGIT_SCALE = ("scaling", "scale", "softmax_scale")
+NO_BLOCKS = "no nn.ModuleList or nn.Sequential has the blocks and nothing else"
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,16 +141,19 @@ def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
     for site in base.sites:
         by_label[site.label].append(site)
     known = {site.label for site in model.sites}
+    unlisted = "" if model.stacks else f" ({NO_BLOCKS}; put them in one)"
     for site in base.sites:
         if site.label not in known:
             raise InputError(
-                f"{site.name} exists only in the base; give a base of your model's family that ties the same weights"
+                f"{site.name} exists only in the base{unlisted}; give a base of your model's family that ties the "
+                "same weights"
             )
     sites = []
     for site in model.sites:
         if site.label not in by_label:
             raise InputError(
-                f"{site.name} exists only in the model; give a base of the same family with the same tied weights"
+                f"{site.name} exists only in the model{unlisted}; give a base of the same family with the same tied "
+                "weights"
             )
         like = min(by_label[site.label], key=lambda other: abs(_depth(other, base) - _depth(site, model)))
         if like.parameter.ndim != site.parameter.ndim:

@@ -152,20 +152,36 @@ class SizeCheck(ABC, Generic[Measured]):
         """Return rows that are computed without training. Here the list is empty; a subclass may add rows."""
         return ()
 
+    def _measure(self, scale: RunScale, seed: int, labels: set[str]) -> Mapping[str, Measured]:
+        """Return the measurements of a model. Its parameters need all labels of the first, which fills ``labels``."""
+        instance = self.family.build(scale, seed)
+        found = {str(instance.label(name)) for name, _ in instance.model.named_parameters()}
+        if not labels:
+            labels |= found
+        if missing := labels - found:
+            raise InputError(
+                f"{self.family.name}: the smallest model has a parameter {min(missing)}, that of width {scale.width} "
+                f"and depth {scale.depth} has none; keep the blocks, and nothing else, in an nn.ModuleList or "
+                "nn.Sequential, so that other modules keep their names"
+            )
+        return self.record(instance)
+
     def run(self, on_model: Callable[[int, int], None] = lambda done, total: None) -> CheckDocument:
         """Run the check. ``on_model`` is called with the number of finished sizes and the number of all sizes.
 
         Raises:
-            InputError: if the family cannot build a model of one of the check's widths and depths.
+            InputError: if the family cannot build a model of one of the check's widths and depths, or a parameter
+                has another name there.
         """
         axes = self.axes()
-        rows = [*self.exact_rows()]
         curves: list[VerdictCurve] = []
         wanted = sorted({scale for axis in axes for scale in axis.scales}, key=lambda s: (s.width, s.depth))
         measured: dict[RunScale, list[Mapping[str, Measured]]] = {}
+        labels: set[str] = set()  # of the smallest model's parameters
         for scale in wanted:
-            measured[scale] = [self.record(self.family.build(scale, seed)) for seed in range(self.seeds)]
+            measured[scale] = [self._measure(scale, seed, labels) for seed in range(self.seeds)]
             on_model(len(measured), len(wanted))
+        rows = [*self.exact_rows()]
         for axis in axes:
             for module in measured[axis.scales[0]][0]:
                 lines = [[run[module] for run in measured[scale]] for scale in axis.scales]

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from importlib import util
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, ge
 
 from leaven.interop.configs.export import export, write
 from leaven.recipe.recipe import Recipe
+from leaven.recipe.schedule import Decay
 from leaven.scaling.table import parameter_table
 
 NAMES = {  # where a Llama or Qwen3 has our modules
@@ -30,16 +31,20 @@ def written(recipe: Recipe, folder: Path) -> Path:
     return folder
 
 
-def prepared(folder: Path) -> tuple[Any, torch.optim.Optimizer]:
-    """Return the model of config.json and the optimizer of prepare.py, as a user makes them."""
+def prepare_module(folder: Path) -> Any:
     spec = util.spec_from_file_location("prepare", folder / "prepare.py")
     assert spec is not None
     assert spec.loader is not None
     module = util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def prepared(folder: Path) -> tuple[Any, torch.optim.Optimizer]:
+    """Return the model of config.json and the optimizer of prepare.py, as a user makes them."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    return model, module.prepare(model, folder / "parameters.json")
+    return model, prepare_module(folder).prepare(model, folder / "parameters.json")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -119,6 +124,7 @@ def test_parts_of_a_fused_tensor_keep_their_std_and_lose_their_lr(tiny: Recipe, 
         assert stds == pytest.approx([2.0, 0.1, 0.1], rel=0.2)
 
 
+WARMUP = 1_000  # tokens: no whole number of steps
 SCHEDULES: dict[str, dict[str, Any]] = {
     "cosine": {},
     "linear": {"schedule.decay": "linear"},
@@ -129,8 +135,52 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
+PARTS: list[dict[str, float]] = [
+    {},
+    {"min_lr_ratio": 0.0},
+    {"warmup_tokens": WARMUP, "decay_ratio": 0.37},
+    {"warmup_tokens": WARMUP, "min_lr_ratio": 0.6},
+    {"decay_ratio": 1.0},
+    {"warmup_tokens": 0},
+]
+
+
+@pytest.mark.parametrize(
+    ("decay", "more"),
+    [(decay, more) for decay in get_args(Decay) for more in (PARTS[:-1] if decay == "inverse_sqrt" else PARTS)],
+)
+def test_the_schedule_of_prepare_is_the_recipes(
+    tiny: Recipe, tmp_path: Path, decay: str, more: dict[str, float]
+) -> None:
+    """To the last bit, also on resuming, and with a warm-up and a run that are no whole number of steps."""
+    changes: dict[str, Any] = {f"schedule.{key}": value for key, value in more.items()}
+    recipe = tiny.replace(changes | {"schedule.decay": decay, "data.tokens": tiny.data.tokens - WARMUP})
+    folder = written(recipe, tmp_path / "out")
+    lost = {loss.key for loss in export("transformers", recipe).losses}
+    assert not any(key.startswith("schedule") for key in lost)
+    assert not any("warmup_tokens" in note for note in export("transformers", recipe).notes)
+    module = prepare_module(folder)
+
+    def started() -> tuple[torch.optim.Optimizer, Any]:
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (3.0, 0.5)]
+        optimizer = torch.optim.AdamW(groups, lr=1.0)
+        return optimizer, module.schedule(optimizer, folder / "parameters.json")
+
+    optimizer, schedule = started()
+    for step in range(recipe.steps):
+        ours = recipe.schedule.multiplier((step + 1) * recipe.batch.tokens, recipe.data.tokens)
+        assert [group["lr"] for group in optimizer.param_groups] == [3 * ours, ours / 2]
+        optimizer.step()
+        if step == recipe.steps // 2:
+            states = optimizer.state_dict(), schedule.state_dict()
+            optimizer, schedule = started()
+            optimizer.load_state_dict(states[0])
+            schedule.load_state_dict(states[1])
+        schedule.step()
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_group_follows_the_recipes_schedule(tiny: Recipe, name: str) -> None:
+def test_training_arguments_have_the_closest_schedule_of_transformers(tiny: Recipe, name: str) -> None:
     recipe = tiny.replace(PER_MODULE | SCHEDULES[name])
     arguments = json.loads(export("transformers", recipe).files["training_args.json"])
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]

@@ -205,7 +205,7 @@ def test_deepspeed_gets_adam_mode_and_warmup_type(tiny: Recipe) -> None:
         ("deepspeed", "DeepSpeed's warm-up is two steps late, and its decay one step"),
         ("torchtitan", "torchtitan's decay is one step late"),
         ("nanotron", "nanotron's schedule is one step late"),
-        ("transformers", "transformers' schedule is one step late"),
+        ("automodel", "Automodel's schedule is one step late"),
     ],
 )
 def test_a_schedule_that_is_late_is_in_the_notes(tiny: Recipe, name: str, late: str) -> None:

@@ -48,6 +48,7 @@ class Target:
     plain: bool = False  # whether multipliers are folded into the weights
     ramp: bool = False  # whether the target supports a batch ramp
     samples: bool = False  # whether the target counts samples instead of steps
+    token_schedule: bool = False  # whether the target's schedule counts tokens, as leaven's does
     # the target's words for leaven's, for templates
     names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     lost: Sequence[Mapping[str, str]] = ()  # losses, written as in targets/common.toml

@@ -1,19 +1,22 @@
 """Initialises a model and builds its optimizer with the values of a leaven recipe. This file requires only torch.
 
-from prepare import prepare
+from prepare import prepare, schedule
 optimizer = prepare(model, "parameters.json")
-Trainer(model, arguments, train_dataset=..., optimizers=(optimizer, None))
+scheduler = schedule(optimizer, "parameters.json")
+Trainer(model, arguments, train_dataset=..., optimizers=(optimizer, scheduler))
 
 For a trainer that reads weights from a folder, `python prepare.py FOLDER` writes the initial ones.
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 # The head of GPT-NeoX in transformers 5, and in its checkpoints and older versions.
 HEADS = {"lm_head.weight": "embed_out.weight"}
@@ -45,6 +48,42 @@ def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
     kind = torch.optim.AdamW if document["optimizer"] == "adamw" else torch.optim.Adam
     # The optimizer's own lr is the peak for schedulers with an absolute final lr.
     return kind(list(groups.values()), lr=most["lr"])
+
+
+def schedule(optimizer: torch.optim.Optimizer, path: str | Path) -> LambdaLR:
+    """Return the recipe's schedule, which multiplies the lr of each group. A step has the lr of its last token."""
+    values = json.loads(Path(path).read_text(encoding="utf-8"))["schedule"]
+    return LambdaLR(optimizer, lambda step: _factor((step + 1) * values["batch_tokens"], **values))
+
+
+def _factor(
+    done: int,
+    *,
+    decay: str,
+    tokens: int,
+    warmup_tokens: int,
+    min_lr_ratio: float,
+    decay_ratio: float,
+    batch_tokens: int,
+) -> float:
+    """Return the factor on the peak lr after ``done`` of ``tokens`` tokens."""
+    if done < warmup_tokens:
+        return done / warmup_tokens
+    left = tokens - warmup_tokens
+    progress = min((done - warmup_tokens) / left, 1.0) if left > 0 else 1.0
+    if decay == "constant":
+        return 1.0
+    if decay == "inverse_sqrt":
+        return max(math.sqrt(warmup_tokens / done), min_lr_ratio)
+    if decay == "cosine":
+        share = (1 + math.cos(math.pi * progress)) / 2
+    elif decay == "linear":
+        share = 1 - progress
+    else:  # wsd: constant, then a cooldown at the end
+        cooldown = min(decay_ratio * tokens, left)
+        into = (done - (tokens - cooldown)) / cooldown if cooldown > 0 else 1.0
+        share = 1 - math.sqrt(min(max(into, 0.0), 1.0))
+    return min_lr_ratio + (1 - min_lr_ratio) * share
 
 
 @torch.no_grad()
