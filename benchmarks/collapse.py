@@ -1,16 +1,16 @@
 """Measure whether the loss curves of a family of small models collapse: `python -m benchmarks.collapse FOLDER`.
 
 The text is a random chain of characters: each is drawn like a character of Shakespeare's plays that follows the same
-four characters. So there is as much text as is needed, no part of it is harder than another, and its entropy is known.
-A model of width 32 is trained, and models of twice the width: one as the rule says, the others with a fault each. Every
-wide model is compared with the small one (docs/log.md). Runs are saved as they end: run the command again to resume.
+four characters. So there is as much text as needed, no part of it is harder than another, and its entropy is known.
+A small model is compared with one of twice the width, once without a fault, and with a fault planted into one of them
+(docs/log.md). Runs are saved as they end: run the command again to resume.
 """
 
 import argparse
 import gzip
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # One thread per process: more threads than cores are up to ten times slower.
@@ -70,57 +70,57 @@ ORDER = 4  # the number of characters on which the next one depends
 TOKENS = 12_000_000
 SEQ_LEN = 64
 CHAINS = 2_000  # that are drawn at once, each with the same number of tokens
-SMALL, WIDE = RunScale(32, 2), RunScale(64, 2)
-FAULTS: Mapping[str, Mapping[str, object]] = {
-    "none": {},
-    "rule: the lr does not change with the width": {"scaling.rule": "standard"},
-    "4 times the lr": {"hyperparameters.lr": 0.04},
-    "the lr does not decay": {"schedule.decay": "constant"},
-    "10 times the weight decay": {"hyperparameters.weight_decay": 1.0},
-}
+SMALL, WIDE = 32, 64  # widths
+# The width that has a fault, the fault, and what it changes in the recipe of this width.
+FAULTS: Sequence[tuple[int, str, Mapping[str, object]]] = (
+    (WIDE, "none", {}),
+    (WIDE, "rule standard", {"scaling.rule": "standard"}),
+    (SMALL, "constant lr", {"schedule.decay": "constant"}),
+    (SMALL, "4 times the lr", {"hyperparameters.lr": 0.04}),
+    (SMALL, "10 times the weight decay", {"hyperparameters.weight_decay": 1.0}),
+    (WIDE, "4 times the lr", {"hyperparameters.lr": 0.04}),
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where the text and the runs are saved")
-    parser.add_argument("--seeds", type=int, default=3, help="of the small model, and of the wide one without fault")
-    parser.add_argument("--fault-seeds", type=int, default=2, help="of each wide model with a fault")
-    parser.add_argument("--faults", type=int, default=len(FAULTS), help="how many of the wide models are trained")
+    parser.add_argument("--seeds", type=int, default=3, help="of each small model")
+    parser.add_argument("--wide-seeds", type=int, default=2, help="of each wide model")
     parser.add_argument("--set", action="append", default=[], help="a change of the recipe, KEY=VALUE")
-    args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    text = args.folder / "chain.bin"
-    tokens, irreducible = chain(TOKENS if not text.exists() else CHAINS)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    text, made, irreducible = options.folder / "chain.bin", *chain(TOKENS)
     if not text.exists():
-        tokens.tofile(text)
-    recipe = parse_recipe(RECIPE, "collapse.py", [f"data.source={text}", *args.set])
-    small, wide = grown(RecipeFamily(recipe), [SMALL, WIDE])
+        made.tofile(text)
+    recipe = parse_recipe(RECIPE, "collapse.py", [f"data.source={text}", *options.set])
+    small, wide = grown(RecipeFamily(recipe), [RunScale(SMALL, 2), RunScale(WIDE, 2)])
 
-    def trials(scale: RunScale, changes: Mapping[str, object], seeds: int) -> list[RecipeTrial]:
-        family = RecipeFamily(recipe.replace(changes))
-        return [family.trial(RunSetting(scale, family.value("lr"), seed=seed)) for seed in range(seeds)]
+    def trials(size: RunScale, changes: Mapping[str, object]) -> list[RecipeTrial]:
+        family, seeds = RecipeFamily(recipe.replace(changes)), options.seeds if size == small else options.wide_seeds
+        return [family.trial(RunSetting(size, family.value("lr"), seed=seed)) for seed in range(seeds)]
 
-    table = Table("the wide model's fault", "L0", "deviation, %", "95% interval", "verdict", "final loss")
-    with RunStore(args.folder, workers=1, on_run=lambda done, total: print(f"{done} of {total} runs", flush=True)) as store:
-        base = trials(small, {}, args.seeds)
-        for fault, changes in list(FAULTS.items())[: args.faults]:
-            faulty = trials(wide, changes, args.fault_seeds if changes else args.seeds)
-            outcome = store.run([*base, *faulty])
-            runs = {name: [outcome(each).curve for each in several] for name, several in (("32x2", base), ("64x2", faulty))}
+    table = Table("fault", "of width", "final loss", "L0", "deviation", "95% interval", "verdict")
+    with RunStore(options.folder, 1, lambda done, total: print(f"{done} of {total} runs", flush=True)) as store:
+        for width, fault, changes in FAULTS:
+            models = {size.width: trials(size, changes if size.width == width else {}) for size in (small, wide)}
+            outcome = store.run([trial for several in models.values() for trial in several])
+            runs = {f"width {each}": [outcome(trial).curve for trial in models[each]] for each in models}
+            final = np.mean([outcome(trial).loss for trial in models[width]])
             for given in (None, irreducible):
                 document = collapse("chain", runs, given, {"rule": None})
                 (row,) = document.rows
                 (level,) = document.measured
+                parts = (row.parts[key] or 0 for key in ("deviation", "deviation, low", "deviation, high"))
+                deviation, low, high = (f"{100 * part:.1f}" for part in parts)
                 verdict = "passed" if row.passed else "undecided" if row.undecided else "failed"
-                deviation, low, high = (row.parts[key] for key in ("deviation", "deviation, low", "deviation, high"))
-                between = "" if low is None or high is None else f"{low:.1%} to {high:.1%}"
-                final = np.mean([outcome(each).loss for each in faulty])
-                table.add_row(fault, f"{level.value:.3f}", f"{deviation:.1%}", between, verdict, f"{final:.4f}")
-    Console(width=160).print(table)
+                measured = f"{final:.3f}", f"{level.value:.3f}", f"{deviation}%", f"{low} to {high}"
+                table.add_row(fault, str(width), *measured, verdict)
+    Console(width=120).print(table)
 
 
 def chain(tokens: int) -> tuple[NDArray[np.uint16], float]:
-    """Return random characters, and the lowest mean loss that a model with 64 characters of context can have, in nats.
+    """Return random characters, and the lowest mean loss that is possible in sequences of ``SEQ_LEN``, in nats.
 
     A chain is a walk over the positions of the plays: from a position to a random one with the same ``ORDER``
     characters before it. The first characters of a sequence have fewer characters before them, and so more entropy.
