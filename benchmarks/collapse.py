@@ -3,7 +3,8 @@
 The text is a random chain of characters: each is drawn like a character of Shakespeare's plays that follows the same
 four characters. So there is as much text as needed, no part of it is harder than another, and its entropy is known.
 A small model is compared with one of twice the width, once without a fault, and with a fault planted into one of them
-(docs/log.md). Runs are saved as they end: run the command again to resume.
+(docs/log.md). Runs are saved as they end: run the command again to resume. The recipe is written to
+FOLDER/collapse.toml, for `leaven check collapse FOLDER/collapse.toml --run FOLDER --scales 32x2,64x2`.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from leaven.data.sources import SHAKESPEARE
-from leaven.recipe.files import parse_recipe
+from leaven.recipe.files import parse_recipe, write_recipe
 from leaven.verification.collapse import collapse, grown
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.recipe_family import RecipeFamily, RecipeTrial
@@ -85,8 +86,9 @@ FAULTS: Sequence[tuple[int, str, Mapping[str, object]]] = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where the text and the runs are saved")
-    parser.add_argument("--seeds", type=int, default=3, help="of each small model")
-    parser.add_argument("--wide-seeds", type=int, default=2, help="of each wide model")
+    parser.add_argument("--seeds", type=int, default=6, help="of the small model without a fault")
+    parser.add_argument("--wide-seeds", type=int, default=3, help="of the wide model without a fault")
+    parser.add_argument("--fault-seeds", type=int, default=3, help="of each model with a fault")
     parser.add_argument("--set", action="append", default=[], help="a change of the recipe, KEY=VALUE")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -94,10 +96,12 @@ def main() -> None:
     if not text.exists():
         made.tofile(text)
     recipe = parse_recipe(RECIPE, "collapse.py", [f"data.source={text}", *options.set])
+    write_recipe(recipe, options.folder / "collapse.toml")
     small, wide = grown(RecipeFamily(recipe), [RunScale(SMALL, 2), RunScale(WIDE, 2)])
 
     def trials(size: RunScale, changes: Mapping[str, object]) -> list[RecipeTrial]:
-        family, seeds = RecipeFamily(recipe.replace(changes)), options.seeds if size == small else options.wide_seeds
+        family = RecipeFamily(recipe.replace(changes))
+        seeds = options.fault_seeds if changes else options.seeds if size == small else options.wide_seeds
         return [family.trial(RunSetting(size, family.value("lr"), seed=seed)) for seed in range(seeds)]
 
     table = Table("fault", "of width", "final loss", "L0", "deviation", "95% interval", "verdict")
