@@ -86,9 +86,9 @@ FAULTS: Sequence[tuple[int, str, Mapping[str, object]]] = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where the text and the runs are saved")
-    parser.add_argument("--seeds", type=int, default=6, help="of the small model without a fault")
-    parser.add_argument("--wide-seeds", type=int, default=3, help="of the wide model without a fault")
-    parser.add_argument("--fault-seeds", type=int, default=3, help="of each model with a fault")
+    parser.add_argument("--seeds", type=int, default=10, help="of the small model without a fault")
+    parser.add_argument("--wide-seeds", type=int, default=5, help="of the wide model without a fault")
+    parser.add_argument("--fault-seeds", type=int, default=2, help="of each model with a fault")
     parser.add_argument("--set", action="append", default=[], help="a change of the recipe, KEY=VALUE")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)

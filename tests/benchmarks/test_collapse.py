@@ -31,7 +31,7 @@ def test_the_chain_has_the_conditional_frequencies_of_the_plays_and_their_entrop
     followed = Counter(circle[at : at + ORDER + 1] for at in range(len(plays)))
     contexts = Counter(circle[at : at + ORDER] for at in range(len(plays)))
     surprises = []
-    for each in drawn.reshape(CHAINS, -1)[:500]:
+    for each in drawn.reshape(CHAINS, -1)[:300]:
         text = "".join(letters[number] for number in each)
         pieces = (text[at : at + ORDER + 1] for at in range(len(text) - ORDER))
         surprises += [log(contexts[piece[:-1]] / followed[piece]) for piece in pieces]
