@@ -1,0 +1,39 @@
+"""The text of the benchmark of the collapse check: a chain of characters with a known entropy."""
+
+import gzip
+import json
+from collections import Counter
+from math import log
+
+import numpy as np
+import pytest
+from benchmarks.collapse import CHAINS, ORDER, SEQ_LEN, chain
+
+from leaven.data.sources import SHAKESPEARE
+
+
+def test_the_chain_has_the_conditional_frequencies_of_the_plays_and_their_entropy() -> None:
+    drawn, lowest = chain(200 * CHAINS)
+    with gzip.open(SHAKESPEARE, "rt") as lines:
+        plays = "".join(json.loads(line)["text"] for line in lines)
+    letters = "".join(sorted(set(plays)))
+    circle = plays + plays[:ORDER]
+
+    def entropy(order: int) -> float:
+        followed = Counter(circle[at : at + order + 1] for at in range(len(plays)))
+        contexts = Counter(circle[at : at + order] for at in range(len(plays)))
+        return sum(n * log(contexts[each[:-1]] / n) for each, n in followed.items()) / len(plays)
+
+    entropies = [entropy(order) for order in range(1, ORDER + 1)]
+    assert lowest == pytest.approx((sum(entropies[:-1]) + (SEQ_LEN - ORDER + 1) * entropies[-1]) / SEQ_LEN)
+
+    # The mean surprise of what was drawn is the entropy, and everything drawn occurs in the plays.
+    followed = Counter(circle[at : at + ORDER + 1] for at in range(len(plays)))
+    contexts = Counter(circle[at : at + ORDER] for at in range(len(plays)))
+    surprises = []
+    for each in drawn.reshape(CHAINS, -1)[:300]:
+        text = "".join(letters[number] for number in each)
+        pieces = (text[at : at + ORDER + 1] for at in range(len(text) - ORDER))
+        surprises += [log(contexts[piece[:-1]] / followed[piece]) for piece in pieces]
+    error = np.std(surprises) / len(surprises) ** 0.5
+    assert np.mean(surprises) == pytest.approx(entropies[-1], abs=4 * error)
