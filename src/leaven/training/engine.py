@@ -84,7 +84,8 @@ class Training:
         self.optimizer = Optimizer.build(
             {each.row.name: each.local for each in stored},
             [each.row for each in stored],
-            recipe.hyperparameters.optimizer,
+            recipe.hyperparameters,
+            dtype=None if recipe.precision.compute == "fp32" else torch.bfloat16,
         )
         self.clipper = Clipper.build(recipe.hyperparameters.grad_clip, self.sharded, table)
         self.loss_scale = LossScale.build(self.device) if recipe.precision.compute == "fp16" else None
