@@ -105,6 +105,19 @@ CASES = {
     "dp2 pp2 zero1 zero-bubble": layout(dp=2, pp=2, zero=1, **ZERO_BUBBLE) | ONE | FOUR_LAYERS,
     "dp4 pp2 zero3 on two nodes": layout(dp=4, pp=2, zero=3, dp_replicate=2) | ONE | LARGER,
 }
+MUON = {
+    "hyperparameters.optimizer": "muon",
+    "hyperparameters.muon": {"lr": 0.02, "match": "spectral"},
+    "hyperparameters.modules": {"attention.query": {"lr": 0.5}},
+}
+CASES |= {
+    "muon dp3 zero1": layout(dp=3, zero=1) | MUON | ISOLATED,
+    "muon dp2": layout(dp=2) | MUON | SCALED,
+    "muon dp4 zero3 on two nodes": layout(dp=4, zero=3, dp_replicate=2) | ONE | MUON,
+    "muon tp2": layout(tp=2) | MUON | GPT | MUON,
+    "muon dp2 tp2 pp2 zero2": layout(dp=2, tp=2, pp=2, zero=2) | TIED | PER_MODULE | ONE | MUON,
+    "muon dp2 pp2 zero3 interleaved": layout(dp=2, pp=2, zero=3, **INTERLEAVED) | TIED | ONE | FOUR_LAYERS | MUON,
+}
 SLOW = {"tp4", "pp4", "dp2 pp2 zero1 zero-bubble", "dp4 pp2 zero3 on two nodes"}
 """Cases for `make test-slow`: larger numbers of ranks, and products of features that the other cases have."""
 

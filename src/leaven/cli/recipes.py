@@ -158,7 +158,9 @@ def diff_runs(
         from leaven.catalogue.findings import Case
         from leaven.scaling.table import parameter_table
 
-        rows = diff_in_terms(left, right, lambda recipe: Case(recipe, parameter_table(recipe.without_muon).rows).as_trained)
+        rows = diff_in_terms(
+            left, right, lambda recipe: Case(recipe, parameter_table(recipe.without_muon).rows).as_trained
+        )
     one, other = (of.id if isinstance(of, PublishedRun) else of.name for of in (left, right))
     print_document(rows, diff_screen(one, other, rows), json_output)
 

@@ -91,10 +91,10 @@ class Clip(Part):
 class Muon(Part):
     """The settings of Muon, which updates the matrices inside the blocks if ``optimizer`` is ``muon``.
 
-    Muon replaces the momentum of a matrix by the nearest matrix with orthogonal rows or columns, approximately (Jordan
-    et al. 2024, https://kellerjordan.github.io/posts/muon/). Queries, keys and values are separate matrices, each
-    with all of its heads, and so are gate and input of a gated MLP (as in Moonlight, Liu et al. 2025, arXiv
-    2502.16982). AdamW updates all other parameters.
+    Muon replaces the momentum of a matrix by nearly the nearest matrix with orthogonal rows or columns (Jordan et al.
+    2024, https://kellerjordan.github.io/posts/muon/). Queries, keys and values are separate matrices, each with all
+    of its heads, and so are gate and input of a gated MLP (as in Moonlight, Liu et al. 2025, arXiv 2502.16982). AdamW
+    updates all other parameters.
     """
 
     lr: Positive | None = None  # peak learning rate of the matrices; None: ``hyperparameters.lr``
@@ -148,16 +148,14 @@ class Hyperparameters(Part):
         return {key: value for key, value in write(self).items() if key != "muon" or value is not None}
 
     def muon_of(self, role: Role) -> Muon | None:
-        """Return the settings of Muon with lr and weight_decay, or None if Adam updates parameters of this role."""
-        if self.optimizer != "muon" or role is not Role.HIDDEN_WEIGHT:
-            return None
-        muon = self.muon or Muon()
-        return muon.model_copy(
-            update={
-                "lr": self.lr if muon.lr is None else muon.lr,
-                "weight_decay": self.weight_decay if muon.weight_decay is None else muon.weight_decay,
-            }
-        )
+        """Return the settings of Muon, or None if Adam updates parameters of this role."""
+        return (self.muon or Muon()) if self.optimizer == "muon" and role is Role.HIDDEN_WEIGHT else None
+
+    def of_matrices(self, quantity: Literal["lr", "weight_decay"]) -> float:
+        """Return the lr or weight decay of the matrices inside the blocks, before scaling."""
+        own: float | None = getattr(self.muon, quantity, None)
+        shared: float = getattr(self, quantity)
+        return shared if own is None else own
 
     @model_validator(mode="after")
     def _validate_muon(self) -> "Hyperparameters":
@@ -189,17 +187,14 @@ class Hyperparameters(Part):
 
     @model_validator(mode="after")
     def _validate_decay(self) -> "Hyperparameters":
-        if self.optimizer != "adam" and self.lr * self.weight_decay >= 1:
-            raise ValueError(
-                f"lr x weight_decay = {self.lr * self.weight_decay:g} erases a weight in one step; lower one of them "
-                "until the product is below 1"
-            )
-        muon = self.muon_of(Role.HIDDEN_WEIGHT)
-        if muon is not None and (muon.lr or 0) * (muon.weight_decay or 0) >= 1:
-            raise ValueError(
-                f"muon: lr x weight_decay = {(muon.lr or 0) * (muon.weight_decay or 0):g} erases a weight in one step; "
-                "lower one of them until the product is below 1"
-            )
+        for name, shrink in (
+            ("lr x weight_decay", self.lr * self.weight_decay),
+            ("muon.lr x muon.weight_decay", self.of_matrices("lr") * self.of_matrices("weight_decay")),
+        ):
+            if self.optimizer != "adam" and shrink >= 1:
+                raise ValueError(
+                    f"{name} = {shrink:g} erases a weight in one step; lower one of them until the product is below 1"
+                )
         return self
 
     def require_modules(self, known: Mapping[str, Role]) -> None:
@@ -226,10 +221,9 @@ class Hyperparameters(Part):
             return (
                 f"{where}: {module} has no residual multiplier; only the last matrices of branches have one: {ends}"
             )
-        if self.muon_of(known[module]) and quantity in {"beta2", "eps"}:
-            return f"{where}: Muon updates {module}, and has no {quantity}; remove {quantity}"
         if known[module].is_matrix:
-            return None
+            none = quantity in {"beta2", "eps"} and self.muon_of(known[module])
+            return f"{where}: Muon updates {module}, and has no {quantity}; remove {quantity}" if none else None
         if quantity == "init_std":
             return f"{where}: {module} has no init_std: gains start at 1, biases at 0; remove init_std"
         if quantity == "weight_decay" and not self.decay_norm_and_bias:

@@ -161,9 +161,7 @@ def parameter_row(
     beta1, beta2 = moved.beta(base.beta1, multiplier("beta1")), moved.beta(base.beta2, multiplier("beta2"))
     eps = base.eps * multiplier("eps") * moved.eps
     if muon is not None:
-        assert muon.lr is not None
-        assert muon.weight_decay is not None
-        lr, decay = muon.lr, muon.weight_decay
+        lr, decay = base.of_matrices("lr"), base.of_matrices("weight_decay")
         beta1, beta2, eps = float(muon.momentum ** multiplier("beta1")), 0.0, 0.0
     std = 0.0  # of gains and biases
     if role.is_matrix:

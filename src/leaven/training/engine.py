@@ -86,6 +86,7 @@ class Training:
             [each.row for each in stored],
             recipe.hyperparameters,
             dtype=None if recipe.precision.compute == "fp32" else torch.bfloat16,
+            on_whole=self.sharded.on_whole,
         )
         self.clipper = Clipper.build(recipe.hyperparameters.grad_clip, self.sharded, table)
         self.loss_scale = LossScale.build(self.device) if recipe.precision.compute == "fp16" else None

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""The quintic polynomial a s + b s^3 + c s^5 of Jordan et al. 2024. Each iteration applies it to the singular values s
-of a matrix. After five iterations, nearly all of them are between 0.7 and 1.2."""
+"""The polynomial a s + b s^3 + c s^5 of Jordan et al. 2024. Each iteration applies it to the singular values s of a
+matrix. After five iterations, nearly all of them are between 0.7 and 1.2."""
 SMALLEST_NORM = 1e-7
 """Matrices with a smaller Frobenius norm are not made larger, as in torch.optim.Muon."""
 
@@ -104,7 +104,9 @@ class MuonWithAdamW(torch.optim.AdamW):
                 average.copy_(unless_skipped(new, average))
                 yield direction.to(self.dtype or direction.dtype)
 
-        steps = self.on_whole(lambda matrix: orthogonal(matrix, self.ns_steps), [m[0] for m in matrices], directions())
+        steps = self.on_whole(
+            lambda matrix: orthogonal(matrix, self.ns_steps), [m[0] for m in matrices], directions()
+        )
         for (_, parameter, group), step in zip(matrices, steps, strict=True):
             new = parameter * (1 - group["lr"] * group["weight_decay"])
             new.add_(step, alpha=-group["lr"] * group["match"])

@@ -26,8 +26,8 @@ from leaven.scaling.table import ParameterRow, ParameterTable, optimizer_groups
 from leaven.training.muon import MuonWithAdamW
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
-"""The names of the optimizer's state for a parameter: Adam's step count, which is a scalar, and two moments, or Muon's
-momentum. Moments and momentum have the shape of the parameter."""
+"""The names of the optimizer's state for a parameter: the step count of Adam, a scalar, and its two moments, or the
+momentum of Muon. Moments and momentum have the shape of the parameter."""
 
 Moments = Mapping[tuple[str, str], Tensor]
 
@@ -54,7 +54,8 @@ def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterR
 
 @dataclass
 class Optimizer:
-    """Adam, AdamW, or AdamW and Muon, with the groups of the parameter table. The schedule multiplies each group's peak learning rate.
+    """Adam, AdamW, or AdamW with Muon, with the groups of the parameter table. The schedule multiplies each group's
+    peak learning rate.
 
     If a batch ramp scales the betas, beta at step i is beta ** (1 / h_i), where h_i is the half-life of the moment at
     step i divided by the half-life at the full batch. Adam's bias correction must then divide by 1 minus the product
@@ -111,7 +112,7 @@ class Optimizer:
             yield from zip(group["param_names"], group["params"], strict=True)
 
     def state_dict(self) -> dict[tuple[str, str], Tensor]:
-        """Return the optimizer's state by (kind, parameter name), where the kind is one of :data:`MOMENTS`. The keys do
+        """Return the optimizer's state by (kind, parameter name). The kinds are those of :data:`MOMENTS`. The keys do
         not depend on the order of the groups."""
         return {
             (kind, name): value

@@ -109,15 +109,13 @@ def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: s
     init = recipe.hyperparameters.init
     if quantity == "init_std" and init != "rule" and row.init_std:
         return f"{init}: {INITS[init].formula(row, recipe.model.gated).text}"
-    if row.match and quantity in {"beta1", "beta2", "eps"}:
-        return "the momentum of Muon, which does not change with scale" if quantity == "beta1" else "Muon has none"
     cells = _cells(table.rule, row, quantity)
     factor = math.prod(cell.factor(row.ratios, recipe.scaling) for cell in cells)
     if quantity == "weight_decay" and not (row.role.is_matrix or recipe.hyperparameters.decay_norm_and_bias):
         return "gains and biases have no weight decay (decay_norm_and_bias)"
     moving = [cell.text for cell in cells if cell.text != "1"]
     if not moving:
-        return "does not change with scale"
+        return "Muon has none" if row.match and quantity in {"beta2", "eps"} else "does not change with scale"
     formula = re.sub(r"\b[IOHLBDM]\b", lambda match: f"m_{_SUBSCRIPTS.get(match[0], match[0])}", " ".join(moving))
     if quantity == "init_std":
         return f"square root of the variance factor {formula} = {value(factor**0.5)}"
@@ -133,6 +131,8 @@ def _cells(rule: Rule, row: ParameterRow, quantity: str) -> tuple[Cell, ...]:
     match quantity:
         case "init_std":
             return rule.of("init_variance", row.role)
+        case "beta1" | "beta2" | "eps" if row.match:  # of Muon
+            return ()
         case "lr" | "weight_decay" | "eps":
             return rule.of(quantity, row.role, bool(row.match))
         case "beta1" | "beta2":
