@@ -151,6 +151,12 @@ class Hyperparameters(Part):
         """Return the settings of Muon, or None if Adam updates parameters of this role."""
         return (self.muon or Muon()) if self.optimizer == "muon" and role is Role.HIDDEN_WEIGHT else None
 
+    @property
+    def ns_steps(self) -> int:
+        """The number of Newton-Schulz iterations in a step of Muon, or 0 without Muon."""
+        muon = self.muon_of(Role.HIDDEN_WEIGHT)
+        return muon.ns_steps if muon else 0
+
     def of_matrices(self, quantity: Literal["lr", "weight_decay"]) -> float:
         """Return the lr or weight decay of the matrices inside the blocks, before scaling."""
         own: float | None = getattr(self.muon, quantity, None)
