@@ -93,7 +93,6 @@ class ShardedModel:
         # The index of each parameter's row in the parameter table.
         self.row_numbers = torch.tensor([row_numbers[each.row.name] for each in self.parameters], device=device)
         self._owned = torch.tensor([each.piece.owned for each in self.parameters], device=device)
-        self._whole: WholeMatrices | None = None  # made when it is first used
         self._pipeline = Pipeline(self.stages, layout, group, device) if layout.pp > 1 else None
         self._both_ends = _both_ends(group) if layout.pp > 1 and shape.tied_embeddings else None
         # All tensor-parallel ranks compute the same loss, so only the first counts it.
@@ -182,16 +181,12 @@ class ShardedModel:
         gradients = [each.parameter.grad for each in self.parameters]
         return self.norms([g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None])[0]
 
-    def on_whole(
-        self, function: Callable[[Tensor], Tensor], names: Sequence[str], blocks: Iterable[Tensor]
-    ) -> Iterator[Tensor]:
-        """Apply a function to whole matrices, such as gradients of parameters, and yield this process's block of each
-        result. ``names`` are the names of the parameters, and ``blocks`` the blocks that this process has."""
+    def whole_matrices(self) -> WholeMatrices | None:
+        """Return what applies functions to whole matrices of this model. With a single process, return None, because
+        all its matrices are whole."""
         if self.group is SINGLE_PROCESS:
-            return map(function, blocks)
-        if self._whole is None:
-            self._whole = WholeMatrices({each.row.name: each.parameter for each in self.parameters}, self.group)
-        return self._whole.map(function, names, blocks)
+            return None
+        return WholeMatrices({each.row.name: each.parameter for each in self.parameters}, self.group)
 
     def drop_gradients(self) -> None:
         for each in self.parameters:

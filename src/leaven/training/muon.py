@@ -16,7 +16,7 @@ matrix. After five iterations, nearly all of them are between 0.7 and 1.2."""
 SMALLEST_NORM = 1e-7
 """Matrices with a smaller Frobenius norm are not made larger, as in torch.optim.Muon."""
 
-OnWhole = Callable[[Callable[[Tensor], Tensor], list[str], Iterable[Tensor]], Iterator[Tensor]]
+OnWhole = Callable[[Callable[[Tensor], Tensor], Iterable[str], Iterable[Tensor]], Iterator[Tensor]]
 """Applies a function to whole matrices. The arguments are the function, the names of the matrices, and the block of
 each matrix that this process stores. Yields the same block of each result."""
 
@@ -37,7 +37,7 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 
 
 def on_one_process(
-    function: Callable[[Tensor], Tensor], names: list[str], matrices: Iterable[Tensor]
+    function: Callable[[Tensor], Tensor], names: Iterable[str], matrices: Iterable[Tensor]
 ) -> Iterator[Tensor]:
     """Apply a function to matrices that this process stores whole (:data:`OnWhole`)."""
     return map(function, matrices)
