@@ -36,7 +36,6 @@ CHAINS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "pp4, tp4, dp2 zero3": (GPT | FOUR_LAYERS, [layout(pp=4), layout(tp=4), layout(dp=2, zero=3)]),
     "dp4 zero3 on two nodes, dp2 zero0, dp3 zero2": (
         ISOLATED,
-        MUON,
         [layout(dp=4, zero=3, dp_replicate=2), layout(dp=2), layout(dp=3, zero=2)],
     ),
 }
