@@ -75,10 +75,10 @@ GRIDS = {
     "complete-d-p": [0.008 * 2.0**octave for octave in range(-3, 4)],
     "standard": [0.008 * 2.0**octave for octave in range(-4, 4)],
 }
-# With Muon the best lr of the smallest size is about twice as high, and an optimum has fewer values around it.
+# With Muon the best lr of the smallest size is four times as high or higher, and the grids are narrower.
 MUON_GRIDS = {
-    "complete-d-p": [0.016 * 2.0**octave for octave in range(-2, 3)],
-    "standard": [0.016 * 2.0**octave for octave in range(-3, 3)],
+    "complete-d-p": [0.032 * 2.0**octave for octave in range(-1, 3)],
+    "standard": [0.032 * 2.0**octave for octave in range(-3, 3)],
 }
 
 

@@ -68,7 +68,7 @@ MUON = 0.1
 
 A step of Muon on a matrix with more inputs than outputs moves only as many directions as it has outputs. The share of
 the inputs in these directions depends on the width compared with the number of tokens in the batch. Measured under
-the right rule (docs/log.md): slopes of up to 0.21 over width, mostly behind such matrices, and down to -0.22 over
+the right rule (docs/log.md): slopes of up to 0.21 over width, mostly behind such matrices, and down to -0.24 over
 depth, also after one step, with a smaller lr and with more Newton-Schulz iterations.
 """
 
