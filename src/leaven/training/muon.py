@@ -14,7 +14,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The polynomial a s + b s^3 + c s^5 of Jordan et al. 2024. Each iteration applies it to the singular values s of a
 matrix. After five iterations, nearly all of them are between 0.7 and 1.2."""
 SMALLEST_NORM = 1e-7
-"""Matrices with a smaller Frobenius norm are not made larger, as in torch.optim.Muon."""
+"""Matrices with a smaller Frobenius norm are divided by this number and not by their norm, as in torch.optim.Muon."""
 
 OnWhole = Callable[[Callable[[Tensor], Tensor], Iterable[str], Iterable[Tensor]], Iterator[Tensor]]
 """Applies a function to whole matrices. The arguments are the function, the names of the matrices, and the block of
