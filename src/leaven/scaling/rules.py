@@ -20,31 +20,31 @@ NAME`` prints one. All tables differ from the papers in these points:
 gradient of this gain falls as 1 / width (measured exponent -1.05 at initialisation, -0.91 after 150 steps), so its
 eps must fall, too. The difference is small as long as eps is much smaller than the gradient.
 
-**Muon.** With ``optimizer = "muon"``, hidden weights have the cells of ``Rule.muon``. None of the papers below has a
-rule for all four axes, so the cells are derived here:
+**Muon.** With ``optimizer = "muon"``, hidden weights have the cells of ``Rule.muon``. No paper below has a rule for all
+four axes, so the cells are derived here:
 
 - Width. A step of Muon is lr x M x (orthogonal matrix), where the factor M depends on the shape (``Muon.matching``).
   So its largest singular value is lr x M. Outputs change by the same amount at every width if this value is
   proportional to sqrt(fan out / fan in) (the spectral condition; Yang, Simon and Bernstein 2023, arXiv 2310.17813).
   So lr is proportional to I^-1/2 O^1/2 M^-1. With ``match = "spectral"`` M is sqrt(max(1, fan out / fan in)), and at
   fixed proportions the lr does not change with width. With ``match = "adamw_rms"`` M is 0.2 sqrt(max(fan out, fan
-  in)), and the lr falls as 1 / sqrt(width). 2512.05620 and 2602.20937 derive the same for Muon.
+  in)), and the lr falls as 1 / sqrt(width). The code of 2512.05620 has I^-1/2 O^1/2, with M = 1.
 - Depth. The size of a step does not depend on the gradient's size, as with Adam. Each of L blocks changes the stream
   by L^-alpha x lr, in the same direction. So the sum is constant if lr is proportional to L^(alpha-1), as for Adam.
-  2603.28743 (alpha = 1/2, on the Frobenius sphere) and 2603.00541 agree.
+  The code of 2512.05620 has this with alpha = 1, that of 2603.28743 with alpha = 1/2.
 - Batch and tokens. In a step, the noise of the gradient has the norm of the orthogonal matrix, whatever its size, and
-  the signal is proportional to 1 / sqrt(n), where n is the noise of the momentum. A momentum that averages w steps
-  divides n by w, and repeats the noise in w steps. So over K steps, noise moves a weight by K lr^2 w, and signal by K
-  lr sqrt(w B). With constant w these are the equations of Adam, and lr is proportional to B^1/2 D^-t. If w grew with
-  K, as Adam's half-lives do, the lr would have to change as B / D: so the momentum stays as it is, like 0.95 at every
-  published scale. 2603.15958 also finds several pairs of momentum and lr equally good, and 2510.03871 the rules of
-  Adam for Scion. 2603.28743 measures D^-0.32 (set ``token_exponent``).
-- Weight decay keeps lr x decay x steps constant, as for Adam. This is the most disputed cell: 2512.05620 finds lr x
-  decay proportional to 1 / width best if tokens grow with the model, published runs use 0.1 everywhere, and on the
-  sphere of 2603.28743 decay has no effect.
+  the signal is inversely proportional to the noise n of the momentum. A momentum that averages w steps of batch B has
+  n proportional to 1 / sqrt(w B), and repeats the same noise for w steps. So over K steps, noise moves a weight by lr
+  sqrt(K w), and signal by K lr sqrt(w B). With constant w these are the equations of Adam, and lr is proportional to
+  B^1/2 D^-t. If w grew with K, as Adam's half-lives do, the lr would have to change as B / D. So the momentum stays
+  as it is, like 0.95 in published runs. By their abstracts, 2603.15958 finds several pairs of momentum and batch
+  equally good, and 2510.03871 the rules of Adam for Scion. 2603.28743 has D^-0.32 (set ``token_exponent``).
+- Weight decay keeps lr x decay x steps constant, as for Adam. This is the most disputed cell. 2512.05620 has lr x
+  decay proportional to 1 / width, for models whose tokens grow with the width (then this product falls here, too,
+  with the steps). Published runs use 0.1 everywhere.
 
-All other parameters have the cells of Adam. Only the abstracts of 2512.05620, 2602.20937, 2603.00541, 2603.15958,
-2603.28743 and 2510.03871 were read.
+All other parameters have the cells of Adam. Measured at small widths, Muon is off by up to width^0.2
+(:mod:`leaven.verification.coordinates`); 2512.05620 reports such deviations, too.
 """
 
 from collections.abc import Mapping
@@ -116,7 +116,7 @@ _STREAM = "derived: not in the table; like the embedding, it acts on the residua
 _SAME = "practice: the same value at every scale"
 _DIVIDED = Cell("H^-1/2", "Yang et al. 2022, arXiv 2203.03466, definition 4.1: logits q.k / d, constant kept at base")
 
-_SPECTRAL = "derived: largest singular value of a step proportional to sqrt(fan out / fan in), arXiv 2310.17813"
+_SPECTRAL = "derived: largest singular value of a step proportional to sqrt(fan out / fan in), as in arXiv 2512.05620"
 _SHRINK = "derived: lr x decay x steps is constant; disputed, see arXiv 2512.05620"
 _MUON_OVER_DEPTH = {
     "lr": Cell("I^-1/2 O^1/2 M^-1 L^(alpha-1)", f"{_SPECTRAL}; depth: as for Adam"),
