@@ -20,8 +20,8 @@ NAME`` prints one. All tables differ from the papers in these points:
 gradient of this gain falls as 1 / width (measured exponent -1.05 at initialisation, -0.91 after 150 steps), so its
 eps must fall, too. The difference is small as long as eps is much smaller than the gradient.
 
-**Muon.** With ``optimizer = "muon"``, hidden weights have the cells of ``Rule.muon``. No paper below has a rule for all
-four axes, so the cells are derived here:
+**Muon.** With ``optimizer = "muon"``, hidden weights have the cells of ``Rule.muon``. No paper below has a rule for
+all four axes, so the cells are derived here:
 
 - Width. A step of Muon is lr x M x (orthogonal matrix), where the factor M depends on the shape (``Muon.matching``).
   So its largest singular value is lr x M. Outputs change by the same amount at every width if this value is
