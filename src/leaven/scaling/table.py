@@ -31,14 +31,14 @@ class ParameterRow(Parameter):
     init_mean: float  # initial values are normal with this mean
     init_std: float
     lr: float  # at the peak of the schedule
+    # Factor on the steps of a matrix that Muon updates (``Muon.matching``). beta1 is then its momentum, and beta2 and
+    # eps are 0. With 0, Adam updates the parameter.
+    match: float = 0.0
     weight_decay: float
     beta1: float
     beta2: float
     eps: float
     multiplier: float  # factor on the output in the forward pass; 1 except for branch ends and unembedding
-    # Factor on the steps of a matrix that Muon updates (``Muon.matching``). beta1 is then its momentum, and beta2 and
-    # eps are 0. With 0, Adam updates the parameter.
-    match: float = 0.0
     ratios: TensorRatios = field(compare=False)  # ratios to the base, from which the rule computed the values
 
 
