@@ -94,11 +94,12 @@ GRID = {
     "tp=2,recompute=full": {},
     "pp=2": {"model.tied_embeddings": True},
     "pp=2,schedule=gpipe,recompute=full": {"batch.tokens": 256 * 8},
+    "dp=8,zero=2,mbs=2": {"hyperparameters.optimizer": "muon"},
 }
 
 
 # The others have features of these, and are left to `make test-slow`.
-QUICK = {"tp=2,recompute=full", "dp=8,zero=3", "pp=2"}
+QUICK = {"tp=2,recompute=full", "dp=8,zero=3", "pp=2", "dp=8,zero=2,mbs=2"}
 
 
 @pytest.mark.parametrize(

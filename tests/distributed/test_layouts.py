@@ -46,6 +46,11 @@ FULL = {"layout.recompute": "full"}
 LARGER = {"batch.tokens": 256, "batch.ramp": {"start_tokens": 128, "increment_tokens": 64, "over_tokens": 256}}
 SCALED = {"batch.ramp.rule": "scaled"}
 FOUR_LAYERS = {"model.n_layers": 4}
+MUON = {
+    "hyperparameters.optimizer": "muon",
+    "hyperparameters.muon": {"lr": 0.02, "match": "spectral"},
+    "hyperparameters.modules": {"attention.query": {"lr": 0.5}},
+}
 ONE = {"batch.micro_batch": 1}  # as many micro-batches as a pipeline of two needs
 
 
@@ -104,8 +109,15 @@ CASES = {
     "pp4": layout(pp=4) | TIED | ISOLATED | ONE | FOUR_LAYERS,
     "dp2 pp2 zero1 zero-bubble": layout(dp=2, pp=2, zero=1, **ZERO_BUBBLE) | ONE | FOUR_LAYERS,
     "dp4 pp2 zero3 on two nodes": layout(dp=4, pp=2, zero=3, dp_replicate=2) | ONE | LARGER,
+    "muon dp2": layout(dp=2) | MUON | SCALED,
+    "muon dp3 zero1": layout(dp=3, zero=1) | MUON | ISOLATED,
+    "muon tp2": layout(tp=2) | GPT | MUON,
+    "muon dp4 zero3 on two nodes": layout(dp=4, zero=3, dp_replicate=2) | ONE | MUON,
+    "muon dp2 tp2 pp2 zero2": layout(dp=2, tp=2, pp=2, zero=2) | TIED | PER_MODULE | ONE | MUON,
+    "muon dp2 pp2 zero3 interleaved": layout(dp=2, pp=2, zero=3, **INTERLEAVED) | ONE | FOUR_LAYERS | MUON,
 }
 SLOW = {"tp4", "pp4", "dp2 pp2 zero1 zero-bubble", "dp4 pp2 zero3 on two nodes"}
+SLOW |= {"muon dp2", "muon dp4 zero3 on two nodes", "muon dp2 pp2 zero3 interleaved"}
 """Cases for `make test-slow`: larger numbers of ranks, and products of features that the other cases have."""
 
 
@@ -128,8 +140,8 @@ STAGES = layout(dp=2, pp=2, zero=2) | ONE
 # Tensor-parallel ranks round partial sums to the compute dtype.
 @pytest.mark.parametrize(
     ("compute", "limit", "laid_out"),
-    [("bf16", 2e-2, SHARED), ("fp16", 2e-2, STAGES)],
-    ids=["bf16 tp", "fp16 pp"],
+    [("bf16", 2e-2, SHARED), ("fp16", 2e-2, STAGES), ("bf16", 2e-2, SHARED | MUON)],
+    ids=["bf16 tp", "fp16 pp", "bf16 tp muon"],
 )
 def test_lower_precision_differs_by_its_rounding(
     compute: str, limit: float, laid_out: dict[str, Any], ranks: Pool, single_process: SingleProcess, tiny: Recipe

@@ -13,6 +13,7 @@ from tests.distributed.test_layouts import (
     FOUR_LAYERS,
     GPT,
     ISOLATED,
+    MUON,
     ONE,
     RUNNING,
     SCALED,
@@ -30,6 +31,7 @@ ALL = layout(dp=2, tp=2, pp=2, zero=2)
 CHAINS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "2x2x2, one process, dp3": (TIED, [ALL, layout(), layout(dp=3, zero=1)]),
     "one process, 2x2x2 zero3, pp2": (RUNNING | SCALED, [layout(), ALL | {"layout.zero": 3}, layout(pp=2)]),
+    "muon: dp3, 2x2x2 zero2, one process": (MUON, [layout(dp=3, zero=1), ALL, layout()]),
     "pp2 zero-bubble, tp2": (FOUR_LAYERS, [layout(pp=2, **ZERO_BUBBLE), layout(tp=2)]),
     "pp4, tp4, dp2 zero3": (GPT | FOUR_LAYERS, [layout(pp=4), layout(tp=4), layout(dp=2, zero=3)]),
     "dp4 zero3 on two nodes, dp2 zero0, dp3 zero2": (
@@ -39,7 +41,11 @@ CHAINS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 
-QUICK = {"2x2x2, one process, dp3", "one process, 2x2x2 zero3, pp2"}  # `make test-slow` runs all
+QUICK = {
+    "2x2x2, one process, dp3",
+    "one process, 2x2x2 zero3, pp2",
+    "muon: dp3, 2x2x2 zero2, one process",
+}  # `make test-slow` runs all
 
 
 @pytest.mark.parametrize(

@@ -199,3 +199,19 @@ def test_a_plan_for_another_optimizer_keeps_its_moments(moments: Moments, matrix
     assert sum(state.bytes for state in found.states if "moment" in state.name) == kept
     assert found.parts["optimizer"] == pytest.approx(kept / GIB)
     assert sum(found.activations.values()) == pytest.approx(found.parts["activations"])
+
+
+def test_a_recipe_with_muon_has_one_momentum_and_makes_matrices_orthogonal() -> None:
+    plain = read_recipe(Path("examples/350m.toml"))
+    recipe = plain.replace({"hyperparameters.optimizer": "muon"})
+    with_muon, with_adam = (plan_recipe(each, "8xH100", "dp=8,mbs=1") for each in (recipe, plain))
+    moments = plan_recipe(plain, "8xH100", "dp=8,mbs=1", "muon")
+    assert with_muon.chosen.memory == moments.chosen.memory
+    # 7 matrices in each of L blocks, one after the other on 8 ranks, at most at the peak of the device.
+    shape = recipe.model
+    sizes = [sorted(p.shape) for p in shape.parameters() if p.role is Role.HIDDEN_WEIGHT]
+    flops = sum(5 * (4 * m * m * n + 2 * m**3) for m, n in sizes) / 8
+    more = with_muon.chosen.time.optimizer - with_adam.chosen.time.optimizer
+    assert more > flops / (with_muon.job.cluster.accelerator.peak_tflops * 1e12)
+    assert more < 8 * flops / (with_muon.job.cluster.accelerator.peak_tflops * 1e12)  # not all on one rank
+    assert moments.chosen.time == with_adam.chosen.time  # other codes: only the memory

@@ -32,7 +32,7 @@ def loss_of(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
 def trained(recipe: Recipe, steps: int, dtype: torch.dtype = torch.float32) -> tuple[Transformer, list[float]]:
     table = parameter_table(recipe)
     model = build_model(recipe.model, table, 0).to(dtype)
-    optimizer = Optimizer.build(dict(model.named_parameters()), table.rows, "adamw")
+    optimizer = Optimizer.build(dict(model.named_parameters()), table.rows, recipe.hyperparameters)
     losses = []
     for windows in batches(recipe, steps):
         loss = loss_of(model, windows)

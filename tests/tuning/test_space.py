@@ -349,6 +349,27 @@ def test_clipping_keeps_its_form(tiny: Recipe) -> None:
     assert ends(tiny, "hyperparameters.grad_clip") == pytest.approx([0.01, 100])
 
 
+def test_muon_has_values_of_its_own(tiny: Recipe) -> None:
+    own = "hyperparameters.muon."
+    shared = tiny.replace({"hyperparameters.optimizer": "muon"})
+    assert [path for path in space(shared, "global").paths if "muon" in path] == [f"{own}momentum"]
+    assert ends(shared, f"{own}momentum") == pytest.approx([0.999, 0.5])
+    faster = recipe_at(shared, {f"{own}momentum": 1.0, "hyperparameters.lr": 1.0}).hyperparameters
+    assert faster.muon is not None
+    assert (faster.muon.momentum, faster.of_matrices("lr")) == (pytest.approx(0.95**2), pytest.approx(0.02))
+    apart = shared.replace({"hyperparameters.muon": {"lr": 0.02, "match": "spectral"}})
+    assert {f"{own}lr", f"{own}momentum"} < set(space(apart, "per-module").paths)
+    assert not any("muon" in path for name in SETS for path in space(tiny, name).paths)
+    for recipe, path, says in (
+        (tiny, f"{own}lr", "there is no Muon; set hyperparameters.optimizer"),
+        (shared, f"{own}lr", "it is that of AdamW; set it, or search hyperparameters.lr for both"),
+        (shared, "hyperparameters.optimizer", "separately"),
+        (shared, "hyperparameters.modules.mlp.out.beta2", "Muon updates mlp.out, and has no beta2"),
+    ):
+        with pytest.raises(InputError, match=says):
+            space(recipe, path)
+
+
 def test_the_docs_state_the_bounds_of_every_value() -> None:
     page = Path("docs/concepts/spaces.md").read_text()
     rows = re.findall(r"^\| `(.+?)` \| ([\d.e-]+)[^|]* \| ([\d.e-]+)[^|]* \| ±(\d+) \| (.*) \|$", page, re.MULTILINE)

@@ -1,7 +1,7 @@
 """What the tests of checks share: small models with faults planted in their parameter table, and runs that end at a
 known loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,10 +43,16 @@ def family(
     rule: str = "complete-d-p",
     alpha: float = 1.0,
     tied_embeddings: bool = False,
+    overrides: Sequence[str] = (),
     **more: bool,
 ) -> PlantedModels:
     """Return the proxy with a vocabulary of 256 and sequences of 32; ``fault`` changes its table's rows."""
-    small = ["model.vocab_size=256", "model.seq_len=32", f"model.tied_embeddings={str(tied_embeddings).lower()}"]
+    small = [
+        *overrides,
+        "model.vocab_size=256",
+        "model.seq_len=32",
+        f"model.tied_embeddings={str(tied_embeddings).lower()}",
+    ]
     recipe = read_recipe(PROXY, [*small, f"scaling.rule={rule}", f"scaling.alpha={alpha}"])
     recipe = calibrated(recipe, min(WIDTHS), min(DEPTHS), start)
     return PlantedModels(recipe, synthetic(256, 32, 8), fault=fault, **more)

@@ -13,6 +13,7 @@ from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.verification import runs
 from leaven.verification.equivalence import equivalence
+from leaven.verification.model_instance import RunSetting
 from leaven.verification.recipe_family import RecipeFamily, RecipeTrial
 from leaven.verification.runs import RunStore
 from leaven.verification.sweep import sweep
@@ -175,3 +176,11 @@ def test_finished_runs_are_not_repeated(tiny: Recipe, tmp_path: Path) -> None:
     assert (tmp_path / runs.LINES).read_text() == kept
     with RunStore(tmp_path, 1, stop=lambda: True) as store, pytest.raises(runs.ChecksStopped, match="3 of 4"):
         store.run([*seeds, RecipeTrial(short.replace({"data.seed": 9}))])
+
+
+def test_a_swept_lr_moves_that_of_muon_by_the_same_factor(tiny: Recipe) -> None:
+    muon = {"match": "spectral", "lr": 0.02}
+    family = RecipeFamily(tiny.replace({"hyperparameters.optimizer": "muon", "hyperparameters.muon": muon}))
+    trial = family.trial(RunSetting(SMALL, 0.04)).recipe.hyperparameters  # the recipe has 0.01
+    assert (trial.lr, trial.of_matrices("lr")) == (0.04, pytest.approx(0.08))
+    assert family.trial(RunSetting(SMALL, 0.04)).key != RecipeFamily(tiny).trial(RunSetting(SMALL, 0.04)).key

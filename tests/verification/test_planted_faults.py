@@ -215,3 +215,50 @@ def test_a_fault_only_where_width_and_depth_both_grow() -> None:
     verdict = coordinates(both, (64, 256), (2, 4))
     assert {axis for _, axis in failed(verdict)} == {"width at depth 4"}
     assert verdict.fault == "residual"
+
+
+MUON = {
+    "spectral": [
+        "hyperparameters.optimizer=muon",
+        "hyperparameters.muon.match=spectral",
+        "hyperparameters.muon.lr=0.02",
+    ],
+    "adamw_rms": ["hyperparameters.optimizer=muon"],
+}
+MATRICES = ("attention.", "mlp.")
+
+
+@pytest.mark.parametrize("match", ["spectral", pytest.param("adamw_rms", marks=pytest.mark.slow)])
+def test_a_right_rule_passes_with_muon(match: str) -> None:
+    verdict = coordinates(depths=DEPTHS, overrides=MUON[match])
+    assert verdict.passed, failed(verdict)
+    verdict = gradients(overrides=MUON[match])
+    assert verdict.passed, failed(verdict)
+    judged = {(row.module, row.axis): row for row in verdict.rows}
+    assert judged["mlp.in", "width"].passed  # of its decay, because Muon has no eps
+    assert judged["mlp.in", "width"].parts["eps"] is None
+    assert judged["mlp.in", "bookkeeping"].parts["lr x decay x steps"] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("match", "planted", "sizes", "found"),
+    [
+        ("adamw_rms", fault(MATRICES, lr=times(lambda r: width(r) ** 0.5)), (WIDTHS, (2,)), "attention.query"),
+        ("spectral", fault(MATRICES, lr=times(lambda r: 1 / width(r))), (WIDTHS, (2,)), "attention.query"),
+        ("spectral", fault(MATRICES, lr=times(lambda r: depth(r) ** -0.5)), ((64,), DEPTHS), "mlp.out"),
+    ],
+    ids=["lr of AdamW as it is", "lr of Adam's rule", "lr of another alpha"],
+)
+def test_the_coordinate_check_names_a_fault_with_muon(
+    match: str, planted: Fault, sizes: tuple[tuple[int, ...], tuple[int, ...]], found: str
+) -> None:
+    failing = failed(coordinates(planted, *sizes, overrides=MUON[match]))
+    assert found in {module for module, _ in failing}
+    assert "embedding" not in {module for module, _ in failing}
+
+
+def test_the_gradient_check_sees_the_decay_of_muon() -> None:
+    unscaled = fault("mlp.in", weight_decay=lambda _, recipe: recipe.hyperparameters.weight_decay)
+    failing = failed(gradients(unscaled, overrides=MUON["adamw_rms"]))
+    assert failing.keys() == {("mlp.in", "width"), ("mlp.in", "bookkeeping")}
+    assert "lr x decay FALLS" in failing["mlp.in", "width"].note

@@ -83,9 +83,12 @@ def plan(
         typer.Option(metavar="SHARE", help="With --budget: assume this MFU (0 to 1) instead of planning layouts."),
     ] = None,
     moments: Annotated[
-        Moments,
-        typer.Option(help="Count memory for the states of this optimizer. leaven itself trains only with adam."),
-    ] = "adam",
+        Moments | None,
+        typer.Option(
+            help="Count memory for the states of this optimizer, by default that of the recipe. leaven itself does "
+            "not train with adam-8bit."
+        ),
+    ] = None,
     measure: Annotated[
         bool,
         typer.Option(
@@ -119,7 +122,7 @@ def plan(
         )
     if not recipe.exists() and recipe.suffix != ".toml" and len(recipe.parts) == 1:
         require_alone(context, f"the published run {recipe}", "overrides measure")
-        name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments)
+        name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments or "adam")
         document = found.document(explain, hourly, share)
         following = next_commands.after_plan_of_run(name, document.cluster)
     else:

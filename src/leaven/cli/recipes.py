@@ -159,7 +159,9 @@ def diff_runs(
         from leaven.catalogue.findings import Case
         from leaven.scaling.table import parameter_table
 
-        rows = diff_in_terms(left, right, lambda recipe: Case(recipe, parameter_table(recipe).rows).as_trained)
+        rows = diff_in_terms(
+            left, right, lambda recipe: Case(recipe, parameter_table(recipe.without_muon).rows).as_trained
+        )
     one, other = (of.id if isinstance(of, PublishedRun) else of.name for of in (left, right))
     print_document(rows, diff_screen(one, other, rows), json_output)
 
@@ -185,7 +187,7 @@ def check(
     from leaven.scaling.table import parameter_table
 
     read = load_recipe(recipe, overrides)
-    found = findings(read, lambda one: parameter_table(one).rows, corpus_tokens or _text_tokens(read))
+    found = findings(read, lambda one: parameter_table(one.without_muon).rows, corpus_tokens or _text_tokens(read))
     passed = all(one.severity == "note" for one in found)
     following = next_commands.after_check(recipe, read, overrides or ()) if passed else []
     document = RecipeCheck(

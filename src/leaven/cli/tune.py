@@ -291,7 +291,7 @@ def _with_laws(space: "Space") -> "Space":
     from leaven.scaling.table import parameter_table
 
     recipe = space.recipe
-    known = expectations(Case(recipe, parameter_table(recipe).rows))
+    known = expectations(Case(recipe, parameter_table(recipe.without_muon).rows))
     informed = space.expecting(known)
     if not any(each.expected for each in informed.dimensions):
         raise InputError(

@@ -4,6 +4,7 @@ fail if torch changes one of them."""
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import _backward
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_local_shape_and_global_offset,
+)
 
 # torch 2.13 renames both functions.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,6 +58,18 @@ def local_offset(tensor: DTensor) -> tuple[int, ...]:
     """Return the index, in the whole tensor, of the first element that this process stores."""
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset)
+
+
+def blocks(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return the block of the whole tensor that each rank of the tensor's mesh stores, in the order of the ranks: the
+    index of its first element, and its shape."""
+    mesh, found = tensor.device_mesh, []
+    for coordinate in product(*(range(size) for size in mesh.shape)):
+        shape, offset = _compute_local_shape_and_global_offset(
+            tensor.shape, mesh.shape, list(coordinate), tensor.placements
+        )
+        found.append((tuple(offset), tuple(shape)))
+    return found
 
 
 def pretend(rank: int, size: int) -> None:

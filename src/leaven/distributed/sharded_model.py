@@ -25,6 +25,7 @@ from leaven.distributed.pieces import Piece, piece_of
 from leaven.distributed.pipeline import MicroBatch, Pipeline, stage_numbers
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.distributed.tensor_parallel import shard_tensors
+from leaven.distributed.whole_matrices import WholeMatrices
 from leaven.model.initialise import fill
 from leaven.model.kernels import norms, widened
 from leaven.model.transformer import Stage, Transformer
@@ -179,6 +180,13 @@ class ShardedModel:
         """
         gradients = [each.parameter.grad for each in self.parameters]
         return self.norms([g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None])[0]
+
+    def whole_matrices(self) -> WholeMatrices | None:
+        """Return what applies functions to whole matrices of this model. With a single process, return None, because
+        all its matrices are whole."""
+        if self.group is SINGLE_PROCESS:
+            return None
+        return WholeMatrices({each.row.name: each.parameter for each in self.parameters}, self.group)
 
     def drop_gradients(self) -> None:
         for each in self.parameters:

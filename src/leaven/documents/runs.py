@@ -24,11 +24,14 @@ class ParameterValues(Entry):
     init_std: float
     lr: float  # peak learning rate of this parameter
     weight_decay: float  # weight decay; with AdamW, each step multiplies the parameter by 1 - lr x weight_decay
-    beta1: float
+    beta1: float  # of a matrix that Muon updates: its momentum; beta2 and eps are then 0
     beta2: float
     eps: float
     multiplier: float  # factor on the parameter's output in the forward pass
-    ratios: dict[str, float]  # size in the recipe / size in its base: fans, head dimension, depth, batch, tokens
+    match: float = 0.0  # factor on the steps of a matrix that Muon updates; 0: Adam updates the parameter
+    ratios: dict[
+        str, float
+    ]  # size in the recipe / size in its base: fans, head dimension, depth, batch, tokens, match
 
 
 class Totals(Entry):

@@ -161,16 +161,17 @@ class ClusterPlan:
         )
 
 
-def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None, moments: Moments = "adam") -> ClusterPlan:
+def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None, moments: Moments | None = None) -> ClusterPlan:
     """Plan a recipe on a cluster such as ``64xH100-80GB``, in the best layout or in one such as ``tp=8,pp=12``.
 
-    ``moments`` is the optimizer whose states are counted; leaven itself trains only with ``adam``.
+    ``moments`` is the optimizer whose states are counted, by default that of the recipe. leaven itself does not train
+    with ``adam-8bit``.
 
     Raises:
         InputError: as :func:`plan`, or if the accelerator's speed in the recipe's dtype is unknown.
     """
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
-    code = code.with_moments(moments)
+    code = code.with_moments(moments) if moments else code.with_muon(recipe.hyperparameters.ns_steps)
     job = Job(recipe.model, recipe.batch, cluster, code, compile=recipe.layout.compile)
     return plan(job, recipe.data.tokens, layout)
 

@@ -41,6 +41,9 @@ class TrainingCode:
     optimizer: int = 8  # moments, and the master copy if any
     master: int = 0  # fp32 copy of 16-bit weights; part of ``optimizer``
     optimizer_of_matrices: int | None = None  # as ``optimizer``, for matrices of blocks, if it differs (Muon)
+    ns_steps: int = (
+        0  # Newton-Schulz iterations on each matrix of a block in an optimizer step, as leaven does (Muon)
+    )
     # Copies.
     compute_copy: int = 2  # copy of fp32 weights in the compute dtype
     gathered_ends: int = 0  # gathered copy of embedding and unembedding, if every rank needs them in full
@@ -105,6 +108,10 @@ class TrainingCode:
         return replace(
             self, optimizer=self.master + (2 if moments == "adam-8bit" else 8), optimizer_of_matrices=matrices
         )
+
+    def with_muon(self, ns_steps: int) -> "TrainingCode":
+        """Return the training code with leaven's Muon, or unchanged if ``ns_steps`` is 0."""
+        return replace(self.with_moments("muon"), ns_steps=ns_steps) if ns_steps else self
 
 
 def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:

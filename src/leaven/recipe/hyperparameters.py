@@ -1,10 +1,18 @@
 """The hyperparameters of a recipe: global values, multipliers for modules, and multipliers over depth."""
 
+import math
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from leaven.recipe.base import Part
 from leaven.recipe.init_std import INITS, InitName
@@ -80,6 +88,33 @@ class Clip(Part):
         return self.limit if self.mode == "global" else {"mode": self.mode, "limit": self.limit}
 
 
+class Muon(Part):
+    """The settings of Muon, which updates the matrices inside the blocks if ``optimizer`` is ``muon``.
+
+    Muon replaces the momentum of a matrix by nearly the nearest matrix with orthogonal rows or columns (Jordan et al.
+    2024, https://kellerjordan.github.io/posts/muon/). Queries, keys and values are separate matrices, each with all
+    of its heads, and so are gate and input of a gated MLP (as in Moonlight, Liu et al. 2025, arXiv 2502.16982). AdamW
+    updates all other parameters.
+    """
+
+    lr: Positive | None = None  # peak learning rate of the matrices; None: ``hyperparameters.lr``
+    weight_decay: NonNegative | None = None  # of the matrices; None: ``hyperparameters.weight_decay``
+    momentum: Beta = 0.95  # weight of the earlier momentum when a gradient is added
+    nesterov: bool = True  # whether the gradient is added once more to the momentum before a step
+    # How the size of a step depends on the shape (``out`` x ``in``) of the matrix. spectral: lr x sqrt(max(1, out /
+    # in)) is its largest singular value (Jordan et al.); adamw_rms: 0.2 x lr is its RMS, as about that of a step of
+    # AdamW, so that lr and decay of AdamW can be used (Moonlight). ``adjust_lr_fn`` of torch.optim.Muon has the same
+    # two, as original and match_rms_adamw.
+    match: Literal["spectral", "adamw_rms"] = "adamw_rms"
+    ns_steps: int = Field(default=5, ge=1, lt=100)  # Newton-Schulz iterations that make the momentum orthogonal
+
+    def matching(self, out: float, into: float) -> float:
+        """Return the factor on the orthogonal matrix of a step, besides the lr, for a matrix (out, into)."""
+        if self.match == "spectral":
+            return math.sqrt(max(1.0, out / into))
+        return 0.2 * math.sqrt(max(out, into))
+
+
 class Hyperparameters(Part):
     """The hyperparameters of the base (``scaling.base``, usually a smaller model).
 
@@ -87,8 +122,9 @@ class Hyperparameters(Part):
     """
 
     # adamw: each step shrinks a weight by lr x weight_decay x weight. adam: weight_decay x weight is added to the
-    # gradient, and Adam divides the sum by the gradient's size (Loshchilov and Hutter 2019, arXiv 1711.05101).
-    optimizer: Literal["adamw", "adam"] = "adamw"
+    # gradient, and Adam divides the sum by the gradient's size (Loshchilov and Hutter 2019, arXiv 1711.05101). muon:
+    # as adamw, except for the matrices inside the blocks (:class:`Muon`).
+    optimizer: Literal["adamw", "adam", "muon"] = "adamw"
     lr: Positive  # peak learning rate
     # rule: the scaling rule computes the std of every matrix from init_std. Other names are published inits
     # (:data:`leaven.recipe.init_std.INITS`), which compute it from the shape of the model, without init_std.
@@ -104,6 +140,44 @@ class Hyperparameters(Part):
     grad_clip: Annotated[Clip, BeforeValidator(Clip.read), PlainSerializer(Clip.written)] = Clip(mode="global")
     modules: dict[str, Multipliers] = {}  # multipliers by the name of a module, such as mlp.out
     depth: DepthProfile = DepthProfile()
+    muon: Muon | None = None  # with optimizer = "muon"; None: the defaults of :class:`Muon`
+
+    @model_serializer(mode="wrap")
+    def _without_unset_muon(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Write no ``muon`` if it is None, so that hashes of recipes without Muon stay the same."""
+        return {key: value for key, value in write(self).items() if key != "muon" or value is not None}
+
+    def muon_of(self, role: Role) -> Muon | None:
+        """Return the settings of Muon, or None if Adam updates parameters of this role."""
+        return (self.muon or Muon()) if self.optimizer == "muon" and role is Role.HIDDEN_WEIGHT else None
+
+    @property
+    def ns_steps(self) -> int:
+        """The number of Newton-Schulz iterations in a step of Muon, or 0 without Muon."""
+        muon = self.muon_of(Role.HIDDEN_WEIGHT)
+        return muon.ns_steps if muon else 0
+
+    def of_matrices(self, quantity: Literal["lr", "weight_decay"]) -> float:
+        """Return the lr or weight decay of the matrices inside the blocks, before scaling."""
+        own: float | None = getattr(self.muon, quantity, None)
+        shared: float = getattr(self, quantity)
+        return shared if own is None else own
+
+    @model_validator(mode="after")
+    def _validate_muon(self) -> "Hyperparameters":
+        if self.muon is None:
+            return self
+        if self.optimizer != "muon":
+            raise ValueError(
+                f'muon: has no effect with optimizer = "{self.optimizer}"; set optimizer = "muon", or remove the '
+                "table muon (on the command line: --set hyperparameters.muon=)"
+            )
+        if self.muon.match == "spectral" and self.muon.lr is None:
+            raise ValueError(
+                'muon.lr: missing; with match = "spectral" the lr of AdamW is far too small for Muon: set muon.lr, '
+                'for example to 0.02, or use match = "adamw_rms"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _validate_init(self) -> "Hyperparameters":
@@ -119,11 +193,14 @@ class Hyperparameters(Part):
 
     @model_validator(mode="after")
     def _validate_decay(self) -> "Hyperparameters":
-        if self.optimizer == "adamw" and self.lr * self.weight_decay >= 1:
-            raise ValueError(
-                f"lr x weight_decay = {self.lr * self.weight_decay:g} erases a weight in one step; lower one of them "
-                "until the product is below 1"
-            )
+        for name, shrink in (
+            ("lr x weight_decay", self.lr * self.weight_decay),
+            ("muon.lr x muon.weight_decay", self.of_matrices("lr") * self.of_matrices("weight_decay")),
+        ):
+            if self.optimizer != "adam" and shrink >= 1:
+                raise ValueError(
+                    f"{name} = {shrink:g} erases a weight in one step; lower one of them until the product is below 1"
+                )
         return self
 
     def require_modules(self, known: Mapping[str, Role]) -> None:
@@ -151,7 +228,8 @@ class Hyperparameters(Part):
                 f"{where}: {module} has no residual multiplier; only the last matrices of branches have one: {ends}"
             )
         if known[module].is_matrix:
-            return None
+            none = quantity in {"beta2", "eps"} and self.muon_of(known[module])
+            return f"{where}: Muon updates {module}, and has no {quantity}; remove {quantity}" if none else None
         if quantity == "init_std":
             return f"{where}: {module} has no init_std: gains start at 1, biases at 0; remove init_std"
         if quantity == "weight_decay" and not self.decay_norm_and_bias:

@@ -264,6 +264,14 @@ class Recipe(Part):
             base.width, base.depth, d_ff=base.d_ff, d_head=base.d_head, n_kv_heads=base.n_kv_heads
         )
 
+    @property
+    def without_muon(self) -> "Recipe":
+        """Return the recipe with AdamW instead of Muon, for comparisons with values of Adam. Without Muon, return the
+        recipe itself."""
+        if self.hyperparameters.optimizer != "muon":
+            return self
+        return self.replace({"hyperparameters.optimizer": "adamw", "hyperparameters.muon": None})
+
     def replace(self, changes: Mapping[str, Any]) -> "Recipe":
         """Return a copy of the recipe with other values at the given dotted paths.
 

@@ -37,10 +37,11 @@ class Factors:
 AT_BASE = Factors(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 
-def factors(rule: Rule, role: Role, at: TensorRatios, scaling: Scaling) -> Factors:
+def factors(rule: Rule, role: Role, at: TensorRatios, scaling: Scaling, muon: bool = False) -> Factors:
     """Return the factors of a scaling rule for a tensor.
 
     ``at`` contains the tensor's sizes divided by those of the same tensor in the base, and ``scaling`` the exponents.
+    ``muon`` says whether Muon updates the tensor.
     """
 
     def product(*cells: Cell) -> float:
@@ -48,9 +49,9 @@ def factors(rule: Rule, role: Role, at: TensorRatios, scaling: Scaling) -> Facto
 
     return Factors(
         init_std=math.sqrt(product(*rule.of("init_variance", role))),
-        lr=product(*rule.of("lr", role)),
+        lr=product(*rule.of("lr", role, muon)),
         eps=product(*rule.of("eps", role)),
-        weight_decay=product(*rule.of("weight_decay", role)),
+        weight_decay=product(*rule.of("weight_decay", role, muon)),
         forward=product(*rule.of("forward", role)),
         residual=product(rule.residual),
         attention=product(rule.attention),

@@ -5,6 +5,7 @@ for each ratio::
 
     I  fan in       O  fan out      H  head dimension
     L  depth        B  batch        D  tokens
+    M  matching: Muon's factor on a step, which depends on the shape of the matrix (`Muon.matching`)
 
 ``I^-1 L^(alpha-1)`` is ``fan_in**-1 * depth**(alpha-1)``, and ``1`` means no change. An exponent is a sum of
 numbers and symbols. The symbols are ``alpha`` (``scaling.alpha``), ``t`` (``scaling.token_exponent``) and ``w`` (1 -
@@ -23,6 +24,7 @@ LETTERS = {
     "L": "depth",
     "B": "batch",
     "D": "tokens",
+    "M": "match",
 }
 
 
@@ -47,6 +49,7 @@ class TensorRatios:
     depth: float = 1.0  # number of layers of the model
     batch: float = 1.0  # batch size of the run in tokens
     tokens: float = 1.0  # training tokens of the run
+    match: float = 1.0  # Muon's factor on a step of this tensor, which depends on its shape
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,32 @@ NAME`` prints one. All tables differ from the papers in these points:
 ``complete-d-p`` differs from Table 1 of its paper in one cell, the eps of the final norm, where the paper has 1. The
 gradient of this gain falls as 1 / width (measured exponent -1.05 at initialisation, -0.91 after 150 steps), so its
 eps must fall, too. The difference is small as long as eps is much smaller than the gradient.
+
+**Muon.** With ``optimizer = "muon"``, hidden weights have the cells of ``Rule.muon``. No paper below has a rule for
+all four axes, so the cells are derived here:
+
+- Width. A step of Muon is lr x M x (orthogonal matrix), where the factor M depends on the shape (``Muon.matching``).
+  So its largest singular value is lr x M. Outputs change by the same amount at every width if this value is
+  proportional to sqrt(fan out / fan in) (the spectral condition; Yang, Simon and Bernstein 2023, arXiv 2310.17813).
+  So lr is proportional to I^-1/2 O^1/2 M^-1. With ``match = "spectral"`` M is sqrt(max(1, fan out / fan in)), and at
+  fixed proportions the lr does not change with width. With ``match = "adamw_rms"`` M is 0.2 sqrt(max(fan out, fan
+  in)), and the lr falls as 1 / sqrt(width). The code of 2512.05620 has I^-1/2 O^1/2, with M = 1.
+- Depth. The size of a step does not depend on the gradient's size, as with Adam. Each of L blocks changes the stream
+  by L^-alpha x lr, in the same direction. So the sum is constant if lr is proportional to L^(alpha-1), as for Adam.
+  The code of 2512.05620 has this with alpha = 1, that of 2603.28743 with alpha = 1/2.
+- Batch and tokens. In a step, the noise of the gradient has the norm of the orthogonal matrix, whatever its size, and
+  the signal is inversely proportional to the noise n of the momentum. A momentum that averages w steps of batch B has
+  n proportional to 1 / sqrt(w B), and repeats the same noise for w steps. So over K steps, noise moves a weight by lr
+  sqrt(K w), and signal by K lr sqrt(w B). With constant w these are the equations of Adam, and lr is proportional to
+  B^1/2 D^-t. If w grew with K, as Adam's half-lives do, the lr would have to change as B / D. So the momentum stays
+  as it is, like 0.95 in published runs. By their abstracts, 2603.15958 finds several pairs of momentum and batch
+  equally good, and 2510.03871 the rules of Adam for Scion. 2603.28743 has D^-0.32 (set ``token_exponent``).
+- Weight decay keeps lr x decay x steps constant, as for Adam. This is the most disputed cell. 2512.05620 has lr x
+  decay proportional to 1 / width, for models whose tokens grow with the width (then this product falls here, too,
+  with the steps). Published runs use 0.1 everywhere.
+
+All other parameters have the cells of Adam. Measured at small widths, Muon is off by up to width^0.2
+(:mod:`leaven.verification.coordinates`); 2512.05620 reports such deviations, too.
 """
 
 from collections.abc import Mapping
@@ -42,18 +68,21 @@ class Rule:
     residual: Cell  # multiplies each residual branch
     attention: Cell  # multiplies the scale of the attention logits, 1 / sqrt(d_head)
     half_life: Cell  # multiplies the half-life of Adam's moments in steps; to first order it divides 1 - beta
+    muon: Mapping[str, Cell]  # by quantity: cells of hidden weights that Muon updates, instead of those in ``cells``
     # Factors for batch and tokens, by quantity; they multiply the cells of all roles.
     columns: Mapping[str, Cell] = field(default_factory=dict)
 
-    def of(self, quantity: str, role: Role) -> tuple[Cell, ...]:
-        """Return the cells that are multiplied to get the factor on a quantity for a role."""
-        cell = self.cells[quantity][role]
+    def of(self, quantity: str, role: Role, muon: bool = False) -> tuple[Cell, ...]:
+        """Return the cells that are multiplied to get the factor on a quantity for a role. ``muon`` says whether Muon
+        updates the tensor."""
+        cell = self.muon[quantity] if muon and quantity in self.muon else self.cells[quantity][role]
         return (cell, self.columns[quantity]) if quantity in self.columns else (cell,)
 
     @property
     def shared(self) -> dict[str, Cell]:
         """Return the cells that all roles share, by the name under which they are printed."""
         columns = {f"{quantity} (all rows)": cell for quantity, cell in self.columns.items()}
+        columns |= {f"{quantity} (Muon)": cell for quantity, cell in self.muon.items()}
         return columns | {"residual": self.residual, "attention": self.attention, "half_life": self.half_life}
 
     def document(self) -> RuleDocument:
@@ -87,6 +116,13 @@ _STREAM = "derived: not in the table; like the embedding, it acts on the residua
 _SAME = "practice: the same value at every scale"
 _DIVIDED = Cell("H^-1/2", "Yang et al. 2022, arXiv 2203.03466, definition 4.1: logits q.k / d, constant kept at base")
 
+_SPECTRAL = "derived: largest singular value of a step proportional to sqrt(fan out / fan in), as in arXiv 2512.05620"
+_SHRINK = "derived: lr x decay x steps is constant; disputed, see arXiv 2512.05620"
+_MUON_OVER_DEPTH = {
+    "lr": Cell("I^-1/2 O^1/2 M^-1 L^(alpha-1)", f"{_SPECTRAL}; depth: as for Adam"),
+    "weight_decay": Cell("I^1/2 O^-1/2 M L^w", _SHRINK),
+}
+
 STANDARD = Rule(
     name="standard",
     source="common practice: the same values at every scale",
@@ -94,6 +130,7 @@ STANDARD = Rule(
     residual=Cell("1", _SAME),
     attention=Cell("1", "Vaswani et al. 2017, arXiv 1706.03762, equation 1: logits q.k / sqrt(d)"),
     half_life=Cell("1", _SAME),
+    muon={"lr": Cell("1", _SAME), "weight_decay": Cell("1", _SAME)},
 )
 
 _TP5 = "Tensor Programs V, Table 3: "
@@ -161,6 +198,10 @@ MUP = Rule(
     residual=Cell("1", f"{_MUP}multipliers: x + Block(x)"),
     attention=_DIVIDED,
     half_life=Cell("1", _NOT_MUP),
+    muon={
+        "lr": Cell("I^-1/2 O^1/2 M^-1", _SPECTRAL),
+        "weight_decay": Cell("I^1/2 O^-1/2 M", _SHRINK),
+    },
 )
 
 _DEY = "Table 1, "
@@ -214,6 +255,7 @@ COMPLETE_P = Rule(
     residual=Cell("L^-alpha", f"{_DEY}residual: x + m_L^-alpha Block(x)"),
     attention=_DIVIDED,
     half_life=Cell("1", "CompleteP does not cover batch or tokens"),
+    muon=_MUON_OVER_DEPTH,
 )
 
 _T1 = "Table 1, "
@@ -278,7 +320,8 @@ COMPLETE_D_P = Rule(
     },
     residual=Cell("L^-alpha", f"{_T1}multipliers: MHA residual, MLP residual"),
     attention=_DIVIDED,
-    half_life=Cell("B^-1 D", f"{_T1}AdamW (1-beta1), (1-beta2): m_B/m_D, in the power form"),
+    half_life=Cell("B^-1 D", f"{_T1}AdamW (1-beta1), (1-beta2): m_B/m_D, in the power form; not Muon's momentum"),
+    muon=_MUON_OVER_DEPTH,
     columns={
         "lr": Cell("B^1/2 D^-t", f"{_T1}learning rates, batch/tokens: sqrt(m_B/m_D), t = 1/2"),
         "eps": Cell("B^-1/2 D^t", f"{_T1}AdamW eps, batch/tokens: sqrt(m_D/m_B), t = 1/2"),

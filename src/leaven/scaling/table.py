@@ -8,7 +8,7 @@ the depth of the block. The betas are an exception: they are raised to a power i
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from leaven.recipe.hyperparameters import DepthProfile, Hyperparameters, Multipliers
@@ -31,6 +31,9 @@ class ParameterRow(Parameter):
     init_mean: float  # initial values are normal with this mean
     init_std: float
     lr: float  # at the peak of the schedule
+    # Factor on the steps of a matrix that Muon updates (``Muon.matching``). beta1 is then its momentum, and beta2 and
+    # eps are 0. With 0, Adam updates the parameter.
+    match: float = 0.0
     weight_decay: float
     beta1: float
     beta2: float
@@ -137,7 +140,12 @@ def parameter_row(
     """
     role = parameter.role
     module = base.modules.get(parameter.module, Multipliers())
-    moved = factors(RULES[scaling.rule], role, at, scaling)
+    muon, match = base.muon_of(role), 0.0
+    if muon is not None:
+        out, into = parameter.shape
+        match = muon.matching(out, into)
+        at = replace(at, match=match / muon.matching(out / at.fan_out, into / at.fan_in))
+    moved = factors(RULES[scaling.rule], role, at, scaling, muon is not None)
 
     def multiplier(quantity: str) -> float:
         """Return the module's multiplier times the multiplier for the block's depth."""
@@ -149,7 +157,12 @@ def parameter_row(
     forward = moved.forward
     if parameter.module in BRANCH_ENDS:
         forward *= base.residual * multiplier("residual") * moved.residual
-    decay = base.weight_decay if role.is_matrix or base.decay_norm_and_bias else 0.0
+    lr, decay = base.lr, base.weight_decay if role.is_matrix or base.decay_norm_and_bias else 0.0
+    beta1, beta2 = moved.beta(base.beta1, multiplier("beta1")), moved.beta(base.beta2, multiplier("beta2"))
+    eps = base.eps * multiplier("eps") * moved.eps
+    if muon is not None:
+        lr, decay = base.of_matrices("lr"), base.of_matrices("weight_decay")
+        beta1, beta2, eps = float(muon.momentum ** multiplier("beta1")), 0.0, 0.0
     std = 0.0  # of gains and biases
     if role.is_matrix:
         # The rule does not change a named init: `leaven.recipe.init_std.require_one_rule` refuses such recipes.
@@ -160,12 +173,13 @@ def parameter_row(
         **vars(parameter),
         init_mean=1.0 if role in _GAINS else 0.0,
         init_std=std,
-        lr=base.lr * multiplier("lr") * moved.lr,
+        lr=lr * multiplier("lr") * moved.lr,
         weight_decay=decay * multiplier("weight_decay") * moved.weight_decay,
-        beta1=moved.beta(base.beta1, multiplier("beta1")),
-        beta2=moved.beta(base.beta2, multiplier("beta2")),
-        eps=base.eps * multiplier("eps") * moved.eps,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
         multiplier=forward,
+        match=match,
         ratios=at,
     )
 
@@ -174,18 +188,22 @@ def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
     """Return parameter groups for an optimizer, without their key ``params``, which the caller has to add.
 
     Parameters of a module share a group if their lr, betas, eps and weight decay are equal. A group has the keys
-    module, param_names, peak_lr, lr, betas, eps and weight_decay.
+    module, param_names, peak_lr, lr, betas, eps and weight_decay. The groups of matrices that Muon updates have the
+    keys momentum and match in place of betas and eps.
     """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
-        key = (row.module, row.lr, row.weight_decay, row.beta1, row.beta2, row.eps)
+        key = (row.module, row.lr, row.weight_decay, row.beta1, row.beta2, row.eps, row.match)
         values = {
             "module": row.module,
             "param_names": [],
             "peak_lr": row.lr,
             "lr": row.lr,
-            "betas": (row.beta1, row.beta2),
-            "eps": row.eps,
+            **(
+                {"momentum": row.beta1, "match": row.match}
+                if row.match
+                else {"betas": (row.beta1, row.beta2), "eps": row.eps}
+            ),
             "weight_decay": row.weight_decay,
         }
         groups.setdefault(key, values)["param_names"].append(row.name)

@@ -135,10 +135,11 @@ def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 def _betas(table: ParameterTable) -> Iterator[CautionRow]:
     """Warn about betas outside the range in which runs have trained well, the range of ``leaven recipes check``."""
+    rows = [row for row in table.rows if not row.match]  # those that Adam updates
     for check in CHECKS:
-        if check.trained and check.hidden and (row := farthest(table.rows, check.hidden, check.trained)):
+        if check.trained and check.hidden and (row := farthest(rows, check.hidden, check.trained)):
             (low, high), name, beta = check.trained, check.hidden, getattr(row, check.hidden)
-            where = row.module if len({getattr(each, name) for each in table.rows}) > 1 else "all modules"
+            where = row.module if len({getattr(each, name) for each in rows}) > 1 else "all modules"
             facts: dict[str, Any] = {"name": name, "where": where, "low": low, "high": high}
             yield _caution(name, beta, high if beta > high else low, "beta", **facts)
 

@@ -219,7 +219,7 @@ def _require_moments(recipe: Recipe) -> None:
     """Raise InputError if a beta of Adam would be near 0, because the run has far fewer steps than its base."""
     base = recipe.hyperparameters
     for row in parameter_table(recipe).rows:
-        for name in ("beta1", "beta2"):
+        for name in () if row.match else ("beta1", "beta2"):  # a scaling rule does not change the momentum of Muon
             if getattr(row, name) < _LEAST_BETA <= getattr(base, name):
                 steps = recipe.data.tokens / recipe.batch.tokens
                 base_steps = recipe.base.tokens / recipe.base.batch_tokens

@@ -33,6 +33,7 @@ from leaven.training.device import DTYPES, default_device, keep_freed_memory, re
 from leaven.training.loop import Diverged, passes
 from leaven.training.metrics import Step, Telemetry
 from leaven.training.micro_batch import even, rule_of_thumb
+from leaven.training.muon import on_one_process
 from leaven.training.optimizer import MOMENTS, Clipper, LossScale, NoiseScale, Optimizer
 from leaven.training.rewind import Rewind, lr_factor, skipped
 from leaven.training.spikes import Limits
@@ -84,7 +85,8 @@ class Training:
         self.optimizer = Optimizer.build(
             {each.row.name: each.local for each in stored},
             [each.row for each in stored],
-            recipe.hyperparameters.optimizer,
+            recipe.hyperparameters,
+            **self._muon(),
         )
         self.clipper = Clipper.build(recipe.hyperparameters.grad_clip, self.sharded, table)
         self.loss_scale = LossScale.build(self.device) if recipe.precision.compute == "fp16" else None
@@ -98,6 +100,14 @@ class Training:
         self.stop: Callable[[], bool] = lambda: False
         self.telemetry = Telemetry(recipe, table, self.sharded)
         self.limits = Limits()  # on loss and gradient norm, set by the spike guard for the next step
+
+    def _muon(self) -> dict[str, Any]:
+        """Return the arguments of Muon that do not follow from the hyperparameters, if the run uses Muon."""
+        if not self.recipe.hyperparameters.ns_steps:
+            return {}
+        whole = self.sharded.whole_matrices()
+        lower = self.recipe.precision.compute != "fp32"
+        return {"dtype": torch.bfloat16 if lower else None, "on_whole": whole.map if whole else on_one_process}
 
     @property
     def model(self) -> Transformer:

@@ -138,7 +138,7 @@ def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
     """Estimate the bytes that training needs in addition to the weights, with the planner's formula."""
     shape, lower = recipe.model, recipe.precision.compute != "fp32"
     code = replace(
-        LEAVEN_BF16,
+        LEAVEN_BF16.with_muon(recipe.hyperparameters.ns_steps),
         compute_copy=2 if lower else 0,
         element=ACTIVATION_BYTES[recipe.precision.compute],
         residual=ACTIVATION_BYTES[recipe.precision.compute],

@@ -20,20 +20,21 @@ from torch import Tensor
 from leaven.catalogue.noise_scale import gradient_noise, squared_gradient
 from leaven.distributed.sharded_model import ShardedModel
 from leaven.model.kernels import gate, multiply_, wide, widened
-from leaven.recipe.hyperparameters import Clip
+from leaven.recipe.hyperparameters import Clip, Hyperparameters, Muon
 from leaven.scaling.apply import AT_BASE, Factors
 from leaven.scaling.table import ParameterRow, ParameterTable, optimizer_groups
+from leaven.training.muon import MuonWithAdamW
 
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""The names of Adam's state for a parameter: the step count, which is a scalar, and two moments, which have the shape
-of the parameter."""
+MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
+"""The names of the optimizer's state for a parameter: the step count of Adam, a scalar, and its two moments, or the
+momentum of Muon. Moments and momentum have the shape of the parameter."""
 
 Moments = Mapping[tuple[str, str], Tensor]
 
 
 def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow]) -> list[dict[str, Any]]:
     """Return groups for ``torch.optim``, with the keys module, param_names, params, peak_lr, lr, betas, eps and
-    weight_decay.
+    weight_decay; groups of Muon have momentum and match in place of betas and eps.
 
     Raises:
         ValueError: if a parameter has no row or two rows in the parameter table, or a row has no parameter.
@@ -53,7 +54,8 @@ def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterR
 
 @dataclass
 class Optimizer:
-    """Adam or AdamW with the groups of the parameter table. The schedule multiplies each group's peak learning rate.
+    """Adam, AdamW, or AdamW with Muon, with the groups of the parameter table. The schedule multiplies each group's
+    peak learning rate.
 
     If a batch ramp scales the betas, beta at step i is beta ** (1 / h_i), where h_i is the half-life of the moment at
     step i divided by the half-life at the full batch. Adam's bias correction must then divide by 1 minus the product
@@ -65,22 +67,32 @@ class Optimizer:
     adam: torch.optim.Adam
 
     @classmethod
-    def build(cls, parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow], kind: str) -> "Optimizer":
-        """Return an optimizer. The kind ``adamw`` has decoupled weight decay; ``adam`` adds weight decay to the
-        gradient (L2)."""
-        algorithm = torch.optim.AdamW if kind == "adamw" else torch.optim.Adam
-        return cls(algorithm(parameter_groups(parameters, rows), fused=True))
+    def build(
+        cls, parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow], tuned: Hyperparameters, **of_muon: Any
+    ) -> "Optimizer":
+        """Return the optimizer ``tuned.optimizer``: ``adamw`` has decoupled weight decay; ``adam`` adds weight decay
+        to the gradient (L2); ``muon`` is AdamW with Muon for matrices inside the blocks. ``of_muon`` are more
+        arguments of :class:`MuonWithAdamW`."""
+        groups = parameter_groups(parameters, rows)
+        if tuned.optimizer == "muon":
+            muon = tuned.muon or Muon()
+            how = {"nesterov": muon.nesterov, "ns_steps": muon.ns_steps} | of_muon
+            return cls(MuonWithAdamW(groups, fused=True, **how))
+        algorithm = torch.optim.AdamW if tuned.optimizer == "adamw" else torch.optim.Adam
+        return cls(algorithm(groups, fused=True))
 
     def step(self, multiplier: float, skip: Tensor | None = None, ramp: Factors = AT_BASE) -> None:
         """Update the parameters with ``multiplier`` times the peak lr of each group, and drop the gradients. If
         ``skip``, a tensor on the device, is true, the parameters do not change. During a batch ramp, ``ramp``
         converts lr, betas, eps and weight decay from the full batch to the current batch."""
         for group in self.adam.param_groups:
-            full = group.setdefault("full", {key: group[key] for key in ("betas", "eps", "weight_decay")})
+            keys = ("weight_decay",) if "match" in group else ("betas", "eps", "weight_decay")
+            full = group.setdefault("full", {key: group[key] for key in keys})
             group["lr"] = group["peak_lr"] * multiplier * ramp.lr
-            group["betas"] = tuple(ramp.beta(beta) for beta in full["betas"])
-            group["eps"] = full["eps"] * ramp.eps
             group["weight_decay"] = full["weight_decay"] * ramp.weight_decay
+            if "betas" in full:
+                group["betas"] = tuple(ramp.beta(beta) for beta in full["betas"])
+                group["eps"] = full["eps"] * ramp.eps
         wait = skip is not None and skip.device.type == "mps"  # the gate of the fused kernel is not tested on mps
         if skip is not None and not wait:
             gate(self.adam, skip)
@@ -92,15 +104,16 @@ class Optimizer:
         """Multiply Adam's step counts by ``factor`` after a change of the batch size. ``factor`` is the new half-life
         of the moments divided by the old half-life, both in steps."""
         for state in self.adam.state.values():
-            state["step"] *= factor
+            if "step" in state:
+                state["step"] *= factor
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         for group in self.adam.param_groups:
             yield from zip(group["param_names"], group["params"], strict=True)
 
     def state_dict(self) -> dict[tuple[str, str], Tensor]:
-        """Return Adam's moments and step counts by (kind, parameter name), where the kind is ``step``, ``exp_avg`` or
-        ``exp_avg_sq``. The keys do not depend on the order of the groups."""
+        """Return the optimizer's state by (kind, parameter name). The kinds are those of :data:`MOMENTS`. The keys do
+        not depend on the order of the groups."""
         return {
             (kind, name): value
             for name, parameter in self._named()

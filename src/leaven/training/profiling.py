@@ -131,19 +131,21 @@ def record_of(
 ) -> CalibrationRecord:
     """Return a record of the predicted and the measured cost of a step. The ``measured`` time is the median over
     ``steps`` steps."""
-    accelerator = accelerator_of(device)
+    accelerator, shape, compute = accelerator_of(device), recipe.model, recipe.precision.compute
+    ns_steps = recipe.hyperparameters.ns_steps
     return CalibrationRecord(
         by=by,
         device=device_name(device),
         accelerator=accelerator.name if accelerator else None,
         threads=torch.get_num_threads() if device.type == "cpu" else None,
-        compute=recipe.precision.compute,
-        model=recipe.model,
+        compute=compute,
+        model=shape,
         layout=recipe.layout,
         batch_tokens=batch_tokens,
         micro_batch=how.micro_batch,
         grad_accumulation=how.grad_accumulation,
-        predicted=predicted(recipe.model, how, accelerator.name, recipe.precision.compute) if accelerator else None,
+        ns_steps=ns_steps,
+        predicted=predicted(shape, how, accelerator.name, compute, ns_steps) if accelerator else None,
         measured=measured,
         steps=steps,
         torch=version("torch"),

@@ -262,7 +262,7 @@ def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
 def changeable(path: str) -> bool:
     """Return whether ``--rewind-to`` may change the value at a dotted path of the recipe."""
     section, *keys = path.split(".")
-    if section == "hyperparameters" and keys[0] in {"modules", "depth"}:
+    if section == "hyperparameters" and keys[0] in {"modules", "depth", "muon"}:
         return keys[-1] in HYPERPARAMETERS
     return section in SECTIONS or (section == "hyperparameters" and keys[0] in HYPERPARAMETERS)
 

@@ -6,9 +6,9 @@ distances ``octaves``, whatever their unit. A study's store has the same numbers
 
 Most distances are in octaves: a distance of 1 doubles the value. Some values have further rules:
 
-- ``beta1`` and ``beta2``: at distance x, beta becomes ``beta ** 2^x``. A distance of 1 halves the half-life of the
-  moment: 1 - beta about doubles, and beta stays within (0, 1). A multiplier of a beta, for a module or over depth, is
-  an exponent of the global beta, so a distance of 1 doubles the exponent.
+- ``beta1``, ``beta2`` and Muon's momentum: at distance x, beta becomes ``beta ** 2^x``. A distance of 1 halves the
+  half-life of the moment: 1 - beta about doubles, and beta stays within (0, 1). A multiplier of a beta, for a module
+  or over depth, is an exponent of the global beta, so a distance of 1 doubles the exponent.
 - ``schedule.warmup_tokens`` and ``data.tokens`` are rounded to whole tokens, at least one.
 - ``batch.tokens`` is rounded to whole sequences; a batch ramp or batch stages are scaled in proportion. The sequences
   and their order stay the same, so a larger batch means fewer steps.
@@ -31,6 +31,7 @@ from typing import Any
 
 from leaven.recipe.hyperparameters import DepthProfile, Multipliers
 from leaven.recipe.recipe import Recipe, split_path
+from leaven.recipe.shape import Role
 from leaven.scaling.transfer import moved_batch
 
 QUANTITIES = tuple(Multipliers.model_fields)
@@ -40,7 +41,11 @@ FLOOR, COOLDOWN, OPTIMIZER = "schedule.min_lr_ratio", "schedule.decay_ratio", "h
 GLOBAL = (*(f"hyperparameters.{quantity}" for quantity in QUANTITIES), WARM_UP, BATCH)
 OTHERS = (CLIP, DROPOUT, FLOOR, COOLDOWN, DECAY, OPTIMIZER)
 """Values of the whole recipe that ``global-full`` adds to ``global``."""
-WHOLE_RECIPE = (*GLOBAL, *OTHERS, TOKENS)
+MUON = ("hyperparameters.muon.lr", "hyperparameters.muon.weight_decay", "hyperparameters.muon.momentum")
+"""Values of Muon. Its lr and weight decay are searched only if the recipe sets them: otherwise they are those of
+AdamW, which move both."""
+WHOLE_RECIPE = (*GLOBAL, *OTHERS, *MUON, TOKENS)
+BETAS = ("beta1", "beta2", "momentum")
 POINTS = 3  # points of a searched depth profile: enough for a tilt and a bend
 TENTHS = {DROPOUT: 1.0, FLOOR: 1.0}
 """Values that may be 0, with the highest value that a recipe may have."""
@@ -97,7 +102,9 @@ def value_at(recipe: Recipe, path: str) -> Value | None:
     if path == CLIP:
         return recipe.hyperparameters.grad_clip.limit
     *outer, last = split_path(path)
-    if outer[1:]:
+    if path in MUON:
+        value = getattr(recipe.hyperparameters.muon_of(Role.HIDDEN_WEIGHT), last, None)
+    elif outer[1:]:
         value = getattr(recipe.hyperparameters.modules.get(outer[2], Multipliers()), last)
     else:
         value = getattr(getattr(recipe, outer[0]), last)
@@ -110,7 +117,7 @@ def distance(path: str, value: float, to: float) -> float:
 
 
 def _unit(path: str) -> str:
-    return "tenth" if path in TENTHS else "beta" if quantity_of(path) in {"beta1", "beta2"} else "octave"
+    return "tenth" if path in TENTHS else "beta" if quantity_of(path) in BETAS else "octave"
 
 
 def moved(unit: str, value: float, x: float) -> float:

@@ -4,7 +4,8 @@ The user gives a space by the name of a set or by the paths of values. Distances
 octave doubles a value. ``point.py`` lists the values with other units. The sets are:
 
 - ``global`` has the nine values that apply to all modules: lr, init_std, residual (the multiplier of the residual
-  branches), weight_decay, beta1, beta2, eps, warm-up and batch.
+  branches), weight_decay, beta1, beta2, eps, warm-up and batch. With Muon, this set and ``per-module`` also have its
+  momentum, and its lr and weight_decay if the recipe sets them.
 - ``global-full`` adds clipping, dropout, min_lr_ratio, decay_ratio and the choices of decay and optimizer.
 - ``per-module`` has 25 to 35 values: lr, init_std and residual of each module, two points of an lr profile over
   depth, and the global weight_decay, beta1, beta2 and eps. Among the values that Mlodozeniec et al. 2025
@@ -47,10 +48,13 @@ from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.point import (
     BATCH,
+    BETAS,
     CHOICES,
     COOLDOWN,
     FLOOR,
     GLOBAL,
+    MUON,
+    OPTIMIZER,
     OTHERS,
     QUANTITIES,
     TENTHS,
@@ -90,6 +94,10 @@ BOUNDS = {
     "lr": Bounds(1e-6, 1.0, 3.0, 1.0, "published peaks: 1e-5 to 0.012; a step of Adam at 1 moves weights by about 1"),
     "init_std": Bounds(1e-4, 2.0, 3.0, 1.0, "published: 0.0006 to 0.08; embeddings up to 1"),
     "residual": Bounds(1 / 32, 8.0, 3.0, 1.0, "named inits divide by sqrt(2 n_layers): 1/32 at 512 blocks"),
+    "hyperparameters.muon.lr": Bounds(
+        1e-5, 1.0, 3.0, 1.0, "usual: 0.02 with match spectral, and values of AdamW with adamw_rms"
+    ),
+    "momentum": Bounds(0.5, 0.999, 2.0, 2.0, "half-lives of 1 to 693 steps; published: 0.95"),
     "weight_decay": Bounds(1e-4, 10.0, 4.0, 2.0, "a hundred times less and more than published (0.01 to 0.1)"),
     "beta1": Bounds(*_TRAINED["beta1"], 2.0, 2.0, "half-lives of 1 to 69 steps; published: 0.9, leaven's own: 0.53"),
     "beta2": Bounds(*_TRAINED["beta2"], 4.0, 2.0, "half-lives of 7 to 6,931 steps; published: 0.95 to 0.999"),
@@ -331,16 +339,17 @@ def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list
         points = [point.depth_points(recipe, quantity) for quantity in quantities]
         return [path for each in points for path in each if path != each[len(each) // 2]]
 
+    of_muon = [path for path in MUON if path in known]
     match name:
         case "global":
-            return list(GLOBAL)
+            return [*GLOBAL, *of_muon]
         case "global-full":
-            return [*GLOBAL, *OTHERS]
+            return [*GLOBAL, *of_muon, *OTHERS]
         case "per-module":
             rest = [f"hyperparameters.{quantity}" for quantity in ("weight_decay", "beta1", "beta2", "eps")]
             others = _scaled_by_others(recipe.model)
             own = [path for path in by_module("init_std") if split_path(path)[2] not in others]
-            return [*by_module("lr"), *own, *by_module("residual"), *over_depth("lr"), *rest]
+            return [*by_module("lr"), *own, *by_module("residual"), *over_depth("lr"), *rest, *of_muon]
         case "per-module-full":
             return [*by_module(*QUANTITIES), *over_depth(*QUANTITIES)]
     found = [path for path in known if fnmatchcase(path, name.replace("[", "[[]"))] if "*" in name else [name]
@@ -389,7 +398,16 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
     """Return the reason why the value at a path cannot be searched, or None if a search is possible."""
     value, quantity, decay = point.value_at(recipe, path), quantity_of(path), recipe.schedule.decay
     reason = None
-    if value is None:
+    if path in MUON and value is None:
+        reason = (
+            "the recipe does not set it, so it is that of AdamW; set it, or search hyperparameters."
+            f"{quantity} for both"
+            if recipe.hyperparameters.optimizer == "muon"
+            else 'there is no Muon; set hyperparameters.optimizer = "muon"'
+        )
+    elif path == OPTIMIZER and value == "muon":
+        reason = "Muon has values of its own; search a recipe with Muon and a recipe with AdamW separately"
+    elif value is None:
         reason = (
             f'init = "{recipe.hyperparameters.init}" sets every standard deviation itself; search '
             "hyperparameters.modules.MODULE.init_std, or write an init_std"
@@ -474,7 +492,7 @@ def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
     elif globally is not None:
         value = globally**value if quantity_of(path).startswith("beta") else globally * value
     # A beta falls as its distance rises.
-    which = 1 - side if quantity_of(path) in {"beta1", "beta2"} else side
+    which = 1 - side if quantity_of(path) in BETAS else side
     end, natural = (low, high)[which], bounds.natural[which]
     x = point.distance(path, value, end)
     x = max(x, 0.0) if side else min(x, 0.0)

@@ -14,6 +14,9 @@ properties of a scaling rule are judged:
 
 :mod:`leaven.verification.invariants` checks what follows from the optimizer's settings alone.
 
+Of matrices that Muon updates, only the second property is judged: Muon has no eps, and the coordinate check judges
+its lr.
+
 Gains of query and key norms are an exception over width. All heads share such a gain, so its gradient is a sum over
 heads. At the start, the terms of this sum have independent signs. After about 150 steps the signs agree, and the
 gradient has the exponent 0, which is also the exponent of eps for these gains. So a check with fewer than 150 steps
@@ -67,6 +70,7 @@ class GradientRecord:
     decay: float  # lr x weight_decay: the share by which a weight shrinks in a step
     shape: tuple[int, ...]  # shape of the parameter in one layer
     layers: int
+    muon: bool  # whether Muon updates the parameter, which has no eps
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
         parameters = dict(instance.model.named_parameters())
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         settings = {
-            parameter: (group.get("eps", 0.0), group["lr"] * group.get("weight_decay", 0.0))
+            parameter: (group.get("eps", 0.0), group["lr"] * group.get("weight_decay", 0.0), "match" in group)
             for group in instance.optimizer.param_groups
             for parameter in group["params"]
         }
@@ -127,10 +131,10 @@ class GradientCheck(SizeCheck[GradientRecord]):
             label = instance.label(name)
             if label is not None and label in first:
                 layers = records[label].layers + 1 if label in records else 1
-                eps, decay = settings[parameter]
+                eps, decay, muon = settings[parameter]
                 end = math.sqrt(sum(gradient[label] ** 2 for gradient in late) / len(late))
                 records[label] = GradientRecord(
-                    first[label], end, moved[label], eps, decay, tuple(parameter.shape), layers
+                    first[label], end, moved[label], eps, decay, tuple(parameter.shape), layers, muon
                 )
         return records
 
@@ -148,7 +152,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
         failed = partial(row, slope=None, limit=START_LIMIT, passed=False, beyond=math.inf)
         if failure := _failure(records):
             return failed(note=failure)
-        if eps is None:
+        if eps is None and not (decay is not None and records[0].muon):
             return row(slope=None, limit=None, passed=None, note="no eps")
         if not all(math.isfinite(record.end) for record in records):
             return failed(note=NOT_FINITE)
@@ -157,9 +161,9 @@ class GradientCheck(SizeCheck[GradientRecord]):
         # the lowest exponent under a right rule, see the top of this file
         lower = self.family.alpha - 1 if axis.name == "depth" else 0.0
         judged = []  # (distance beyond the limit, exponent, limit, name)
-        if start is not None and not shared:
+        if eps is not None and start is not None and not shared:
             judged.append((abs(start - eps) - START_LIMIT, start - eps, START_LIMIT, "eps"))
-        if end is not None and (not shared or self.steps >= COHERENT_STEPS):
+        if eps is not None and end is not None and (not shared or self.steps >= COHERENT_STEPS):
             limit, gap = START_LIMIT if shared else END_LIMIT, end - eps
             judged.append((max(gap, lower * inside - gap) - limit, gap, limit, "eps"))
         if decay is not None:

@@ -58,14 +58,16 @@ def combinations(instance: ModelInstance, steps: float = 1.0) -> Combinations:
     """Return ``lr x eps x entries`` and the other combinations of a model's optimizer settings, for each parameter.
 
     ``steps`` is the number of steps of the run, divided by that of the run at the smallest scale. Parameters without
-    an eps in their optimizer group are left out.
+    an eps in their optimizer group are left out, except those that Muon updates. These have no eps and betas: the
+    combinations with them are 0.
     """
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int]]] = {}
     for name, parameter in instance.model.named_parameters():
         label = instance.label(name)
-        if label is not None and "eps" in groups.get(parameter, {}):
-            found.setdefault(label, []).append((groups[parameter], parameter.numel()))
+        group = groups.get(parameter, {})
+        if label is not None and ("eps" in group or "match" in group):
+            found.setdefault(label, []).append(({"eps": 0.0, "betas": (0.0, 0.0)} | group, parameter.numel()))
 
     def half_life(beta: float) -> float:
         return -math.log(2) / math.log(beta) / steps if beta else 0.0

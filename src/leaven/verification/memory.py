@@ -130,7 +130,8 @@ def check_memory(
 
 def tensors(recipe: Recipe) -> TrainingCode:
     """Return the planner's constants of leaven's trainer, for tensors only."""
-    return (LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16).tensors_only()
+    code = LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16
+    return code.tensors_only().with_muon(recipe.hyperparameters.ns_steps)
 
 
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:

@@ -101,6 +101,10 @@ class RecipeFamily:
             "data.seed": recipe.data.seed + setting.seed,
             "start": {},  # from scratch, because start weights have a fixed shape
         }
+        own = getattr(recipe.hyperparameters.muon, setting.quantity, None)
+        if own is not None:  # the value of Muon keeps its ratio to that of AdamW
+            before = getattr(recipe.hyperparameters, setting.quantity)
+            changes[f"hyperparameters.muon.{setting.quantity}"] = own * setting.value / before
         if not setting.ruled:
             # With this batch and run length as base, the rule changes nothing.
             changes["scaling.base.batch_tokens"] = round(recipe.base.batch_tokens * scale.batch)

@@ -179,5 +179,5 @@ class SmallModels(RecipeFamily):
         )
         table = self.table(recipe)
         model = build_model(recipe.model, table, seed)
-        optimizer = Optimizer.build(dict(model.named_parameters()), table.rows, recipe.hyperparameters.optimizer)
+        optimizer = Optimizer.build(dict(model.named_parameters()), table.rows, recipe.hyperparameters)
         return ModelInstance(model, optimizer.adam, self.batches, seed, own_labels(model))

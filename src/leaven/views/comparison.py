@@ -125,7 +125,9 @@ def _different(recipes: Sequence[Recipe]) -> list[ComparedValue]:
     own: dict[str, Any] = {}
     others: list[dict[str, Any]] = []
     for recipe in recipes[1:]:
-        rows = diff_in_terms(recipes[0], recipe, lambda one: Case(one, parameter_table(one).rows).as_trained)
+        rows = diff_in_terms(
+            recipes[0], recipe, lambda one: Case(one, parameter_table(one.without_muon).rows).as_trained
+        )
         own |= {row.path: row.a for row in rows}
         others.append({row.path: row.b for row in rows})
     return [

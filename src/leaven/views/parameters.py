@@ -34,7 +34,7 @@ HEADERS = {
     "multiplier": "multiplier",
 }
 """The values of a parameter that are displayed, with their headers on pages."""
-_SUBSCRIPTS = {"I": "in", "O": "out", "H": "head"}
+_SUBSCRIPTS = {"I": "in", "O": "out", "H": "head", "M": "match"}
 AnyRow = TypeVar("AnyRow", ParameterRow, ParameterValues)  # of the parameter table, or the document of leaven show
 
 
@@ -103,8 +103,8 @@ def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: s
     """Return why a tensor's value differs from its base value: a formula such as ``m_in^-1 = 0.25``, or a sentence.
 
     The formula gives the factor by which the scaling rule multiplies the base value. The symbols m_in, m_out, m_H,
-    m_L, m_B and m_D are ratios target / base: of the tensor's fan in and fan out, the head dimension, the depth, the
-    batch size and the tokens.
+    m_L, m_B, m_D and m_match are ratios target / base: of the tensor's fan in and fan out, the head dimension, the
+    depth, the batch size, the tokens, and Muon's factor on a step.
     """
     init = recipe.hyperparameters.init
     if quantity == "init_std" and init != "rule" and row.init_std:
@@ -115,8 +115,8 @@ def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: s
         return "gains and biases have no weight decay (decay_norm_and_bias)"
     moving = [cell.text for cell in cells if cell.text != "1"]
     if not moving:
-        return "does not change with scale"
-    formula = re.sub(r"\b[IOHLBD]\b", lambda match: f"m_{_SUBSCRIPTS.get(match[0], match[0])}", " ".join(moving))
+        return "Muon has none" if row.match and quantity in {"beta2", "eps"} else "does not change with scale"
+    formula = re.sub(r"\b[IOHLBDM]\b", lambda match: f"m_{_SUBSCRIPTS.get(match[0], match[0])}", " ".join(moving))
     if quantity == "init_std":
         return f"square root of the variance factor {formula} = {value(factor**0.5)}"
     if quantity in {"beta1", "beta2"}:
@@ -131,8 +131,10 @@ def _cells(rule: Rule, row: ParameterRow, quantity: str) -> tuple[Cell, ...]:
     match quantity:
         case "init_std":
             return rule.of("init_variance", row.role)
+        case "beta1" | "beta2" | "eps" if row.match:  # of Muon
+            return ()
         case "lr" | "weight_decay" | "eps":
-            return rule.of(quantity, row.role)
+            return rule.of(quantity, row.role, bool(row.match))
         case "beta1" | "beta2":
             return (rule.half_life,)
         case _:

@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.interop.configs.recipes import FAMILIES, PER_MODULE, transferred
 from tests.interop.configs.test_import import assert_same
 
 from leaven.interop.configs import from_torchtitan
-from leaven.interop.configs.export import export
+from leaven.interop.configs.export import TARGETS, export
 from leaven.interop.configs.per_parameter import TORCHTITAN_NAMES
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
@@ -201,3 +202,18 @@ def test_megatrons_init_is_what_is_compared_with(tiny: Recipe) -> None:
     stds = [float(tensor.std()) for tensor in tensors]
     assert stds == pytest.approx([0.1, 0.05, 0.1], rel=0.01)
     assert [loss.value for loss in export("megatron", tiny).losses] == ["0.1"]  # and would be 0.05
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_muon_is_lost(tiny: Recipe, name: str) -> None:
+    muon = {"match": "spectral", "lr": 0.02, "weight_decay": 0.3}
+    with_muon = export(name, tiny.replace({"hyperparameters.optimizer": "muon", "hyperparameters.muon": muon}))
+    adamw = export(name, tiny)
+    lost = [loss for loss in with_muon.losses if loss not in adamw.losses]
+    assert [(loss.key, loss.value) for loss in lost] == [("hyperparameters.optimizer", "muon")]
+    assert "would be adamw" in lost[0].why
+
+    def settings(files: Mapping[str, str]) -> set[str]:
+        return {line.rstrip(",[] ") for text in files.values() for line in text.splitlines() if "lost" not in line}
+
+    assert settings(adamw.files) <= settings(with_muon.files)  # no lr of Muon for AdamW

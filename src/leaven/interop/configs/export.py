@@ -86,7 +86,7 @@ def default_path(name: str, recipe_name: str) -> str:
 
 def export(name: str, recipe: Recipe) -> Export:
     """Return the files for a target, and the values of the recipe that the target cannot represent."""
-    to, run = target(name), ResolvedRecipe(recipe)
+    to, run = target(name), ResolvedRecipe(recipe.without_muon)
     if to.architecture:
         architecture, changes = nearest(recipe.model, trained=True)
         shape = ModelShape.model_validate(recipe.model.model_dump() | changes)
@@ -104,6 +104,9 @@ def export(name: str, recipe: Recipe) -> Export:
     (unlike, _), chosen = min(compared, key=lambda each: each[0][1])
     known: dict[str, Any] = _context(to, run, shape, chosen)
     common = tomllib.loads((HERE / "targets/common.toml").read_text(encoding="utf-8"))
+    if recipe.hyperparameters.optimizer == "muon":
+        why = "would be adamw for all parameters, with hyperparameters.lr; tune it for AdamW before you train"
+        losses.append(LossRow(key="hyperparameters.optimizer", value="muon", why=why))
     losses += unlike + [LossRow(**row) for row in _texts((*common["lost"], *to.lost), known)]
     notes = [row["text"] for row in _texts((*common["notes"], *to.notes), known)]
     known["lost"], known["notes"] = [loss.text for loss in losses], notes

@@ -85,6 +85,8 @@ _SHARED = {
     "residual": "each branch",
     "attention": "attention logits x sqrt(d_head)",
     "half_life": "half-life of the moments, in steps",
+    "lr (Muon)": "lr of hidden weights with Muon",
+    "weight_decay (Muon)": "weight decay of hidden weights with Muon",
 }
 _LETTERS = (
     "ratios target / base",
@@ -93,6 +95,7 @@ _LETTERS = (
     "L depth",
     "B batch",
     "D tokens",
+    "M Muon's factor on a step, which depends on the shape",
     "t token exponent",
     "w 1 - alpha if scale_decay_with_depth, else 0",
     "0 switched off",

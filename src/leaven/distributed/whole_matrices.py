@@ -1,0 +1,100 @@
+"""Applies a function to matrices of which each process stores only a block.
+
+Each matrix has an owner: a process that gets the whole matrix, applies the function, and sends the blocks of the
+result back. The processes that share the matrices are owners in turn, so no work is done twice, and a process has one
+whole matrix at a time. This is exact: the owner computes what a single process would compute.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from leaven.distributed.compat import blocks
+from leaven.distributed.pieces import cut
+from leaven.distributed.process_group import ProcessGroup
+
+Block = tuple[tuple[int, ...], tuple[int, ...]]
+"""The index of a block's first element in the whole matrix, and the shape of the block."""
+
+
+@dataclass(frozen=True)
+class SplitMatrix:
+    """A matrix whose blocks are stored by the processes of a group."""
+
+    shape: tuple[int, ...]  # of the whole matrix
+    blocks: Sequence[Block]  # of each rank of the group; several ranks may have the same block
+
+    def senders(self, owner: int) -> dict[int, Block]:
+        """Return the ranks that send their blocks to the ``owner``, so that it gets every block once: itself, if it
+        has a block, or else the first rank with this block."""
+        first: dict[Block, int] = {}
+        for rank in (owner, *range(len(self.blocks))):
+            first.setdefault(self.blocks[rank], rank)
+        return {rank: block for block, rank in first.items()}
+
+
+class WholeMatrices:
+    """Applies functions to whole matrices, which are known by name. All processes that share the matrices must call
+    :meth:`map` together."""
+
+    def __init__(self, parameters: dict[str, Tensor], group: ProcessGroup) -> None:
+        """``parameters`` are matrices of this process's stages, sharded over all processes that have these stages."""
+        assert group.mesh is not None
+        ranks = group.mesh.mesh.flatten(1)  # by pipeline rank
+        self._group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            ranks.tolist()
+        )[0]
+        self._rank, self._size = dist.get_rank(self._group), ranks.shape[1]
+        self._matrices = {
+            name: SplitMatrix(tuple(parameter.shape), blocks(parameter))
+            for name, parameter in parameters.items()
+            if isinstance(parameter, DTensor)
+        }
+
+    def map(
+        self, function: Callable[[Tensor], Tensor], names: Iterable[str], mine: Iterable[Tensor]
+    ) -> Iterator[Tensor]:
+        """Yield this process's block of ``function`` of each matrix. ``mine`` are its blocks of the matrices. The
+        results have the shapes and dtype of the matrices."""
+        pairs = zip(names, mine, strict=True)
+        while some := list(islice(pairs, self._size)):
+            yield from self._round(function, [self._matrices[name] for name, _ in some], [block for _, block in some])
+
+    def _round(
+        self, function: Callable[[Tensor], Tensor], matrices: Sequence[SplitMatrix], mine: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        """Apply the function to at most one matrix for each rank; rank r of the group owns matrix r."""
+        rank, size = self._rank, self._size
+        sent = [
+            block if rank in matrix.senders(r) else block[:0]
+            for r, (matrix, block) in enumerate(zip(matrices, mine, strict=True))
+        ]
+        owned = matrices[rank] if rank < len(matrices) else SplitMatrix((0, 0), [((0, 0), (0, 0))] * size)
+        senders = owned.senders(rank)
+        received = self._exchange(sent, [senders[r][1] if r in senders else (0, 0) for r in range(size)])
+        whole = mine[0].new_empty(owned.shape)
+        for r, (offset, shape) in senders.items():
+            cut(whole, offset, shape).copy_(received[r])
+        result = function(whole) if rank < len(matrices) else whole
+        back = [cut(result, *block) for block in owned.blocks]
+        return iter(self._exchange(back, [tuple(block.shape) for block in mine])[: len(mine)])
+
+    def _exchange(self, sent: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Send one matrix to each rank of the group, and return the matrices that they send, which have the given
+        ``shapes``. Ranks without an entry get nothing and send nothing."""
+
+        def sizes(elements: Iterable[int]) -> list[int]:
+            found = list(elements)
+            return found + [0] * (self._size - len(found))
+
+        outgoing = sizes(matrix.numel() for matrix in sent)
+        incoming = sizes(torch.Size(shape).numel() for shape in shapes)
+        flat = torch.cat([matrix.reshape(-1) for matrix in sent])
+        received = flat.new_empty(sum(incoming))
+        dist.all_to_all_single(received, flat, incoming, outgoing, group=self._group)
+        return [part.view(shape) for part, shape in zip(torch.split(received, incoming), shapes, strict=False)]

@@ -1,0 +1,113 @@
+"""Muon for the matrices inside the blocks, and AdamW for all other parameters, in one optimizer of torch.
+
+torch.optim.Muon has the same steps (a test compares them bit by bit), but it needs whole matrices, always computes in
+bf16, and cannot skip a step without waiting for the device.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""The polynomial a s + b s^3 + c s^5 of Jordan et al. 2024. Each iteration applies it to the singular values s of a
+matrix. After five iterations, nearly all of them are between 0.7 and 1.2."""
+SMALLEST_NORM = 1e-7
+"""Matrices with a smaller Frobenius norm are divided by this number and not by their norm, as in torch.optim.Muon."""
+
+OnWhole = Callable[[Callable[[Tensor], Tensor], Iterable[str], Iterable[Tensor]], Iterator[Tensor]]
+"""Applies a function to whole matrices. The arguments are the function, the names of the matrices, and the block of
+each matrix that this process stores. Yields the same block of each result."""
+
+
+def orthogonal(matrix: Tensor, steps: int) -> Tensor:
+    """Return nearly the matrix U V^T, where U S V^T is the singular value decomposition of ``matrix``, (out, in).
+
+    Computes in the dtype of ``matrix``.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrix.size(0) > matrix.size(1)
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def on_one_process(
+    function: Callable[[Tensor], Tensor], names: Iterable[str], matrices: Iterable[Tensor]
+) -> Iterator[Tensor]:
+    """Apply a function to matrices that this process stores whole (:data:`OnWhole`)."""
+    return map(function, matrices)
+
+
+class MuonWithAdamW(torch.optim.AdamW):
+    """AdamW, with Muon for the parameters of groups that have the keys ``momentum`` and ``match``.
+
+    Muon's state of a parameter is ``momentum_buffer``, in the shape of the parameter. A step with ``found_inf`` = 1
+    (:func:`leaven.model.kernels.gate`) changes no parameter and no state.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        nesterov: bool,
+        ns_steps: int,
+        dtype: torch.dtype | None = None,
+        on_whole: OnWhole = on_one_process,
+        **how: Any,
+    ) -> None:
+        """``dtype`` is the dtype in which matrices are made orthogonal; None for the dtype of the parameters."""
+        self.nesterov, self.ns_steps, self.dtype, self.on_whole = nesterov, ns_steps, dtype, on_whole
+        super().__init__(groups, **how)
+        for group in self._of_muon:  # torch has added the defaults of AdamW
+            del group["betas"], group["eps"]
+
+    @property
+    def _of_muon(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if "match" in group]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        everything = self.param_groups
+        self.param_groups = [group for group in everything if "match" not in group]
+        try:
+            loss = super().step(closure)
+        finally:
+            self.param_groups = everything
+        self._step_matrices()
+        return loss
+
+    def _step_matrices(self) -> None:
+        skip: Tensor | None = getattr(self, "found_inf", None)
+        matrices = [
+            (name, parameter, group)
+            for group in self._of_muon
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        ]
+
+        def unless_skipped(new: Tensor, old: Tensor) -> Tensor:
+            return new if skip is None else torch.where(skip.bool(), old, new)
+
+        def directions() -> Iterator[Tensor]:
+            """Update the momentum of each matrix, and yield the direction of its step."""
+            for _, parameter, group in matrices:
+                grad, state = parameter.grad, self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                average = state["momentum_buffer"]
+                new = average.lerp(grad, 1 - group["momentum"])
+                direction = grad.lerp(new, group["momentum"]) if self.nesterov else new
+                average.copy_(unless_skipped(new, average))
+                yield direction.to(self.dtype or direction.dtype)
+
+        steps = self.on_whole(
+            lambda matrix: orthogonal(matrix, self.ns_steps), [m[0] for m in matrices], directions()
+        )
+        for (_, parameter, group), step in zip(matrices, steps, strict=True):
+            new = parameter * (1 - group["lr"] * group["weight_decay"])
+            new.add_(step, alpha=-group["lr"] * group["match"])
+            parameter.copy_(unless_skipped(new, parameter))

@@ -1,0 +1,156 @@
+"""Muon against torch.optim.Muon bit by bit, against the singular value decomposition, and in runs that skip a step or
+stop."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from leaven.data.tokens import TokenSet
+from leaven.recipe.hyperparameters import Muon
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import parameter_table
+from leaven.training.engine import Training
+from leaven.training.muon import COEFFICIENTS, MuonWithAdamW, orthogonal
+from leaven.training.optimizer import Optimizer
+from leaven.training.run_folder import RunFolder
+from leaven.training.trainer import train
+
+SHAPES = [(8, 24), (24, 8), (16, 16)]
+
+
+def drawn(shape: tuple[int, ...], seed: int, **how: Any) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), **how)
+
+
+@pytest.mark.parametrize(
+    ("settings", "adjust"),
+    [
+        (Muon(match="spectral", lr=0.02), "original"),
+        (Muon(match="adamw_rms", momentum=0.8, ns_steps=3), "match_rms_adamw"),
+        (Muon(match="spectral", lr=0.02, nesterov=False), "original"),
+    ],
+)
+def test_steps_are_those_of_torch_to_the_last_bit(settings: Muon, adjust: str) -> None:
+    ours, theirs = ([nn.Parameter(drawn(shape, 0)) for shape in SHAPES] for _ in range(2))
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [parameter],
+            "param_names": [str(number)],
+            "lr": 0.02,
+            "weight_decay": 0.1,
+            "momentum": settings.momentum,
+            "match": settings.matching(*parameter.shape),
+        }
+        for number, parameter in enumerate(ours)
+    ]
+    how = {"nesterov": settings.nesterov, "ns_steps": settings.ns_steps}
+    muon = MuonWithAdamW(groups, dtype=torch.bfloat16, fused=True, **how)
+    torchs = torch.optim.Muon(
+        theirs, lr=0.02, weight_decay=0.1, momentum=settings.momentum, adjust_lr_fn=adjust, **how
+    )
+    for step in range(3):
+        for number, parameters in enumerate(zip(ours, theirs, strict=True)):
+            for parameter in parameters:
+                parameter.grad = drawn(SHAPES[number], 10 * step + number)
+        muon.step()
+        torchs.step()
+        assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("steps", [1, 5])
+def test_the_iteration_acts_on_singular_values(shape: tuple[int, int], steps: int) -> None:
+    matrix = drawn(shape, 1, dtype=torch.float64)
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    a, b, c = COEFFICIENTS
+    s = s / matrix.norm()
+    for _ in range(steps):
+        s = a * s + b * s**3 + c * s**5
+    torch.testing.assert_close(orthogonal(matrix, steps), u * s @ v, rtol=0, atol=1e-12)
+    if steps == 5:
+        assert 0.6 < s.min() < s.max() < 1.3
+
+
+@pytest.fixture
+def muon(tiny: Recipe) -> Recipe:
+    return tiny.replace(
+        {
+            "hyperparameters.optimizer": "muon",
+            "hyperparameters.muon": {"match": "spectral", "lr": 0.05, "weight_decay": 0.3},
+            "precision.compute": "bf16",
+            "scaling.base": {"width": 8, "depth": 1, "batch_tokens": 128, "tokens": 5_120, "d_head": 4},
+        }
+    )
+
+
+def test_a_run_is_torchs_muon_for_matrices_and_adamw_for_the_rest(
+    muon: Recipe, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(muon, tokens, "cpu")
+    rows = {row.name: row for row in parameter_table(muon).rows}
+    assert {row.module for row in rows.values() if row.match} == {
+        *("attention.query", "attention.key", "attention.value", "attention.out", "mlp.gate", "mlp.in", "mlp.out")
+    }
+    copies = {name: nn.Parameter(p.detach().clone()) for name, p in training.model.named_parameters()}
+    reference = {
+        name: torch.optim.Muon([copy], lr=1.0, weight_decay=rows[name].weight_decay, momentum=0.95)
+        if rows[name].match
+        else torch.optim.AdamW(
+            [copy],
+            betas=(rows[name].beta1, rows[name].beta2),
+            eps=rows[name].eps,
+            weight_decay=rows[name].weight_decay,
+            fused=True,
+        )
+        for name, copy in copies.items()
+    }
+
+    def stepping(optimizer: Optimizer, multiplier: float, **more: Any) -> None:
+        for name, parameter in training.model.named_parameters():
+            copies[name].grad = parameter.grad
+            reference[name].param_groups[0]["lr"] = rows[name].lr * multiplier
+            reference[name].step()
+        plain(optimizer, multiplier, **more)
+
+    plain = Optimizer.step
+    monkeypatch.setattr(Optimizer, "step", stepping)
+    for _ in range(5):
+        training.step()
+    for name, parameter in training.model.named_parameters():
+        assert torch.equal(parameter, copies[name]), name
+
+
+def test_a_skipped_step_changes_nothing(muon: Recipe, tokens: TokenSet) -> None:
+    training = Training(muon, tokens, "cpu")
+    training.step()
+    before = {name: p.detach().clone() for name, p in training.model.named_parameters()}
+    moments = {key: value.clone() for key, value in training.optimizer.state_dict().items()}
+    for parameter in training.model.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan)
+    training.optimizer.step(1.0, skip=torch.tensor(True))
+    assert all(torch.equal(p, before[name]) for name, p in training.model.named_parameters())
+    after = training.optimizer.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in moments.items())
+    matrices = {row.name for row in parameter_table(muon).rows if row.match}
+    assert {name for kind, name in after if kind == "momentum_buffer"} == matrices
+    assert not {name for kind, name in after if kind == "exp_avg"} & matrices
+
+
+def losses(run: RunFolder) -> Iterator[float]:
+    return (line["loss"] for line in run.metrics())
+
+
+def test_a_stopped_run_has_the_same_bits(muon: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    """In a batch ramp that scales lr and decay, and with every state that a checkpoint keeps."""
+    ramp = {"start_tokens": 128, "increment_tokens": 64, "over_tokens": 2_000, "rule": "scaled"}
+    recipe = muon.replace({"batch.ramp": ramp, "data.tokens": 5_120, "precision.compute": "fp16"})
+    whole, parts = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "parts")
+    train(recipe, tokens, whole.path)
+    assert not train(recipe, tokens, parts.path, stop=lambda: len(parts.metrics()) >= 5).finished
+    assert train(recipe, tokens, parts.path).finished
+    assert list(losses(parts)) == list(losses(whole))
