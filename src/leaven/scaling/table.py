@@ -20,7 +20,7 @@ from leaven.scaling.cells import Ratios, TensorRatios
 from leaven.scaling.rules import RULES, Rule
 
 # Roles whose initial mean is 1.
-_GAINS = {Role.EMBEDDING_NORM, Role.HIDDEN_NORM, Role.OUTPUT_NORM, Role.QK_NORM, Role.FINAL_NORM}
+GAINS = {Role.EMBEDDING_NORM, Role.HIDDEN_NORM, Role.OUTPUT_NORM, Role.QK_NORM, Role.FINAL_NORM}
 _LAYER = re.compile(r"layers\.\d+\.")
 
 
@@ -160,7 +160,7 @@ def parameter_row(
         std = start * multiplier("init_std") * moved.init_std
     return ParameterRow(
         **vars(parameter),
-        init_mean=1.0 if role in _GAINS else 0.0,
+        init_mean=1.0 if role in GAINS else 0.0,
         init_std=std,
         lr=base.lr * multiplier("lr") * moved.lr,
         weight_decay=decay * multiplier("weight_decay") * moved.weight_decay,

@@ -94,9 +94,9 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     With a residual multiplier of 1, the branches would be as large as the embedding at depth 2, and modules between
     them would change less than at depth 4, by a factor of 2^0.25."""
     start_normed = CheckStart(hidden=1.0, residual=0.125, embedding_lr=4.0)
-    """The output of a branch that ends in a norm has RMS 1, so that its multiplier is smaller here. Its change is larger,
-    too: with the embedding's own lr, most of the change of the stream would come from the branches before a module.
-    At depth 2, the MLP of the middle block has three quarters of them before it, at depth 16 about one half."""
+    """The output of a branch that ends in a norm has RMS 1, so that its multiplier is smaller here. Its change is
+    larger, too: with the embedding's own lr, most of the change of the stream would come from the branches. At depth
+    2, the MLP of the middle block has three quarters of them before it, at depth 16 about one half."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
         """Return the axes along which models grow.
