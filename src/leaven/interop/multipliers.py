@@ -290,7 +290,7 @@ def _factors(target: nn.Module) -> Factors:
 
 
 def _require_scalable(module: nn.Module, offset: set[nn.Parameter]) -> None:
-    """Refuse a module whose output is proportional neither to its parameters nor to 1 + weight (those in ``offset``)."""
+    """Refuse a module whose output is proportional neither to its parameters nor to 1 + weight (in ``offset``)."""
     parameters = list(module.parameters(recurse=False))
     if not parameters:
         raise InputError(
