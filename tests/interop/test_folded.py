@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.families import FAMILIES as ANOTHER
 from tests.interop.families import FAMILIES, Build, Home, gpt2, llama, logits, loss_of, tokens
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +23,8 @@ BUILDS: dict[str, Build] = FAMILIES | {
     "llama, larger heads": partial(llama, heads=4),
     "gpt2, larger heads": partial(gpt2, heads=4),
     "llama, tied": partial(llama, tied=True),
+    "olmo 2": ANOTHER["olmo2"].model,
+    "gemma 3": ANOTHER["gemma3"].model,
 }
 
 
@@ -64,13 +67,15 @@ def test_a_folded_model_gives_the_same_logits_without_hooks_and_from_its_file(na
     model.double()
     wanted = outputs(model)
     folded = leaven.fold(copy.deepcopy(model))
-    torch.testing.assert_close(outputs(folded), wanted, rtol=1e-10, atol=1e-12)
+    # The norms of OLMo and Gemma compute in fp32 in any case.
+    close = {"rtol": 1e-10, "atol": 1e-12} if name not in {"olmo 2", "gemma 3"} else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(outputs(folded), wanted, **close)
     assert torch.equal(outputs(model), wanted)
     plain = build(64, 3).double()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plain.load_state_dict(folded.state_dict())
-    torch.testing.assert_close(outputs(plain), wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(outputs(plain), wanted, **close)
     with pytest.raises(InputError, match="no groups yet"):
         groups(folded)
     with pytest.raises(InputError, match="no multipliers to fold"):

@@ -248,7 +248,7 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
 
 def _offset_gains(target: nn.Module) -> set[nn.Parameter]:
     """Return the weights w of norms whose gain is 1 + w. A factor f on the gain makes them f w + f - 1."""
-    rows: tuple[ParameterRow, ...] = getattr(target, ROWS)
+    rows: tuple[ParameterRow, ...] = getattr(target, ROWS, ())
     names = {row.name for row in rows if row.role in GAINS and row.init_mean == 0}
     return {site.parameter for site in inspect_model(target).sites if site.name in names}
 
