@@ -131,10 +131,15 @@ class OnePlus(nn.Module):
         return x / x.norm(dim=-1, keepdim=True) * (1 + self.weight)
 
 
+class Exponential(OnePlus):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / x.norm(dim=-1, keepdim=True) * self.weight.exp()
+
+
 class Odd(Home):
-    def __init__(self, width: int, depth: int) -> None:
+    def __init__(self, width: int, depth: int, norm: type[OnePlus] = Exponential) -> None:
         super().__init__(width, depth)
-        self.norm = OnePlus(width)
+        self.norm = norm(width)
 
 
 class Headless(Home):
@@ -154,9 +159,14 @@ def test_models_that_cannot_be_folded_are_refused() -> None:
     model = Odd(64, 2)
     leaven.parametrize(model, base=Odd(32, 2), hyperparameters={"lr": 0.01}, rule="completep")
     before = copy.deepcopy(dict(model.named_parameters()))
-    with pytest.raises(InputError, match="folded into a OnePlus, whose output is not prop"):
+    with pytest.raises(InputError, match="folded into a Exponential, whose output is not prop"):
         leaven.fold(model)
     assert all(torch.equal(before[key], value) for key, value in model.named_parameters())
+    one_plus = Odd(64, 2, OnePlus)
+    leaven.parametrize(one_plus, base=Odd(32, 2, OnePlus), hyperparameters=TUNED, rule="completep")
+    assert not one_plus.norm.weight.any()  # where its gain is neutral
+    wanted = outputs(one_plus)
+    torch.testing.assert_close(outputs(leaven.fold(one_plus)), wanted)
     untied = Headless(64, 2)
     leaven.parametrize(untied, base=Headless(32, 2), hyperparameters=TUNED, rule="completep")
     wanted = outputs(untied)

@@ -86,10 +86,12 @@ def is_offset(norm: nn.Module) -> bool:
         copied._forward_hooks.clear()
         if any(parameter.is_meta for parameter in copied.parameters()):
             copied.to_empty(device="cpu")
+        weight = next(copied.parameters())
+        x = torch.randn(2, *weight.shape).to(weight)
         for parameter in copied.parameters():
             parameter.zero_()
-        first = next(copied.parameters())
-        output = copied(torch.randn(2, *first.shape).to(first))
-        return isinstance(output, Tensor) and bool(output.any())
+        at_zero = copied(x)
+        weight.fill_(1.0)
+        return bool(at_zero.any()) and torch.allclose(copied(x), 2 * at_zero)
     except Exception:  # a norm that cannot be called like this is taken to be an ordinary one
         return False

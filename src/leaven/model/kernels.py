@@ -88,10 +88,10 @@ def causal_attention(
     """
     if has_torch_function((q_BHTE, k_BKTE, v_BKTE)):
         arguments = q_BHTE, k_BKTE, v_BKTE
-        how = {"scale": scale, "window": window, "softcap": softcap, "allowed_B1TT": allowed_B1TT}
+        how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "allowed_B1TT": allowed_B1TT}
         return handle_torch_function(causal_attention, arguments, *arguments, **how)
-    arguments = q_BHTE, k_BKTE, v_BKTE, allowed_B1TT, scale, window, softcap
-    y_BHTE: Tensor = _CausalAttention.apply(*arguments)  # type: ignore[no-untyped-call]
+    all_arguments = q_BHTE, k_BKTE, v_BKTE, allowed_B1TT, scale, window, softcap
+    y_BHTE: Tensor = _CausalAttention.apply(*all_arguments)  # type: ignore[no-untyped-call]
     return y_BHTE
 
 
