@@ -116,7 +116,11 @@ class ActivationRecorder(TorchFunctionMode):
         if tensor.requires_grad:
             self.trained.add(name)
         self._seen.append(tensor)
-        self._found.setdefault(name, []).append(_sample(tensor))
+        # Attention probabilities depend on the position, so samples of different numbers of heads would differ.
+        probabilities = isinstance(module, nn.Dropout) and tensor.dim() == 4
+        self._found.setdefault(name, []).append(
+            tensor.detach()[0].flatten(0, 1).float().clone() if probabilities else _sample(tensor)
+        )
 
     def _passed_on(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if (tensor := tensor_of(output)) is not None:
