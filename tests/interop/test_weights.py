@@ -26,6 +26,8 @@ from leaven.scaling.transfer import transfer
 GPT = {"norm": "layernorm", "activation": "gelu", "n_kv_heads": 2, "qk_norm": False}
 BLOOM = GPT | {"positions": "alibi", "embedding_norm": True, "d_ff": 64}
 OUT: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2ForCausalLM", {"qk_norm": False, "attention_bias": "qkv"}),
+    "olmo 2": ("Olmo2ForCausalLM", {"norm_placement": "output", "qk_norm_whole": True, "n_kv_heads": 2}),
     "llama, grouped": ("LlamaForCausalLM", {"qk_norm": False, "rope_theta": 300.0}),
     "llama, tied, biases": ("LlamaForCausalLM", {"qk_norm": False, "tied_embeddings": True, "bias": True}),
     "qwen3, grouped": ("Qwen3ForCausalLM", {"norm_eps": 1e-3}),

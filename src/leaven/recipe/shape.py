@@ -104,11 +104,16 @@ class ModelShape(Part):
     window: int | None = Field(default=None, gt=0)  # tokens that a token attends to, itself included (Mistral)
     global_every: int = Field(default=0, ge=0)  # every n-th layer ignores ``window`` (Gemma 2: 2); 0: none does
 
+    @classmethod
+    def sparse_defaults(cls) -> dict[str, Any]:
+        """Return the defaults of the keys from ``norm_placement`` on. With its default, such a key is not written, so
+        that hashes of recipes do not depend on it. Training codes and architectures support few of other values."""
+        keys = list(cls.model_fields)
+        return {key: cls.model_fields[key].default for key in keys[keys.index("norm_placement") :]}
+
     @model_serializer(mode="wrap")
     def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out keys from ``norm_placement`` on that have their default: hashes of older recipes lack them."""
-        keys = list(ModelShape.model_fields)
-        default = {key: ModelShape.model_fields[key].default for key in keys[keys.index("norm_placement") :]}
+        default = self.sparse_defaults()
         return {key: value for key, value in write(self).items() if value != default.get(key, ...)}
 
     @model_validator(mode="after")
