@@ -140,14 +140,14 @@ class Case:
     def neighbours(self) -> tuple[PublishedRun, ...]:
         """Return at most five published runs within a factor of 4 of the recipe's size, one of each lineage.
 
-        A lineage is a group of runs that copied one another's lr. Runs with AdamW, the recipe's ``norm_placement`` and
-        its ``qk_norm`` come before all other runs. Among equals, the run nearest in size comes first.
+        A lineage is a group of runs that copied one another's lr. Runs with AdamW and the recipe's ``norm_placement``
+        and ``qk_norm`` come before all other runs. Among equals, the run nearest in size comes first.
         """
         return self.size.near.close[:VOTES]
 
     @cached_property
     def alike(self) -> frozenset[str]:
-        """Return the ids of runs with the recipe's placement of norms and qk_norm, and nearly its size, lr and batch."""
+        """Return the ids of runs with the recipe's norm_placement and qk_norm, and nearly its size, lr and batch."""
         stack = Stack(self.recipe.model.norm_placement, self.recipe.model.qk_norm, "adamw")
         return frozenset(
             run.id
