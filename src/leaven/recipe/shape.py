@@ -137,7 +137,8 @@ class ModelShape(Part):
             raise ValueError("qk_norm_per_head needs qk_norm; set qk_norm = true")
         if self.qk_norm_whole and (self.qk_norm_per_head or not self.qk_norm):
             raise ValueError("qk_norm_whole needs qk_norm = true and qk_norm_per_head = false; set both")
-        if self.rotary_fraction != 1 and (self.positions != "rope" or self.d_rotary % 2 or not self.d_rotary):
+        odd = self.d_rotary % 2 or abs(self.d_head * self.rotary_fraction - self.d_rotary) > 1e-9
+        if self.rotary_fraction != 1 and (self.positions != "rope" or odd or not self.d_rotary):
             raise ValueError(
                 f"rotary_fraction {self.rotary_fraction:g} of d_head {self.d_head} must be an even number of entries "
                 'above 0, and positions must be "rope"; set another fraction'
@@ -160,7 +161,7 @@ class ModelShape(Part):
     @property
     def d_rotary(self) -> int:
         """Return the number of entries of a head that rotary positions rotate."""
-        return int(self.d_head * self.rotary_fraction)
+        return round(self.d_head * self.rotary_fraction)
 
     def has_bias(self, module: str) -> bool:
         """Return whether the matrix ``module`` of a block, such as ``attention.out``, has a bias."""

@@ -12,6 +12,7 @@ from leaven.catalogue.messages import sentence
 from leaven.documents.runs import CautionRow, ParameterValues, ShowDocument, Totals, WorthRow
 from leaven.recipe.init_std import COMPARED, INITS, usual_std
 from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import ModelShape
 from leaven.scaling.apply import AT_BASE
 from leaven.scaling.table import ParameterRow, ParameterTable, parameter_table, ramp_factors
 
@@ -103,6 +104,9 @@ def describe(
             params_non_embedding=model.params_non_embedding,
             flops_per_token=flops_per_token,
         ),
+        blocks={
+            key: value for key, value in model.model_dump(mode="json").items() if key in ModelShape.sparse_defaults()
+        },
         attention_scale=table.attention_scale,
         optimizer={"name": tuned.optimizer, "why": why(tuned.optimizer)},
         init={
