@@ -114,7 +114,7 @@ def test_the_forms_of_table_3_and_table_8_train_alike_if_eps_and_decay_move_too(
 @pytest.mark.parametrize("module", ["attention.out", "attention.value", "mlp.in", "mlp.out"])
 @pytest.mark.parametrize("placement", ["output", "sandwich", "pre"])
 def test_a_norm_behind_a_branch_undoes_the_scale_of_its_matrices(tiny: Recipe, placement: str, module: str) -> None:
-    """Std and lr times c, eps and decay divided by c: the same training in float64, if a norm is behind the branch."""
+    """Std and lr times c, eps and decay divided by c: before a norm, the same training in float64."""
     changes = {"model.norm_placement": placement, "model.norm_eps": 1e-30}
     plain = tiny.replace(changes | {"hyperparameters.eps": 1e-3, "hyperparameters.weight_decay": 1.0})
     c = 4.0
