@@ -59,9 +59,8 @@ class Classifier:
         modules: Mapping[str, str],
     ) -> None:
         self.model, self.base, self.root = model, base, root
-        self.output_norms: dict[
-            str, str
-        ] = {}  # norms on the outputs of branches: branch by label; `classify` sets it
+        # norms on the outputs of branches: the branch by the label of the norm; `classify` sets it
+        self.output_norms: dict[str, str] = {}
         self._untraced = ""  # why the base could not be run, if it could not
         names = [site.name for site in model.sites]
         for option, given in (("roles", roles), ("modules", modules)):

@@ -14,14 +14,7 @@ from leaven.distributed.pieces import piece_of
 from leaven.errors import InputError
 from leaven.interop.multipliers import ROWS, install, multipliers, rescale_attention
 from leaven.interop.roles import Classifier
-from leaven.interop.structure import (
-    ModelStructure,
-    ParameterSite,
-    depth_ratio,
-    inspect_model,
-    matched,
-    unwrapped,
-)
+from leaven.interop.structure import ModelStructure, depth_ratio, inspect_model, matched, unwrapped
 from leaven.interop.tracing import is_offset
 from leaven.model.initialise import fill
 from leaven.model.transformer import Transformer
@@ -179,14 +172,16 @@ def parametrize(
 
     gated = any(kind.module == "mlp.gate" for kind in classified.values())
     rows: list[ParameterRow] = []
+    in_base = {site.label: site for site in base_structure.sites}
     for site in structure.sites:
         parameter = classified[site.name]
         scales = tensor_ratios(parameter.role, site.shape, site.base_shape, ratios_at, head)
         n_layers = 1 if site.layer is None else structure.stacks[site.stack]
         row = parameter_row(parameter, scales, scaling=scaling, base=tuned, n_layers=n_layers, gated=gated)
-        if row.init_mean and is_offset(site.owner):
+        like = in_base[site.label]
+        if row.init_mean and is_offset(like.owner):
             row = replace(row, init_mean=0.0)
-        rows.append(_with_embedding_scale(row, site, base_structure))
+        rows.append(_with_embedding_scale(row, site.embedding_scale / like.embedding_scale))
     try:
         if initialise:
             wider = any(site.shape != site.base_shape for site in structure.sites)
@@ -240,15 +235,13 @@ def _require_no_multipliers(model: nn.Module) -> None:
             )
 
 
-def _with_embedding_scale(row: ParameterRow, site: ParameterSite, base: ModelStructure) -> ParameterRow:
+def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
     """Return the row of an embedding with values that make up for a factor in its module, such as sqrt(width).
 
-    Let c be this factor divided by that in the base. AdamW trains the same function if the weight, its std and its lr
+    ``c`` is this factor divided by that in the base. AdamW trains the same function if the weight, its std and its lr
     are divided by c, and eps and decay are multiplied by c. If the weight also computes the logits, these are
     multiplied by c.
     """
-    like = next((other for other in base.sites if other.label == site.label), site)
-    c = site.embedding_scale / like.embedding_scale
     if c == 1 or row.role not in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
         return row
     return replace(

@@ -30,7 +30,7 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[str]]) -> dict[st
     if any(tensor.is_meta for tensor in (*copied.parameters(), *copied.buffers())):
         copied.to_empty(device="cpu")
     for parameter in copied.parameters():
-        parameter.normal_(0, 0.1)
+        parameter.copy_(0.1 * _random(parameter))
     found: dict[str, str] = {}
     for branch, paths in ends.items():
         once, fourfold = (_run(copied, paths, scale) for scale in (1.0, 4.0))
@@ -51,10 +51,9 @@ def _run(model: nn.Module, ends: Sequence[str], scale: float) -> dict[str, tuple
     """Run a model with random outputs of RMS ``scale`` of the modules ``ends``. Return each module's input and
     output."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}
-    generator = torch.Generator().manual_seed(0)
 
     def replaced(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return scale * torch.randn(output.shape, generator=generator).to(output)
+        return scale * _random(output)
 
     def record(path: str) -> Any:
         def hook(module: nn.Module, inputs: Any, named: dict[str, Any], output: Any) -> None:
@@ -78,6 +77,11 @@ def _run(model: nn.Module, ends: Sequence[str], scale: float) -> dict[str, tuple
     return seen
 
 
+def _random(like: Tensor) -> Tensor:
+    """Return normally distributed values of a tensor's shape; the state of torch's generators does not change."""
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
+
+
 @torch.no_grad()
 def is_offset(norm: nn.Module) -> bool:
     """Return whether the gain of a norm is 1 + weight, so that it is neutral at the weight 0."""
@@ -87,7 +91,7 @@ def is_offset(norm: nn.Module) -> bool:
         if any(parameter.is_meta for parameter in copied.parameters()):
             copied.to_empty(device="cpu")
         weight = next(copied.parameters())
-        x = torch.randn(2, *weight.shape).to(weight)
+        x = _random(weight)[None]
         for parameter in copied.parameters():
             parameter.zero_()
         at_zero = copied(x)
