@@ -46,7 +46,13 @@ SANDWICH = {
     "model.window": 5,
     "model.global_every": 2,
 }
-PARALLEL = {"model.parallel_branches": True, "model.attention_bias": "qkv", "model.rotary_fraction": 0.5}
+# Key biases have gradients of nearly 0, which Adam would amplify with a smaller eps.
+PARALLEL = {
+    "model.parallel_branches": True,
+    "model.attention_bias": "qkv",
+    "model.rotary_fraction": 0.5,
+    "hyperparameters.eps": 1e-5,
+}
 OLMO = {"model.norm_placement": "output", "model.qk_norm_whole": True}
 PER_MODULE = {"hyperparameters.grad_clip": {"mode": "per-module", "limit": 0.1}}
 RUNNING = {"hyperparameters.grad_clip": {"mode": "running", "limit": 0.9}}
