@@ -89,6 +89,18 @@ def test_the_eps_of_a_norm_behind_a_branch_falls_with_width_and_depth() -> None:
             assert parts["start"] == pytest.approx(-1, abs=0.15)
 
 
+def test_norms_behind_branches_at_alpha_one_half() -> None:
+    """The rule makes the matrices before them move as depth^(alpha-1), and the norms pass this on."""
+    recipe = read_recipe(PROXY, ["model.vocab_size=256", "model.seq_len=32", "scaling.alpha=0.5"])
+    changed = recipe.replace({f"model.{key}": value for key, value in FAMILIES["olmo 3"].items()})
+    models = PlantedModels(calibrated(changed, 64, 2, CoordinateCheck.start_normed), synthetic(256, 32, 8))
+    verdict = CoordinateCheck(models, (64,), DEPTHS, seeds=1).run()
+    rows = {row.module: row for row in verdict.rows}
+    for module in OUTPUTS:
+        assert rows[module].passed
+        assert -0.7 < (rows[module].parts["change"] or 0.0) < -0.2
+
+
 def test_a_multiplier_before_the_norm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def before(block: Block, branch: str, y_BTD: torch.Tensor) -> torch.Tensor:
         multiplier = getattr(block, f"{branch}_multiplier")
