@@ -20,6 +20,14 @@ def test_show_names_the_init_and_warns_of_one_that_is_too_large(leaven: Verb, ti
     assert "warning: init std 0.5 of attention.query is 3.5 x sqrt(1 / (3 d)) = 0.144" in err
 
 
+def test_show_lists_what_blocks_have(leaven: Verb, tiny_file: Path) -> None:
+    changed = ("--set", "model.norm_placement=sandwich", "--set", "model.window=8")
+    shown = document(leaven("show", tiny_file, *changed, "--json"))
+    assert shown["blocks"] == {"norm_placement": "sandwich", "window": 8}
+    assert "norm_placement sandwich · window 8" in leaven("show", tiny_file, *changed)[1]
+    assert document(leaven("show", tiny_file, "--json"))["blocks"] == {}
+
+
 def test_show_explains_clipping_and_the_ramp(leaven: Verb, tiny_file: Path) -> None:
     clip = 'hyperparameters.grad_clip={mode = "running", limit = 2.0}'
     ramp = "batch.ramp={start_tokens = 64, increment_tokens = 64, over_tokens = 1_000, rule = 'scaled'}"

@@ -98,6 +98,12 @@ GRID = {
 }
 
 
+PLACED = {
+    "output": {"model.norm_placement": "output", "model.qk_norm_whole": True, "model.n_layers": 2},
+    "sandwich": {"model.norm_placement": "sandwich", "model.window": 32, "model.n_layers": 2},
+    "parallel": {"model.parallel_branches": True, "model.n_layers": 2},
+    "softcaps": {"model.attention_softcap": 50.0, "model.logit_softcap": 30.0, "model.n_layers": 2},
+}
 # The others have features of these, and are left to `make test-slow`.
 QUICK = {"tp=2,recompute=full", "dp=8,zero=3", "pp=2", "dp=8,zero=2,mbs=2"}
 
@@ -132,6 +138,12 @@ FP32 = {  # a model of 127 k parameters, whose states are smaller than its activ
 )
 def test_the_planner_predicts_a_small_model_in_fp32(layout: str, tiny: Recipe) -> None:
     for row in compared(with_layout(tiny.replace(SMALL | FP32), layout)):
+        assert row.passed, row
+
+
+@pytest.mark.parametrize("model", [pytest.param(PLACED[name], id=name) for name in PLACED])
+def test_the_planner_predicts_the_norms_and_branches_of_a_block(model: dict[str, Any], tiny: Recipe) -> None:
+    for row in compared(with_layout(tiny.replace(SMALL | model), "tp=1")):
         assert row.passed, row
 
 

@@ -39,6 +39,21 @@ GPT = TIED | {
     "model.n_kv_heads": 4,
 }
 BLOOM = GPT | {"model.positions": "alibi", "model.embedding_norm": True}
+SANDWICH = {
+    "model.norm_placement": "sandwich",
+    "model.attention_softcap": 1.0,
+    "model.logit_softcap": 2.0,
+    "model.window": 5,
+    "model.global_every": 2,
+}
+# Key biases have gradients of nearly 0, which Adam would amplify with a smaller eps.
+PARALLEL = {
+    "model.parallel_branches": True,
+    "model.attention_bias": "qkv",
+    "model.rotary_fraction": 0.5,
+    "hyperparameters.eps": 1e-5,
+}
+OLMO = {"model.norm_placement": "output", "model.qk_norm_whole": True}
 PER_MODULE = {"hyperparameters.grad_clip": {"mode": "per-module", "limit": 0.1}}
 RUNNING = {"hyperparameters.grad_clip": {"mode": "running", "limit": 0.9}}
 ISOLATED = {"data.documents": "isolated"}
@@ -99,12 +114,16 @@ CASES = {
     "dp4 zero3 on two nodes": layout(dp=4, zero=3, dp_replicate=2) | ONE,
     "tp2 bloom": layout(tp=2) | BLOOM | FULL,
     "tp2 gains by head": layout(tp=2) | {"model.qk_norm_per_head": True} | ISOLATED,
+    "tp2 sandwich": layout(tp=2) | SANDWICH | ISOLATED,
+    "tp2 parallel": layout(tp=2) | PARALLEL | {"model.norm_placement": "output"},
+    "dp2 zero3 olmo": layout(dp=2, zero=3) | OLMO,
     "pp2": layout(pp=2),
     "pp2 interleaved": layout(pp=2, **INTERLEAVED) | TIED | FOUR_LAYERS,
     "pp2 zero-bubble": layout(pp=2, **ZERO_BUBBLE) | FOUR_LAYERS,
     "dp2 pp2 zero2 gpipe": layout(dp=2, pp=2, zero=2, schedule="gpipe") | ONE,
     "dp2 pp2 zero3 interleaved": layout(dp=2, pp=2, zero=3, **INTERLEAVED) | TIED | ONE | FOUR_LAYERS,
     "dp2 tp2 pp2 zero1": layout(dp=2, tp=2, pp=2, zero=1) | TIED | PER_MODULE | ONE,
+    "dp2 tp2 pp2 zero1 sandwich": layout(dp=2, tp=2, pp=2, zero=1) | SANDWICH | TIED | ONE,
     "tp4": layout(tp=4) | GPT,
     "pp4": layout(pp=4) | TIED | ISOLATED | ONE | FOUR_LAYERS,
     "dp2 pp2 zero1 zero-bubble": layout(dp=2, pp=2, zero=1, **ZERO_BUBBLE) | ONE | FOUR_LAYERS,

@@ -32,6 +32,12 @@ CASES = {
         | {"model.tied_embeddings": True},
         GROWN,
     ),
+    "output norms, all heads together": ({"model.norm_placement": "output", "model.qk_norm_whole": True}, GROWN),
+    "sandwich norms, parallel branches, caps": (
+        {"model.norm_placement": "sandwich", "model.parallel_branches": True, "model.attention_bias": "qkv"}
+        | {"model.attention_softcap": 5.0, "model.logit_softcap": 5.0, "model.window": 5},
+        GROWN,
+    ),
     "multipliers of modules and depth": (
         {
             "hyperparameters.residual": 0.8,

@@ -8,11 +8,9 @@ import pytest
 import torch
 from tests.interop.families import VOCABULARY, gpt2, llama, logits, sizes, tokens
 from torch import nn
-from transformers import GemmaConfig, MixtralConfig, Olmo2Config
-from transformers.models.gemma.modeling_gemma import GemmaForCausalLM
+from transformers import MixtralConfig
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
-from transformers.models.olmo2.modeling_olmo2 import Olmo2ForCausalLM
 
 import leaven
 from leaven.errors import InputError
@@ -36,16 +34,6 @@ def decoder(
     if neck:
         model.neck = nn.Linear(width, width)
     return model
-
-
-def olmo2(width: int, depth: int) -> nn.Module:
-    more = {"intermediate_size": 2 * width, "pad_token_id": 0}
-    return Olmo2ForCausalLM(Olmo2Config(**sizes(width, depth), **more))
-
-
-def gemma(width: int, depth: int) -> nn.Module:
-    more = {"intermediate_size": 2 * width, "head_dim": 8, "pad_token_id": 0}
-    return GemmaForCausalLM(GemmaConfig(**sizes(width, depth), **more))
 
 
 def mixtral(width: int, depth: int) -> nn.Module:
@@ -155,8 +143,6 @@ def test_an_unknown_parameter_is_named_with_shapes_and_suggestion() -> None:
         (lambda n, d: decoder(n, d, names=("gate",)), "mlp.gate.weight .* not the fan in of .*down_proj.* a router"),
         (lambda n, d: decoder(n, d, names=("out",)), "one matrix that ends it, but has .*down_proj.*out.weight"),
         (lambda n, d: decoder(n, d, neck=True), "^neck.weight .* outside the blocks"),
-        (olmo2, "^model.layers.0.post_feedforward_layernorm.weight .* the rules are for pre-norm blocks$"),
-        (gemma, "^Gemma.* multiplies its embedding by sqrt"),
         (mixtral, r"mlp\.(gate|experts)\S* \(.*no rule for mixtures of experts"),
         (headless, "no parameter computes the logits.*embed_tokens.*'tied_embedding'"),
         (TorchDecoder, "in_proj_weight .*MultiheadAttention"),

@@ -26,6 +26,9 @@ from leaven.scaling.transfer import transfer
 GPT = {"norm": "layernorm", "activation": "gelu", "n_kv_heads": 2, "qk_norm": False}
 BLOOM = GPT | {"positions": "alibi", "embedding_norm": True, "d_ff": 64}
 OUT: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2ForCausalLM", {"qk_norm": False, "attention_bias": "qkv"}),
+    "olmo 2": ("Olmo2ForCausalLM", {"norm_placement": "output", "qk_norm_whole": True, "n_kv_heads": 2}),
+    "mistral": ("MistralForCausalLM", {"qk_norm": False, "window": 7}),
     "llama, grouped": ("LlamaForCausalLM", {"qk_norm": False, "rope_theta": 300.0}),
     "llama, tied, biases": ("LlamaForCausalLM", {"qk_norm": False, "tied_embeddings": True, "bias": True}),
     "qwen3, grouped": ("Qwen3ForCausalLM", {"norm_eps": 1e-3}),
@@ -156,6 +159,7 @@ IN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", LLAMA | {"head_dim": 8, "rope_parameters": ROPE}),
     "mistral": ("MistralForCausalLM", LLAMA | {"rope_parameters": ROPE, "sliding_window": None}),
     "mistral, long window": ("MistralForCausalLM", LLAMA | {"sliding_window": 32}),
+    "mistral, short window": ("MistralForCausalLM", LLAMA | {"sliding_window": 5}),
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2, untied, wide": ("GPT2LMHeadModel", GPT2 | {"n_inner": 80, "tie_word_embeddings": False}),
     "bloom": (
@@ -267,16 +271,6 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
             {"architectures": ["GemmaForCausalLM"]},
             "GemmaForCausalLM is not supported; leaven reads Llama",
         ),
-        (
-            "llama",
-            {"architectures": ["Qwen2ForCausalLM"]},
-            "Qwen2ForCausalLM is not supported: its queries, keys and values have biases",
-        ),
-        (
-            "mistral",
-            {"sliding_window": 31},
-            "sliding_window = 31 is shorter than max_position_embeddings = 32: leaven's attention has no window",
-        ),
         ("mistral", {"sliding_window": False}, "sliding_window = False must be a count above 0"),
         ("llama", {"attention_bias": True}, "attention_bias = True, mlp_bias = False: leaven has a single value"),
         ("llama", {"head_dim": 16}, "q_proj.weight is (48, 48), not the (96, 48) of config.json"),
@@ -311,12 +305,11 @@ def test_both_spellings_of_rope_theta_are_read_as_transformers_does(tmp_path: Pa
 def test_a_mistral_without_a_key_of_a_window_has_one(tmp_path: Path) -> None:
     """Read as transformers reads it: a missing key is its default of 4,096 tokens, null is no window."""
     config = change(tmp_path, "mistral", max_position_embeddings=8_192)
-    assert read_huggingface(tmp_path).shape.seq_len == 8_192
+    assert read_huggingface(tmp_path).shape.window is None
     config.pop("sliding_window")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert transformers.AutoConfig.from_pretrained(tmp_path).sliding_window == 4_096
-    with refused("sliding_window = 4096 is shorter than max_position_embeddings = 8192"):
-        read_huggingface(tmp_path)
+    found = read_huggingface(tmp_path).shape.window
+    assert found == transformers.AutoConfig.from_pretrained(tmp_path).sliding_window == 4_096
 
 
 def test_missing_keys_of_config_json_have_defaults(tmp_path: Path, tokenizer_file: Path) -> None:

@@ -13,6 +13,9 @@ FAMILIES = {
     "rope": {"qk_norm": True},
     "learned": {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True, "n_kv_heads": 6},
     "alibi": {"positions": "alibi", "n_kv_heads": 3},
+    "window, alibi": {"positions": "alibi", "n_kv_heads": 3, "window": 4},
+    "window": {"window": 4, "global_every": 2, "rotary_fraction": 0.5},
+    "softcap, window": {"attention_softcap": 1.0, "window": 4, "global_every": 2},
 }
 LENGTHS = ((5, 1, 3, 7), (16,), (1, 1, 14), (10, 6))
 """Lengths of the documents in each window; the window cuts the last one."""

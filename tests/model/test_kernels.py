@@ -1,5 +1,7 @@
 """Kernels equal their definitions in float64; bf16 attention is compared with torch's kernel."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,17 +41,30 @@ def case(heads: int, kv_heads: int, length: int, size: int = 6) -> Case:
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
-def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def whole(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int = 99,
+    softcap: float | None = None,
+    allowed_B1TT: torch.Tensor | None = None,
+) -> torch.Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
-    return (scale * q @ k.mT).masked_fill(later, -torch.inf).softmax(-1) @ v
+    ones, scores = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool), scale * q @ k.mT
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    masked = ones.triu(1) | ones.tril(-window)
+    if allowed_B1TT is not None:
+        masked = masked | ~allowed_B1TT
+    return scores.masked_fill(masked, -torch.inf).softmax(-1) @ v
 
 
-def results(function: object, given: Case, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+def results(function: object, given: Case, dtype: torch.dtype = torch.float64, **how: Any) -> list[torch.Tensor]:
     """The output and the three gradients."""
     *inputs, gradient = (x.to(dtype) for x in given)
     inputs = [x.requires_grad_() for x in inputs]
-    y = function(*inputs, scale=0.3)  # type: ignore[operator]
+    y = function(*inputs, scale=0.3, **how)  # type: ignore[operator]
     return [y.detach(), *torch.autograd.grad(y, inputs, gradient)]
 
 
@@ -62,6 +77,19 @@ def test_output_and_gradients_in_float64(
     given = case(heads, kv_heads, length)
     for ours, theirs in zip(results(causal_attention, given), results(whole, given), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 6, 20])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_windows_and_softcaps_in_float64(window: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "BLOCK", 4)
+    documents = torch.tensor([[0] * 5 + [1] * 7, [0] * 11 + [1]])
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    given = case(4, 2, 12)
+    for allowed in (None, same):
+        how = {"window": window, "softcap": softcap, "allowed_B1TT": allowed}
+        for ours, theirs in zip(results(causal_attention, given, **how), results(whole, given, **how), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
 def test_bf16_is_about_as_exact_as_the_kernel_of_torch() -> None:

@@ -33,6 +33,18 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(chunk_tokens: int, mon
     torch.testing.assert_close(weight.grad, weight_.grad, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("chunk_tokens", [5, 100])
+def test_a_softcap_of_the_logits(chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(loss.CHUNK_ELEMENTS, "cpu", chunk_tokens * V)
+    hidden, weight, targets = case()
+    cross_entropy(hidden, weight, targets, multiplier=0.3, softcap=1.5, factor=0.25).backward()
+    hidden_, weight_, _ = case()
+    logits = 1.5 * torch.tanh(0.3 * hidden_ @ weight_.T / 1.5)
+    (F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") / 4).backward()
+    torch.testing.assert_close(hidden.grad, hidden_.grad, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(weight.grad, weight_.grad, rtol=1e-12, atol=1e-14)
+
+
 def test_a_tied_weight_gets_the_gradients_of_both_uses() -> None:
     _, weight, targets = case()
     ids = torch.arange(N)

@@ -45,6 +45,36 @@ FAMILIES = {
     "squared_relu": {"activation": "squared_relu", "qk_norm": True, "norm": "layernorm"},
     "wide heads, relu": {"d_head": 8, "d_attention": 48, "activation": "relu"},
     "another eps": {"norm_eps": 0.03, "qk_norm": True},
+    "olmo 2": {"norm_placement": "output", "qk_norm": True, "qk_norm_whole": True},
+    "olmo 3": {"norm_placement": "output", "qk_norm": True, "qk_norm_whole": True, "window": 3, "global_every": 2},
+    "gemma 2": {
+        "norm_placement": "sandwich",
+        "activation": "geglu",
+        "tied_embeddings": True,
+        "attention_softcap": 2.0,
+        "logit_softcap": 3.0,
+        "window": 4,
+        "global_every": 2,
+    },
+    "mistral": {"window": 3},
+    "a window, alibi": {"window": 3, "positions": "alibi", "norm": "layernorm", "n_kv_heads": 6},
+    "gpt-j": {
+        "norm": "layernorm",
+        "activation": "gelu",
+        "bias": True,
+        "attention_bias": "none",
+        "parallel_branches": True,
+        "rotary_fraction": 0.5,
+        "n_kv_heads": 6,
+    },
+    "qwen2": {"attention_bias": "qkv"},
+    "biases of attention, sandwich, parallel": {
+        "attention_bias": "all",
+        "norm_placement": "sandwich",
+        "parallel_branches": True,
+        "norm": "layernorm",
+        "bias": True,
+    },
 }
 families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
@@ -75,12 +105,14 @@ def test_names_and_shapes_are_those_of_the_table(family: dict[str, object]) -> N
     assert actual == expected
 
 
-def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:
+def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:  # noqa: PLR0915
     """Return the logits [T, V] of one sequence [T], computed for one position, head and key at a time."""
     w = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
     s = model.shape
 
     def norm(name: str, x: np.ndarray, head: int | None = None) -> np.ndarray:
+        if f"{name}.weight" not in w:
+            return x
         gain = w[f"{name}.weight"] if head is None else w[f"{name}.weight"][head]
         if s.norm == "layernorm":
             y = (x - x.mean()) / math.sqrt(x.var() + s.norm_eps)
@@ -93,19 +125,28 @@ def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:
     def rope(x: np.ndarray, place: int) -> np.ndarray:
         if s.positions != "rope":
             return x
-        half, out = s.d_head // 2, x.copy()
+        turned, out = round(s.d_head * s.rotary_fraction), x.copy()
+        half = turned // 2
         for i in range(half):
-            turn = complex(x[i], x[i + half]) * np.exp(1j * place * s.rope_theta ** (-2 * i / s.d_head))
+            turn = complex(x[i], x[i + half]) * np.exp(1j * place * s.rope_theta ** (-2 * i / turned))
             out[i], out[i + half] = turn.real, turn.imag
         return out
+
+    def gelu(h: np.ndarray) -> np.ndarray:
+        return 0.5 * h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+
+    def capped(x: np.ndarray, cap: float | None) -> np.ndarray:
+        return x if cap is None else cap * np.tanh(x / cap)
 
     def act(layer: str, x: np.ndarray) -> np.ndarray:
         h = linear(f"{layer}.in", x)
         if s.activation == "swiglu":
             gate = linear(f"{layer}.gate", x)
             return gate / (1 + np.exp(-gate)) * h
+        if s.activation == "geglu":
+            return gelu(linear(f"{layer}.gate", x)) * h
         if s.activation == "gelu":
-            return 0.5 * h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+            return gelu(h)
         return np.maximum(h, 0) ** (2 if s.activation == "squared_relu" else 1)
 
     xs = [w["embedding.weight"][token].copy() for token in tokens]
@@ -115,12 +156,15 @@ def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:
         xs = [x + w["positions.weight"][place] for place, x in enumerate(xs)]
     for layer, block in enumerate(model.layers):
         at = f"layers.{layer}"
-        queries, keys, values = [], [], []
+        queries, keys, values, before = [], [], [], [x.copy() for x in xs]
+        everything = s.window is None or (s.global_every and layer % s.global_every == s.global_every - 1)
         for place, x in enumerate(xs):
             y = norm(f"{at}.norm.attention", x)
-            q = linear(f"{at}.attention.query", y).reshape(s.n_heads, s.d_head)
-            k = linear(f"{at}.attention.key", y).reshape(s.n_kv_heads, s.d_head)
-            if s.qk_norm:
+            q, k = linear(f"{at}.attention.query", y), linear(f"{at}.attention.key", y)
+            if s.qk_norm_whole:
+                q, k = norm(f"{at}.norm.query", q), norm(f"{at}.norm.key", k)
+            q, k = q.reshape(s.n_heads, s.d_head), k.reshape(s.n_kv_heads, s.d_head)
+            if s.qk_norm and not s.qk_norm_whole:
                 own = s.qk_norm_per_head
                 q = np.stack([norm(f"{at}.norm.query", x, h if own else None) for h, x in enumerate(q)])
                 k = np.stack([norm(f"{at}.norm.key", x, h if own else None) for h, x in enumerate(k)])
@@ -131,18 +175,24 @@ def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:
             heads = []
             for head in range(s.n_heads):
                 group = head // (s.n_heads // s.n_kv_heads)
+                first = 0 if everything else max(place + 1 - s.window, 0)
                 scores = np.array([queries[place][head] @ keys[j][group] * 0.3 for j in range(place + 1)])
+                scores = capped(scores, s.attention_softcap)
                 if s.positions == "alibi":
                     scores = scores - alibi_slopes(s.n_heads)[head] * np.arange(place, -1, -1)
                 weights = np.exp(scores - scores.max())
+                weights[:first] = 0
                 weights /= weights.sum()
                 heads.append(sum(weight * values[j][group] for j, weight in enumerate(weights)))
-            xs[place] = xs[place] + block.attention_multiplier * linear(f"{at}.attention.out", np.concatenate(heads))
+            branch = norm(f"{at}.norm.attention_out", linear(f"{at}.attention.out", np.concatenate(heads)))
+            xs[place] = xs[place] + block.attention_multiplier * branch
         for place, x in enumerate(xs):
-            hidden = act(f"{at}.mlp", norm(f"{at}.norm.mlp", x))
-            xs[place] = x + block.mlp_multiplier * linear(f"{at}.mlp.out", hidden)
+            y = norm(f"{at}.norm.attention", before[place]) if s.parallel_branches else norm(f"{at}.norm.mlp", x)
+            branch = norm(f"{at}.norm.mlp_out", linear(f"{at}.mlp.out", act(f"{at}.mlp", y)))
+            xs[place] = x + block.mlp_multiplier * branch
     readout = w["embedding.weight" if s.tied_embeddings else "unembedding.weight"]
-    return np.stack([readout @ norm("norm.final", x) for x in xs]) * model.logit_multiplier
+    logits = np.stack([readout @ norm("norm.final", x) for x in xs]) * model.logit_multiplier
+    return capped(logits, s.logit_softcap)
 
 
 @families

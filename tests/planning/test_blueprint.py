@@ -58,6 +58,10 @@ def test_what_leaven_builds_has_one_table_from_either_side(run: PublishedRun) ->
         {"qk_norm": True, "qk_norm_per_head": True, "bias": True, "norm": "layernorm"},
         {"d_attention": 32 * 64, "d_head": 64, "tied_embeddings": True},
         {"activation": "gelu", "positions": "learned", "embedding_norm": True, "bias": True},
+        {"norm_placement": "output", "qk_norm": True, "qk_norm_whole": True, "window": 4096, "global_every": 4},
+        {"norm_placement": "sandwich", "activation": "geglu", "norm": "layernorm", "bias": True},
+        {"parallel_branches": True, "attention_bias": "qkv", "rotary_fraction": 0.5},
+        {"parallel_branches": True, "attention_bias": "none", "bias": True, "norm": "layernorm"},
     ],
 )
 def test_parameters_are_those_of_the_shape(changes: dict[str, object]) -> None:

@@ -35,6 +35,19 @@ def test_a_causal_kernel_saves_half_of_the_attention_and_nothing_else() -> None:
     assert saved == 6 * LLAMA_8B.n_layers * LLAMA_8B.d_model * LLAMA_8B.seq_len
 
 
+@pytest.mark.parametrize("window", [1, 100, 8192, 9000])
+def test_a_window_counts_the_keys_that_a_query_attends_to(window: int) -> None:
+    """Counted query by query; every fourth layer attends to all keys. A causal kernel skips half of the diagonal."""
+    shape = LLAMA_8B.model_copy(update={"window": window, "global_every": 4})
+    s = shape.seq_len
+    inside = sum(min(query + 1, window) for query in range(s)) - min(window, s) / 2
+    pairs = 24 * inside + 8 * (s * (s + 1) / 2 - s / 2)
+    assert forward_flops(shape, "causal").attention == pytest.approx(4 * shape.d_model * pairs / s)
+    full = 24 * min(window, s) + 8 * s
+    assert forward_flops(shape).attention == 4 * shape.d_model * full
+    assert forward_flops(shape).matrices == forward_flops(LLAMA_8B).matrices
+
+
 def test_mfu_causal_mfu_and_hfu_follow_their_formulas(tiny: Recipe) -> None:
     """L 2, d 16 (q 16, kv 8), d_ff 32, V 320, T 32: N without the embedding, and 12 L d s for attention."""
     n = 2 * (16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 32) + 320 * 16

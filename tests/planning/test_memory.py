@@ -280,3 +280,18 @@ def test_bytes_a_parameter_of_other_codes(code: TrainingCode, each: int) -> None
     found = states(1.0, code)
     assert sum(state.bytes_each for state in found) == each == sum(state.bytes for state in found)
     assert all(state.why for state in found)
+
+
+def test_norms_behind_branches_and_a_shared_norm_change_what_a_block_saves() -> None:
+    """In bf16 with an fp32 stream: a norm saves its input, and parallel branches have one input."""
+    stream, hidden = 4 * SMALL.d_model, 2 * SMALL.d_model
+
+    def saved(tp: int = 1, **changes: object) -> float:
+        shape = ModelShape.model_validate(SMALL.model_dump() | changes)
+        return sum(operators_kept(blueprint(shape).blocks[0], shape.d_model, shape.seq_len, tp).values())
+
+    assert saved(norm_placement="sandwich") - saved() == 2 * stream
+    assert saved(norm_placement="output") == saved()
+    assert saved() - saved(parallel_branches=True) == stream + hidden
+    gathered = LEAVEN_BF16.gathered_inputs  # each branch of a tensor-parallel rank has its own copy
+    assert saved(2) - saved(2, parallel_branches=True) == stream / 2 + (0 if gathered else hidden / 2)

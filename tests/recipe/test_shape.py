@@ -47,8 +47,34 @@ def test_an_attention_width_that_is_not_the_model_width() -> None:
         ({"n_kv_heads": 3}, "set n_kv_heads to 1 or 2 or 4 or 8 or 16 or 32"),
         ({"d_head": 1, "n_heads": 2048, "n_kv_heads": 1}, "even d_head"),
         ({"n_layers": True}, "n_layers"),
+        ({"qk_norm_whole": True}, "needs qk_norm = true"),
+        ({"rotary_fraction": 0.3}, "of d_head 64 must be an even number of entries"),
+        ({"rotary_fraction": 0.5, "positions": "alibi"}, 'positions must be "rope"'),
+        ({"attention_softcap": 50.0, "dropout": 0.1}, "neither dropout nor ALiBi"),
+        ({"global_every": 4}, "needs a sliding window"),
     ],
 )
 def test_impossible_shapes_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ModelShape.model_validate(LLAMA_1B | change)
+
+
+def test_newer_keys_are_written_only_with_another_value_than_their_default() -> None:
+    """Runs and studies are identified by hashes of their recipes, which must stay as they are."""
+    shape = ModelShape.model_validate(LLAMA_1B)
+    newer = shape.sparse_defaults()
+    assert len(newer) == 9
+    assert not newer.keys() & shape.model_dump().keys()
+    assert ModelShape.model_validate(LLAMA_1B | newer).model_dump_json() == shape.model_dump_json()
+    other = ModelShape.model_validate(LLAMA_1B | {"norm_placement": "output", "window": 8})
+    assert other.model_dump().items() - shape.model_dump().items() == {("norm_placement", "output"), ("window", 8)}
+    assert ModelShape.model_validate(other.model_dump()) == other
+
+
+def test_which_layers_have_a_window_and_which_matrices_a_bias() -> None:
+    shape = ModelShape.model_validate(LLAMA_1B | {"window": 8, "global_every": 3, "attention_bias": "qkv"})
+    assert [shape.window_of(layer) for layer in range(6)] == [8, 8, None, 8, 8, None]
+    biased = {parameter.name for parameter in shape.parameters() if parameter.name.endswith(".bias")}
+    assert {name.split(".", 2)[2] for name in biased} == {
+        f"attention.{side}.bias" for side in ("query", "key", "value")
+    }

@@ -14,6 +14,9 @@ SHAPES = {
     "norm of each head": {"qk_norm_per_head": True},
     "tied": {"tied_embeddings": True},
     "biases, tied": {"norm": "layernorm", "bias": True, "tied_embeddings": True, "qk_norm": False},
+    "output norms": {"norm_placement": "output", "qk_norm_whole": True},
+    "sandwich norms, caps": {"norm_placement": "sandwich", "attention_softcap": 2.0, "logit_softcap": 3.0},
+    "parallel": {"parallel_branches": True, "attention_bias": "qkv", "rotary_fraction": 0.5, "window": 3},
     "biases": {"norm": "layernorm", "bias": True, "qk_norm": False, "activation": "gelu", "positions": "learned"},
 }
 

@@ -109,3 +109,18 @@ def test_the_forms_of_table_3_and_table_8_train_alike_if_eps_and_decay_move_too(
         scale = 4 if name == "unembedding.weight" else 1
         if same:
             torch.testing.assert_close(close[name], scale * parameter, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("module", ["attention.out", "attention.value", "mlp.in", "mlp.out"])
+@pytest.mark.parametrize("placement", ["output", "sandwich", "pre"])
+def test_a_norm_behind_a_branch_undoes_the_scale_of_its_matrices(tiny: Recipe, placement: str, module: str) -> None:
+    """Std and lr times c, eps and decay divided by c: before a norm, the same training in float64."""
+    changes = {"model.norm_placement": placement, "model.norm_eps": 1e-30}
+    plain = tiny.replace(changes | {"hyperparameters.eps": 1e-3, "hyperparameters.weight_decay": 1.0})
+    c = 4.0
+    scaled = {"init_std": c, "lr": c, "eps": 1 / c, "weight_decay": 1 / c}
+    _, losses = trained(plain, 6, torch.float64)
+    _, others = trained(plain.replace({"hyperparameters.modules": {module: scaled}}), 6, torch.float64)
+    assert (others == pytest.approx(losses, rel=1e-9)) is (placement != "pre")
+    alone = plain.replace({"hyperparameters.modules": {module: {"init_std": c}}})
+    assert trained(alone, 6, torch.float64)[1] != pytest.approx(losses, rel=1e-6)

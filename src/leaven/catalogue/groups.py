@@ -12,7 +12,7 @@ from leaven.recipe.base import Part
 
 Confidence = Literal["file", "secondary", "paper-memory"]
 Evidence = Literal["config", "script", "code", "readme", "model-card", "logbook", "paper-text", "notes", "memory"]
-NormPlacement = Literal["pre", "post", "output"]
+NormPlacement = Literal["pre", "post", "output", "sandwich"]
 Optimizer = Literal["adam", "adamw", "adafactor", "ademamix", "muon"]
 Texts = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has arrays, we keep tuples
 _Pair = Annotated[tuple[float, float], Field(strict=False)]

@@ -12,6 +12,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
+from leaven.catalogue.groups import NormPlacement
 from leaven.catalogue.runs import Kind, PublishedRun, Stack, listed, load_runs, same_lr_meaning
 from leaven.catalogue.terms import term
 from leaven.documents.catalogue import NearRun
@@ -234,15 +235,20 @@ class Neighbours:
 
 
 def neighbours(
-    params: int, tokens: int, *, qk_norm: bool | None = None, reference: PublishedRun | None = None
+    params: int,
+    tokens: int,
+    *,
+    qk_norm: bool | None = None,
+    norm_placement: NormPlacement = "pre",
+    reference: PublishedRun | None = None,
 ) -> Neighbours:
     """Return the neighbours of a model: one dense run of each lineage, with an lr comparable to AdamW's.
 
     A lineage is a group of runs that copied one another's lr. All runs are ranked by three keys: whether they are
-    within `FACTOR` of the model's size, whether they use AdamW, pre-norm and the given QK-norm, and their distance in
-    size and tokens. The neighbours are the first run of each lineage in this order. If no run is within `FACTOR`,
-    only the distance counts.
+    within `FACTOR` of the model's size, whether they use AdamW, the given placement of norms and the given QK-norm,
+    and their distance in size and tokens. The neighbours are the first run of each lineage in this order. If no run
+    is within `FACTOR`, only the distance counts.
     """
-    stack = Stack("pre", qk_norm, "adamw")
+    stack = Stack(norm_placement, qk_norm, "adamw")
     ranked = [run for factor in (FACTOR, math.inf) for run, _ in nearest(params, tokens, factor=factor, stack=stack)]
     return Neighbours(params, tuple(first_of_each(ranked)), reference)

@@ -60,6 +60,7 @@ class ShowDocument(Document, schema="show/1"):
     rule: str
     ratios: dict[str, Number]  # size of the recipe / size of its base: width, depth, batch and tokens
     totals: Totals
+    blocks: dict[str, Any] = {}  # keys of [model] from norm_placement on that differ from their default, with values
     attention_scale: float  # factor on the product query . key
     optimizer: dict[str, str]  # name of the optimizer, and why it was chosen
     init: dict[str, Any]  # the recipe's init stds, and the init stds of published initialisations

@@ -129,7 +129,7 @@ class Architecture:
             if config.get(key, ...) is None:  # null: the value follows from other keys; a missing key has the default
                 given.pop(key, None)
         kinds = {key: ModelShape.model_fields[ours].annotation for ours, keys in self.keys.items() for key in keys}
-        kinds |= {"initializer_range": float, "rope_parameters": dict, "rope_scaling": dict}
+        kinds |= {"initializer_range": float, "rope_parameters": dict, "rope_scaling": dict, "sliding_window": int}
         for key, kind in kinds.items():
             if key in given:
                 _require(key, given[key], kind)
@@ -157,8 +157,8 @@ class Architecture:
                 )
             if stated:
                 values[ours] = next(iter(stated.values()))
-        if "sliding_window" in self.defaults:
-            self._require_whole_window(config, values["seq_len"])
+        if "window" in self.keys:
+            values["window"] = self._window(config, values["seq_len"])
         if "activation" in self.keys:
             theirs = values["activation"]
             values["activation"] = next((ours for ours, words in self.words.items() if theirs in words), None)
@@ -173,17 +173,10 @@ class Architecture:
             values["d_attention"] = values["n_heads"] * values["d_head"]
         return validated(ModelShape, values, "config.json: not a shape that leaven supports")
 
-    def _require_whole_window(self, config: Config, seq_len: int) -> None:
-        """Raise InputError if a token attends to a part of the tokens before it only."""
-        window = config.get("sliding_window", self.defaults["sliding_window"])
-        if window is None:  # null; a missing key has the default
-            return
-        _require("sliding_window", window, int)
-        if window < seq_len:
-            raise InputError(
-                f"config.json: sliding_window = {window} is shorter than max_position_embeddings = {seq_len}: "
-                f"leaven's attention has no window; set the latter to {window} or the window to null"
-            )
+    def _window(self, config: Config, seq_len: int) -> int | None:
+        """Return the sliding window, or None if it is null or not shorter than a sequence."""
+        window = config.get("sliding_window", self.defaults["sliding_window"])  # null is no window, a missing key is
+        return window if window is not None and window < seq_len else None
 
     def _theta(self, given: Config) -> float:
         """Return the theta of the rotary positions, which transformers 4 and 5 write under different keys."""
@@ -330,8 +323,7 @@ def _named(config: Config) -> Architecture:
             return architecture
     stated = ", ".join(names) or config.get("model_type", "none")
     known = ", ".join(architecture.name for architecture in ARCHITECTURES)
-    reasons = [f": {why}" for name, why in _TABLE["unsupported"].items() if name in names]
-    raise InputError(f"config.json: architecture {stated} is not supported{''.join(reasons)}; leaven reads {known}")
+    raise InputError(f"config.json: architecture {stated} is not supported; leaven reads {known}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

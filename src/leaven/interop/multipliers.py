@@ -5,7 +5,8 @@ and, if they are installed before the first forward pass, with torch.compile. Th
 state dict. The state dict does not contain the multipliers, so fold a model before you save it for use without
 leaven.
 
-- The multiplier of a branch is folded into the matrix (and bias) at the end of the branch.
+- The multiplier of a branch is folded into the matrix (and bias) at the end of the branch, or into the gain (and
+  bias) of a norm behind it.
 - The multiplier of the logits is folded into the final norm, or into the readout if there is no final norm.
 - A changed scale of the attention logits is folded into the gain of the query norm, or into the query matrix if there
   is no query norm.
@@ -27,9 +28,9 @@ from torch.distributed.tensor import DTensor
 from leaven.distributed.pieces import cut, piece_of
 from leaven.errors import InputError
 from leaven.interop.roles import is_linear
-from leaven.interop.structure import ModelStructure, inspect_model, is_a, logit_scales, unwrapped
+from leaven.interop.structure import ModelStructure, inspect_model, is_a, labelled, logit_scales, unwrapped
 from leaven.recipe.shape import BRANCH_ENDS, Role
-from leaven.scaling.table import ParameterRow
+from leaven.scaling.table import GAINS, ParameterRow
 
 ROWS = "leaven_rows"  # name of the attribute of a parametrized model that contains its parameter table
 LOGIT_SCALES = "leaven_logit_scales"  # the same for changed attention scales: (module's name, attribute, old value)
@@ -64,8 +65,13 @@ class ScaleInput:
 Hook = tuple[nn.Module, ScaleOutput | ScaleInput]
 
 
-def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[ParameterRow]) -> list[Hook]:
+def multipliers(
+    model: nn.Module, structure: ModelStructure, rows: Sequence[ParameterRow], output_norms: Mapping[str, str]
+) -> list[Hook]:
     """Return the hooks for all multipliers other than 1, without installing them.
+
+    The multiplier of a branch scales the output of its last matrix, or of the norm behind it, because this norm would
+    undo the multiplier. ``output_norms`` maps the labels of such norms to the branches ``attention`` and ``mlp``.
 
     The multiplier of the logits scales the output of the final norm, because fused losses (and leaven's own model)
     use the weight of the unembedding without calling its module. If there is not exactly one final norm, the
@@ -74,7 +80,7 @@ def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[Para
     Raises:
         InputError: if the module that needs a hook is never called, so that the hook would have no effect.
     """
-    sites = {site.name: site for site in structure.sites}
+    sites, behind = {site.name: site for site in structure.sites}, labelled(model, output_norms)
     final_norms = [sites[row.name].owner for row in rows if row.role is Role.FINAL_NORM]
     uncalled = [module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     found: list[Hook] = []
@@ -94,6 +100,8 @@ def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[Para
                     f"final norm, so no hook can multiply the logits by {factor:g}; compute the logits with an "
                     "nn.Linear that shares the weight"
                 )
+        elif norm := behind.get((site.stack, row.layer or 0, row.module.removesuffix(".out"))):
+            found.append((norm, ScaleOutput(factor)))
         elif row.module in BRANCH_ENDS:
             if not is_linear(site.owner) or any(site.owner is module for module in uncalled):
                 raise InputError(
@@ -180,12 +188,13 @@ def fold(model: nn.Module) -> nn.Module:
     for module in target.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward it may have temporary full parameters
+    offset = _offset_gains(target)
     for parameter, factor in _factors(target).items():
         if isinstance(factor, Tensor):
             piece = piece_of("", parameter)  # the whole parameter, or this process's shard
             piece.local.mul_(cut(factor.expand(parameter.shape), piece.offset, piece.local.shape))
         else:
-            parameter.mul_(factor)
+            parameter.mul_(factor).add_(factor - 1 if parameter in offset else 0.0)
     for module in target.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, ScaleOutput | ScaleInput)]:
@@ -222,7 +231,7 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
         raise InputError(
             "the model is sharded over processes; call leaven.fold on it and save it as you save sharded models"
         )
-    factors = _factors(target)
+    factors, offset = _factors(target), _offset_gains(target)
     guards = {hook: hook.warned for hook in target._state_dict_hooks.values() if isinstance(hook, WarnOfMultipliers)}
     for hook in guards:
         hook.warned = True  # not needed here: this state dict is folded
@@ -232,7 +241,16 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
     for name, parameter in target.named_parameters(remove_duplicate=False):
         if parameter in factors:
             state[name] = parameter * factors[parameter]
+            if parameter in offset:
+                state[name] += factors[parameter] - 1
     target.save_pretrained(folder, state_dict=state, **options)
+
+
+def _offset_gains(target: nn.Module) -> set[nn.Parameter]:
+    """Return the weights w of norms whose gain is 1 + w. A factor f on the gain makes them f w + f - 1."""
+    rows: tuple[ParameterRow, ...] = getattr(target, ROWS, ())
+    names = {row.name for row in rows if row.role in GAINS and row.init_mean == 0}
+    return {site.parameter for site in inspect_model(target).sites if site.name in names}
 
 
 def _factors(target: nn.Module) -> Factors:
@@ -244,6 +262,7 @@ def _factors(target: nn.Module) -> Factors:
     named = {row.name: row.module for row in rows}
     modules = {parameter: named.get(site.name, "") for parameter, site in sites.items()}
     factors: Factors = {}
+    offset = _offset_gains(target)
 
     def multiply(module: nn.Module, parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
         for parameter in parameters:
@@ -257,7 +276,7 @@ def _factors(target: nn.Module) -> Factors:
     for module in target.modules():
         for hook in module._forward_hooks.values():
             if isinstance(hook, ScaleOutput):
-                _require_scalable(module)
+                _require_scalable(module, offset)
                 multiply(module, module.parameters(recurse=False), hook.factor)
         for before in module._forward_pre_hooks.values():
             if isinstance(before, ScaleInput):
@@ -270,10 +289,19 @@ def _factors(target: nn.Module) -> Factors:
     return factors
 
 
-def _require_scalable(module: nn.Module) -> None:
-    """Refuse a module whose output is not proportional to its parameters, such as a norm with the factor 1 + gain."""
+def _require_scalable(module: nn.Module, offset: set[nn.Parameter]) -> None:
+    """Refuse a module whose output is proportional neither to its parameters nor to 1 + weight (in ``offset``)."""
     parameters = list(module.parameters(recurse=False))
-    if is_linear(module) or any(isinstance(each, DTensor) or each.is_meta for each in parameters):
+    if not parameters:
+        raise InputError(
+            f"a multiplier acts on the output of a {type(module).__name__} without a gain into which it could be "
+            "folded; use a norm with a gain"
+        )
+    if (
+        is_linear(module)
+        or offset & set(parameters)
+        or any(isinstance(each, DTensor) or each.is_meta for each in parameters)
+    ):
         return
     probe = copy.deepcopy(module)
     probe._forward_hooks.clear()
@@ -283,8 +311,8 @@ def _require_scalable(module: nn.Module) -> None:
         parameter.mul_(2)
     if not torch.allclose(probe(x), 2 * once):
         raise InputError(
-            f"the multiplier of the logits cannot be folded into a {type(module).__name__}, whose output is not "
-            "proportional to its parameters (it may multiply by 1 + weight); fold it into the readout yourself"
+            f"a multiplier cannot be folded into a {type(module).__name__}, whose output is not proportional to its "
+            "parameters; fold it into the matrix behind it yourself"
         )
 
 

@@ -6,6 +6,7 @@ matching parameter in a smaller model, which shows the dimensions that grow. If 
 names the parameter, and the user can classify it with ``roles`` or ``modules``.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import NoReturn
@@ -14,7 +15,8 @@ from torch import nn
 
 from leaven.errors import InputError
 from leaven.interop.architectures import module_names
-from leaven.interop.structure import NO_BLOCKS, ModelStructure, ParameterSite, is_a
+from leaven.interop.structure import NO_BLOCKS, ModelStructure, ParameterSite, is_a, label_of
+from leaven.interop.tracing import output_norms
 from leaven.recipe.shape import BRANCH_ENDS, Parameter, Role
 
 _NAMES = module_names()
@@ -24,7 +26,7 @@ _BRANCHES = {
 }
 _NAMES_OF_BRANCHES = {"attention": ("attention", "attn"), "mlp": ("mlp", "ffn", "feed_forward")}
 _OVER_HEADS = _NAMES["norm.query"] | _NAMES["norm.key"]
-# Names of norms on a branch's output, which would undo the branch's multiplier.
+# Names that only norms on a branch's output have. Such norms are found by running the base (interop/tracing.py).
 _POST_NORM = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_self_attn_layernorm")
 
 _BIASES = (Role.EMBEDDING_BIAS, Role.HIDDEN_BIAS, Role.FINAL_BIAS, Role.UNEMBEDDING_BIAS)
@@ -41,8 +43,8 @@ _MODULES = {
 class Classifier:
     """Classifies each parameter of ``model``, with the help of the smaller model ``base``.
 
-    ``roles`` and ``modules`` are the user's classification. They map parameter names or glob patterns to roles and to
-    module names.
+    ``root`` is the module of ``base``; it is run to find norms on the outputs of branches. ``roles`` and ``modules``
+    are the user's classification. They map parameter names or glob patterns to roles and to module names.
 
     Raises:
         InputError: if a parameter cannot be classified. The message says which of the two arguments to give.
@@ -52,10 +54,14 @@ class Classifier:
         self,
         model: ModelStructure,
         base: ModelStructure,
+        root: nn.Module,
         roles: Mapping[str, str],
         modules: Mapping[str, str],
     ) -> None:
-        self.model, self.base = model, base
+        self.model, self.base, self.root = model, base, root
+        # norms on the outputs of branches: the branch by the label of the norm; `classify` sets it
+        self.output_norms: dict[str, str] = {}
+        self._untraced = ""  # why the base could not be run, if it could not
         names = [site.name for site in model.sites]
         for option, given in (("roles", roles), ("modules", modules)):
             for pattern in given:
@@ -68,9 +74,13 @@ class Classifier:
 
     def classify(self) -> dict[str, Parameter]:
         """Return the parameters with their roles and modules, by name."""
-        classified = {}
+        classified: dict[str, Parameter] = {}
+        traced = False
         # Tensors with most dimensions first, so that an error names the experts of a mixture and not its router.
         for site in sorted(self.model.sites, key=lambda site: -site.parameter.ndim):
+            if site.parameter.ndim < 2 and not traced:
+                self._trace(classified)
+                traced = True
             role = _given(self.roles, site)
             role = self._role(site) if role is None else Role(role)
             if role.is_matrix and site.parameter.ndim != 2:
@@ -119,6 +129,9 @@ class Classifier:
             return Role.FINAL_BIAS if site.is_bias else Role.FINAL_NORM
         if site.is_bias:
             return Role.HIDDEN_BIAS
+        if ".".join(site.path) in self.output_norms:
+            self._require_width(site)
+            return Role.OUTPUT_NORM
         if site.path[-1] not in _OVER_HEADS:
             self._require_width(site)
             return Role.HIDDEN_NORM
@@ -156,6 +169,8 @@ class Classifier:
             return given
         if role in _MODULES:
             return _MODULES[role]
+        if role is Role.OUTPUT_NORM:
+            return f"norm.{self.output_norms['.'.join(site.path)]}_out"
         if role in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
             return "positions" if any("pos" in part.lower() or part == "wpe" for part in site.path) else "embedding"
         leaf = site.path[-1]
@@ -168,14 +183,40 @@ class Classifier:
                 self._refuse(site, "its name does not show which matrix of its branch it is", *possible)
             return found[0]
         if leaf in _POST_NORM:
-            raise InputError(
-                f"{site.name} is a norm on a branch's output, where it undoes the branch's multiplier; the rules "
-                "are for pre-norm blocks"
+            self._refuse(
+                site,
+                "by its name it is a norm on a branch's output, but not when the base runs" + self._untraced,
+                "norm.mlp_out",
+                "norm.attention_out",
+                "norm.mlp",
             )
         for module in ("norm.query", "norm.key", "norm.attention", "norm.mlp"):
             if leaf in _NAMES[module]:
                 return module
         self._refuse(site, "its name does not show which branch the norm precedes", "norm.attention", "norm.mlp")
+
+    def _trace(self, classified: Mapping[str, Parameter]) -> None:
+        """Set ``output_norms``, from the user's classification and by running the base.
+
+        ``classified`` contains the matrices of the model.
+        """
+        ends = {site.label: classified[site.name].module for site in self.model.sites if site.name in classified}
+        paths: dict[str, list[str]] = defaultdict(list)
+        for site in self.base.sites:
+            if ends.get(site.label) in BRANCH_ENDS:
+                paths[ends[site.label].partition(".")[0]].append(site.name.rpartition(".")[0])
+        try:
+            found = output_norms(self.root, paths)
+            self.output_norms = {label_of(self.root, path): branch for path, branch in found.items()}
+        except Exception as error:  # of the user's own code
+            self._untraced = f" (which failed: {type(error).__name__}: {error!s:.80})"
+        for site in self.model.sites:
+            given = _given(self.modules, site) or ""
+            label = ".".join(site.path)
+            if given in {"norm.attention_out", "norm.mlp_out"}:
+                self.output_norms[label] = given.removeprefix("norm.").removesuffix("_out")
+            elif given.startswith("norm."):
+                self.output_norms.pop(label, None)
 
     # Branches: each needs one last matrix, which gets its multiplier.
 

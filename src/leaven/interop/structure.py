@@ -15,6 +15,7 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 _HEAD_DIM = ("head_dim", "head_size", "d_head", "attention_head_size")
 _LOGIT_SCALE = ("scaling", "scale", "softmax_scale")
 NO_BLOCKS = "no nn.ModuleList or nn.Sequential has the blocks and nothing else"
+_EMBEDDING_SCALE = ("scalar_embed_scale", "embed_scale")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +34,12 @@ class ParameterSite:
     def owner(self) -> nn.Module:
         """The first module that contains the parameter."""
         return self.owners[0]
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor by which the module of an embedding multiplies its rows, from an attribute of the module."""
+        found = _first(self.owner, _EMBEDDING_SCALE, float)
+        return float(getattr(*found)) if found else 1.0
 
     @property
     def stack(self) -> str:
@@ -180,6 +187,22 @@ def logit_scales(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return the attention modules with an attribute for the scale of query . key, as (module, attribute name)."""
     attention = (module for module in model.modules() if _first(module, _HEAD_DIM, int))
     return [scale for module in attention if (scale := _first(module, _LOGIT_SCALE, float))]
+
+
+def labelled(model: nn.Module, labels: Mapping[str, str]) -> dict[tuple[str, int, str], nn.Module]:
+    """Return the modules with these labels (paths with "*" for the block's number), by list of blocks, number of the
+    block, and the value of the label in ``labels``."""
+    stacks, found = _stacks(model), {}
+    for path, module in model.named_modules():
+        label, layer = _label(_plain(path), stacks)
+        if label in labels and layer is not None:
+            found[label.partition(".*.")[0], layer, labels[label]] = module
+    return found
+
+
+def label_of(model: nn.Module, path: str) -> str:
+    """Return a module's path with "*" in place of the block's number."""
+    return _label(_plain(path), _stacks(model))[0]
 
 
 def _first(module: nn.Module, names: tuple[str, ...], kind: type) -> tuple[nn.Module, str] | None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -14,6 +15,7 @@ from leaven.errors import InputError
 from leaven.interop.multipliers import ROWS, install, multipliers, rescale_attention
 from leaven.interop.roles import Classifier
 from leaven.interop.structure import ModelStructure, depth_ratio, inspect_model, matched, unwrapped
+from leaven.interop.tracing import is_offset
 from leaven.model.initialise import fill
 from leaven.model.transformer import Transformer
 from leaven.recipe.files import explain
@@ -97,14 +99,16 @@ def parametrize(
     :func:`leaven.save_folded` saves a model that ``from_pretrained`` loads correctly; :func:`leaven.fold` folds the
     multipliers into the weights of the model itself.
 
-    The rules are for pre-norm decoders.
+    The rules are for decoders with norms before their branches, on the outputs of their branches, or both.
 
-    - Factors that the model's own code derives from its width are not detected; remove them. Gemma is refused,
-      because it multiplies its embedding by sqrt(width).
-    - Gains are assumed to be neutral at 1, so do not draw initial values for norms that multiply by 1 + gain.
-    - The multiplier of a branch is applied when the last matrix of the branch is called as a module. A fused kernel
-      that only reads its weight skips the multiplier. The multiplier of the logits is applied to the output of the
-      final norm.
+    - Norms on the outputs of branches are found by running a copy of ``base`` on a few tokens. If it cannot be called
+      with token ids alone, name these norms with ``modules``: ``norm.attention_out`` and ``norm.mlp_out``.
+    - Factors that the model's own code derives from its width are not detected; remove them. The exception is a
+      factor on the embedding in an attribute of its module, as in Gemma. Init std, lr, eps and decay of the embedding
+      (and the logits, if they are computed with it) make up for its change.
+    - The multiplier of a branch is applied when the last matrix of the branch, or the norm behind it, is called as a
+      module. A fused kernel that only reads its weight skips the multiplier. The multiplier of the logits is applied
+      to the output of the final norm.
     - If you initialise the model yourself: the variance of hidden weights should be proportional to 1 / fan in, and
       the variance of the unembedding to 1 / fan in squared. Do not make the last matrices of branches smaller in deep
       models.
@@ -153,7 +157,8 @@ def parametrize(
     if isinstance(target, Transformer) and target.shape.tied_embeddings:
         # leaven's own model computes the logits from its embedding without a module that would show it.
         given_roles = {"embedding.weight": Role.TIED_EMBEDDING} | given_roles
-    classified = Classifier(structure, base_structure, given_roles, modules or {}).classify()
+    classifier = Classifier(structure, base_structure, base_model, given_roles, modules or {})
+    classified = classifier.classify()
     if head_ratio is None:
         head = _head_ratio(structure, base_structure, classified)
     else:
@@ -167,11 +172,16 @@ def parametrize(
 
     gated = any(kind.module == "mlp.gate" for kind in classified.values())
     rows: list[ParameterRow] = []
+    in_base = {site.label: site for site in base_structure.sites}
     for site in structure.sites:
         parameter = classified[site.name]
         scales = tensor_ratios(parameter.role, site.shape, site.base_shape, ratios_at, head)
         n_layers = 1 if site.layer is None else structure.stacks[site.stack]
-        rows.append(parameter_row(parameter, scales, scaling=scaling, base=tuned, n_layers=n_layers, gated=gated))
+        row = parameter_row(parameter, scales, scaling=scaling, base=tuned, n_layers=n_layers, gated=gated)
+        like = in_base[site.label]
+        if row.init_mean and is_offset(like.owner):
+            row = replace(row, init_mean=0.0)
+        rows.append(_with_embedding_scale(row, site.embedding_scale / like.embedding_scale))
     try:
         if initialise:
             wider = any(site.shape != site.base_shape for site in structure.sites)
@@ -180,7 +190,8 @@ def parametrize(
     except ValueError as error:
         raise InputError(str(error)) from None
     attention = factors(RULES[scaling.rule], Role.HIDDEN_WEIGHT, TensorRatios(head=head), scaling).attention
-    hooks, logit_scales = multipliers(target, structure, rows), rescale_attention(target, structure, attention)
+    hooks = multipliers(target, structure, rows, classifier.output_norms)
+    logit_scales = rescale_attention(target, structure, attention)
     if initialise:
         _initialise(structure, rows, seed)
     install(target, hooks, logit_scales)
@@ -222,11 +233,25 @@ def _require_no_multipliers(model: nn.Module) -> None:
             raise InputError(
                 "this Transformer was built with its recipe's multipliers; build it with Transformer(shape)"
             )
-        if "Gemma" in type(module).__name__:
-            raise InputError(
-                f"{type(module).__name__} multiplies its embedding by sqrt(width), which no rule expects; "
-                "parametrize a model without it, e.g. a Llama"
-            )
+
+
+def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
+    """Return the row of an embedding with values that make up for a factor in its module, such as sqrt(width).
+
+    ``c`` is this factor divided by that in the base. AdamW trains the same function if the weight, its std and its lr
+    are divided by c, and eps and decay are multiplied by c. If the weight also computes the logits, these are
+    multiplied by c.
+    """
+    if c == 1 or row.role not in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
+        return row
+    return replace(
+        row,
+        init_std=row.init_std / c,
+        lr=row.lr / c,
+        eps=row.eps * c,
+        weight_decay=row.weight_decay * c,
+        multiplier=row.multiplier * (c if row.role is Role.TIED_EMBEDDING else 1.0),
+    )
 
 
 def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> tuple[Hyperparameters, bool]:

@@ -73,7 +73,7 @@ def generate(
     for _ in range(max_tokens):
         window_BT = torch.tensor([context[-model.shape.seq_len :]], device=device)
         last_D = model.hidden(window_BT)[0, -1]  # the logits of other positions are not needed
-        logits_V = model.logit_multiplier * (model.readout @ last_D)
+        logits_V = model.capped(model.logit_multiplier * (model.readout @ last_D))
         likely_V = sampling.probabilities(logits_V[:vocabulary].cpu())
         token = int(torch.multinomial(likely_V, 1, generator=generator))
         if token == end:

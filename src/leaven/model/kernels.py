@@ -61,11 +61,26 @@ def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
     adam.found_inf = skip.float()  # type: ignore[attr-defined]
 
 
-def causal_attention(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, scale: float) -> Tensor:
+def causal_attention(
+    q_BHTE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    allowed_B1TT: Tensor | None = None,
+) -> Tensor:
     """Return the causal attention softmax(scale x query . key) . value, of shape (B, H, T, E).
 
-    Use this function on a CPU, where torch's own kernel takes more than twice as long (measured: docs/log.md). It
-    computes one block of queries at a time. For each block, it skips the keys after the block's last query.
+    Use this function on a CPU, where torch's own kernel takes more than twice as long (measured: docs/log.md), and
+    with a softcap, which torch's kernel lacks. It computes one block of queries at a time. For each block, it skips
+    the keys after the block's last query, and those before the ``window`` of its first query.
+
+    Args:
+        window: the number of keys that a query attends to, including that of its own position; None: all.
+        softcap: scores become softcap x tanh(score / softcap); None: they stay as they are.
+        allowed_B1TT: whether a query (row) may attend to a key (column); None: to all earlier ones.
 
     The backward pass computes the scores again, so that nothing of size T x T is stored. Products are computed in the
     dtype of the arguments. The softmax and the sums over blocks are computed in fp32 or wider. Torch function modes
@@ -73,60 +88,93 @@ def causal_attention(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, scale: f
     """
     if has_torch_function((q_BHTE, k_BKTE, v_BKTE)):
         arguments = q_BHTE, k_BKTE, v_BKTE
-        return handle_torch_function(causal_attention, arguments, *arguments, scale=scale)
-    y_BHTE: Tensor = _CausalAttention.apply(q_BHTE, k_BKTE, v_BKTE, scale)  # type: ignore[no-untyped-call]
+        how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "allowed_B1TT": allowed_B1TT}
+        return handle_torch_function(causal_attention, arguments, *arguments, **how)
+    all_arguments = q_BHTE, k_BKTE, v_BKTE, allowed_B1TT, scale, window, softcap
+    y_BHTE: Tensor = _CausalAttention.apply(*all_arguments)  # type: ignore[no-untyped-call]
     return y_BHTE
 
 
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
+    def forward(  # noqa: PLR0917 (torch passes by position)
+        ctx: Any,
+        q_BHTE: Tensor,
+        k_BKTE: Tensor,
+        v_BKTE: Tensor,
+        allowed_B1TT: Tensor | None,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        ctx.how = scale, window, softcap
         q_NGTE = q_BHTE.reshape(-1, q_BHTE.shape[1] // k_BKTE.shape[1], *q_BHTE.shape[2:])
         k_NTE, v_NTE = k_BKTE.flatten(0, 1), v_BKTE.flatten(0, 1)
-        ctx.save_for_backward(q_NGTE, k_NTE, v_NTE)
+        ctx.save_for_backward(q_NGTE, k_NTE, v_NTE, allowed_B1TT)
         # Stored in memory as (B, T, H, E), the order in which the next product reads it; so is the gradient of v.
         y_BHTE = _heads_last(q_BHTE, q_BHTE.dtype)
-        for first, last, p_Nts in _blocks(q_NGTE, k_NTE, scale):
-            y_BHTE[:, :, first:last] = (p_Nts @ v_NTE[:, :last]).view_as(y_BHTE[:, :, first:last])
+        for rows, keys, p_Nts, _ in _blocks(q_NGTE, k_NTE, allowed_B1TT, *ctx.how):
+            y_BHTE[:, :, rows] = (p_Nts @ v_NTE[:, keys]).view_as(y_BHTE[:, :, rows])
         return y_BHTE
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_BHTE: Tensor) -> tuple[Tensor | None, ...]:
-        q_NGTE, k_NTE, v_NTE = ctx.saved_tensors
+        q_NGTE, k_NTE, v_NTE, allowed_B1TT = ctx.saved_tensors
+        scale = ctx.how[0]
         g_NGTE = g_BHTE.reshape(q_NGTE.shape)
         wide = torch.promote_types(g_BHTE.dtype, torch.float32)
         dq_NGTE = torch.empty_like(q_NGTE)
         dk_NTE, dv_NTE = torch.zeros_like(k_NTE, dtype=wide), torch.zeros_like(v_NTE, dtype=wide)
-        for first, last, p_Nts in _blocks(q_NGTE, k_NTE, ctx.scale):
-            g_NtE, q_NtE = g_NGTE[:, :, first:last].flatten(1, 2), q_NGTE[:, :, first:last].flatten(1, 2)
-            dv_NTE[:, :last] += p_Nts.mT @ g_NtE
-            dp_Nts = g_NtE @ v_NTE[:, :last].mT
+        for rows, keys, p_Nts, tanh_Nts in _blocks(q_NGTE, k_NTE, allowed_B1TT, *ctx.how):
+            g_NtE, q_NtE = g_NGTE[:, :, rows].flatten(1, 2), q_NGTE[:, :, rows].flatten(1, 2)
+            dv_NTE[:, keys] += p_Nts.mT @ g_NtE
+            dp_Nts = g_NtE @ v_NTE[:, keys].mT
             ds_Nts = torch.ops.aten._softmax_backward_data(dp_Nts, p_Nts, -1, p_Nts.dtype)
-            dq_NGTE[:, :, first:last] = (ds_Nts @ k_NTE[:, :last]).mul_(ctx.scale).view_as(dq_NGTE[:, :, first:last])
-            dk_NTE[:, :last] += ds_Nts.mT @ q_NtE
-        dk_BKTE, dv_BKTE = (x.view(len(g_BHTE), -1, *x.shape[1:]) for x in (dk_NTE.mul_(ctx.scale), dv_NTE))
+            if tanh_Nts is not None:
+                ds_Nts = (ds_Nts * (1 - tanh_Nts.square())).to(ds_Nts.dtype)
+            dq_NGTE[:, :, rows] = (ds_Nts @ k_NTE[:, keys]).mul_(scale).view_as(dq_NGTE[:, :, rows])
+            dk_NTE[:, keys] += ds_Nts.mT @ q_NtE
+        dk_BKTE, dv_BKTE = (x.view(len(g_BHTE), -1, *x.shape[1:]) for x in (dk_NTE.mul_(scale), dv_NTE))
         dv_BKTE = _heads_last(dv_BKTE, g_BHTE.dtype).copy_(dv_BKTE)
-        return dq_NGTE.view(g_BHTE.shape), dk_BKTE.to(g_BHTE.dtype), dv_BKTE, None
+        return dq_NGTE.view(g_BHTE.shape), dk_BKTE.to(g_BHTE.dtype), dv_BKTE, None, None, None, None
 
 
-def _blocks(q_NGTE: Tensor, k_NTE: Tensor, scale: float) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield ``(first, last, p_Nts)`` for each block of queries.
+def _blocks(  # noqa: PLR0917 (the arguments of the backward pass)
+    q_NGTE: Tensor,
+    k_NTE: Tensor,
+    allowed_B1TT: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
+    """Yield ``(rows, keys, p_Nts, tanh_Nts)`` for each block of queries.
 
-    The block has the t queries at the positions ``first`` to ``last - 1``, and ``p_Nts`` their attention
-    probabilities, (N, G x t, s). They attend to the s = ``last`` positions up to the end of the block, so later
-    positions have no columns. For example, the second block has the queries 128 to 255, and s is 256.
+    The block has the t queries at the positions ``rows``, and ``p_Nts`` their attention probabilities, (N, G x t, s),
+    for the s positions ``keys``. These end with the block, so later positions have no columns. For example, the
+    second block has the queries 128 to 255, and without a window s is 256. ``tanh_Nts`` are the scores after the
+    softcap, divided by it; None without a softcap.
     """
     length = q_NGTE.shape[2]
     wide = torch.promote_types(q_NGTE.dtype, torch.float32)
     later_tt = q_NGTE.new_full((BLOCK, BLOCK), -torch.inf, dtype=wide).triu(1)
     for first in range(0, length, BLOCK):
         last = min(first + BLOCK, length)
-        size = last - first
-        scores_Nts = (q_NGTE[:, :, first:last].flatten(1, 2) @ k_NTE[:, :last].mT).to(wide).mul_(scale)
-        scores_Nts.view(len(k_NTE), -1, size, last)[..., first:] += later_tt[:size, :size]
-        yield first, last, scores_Nts.softmax(-1).to(q_NGTE.dtype)
+        size, start, tanh_Nts = last - first, max(first - window + 1, 0) if window else 0, None
+        scores_Nts = (q_NGTE[:, :, first:last].flatten(1, 2) @ k_NTE[:, start:last].mT).to(wide).mul_(scale)
+        if softcap is not None:
+            tanh_Nts = scores_Nts.div_(softcap).tanh_()
+            scores_Nts = tanh_Nts * softcap
+        scores_NGts = scores_Nts.view(len(k_NTE), -1, size, last - start)
+        scores_NGts[..., first - start :] += later_tt[:size, :size]
+        if window and last > window:
+            row_t = torch.arange(first, last, device=q_NGTE.device)[:, None]
+            far_ts = torch.arange(start, last, device=q_NGTE.device) <= row_t - window
+            scores_NGts.masked_fill_(far_ts, -torch.inf)
+        if allowed_B1TT is not None:
+            scores_BHts = scores_Nts.view(len(allowed_B1TT), -1, size, last - start)
+            scores_BHts.masked_fill_(~allowed_B1TT[:, :, first:last, start:last], -torch.inf)
+        yield slice(first, last), slice(start, last), scores_Nts.softmax(-1).to(q_NGTE.dtype), tanh_Nts
 
 
 def _heads_last(like_BHTE: Tensor, dtype: torch.dtype) -> Tensor:

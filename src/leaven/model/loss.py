@@ -68,6 +68,7 @@ def cross_entropy(
     targets: Tensor,
     *,
     multiplier: float = 1.0,
+    softcap: float | None = None,
     factor: Tensor | float = 1.0,
     compute: torch.dtype | None = None,
     repeatable: bool = False,
@@ -76,7 +77,7 @@ def cross_entropy(
     """Return ``factor`` times the loss, a scalar in nats, of hidden states (..., D) and targets (...).
 
     The loss is the sum of -log softmax(multiplier x hidden . weight)[target] over all tokens whose target is not
-    `IGNORED`.
+    `IGNORED`. With ``softcap``, the logits become softcap x tanh(logit / softcap).
 
     Products are computed in the dtype ``compute`` (default: the dtype of ``hidden``), so the logits are rounded to
     this dtype once (docs/concepts/choices.md measures the effect). Everything else is computed in fp32 or wider.
@@ -88,7 +89,7 @@ def cross_entropy(
     if not torch.is_grad_enabled():
         # Without this, the gradient of the weight, which is most of the work, would be computed and not used.
         weight_VD = weight_VD.detach()
-    how = multiplier, factor, compute, repeatable, vocabulary or WholeVocabulary()
+    how = multiplier, softcap, factor, compute, repeatable, vocabulary or WholeVocabulary()
     total: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden.flatten(0, -2), weight_VD, targets.flatten(), *how
     )
@@ -103,6 +104,7 @@ class _CrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         targets_N: Tensor,
         multiplier: float,
+        softcap: float | None,
         factor: Tensor | float,
         compute: torch.dtype | None,
         repeatable: bool,
@@ -123,7 +125,13 @@ class _CrossEntropy(torch.autograd.Function):
             part = slice(first, first + size)
             # Multiplying the hidden values is cheaper than multiplying the logits, which are many more.
             h_nD = (hidden_ND[part] * multiplier).to(compute)
-            loss, g_nV = vocabulary.loss(F.linear(h_nD, w_VD), targets_N[part], weight, learns)
+            logits_nV, tanh_nV = F.linear(h_nD, w_VD), None
+            if softcap is not None:
+                tanh_nV = logits_nV.to(wide).div_(softcap).tanh_()
+                logits_nV = (tanh_nV * softcap).to(compute)
+            loss, g_nV = vocabulary.loss(logits_nV, targets_N[part], weight, learns)
+            if g_nV is not None and tanh_nV is not None:
+                g_nV = g_nV.mul_(1 - tanh_nV.square_())
             total += loss
             if grad_hidden_ND is not None and grad_weight_VD is not None and g_nV is not None:
                 grad_hidden_ND[part] = (g_nV @ w_VD) * multiplier
@@ -137,4 +145,4 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
         grad_weight_VD = grad_weight_VD * grad if ctx.repeatable else grad_weight_VD.mul_(grad)
-        return grad_hidden_ND * grad, grad_weight_VD, None, None, None, None, None, None
+        return grad_hidden_ND * grad, grad_weight_VD, None, None, None, None, None, None, None

@@ -26,11 +26,16 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        dtype = _compute_dtype(x)
         if x.is_cpu and not torch.compiler.is_compiling():
             return rms_norm(x, self.weight, self.eps or 0.0, dtype)
         return super().forward(x.to(self.weight.dtype)).to(dtype)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of matrix products that read x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class PerHeadNorm(nn.Module):
@@ -48,34 +53,47 @@ class PerHeadNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: ModelShape, scale: float) -> None:
+    def __init__(self, shape: ModelShape, scale: float, window: int | None) -> None:
         d, d_q, d_kv = shape.d_model, shape.n_heads * shape.d_head, shape.n_kv_heads * shape.d_head
         super().__init__()
-        self.query = nn.Linear(d, d_q, shape.bias)
-        self.key = nn.Linear(d, d_kv, shape.bias)
-        self.value = nn.Linear(d, d_kv, shape.bias)
-        self.out = nn.Linear(d_q, d, shape.bias)
+        self.query = nn.Linear(d, d_q, shape.has_bias("attention.query"))
+        self.key = nn.Linear(d, d_kv, shape.has_bias("attention.key"))
+        self.value = nn.Linear(d, d_kv, shape.has_bias("attention.value"))
+        self.out = nn.Linear(d_q, d, shape.has_bias("attention.out"))
         self.d_head, self.dropout, self.scale = shape.d_head, shape.dropout, scale
+        self.window, self.softcap, self.norms_whole = window, shape.attention_softcap, shape.qk_norm_whole
 
     def forward(self, x_BTD: Tensor, norm: nn.ModuleDict, positions: "Positions") -> Tensor:
         # The number of heads follows from the tensor, because a tensor-parallel rank has only some of the heads.
+        q_BTD, k_BTD = self.query(x_BTD), self.key(x_BTD)
+        if "query" in norm and self.norms_whole:
+            q_BTD, k_BTD = norm["query"](q_BTD), norm["key"](k_BTD)
         q_BTHE, k_BTKE, v_BTKE = (
-            side(x_BTD).unflatten(-1, (-1, self.d_head)) for side in (self.query, self.key, self.value)
+            side_BTD.unflatten(-1, (-1, self.d_head)) for side_BTD in (q_BTD, k_BTD, self.value(x_BTD))
         )
-        if "query" in norm:
+        if "query" in norm and not self.norms_whole:
             q_BTHE, k_BTKE = norm["query"](q_BTHE), norm["key"](k_BTKE)
         q_BHTE, k_BKTE, v_BKTE = positions.rotate(q_BTHE), positions.rotate(k_BTKE), v_BTKE.transpose(1, 2)
         dropout = self.dropout if self.training else 0.0
-        if x_BTD.is_cpu and positions.bias_HTT is None and not dropout:
-            y_BHTE = causal_attention(q_BHTE, k_BKTE, v_BKTE, scale=self.scale)
+        if self.softcap or (x_BTD.is_cpu and positions.bias_HTT is None and not dropout):
+            y_BHTE = causal_attention(
+                q_BHTE,
+                k_BKTE,
+                v_BKTE,
+                scale=self.scale,
+                window=self.window,
+                softcap=self.softcap,
+                allowed_B1TT=positions.bias_HTT,
+            )
         else:
+            bias_HTT = positions.within(self.window)
             y_BHTE = F.scaled_dot_product_attention(
                 q_BHTE,
                 k_BKTE,
                 v_BKTE,
-                attn_mask=positions.bias_HTT,
+                attn_mask=bias_HTT,
                 dropout_p=dropout,
-                is_causal=positions.bias_HTT is None,
+                is_causal=bias_HTT is None,
                 scale=self.scale,
                 enable_gqa=q_BHTE.shape[1] != k_BKTE.shape[1],
             )
@@ -98,6 +116,8 @@ class MLP(nn.Module):
         match self.activation:
             case "swiglu":
                 h_BTF = F.silu(self.gate(x_BTD)) * h_BTF
+            case "geglu":
+                h_BTF = F.gelu(self.gate(x_BTD), approximate="tanh") * h_BTF
             case "gelu":
                 h_BTF = F.gelu(h_BTF, approximate="tanh")
             case "relu":
@@ -109,30 +129,48 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: x + a attention(norm(x)), then x + m mlp(norm(x)), with constant factors a and m."""
+    """A transformer block: x + a attention(norm(x)), then x + m mlp(norm(x)), with constant factors a and m.
+
+    Norms on the outputs of the branches come before the factors, because a norm would undo a factor before it. The
+    norms before the branches may be missing. The second of parallel branches reads the input of the first.
+    """
 
     def __init__(
         self, shape: ModelShape, multipliers: Mapping[str, float], attention_scale: float, layer: int
     ) -> None:
         super().__init__()
-        norms = {"attention": _norm(shape, shape.d_model), "mlp": _norm(shape, shape.d_model)}
-        if shape.qk_norm_per_head:
+        norms = {name: _norm(shape, shape.d_model) for name in shape.block_norms}
+        if shape.qk_norm_whole:
+            sides = {"query": shape.n_heads, "key": shape.n_kv_heads}
+            norms |= {side: _norm(shape, heads * shape.d_head, bias=False) for side, heads in sides.items()}
+        elif shape.qk_norm_per_head:
             norms |= {"query": PerHeadNorm(shape, shape.n_heads), "key": PerHeadNorm(shape, shape.n_kv_heads)}
         elif shape.qk_norm:
             norms |= {side: _norm(shape, shape.d_head, bias=False) for side in ("query", "key")}
         self.norm = nn.ModuleDict(norms)
-        self.attention = Attention(shape, attention_scale)
+        self.attention = Attention(shape, attention_scale, shape.window_of(layer))
         self.mlp = MLP(shape)
-        self.dropout = shape.dropout
+        self.dropout, self.parallel = shape.dropout, shape.parallel_branches
         self.attention_multiplier = multipliers.get(f"layers.{layer}.attention.out.weight", 1.0)
         self.mlp_multiplier = multipliers.get(f"layers.{layer}.mlp.out.weight", 1.0)
 
     def forward(self, x_BTD: Tensor, positions: "Positions") -> Tensor:
-        branch_BTD = self.attention(self.norm["attention"](x_BTD), self.norm, positions)
-        branch_BTD = F.dropout(branch_BTD, self.dropout, self.training)
+        y_BTD = self._input("attention", x_BTD)
+        branch_BTD = self._output("attention", self.attention(y_BTD, self.norm, positions))
         x_BTD = torch.add(x_BTD, branch_BTD, alpha=self.attention_multiplier)
-        branch_BTD = F.dropout(self.mlp(self.norm["mlp"](x_BTD)), self.dropout, self.training)
+        if not self.parallel:
+            y_BTD = self._input("mlp", x_BTD)
+        branch_BTD = self._output("mlp", self.mlp(y_BTD))
         return torch.add(x_BTD, branch_BTD, alpha=self.mlp_multiplier)
+
+    def _input(self, branch: str, x_BTD: Tensor) -> Tensor:
+        y_BTD: Tensor = self.norm[branch](x_BTD) if branch in self.norm else x_BTD.to(_compute_dtype(x_BTD))
+        return y_BTD
+
+    def _output(self, branch: str, y_BTD: Tensor) -> Tensor:
+        if f"{branch}_out" in self.norm:
+            y_BTD = self.norm[f"{branch}_out"](y_BTD)
+        return F.dropout(y_BTD, self.dropout, self.training)
 
 
 class Transformer(nn.Module):
@@ -172,7 +210,12 @@ class Transformer(nn.Module):
         """
         logits_BTV = F.linear(self.hidden(tokens_BT, documents_BT), self.readout)
         logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-        return logits_BTV if self.logit_multiplier == 1.0 else logits_BTV * self.logit_multiplier
+        return self.capped(logits_BTV if self.logit_multiplier == 1.0 else logits_BTV * self.logit_multiplier)
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Return the logits after the soft cap, if the model has one."""
+        cap = self.shape.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     @property
     def readout(self) -> Tensor:
@@ -233,7 +276,7 @@ class Positions:
         places_T = torch.arange(length, device=device, dtype=torch.float64)
         if shape.positions == "rope":
             # Su et al. 2021, arXiv 2104.09864; entry i of a head is paired with entry i + E/2, as in Llama.
-            exponents_E = torch.arange(0, shape.d_head, 2, device=device, dtype=torch.float64) / shape.d_head
+            exponents_E = torch.arange(0, shape.d_rotary, 2, device=device, dtype=torch.float64) / shape.d_rotary
             angles_TE = torch.outer(places_T, shape.rope_theta**-exponents_E)
             self.cos_TE = angles_TE.cos().to(like.device, like.dtype)
             self.sin_TE = angles_TE.sin().to(like.device, like.dtype)
@@ -242,6 +285,10 @@ class Positions:
             slopes_H = torch.tensor(alibi_slopes(shape.n_heads), device=device, dtype=torch.float64)
             bias_HTT = slopes_H[:, None, None] * distance_TT
             self.bias_HTT = bias_HTT.masked_fill(distance_TT > 0, -torch.inf).to(like.device, like.dtype)
+        self.window_TT: Tensor | None = None
+        if shape.window:
+            behind_TT = places_T[:, None] - places_T[None, :]
+            self.window_TT = ((behind_TT >= 0) & (behind_TT < shape.window)).to(like.device)
         if documents_BT is None:
             return
         if self.cos_TE is not None and self.sin_TE is not None:
@@ -252,11 +299,25 @@ class Positions:
             same_B1TT.tril() if self.bias_HTT is None else self.bias_HTT.masked_fill(~same_B1TT, -torch.inf)
         )
 
+    def within(self, window: int | None) -> Tensor | None:
+        """Return the bias or mask of the attention scores of a layer, which may have a sliding window."""
+        if window is None or self.window_TT is None:
+            return self.bias_HTT
+        if self.bias_HTT is None:
+            return self.window_TT
+        if self.bias_HTT.dtype == torch.bool:
+            return self.bias_HTT & self.window_TT
+        return self.bias_HTT.masked_fill(~self.window_TT, -torch.inf)
+
     def rotate(self, x_BTHE: Tensor) -> Tensor:
         """Return queries or keys as (B, H, T, E), rotated by their positions if the model has rotary positions."""
         if self.cos_TE is None or self.sin_TE is None:
             return x_BTHE.transpose(1, 2)
-        return rotate(x_BTHE, self.cos_TE.to(x_BTHE.dtype), self.sin_TE.to(x_BTHE.dtype))
+        size, cos_TE, sin_TE = 2 * self.cos_TE.shape[-1], self.cos_TE.to(x_BTHE.dtype), self.sin_TE.to(x_BTHE.dtype)
+        if size == x_BTHE.shape[-1]:
+            return rotate(x_BTHE, cos_TE, sin_TE)
+        rest_BHTE = x_BTHE[..., size:].transpose(1, 2)
+        return torch.cat((rotate(x_BTHE[..., :size], cos_TE, sin_TE), rest_BHTE), dim=-1)
 
 
 def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
@@ -351,6 +412,7 @@ class Stage(nn.Module):
             model.readout,
             targets_BT,
             multiplier=model.logit_multiplier,
+            softcap=model.shape.logit_softcap,
             factor=self.factor,
             compute=self.dtype if lower else None,
             repeatable=self.splits_backward,

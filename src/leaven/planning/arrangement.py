@@ -142,8 +142,11 @@ def tensor_degrees(model: Model) -> list[int]:
     """Return the tensor-parallel degrees that a model allows, smallest first.
 
     A degree must divide the number of heads and of key-value heads, d_ff, the vocabulary size and the sequence
-    length. For example, a model with 12 heads and 4 key-value heads allows at most 1, 2 and 4.
+    length. For example, a model with 12 heads and 4 key-value heads allows at most 1, 2 and 4. A QK-norm over all
+    heads together allows only 1.
     """
+    if isinstance(model, ModelShape) and model.qk_norm_whole:
+        return [1]
     unit = math.gcd(blueprint(model).tensor_unit, model.seq_len)
     return [tp for tp in range(1, unit + 1) if unit % tp == 0]
 
@@ -165,7 +168,7 @@ def shape_refusal(model: Model, layout: Layout) -> str | None:
     tp, stages, experts = layout.tp, layout.pp * layout.stages_per_rank, blueprint(model).experts
     possible = tensor_degrees(model)
     if tp not in possible:
-        return f"tp={tp}: {_cut_by_tensor_ranks(model)} are not all divisible by {tp}; tp of {listed(possible)} works"
+        return f"tp={tp}: {_cut_by_tensor_ranks(model, tp)}; tp of {listed(possible)} works"
     if stages > model.n_layers:
         what = f"pp={layout.pp}" + (f" x stages_per_rank={stages // layout.pp}" if stages > layout.pp else "")
         return f"{what}: there are only {model.n_layers} layers; at most {model.n_layers} stages work"
@@ -179,13 +182,14 @@ def shape_refusal(model: Model, layout: Layout) -> str | None:
     return None
 
 
-def _cut_by_tensor_ranks(model: Model) -> str:
+def _cut_by_tensor_ranks(model: Model, tp: int) -> str:
+    sizes = "the heads and widths of the blocks"
     if isinstance(model, ModelShape):
-        return (
-            f"{model.n_heads} heads, {model.n_kv_heads} kv heads, d_ff {model.d_ff}, a vocabulary of "
-            f"{model.vocab_size} and seq_len {model.seq_len}"
-        )
-    return f"the heads and widths of the blocks, a vocabulary of {model.vocab_size} and seq_len {model.seq_len}"
+        if model.qk_norm_whole:
+            return "qk_norm_whole normalises all heads together, and a rank would have only some of them"
+        sizes = f"{model.n_heads} heads, {model.n_kv_heads} kv heads, d_ff {model.d_ff}"
+    sizes += f", a vocabulary of {model.vocab_size} and seq_len {model.seq_len}"
+    return f"{sizes} are not all divisible by {tp}"
 
 
 def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:

@@ -58,13 +58,16 @@ class Core:
     kv_heads: int
     d_qk: int  # width of a head's queries and keys
     d_v: int  # width of a head's values
+    window: int | None = None  # keys that a query attends to, including that of its own position; None: all
 
     def flops(self, seq_len: int, attention: Attention = "full") -> float:
         """Return the FLOPs of a forward pass per token, for queries times keys and for probabilities times values.
 
-        With ``causal``, a query attends to the keys up to its own position, which are half of all keys on average.
+        With ``causal``, a query attends to the keys up to its own position, which are half of all keys on average. A
+        window of w keys counts as w keys, and with ``causal`` as w - w^2 / (2 seq_len), the average.
         """
-        keys = seq_len if attention == "full" else seq_len / 2
+        window = min(self.window or seq_len, seq_len)
+        keys = window if attention == "full" else window - window * window / (2 * seq_len)
         return 2 * self.heads * (self.d_qk + self.d_v) * keys
 
 
@@ -79,6 +82,8 @@ class BlockTable:
     activation: str
     qk_norm: bool = False
     dropout: bool = False
+    # the norms over the width, by the names of :attr:`leaven.recipe.shape.ModelShape.block_norms`
+    norms: tuple[str, ...] = ("attention", "mlp")
 
     @cached_property
     def vectors(self) -> int:
@@ -219,21 +224,27 @@ def blueprint(model: Model) -> Blueprint:
     d, heads, kv_heads, d_head = model.d_model, model.n_heads, model.n_kv_heads, model.d_head
     norm = d * (2 if model.norm == "layernorm" and model.bias else 1)
     per_head = model.qk_norm and model.qk_norm_per_head
-    rows = attention_rows(d, heads, kv_heads, d_head, bias=model.bias, qkv_bias=model.bias)
-    block = BlockTable(
-        (*rows, *mlp_rows("mlp", d, model.d_ff, gated=model.gated, bias=model.bias)),
-        Core(heads, kv_heads, d_head, d_head),
-        2 * norm + (2 * d_head if model.qk_norm and not per_head else 0),
-        (heads + kv_heads) * d_head if per_head else 0,
-        model.activation,
-        qk_norm=model.qk_norm,
-        dropout=model.dropout > 0,
-    )
+    biases = {"bias": model.has_bias("attention.out"), "qkv_bias": model.has_bias("attention.query")}
+    rows = attention_rows(d, heads, kv_heads, d_head, **biases)
+    shared = 0 if per_head or not model.qk_norm else heads + kv_heads if model.qk_norm_whole else 2
+    windows = {
+        window: BlockTable(
+            (*rows, *mlp_rows("mlp", d, model.d_ff, gated=model.gated, bias=model.bias)),
+            Core(heads, kv_heads, d_head, d_head, window),
+            len(model.block_norms) * norm + shared * d_head,
+            (heads + kv_heads) * d_head if per_head else 0,
+            model.activation,
+            qk_norm=model.qk_norm,
+            dropout=model.dropout > 0,
+            norms=model.block_norms,
+        )
+        for window in {model.window, None}
+    }
     return Blueprint(
         model.seq_len,
         d,
         model.vocab_size,
-        (block,) * model.n_layers,
+        tuple(windows[model.window_of(layer)] for layer in range(model.n_layers)),
         model.tied_embeddings,
         positions=model.seq_len * d if model.positions == "learned" else 0,
         embedding_norm=model.embedding_norm,

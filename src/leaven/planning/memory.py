@@ -269,8 +269,9 @@ def operators_kept(
     gathered = 1 if code.gathered_inputs else stretch
     q, k, v = core.heads * core.d_qk, core.kv_heads * core.d_qk, core.kv_heads * core.d_v
     rows = {row.name: row for row in block.matmuls}
-    found = {
-        "norm.attention": code.residual * d / stretch,
+    norm = code.residual * d / stretch
+    found = {"norm.attention": norm} if "attention" in block.norms else {}
+    found |= {
         "attention.inputs": e * d / gathered,
         "attention.query": e * q / tp,
         "attention.key": e * k / tp,
@@ -286,9 +287,14 @@ def operators_kept(
     if not code.flash_attention:
         # The probabilities; with dropout also the mask and the probabilities after dropout.
         found["attention.core"] = core.heads * seq_len * ((2 * e + 1) if block.dropout else e) / tp
-    found["norm.mlp"] = code.residual * d / stretch
+    if "mlp" in block.norms:
+        found["norm.mlp"] = norm
+    if "mlp_out" in block.norms:
+        found["norm.outputs"] = 2 * norm
     tensors = _MLP_TENSORS[block.activation]
-    if "mlp.in" in rows or "shared.in" in rows:
+    # Parallel branches have the same input, of which tensor-parallel ranks gather a copy for each branch.
+    parallel = "attention" in block.norms and "mlp" not in block.norms and gathered == stretch
+    if ("mlp.in" in rows or "shared.in" in rows) and not parallel:
         found["mlp.inputs"] = e * d / gathered
     for mlp in ("mlp", "shared"):
         if f"{mlp}.in" in rows:

@@ -163,15 +163,19 @@ def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: Tr
 def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
     """Return the norms and residual additions of a block's two branches (attention and MLP) as one operator.
 
-    A norm reads the residual stream and writes the branch's input. The branch's output is added to the stream, after
-    dropout with a saved mask. The backward passes read saved tensors and gradients, and write gradients.
+    A norm reads the residual stream and writes the branch's input; a norm behind a branch reads and writes the
+    branch's output. This output is added to the stream, after dropout with a saved mask. The backward passes read
+    saved tensors and gradients, and write gradients.
     """
     size = work.tokens * work.width / (work.tp if code.sequence_parallel else 1)
     stream, hidden, mask = code.residual * size, code.element * size, size if block.dropout else 0.0
     added = stream_seconds(2 * stream + hidden + mask, accelerator)
-    forward = stream_seconds(stream + hidden, accelerator) + added
-    backward = stream_seconds(2 * stream + hidden, accelerator) + added
-    return Operator("norms and residuals", 2 * forward, 2 * backward)
+    forward = backward = 2 * added
+    for name in block.norms:
+        read = hidden if name.endswith("_out") else stream
+        forward += stream_seconds(read + hidden, accelerator)
+        backward += stream_seconds(2 * read + hidden, accelerator)
+    return Operator("norms and residuals", forward, backward)
 
 
 def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:

@@ -8,16 +8,20 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from leaven.recipe.base import Part
 
 Norm = Literal["rmsnorm", "layernorm"]
-Activation = Literal["swiglu", "gelu", "relu", "squared_relu"]
+NormPlacement = Literal["pre", "output", "sandwich"]
+AttentionBias = Literal["none", "qkv", "all"]
+Activation = Literal["swiglu", "geglu", "gelu", "relu", "squared_relu"]
 Positions = Literal["rope", "learned", "alibi"]
-# The last matrices of the two residual branches of a block, which write to the residual stream.
+_BRANCHES = ("attention", "mlp")
+# The last matrices of the two residual branches of a block, which write to the residual stream (through a norm, if
+# ``norm_placement`` puts one behind the branch).
 BRANCH_ENDS = ("attention.out", "mlp.out")
 
 
@@ -35,6 +39,7 @@ class Role(StrEnum):
     HIDDEN_WEIGHT = "hidden_weight"  # width -> width, inside a block
     HIDDEN_BIAS = "hidden_bias"  # bias over the width, of a matrix or a layer norm inside a block
     HIDDEN_NORM = "hidden_norm"  # gain over the width, inside a block
+    OUTPUT_NORM = "output_norm"  # gain over the width, of a norm on a branch's output
     QK_NORM = "qk_norm"  # gain of queries or keys over d_head, shared by all heads
     FINAL_NORM = "final_norm"  # gain over the width, after the last block
     FINAL_BIAS = "final_bias"  # bias of the final norm
@@ -64,7 +69,7 @@ class Parameter:
 
 
 class ModelShape(Part):
-    """The shape of a decoder-only, pre-norm transformer: its sizes and architecture options."""
+    """The shape of a decoder-only transformer: its sizes and architecture options."""
 
     n_layers: int = Field(gt=0, le=2_000)
     d_model: int = Field(gt=0)
@@ -87,6 +92,29 @@ class ModelShape(Part):
     bias: bool = False
     # Rate of GPT-2's three dropouts: on the input of the first block, the attention weights, and each branch.
     dropout: float = Field(default=0.0, ge=0, lt=1)
+    # pre: before each branch; output: on the output of each branch, with none before it (OLMo 2); sandwich: both
+    # (Gemma 2).
+    norm_placement: NormPlacement = "pre"
+    parallel_branches: bool = False  # attention and MLP read the same input, through one norm (GPT-J, Phi, Command R)
+    qk_norm_whole: bool = False  # QK-norm normalises all heads together, with a gain for each entry (OLMo 2)
+    rotary_fraction: float = Field(default=1.0, gt=0, le=1)  # share of a head that rotary positions rotate (GPT-J)
+    attention_bias: AttentionBias | None = None  # the biases of attention, if ``bias`` does not say (Qwen2: qkv)
+    attention_softcap: float | None = Field(default=None, gt=0)  # scores become cap tanh(score / cap) (Gemma 2)
+    logit_softcap: float | None = Field(default=None, gt=0)  # logits become cap tanh(logit / cap) (Gemma 2)
+    window: int | None = Field(default=None, gt=0)  # tokens that a token attends to, itself included (Mistral)
+    global_every: int = Field(default=0, ge=0)  # every n-th layer ignores ``window`` (Gemma 2: 2); 0: none does
+
+    @classmethod
+    def sparse_defaults(cls) -> dict[str, Any]:
+        """Return the defaults of the keys from ``norm_placement`` on. With its default, such a key is not written, so
+        that hashes of recipes do not depend on it. Training codes and architectures support few of other values."""
+        keys = list(cls.model_fields)
+        return {key: cls.model_fields[key].default for key in keys[keys.index("norm_placement") :]}
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        default = self.sparse_defaults()
+        return {key: value for key, value in write(self).items() if value != default.get(key, ...)}
 
     @model_validator(mode="after")
     def _validate_heads(self) -> "ModelShape":
@@ -107,13 +135,57 @@ class ModelShape(Part):
             )
         if self.qk_norm_per_head and not self.qk_norm:
             raise ValueError("qk_norm_per_head needs qk_norm; set qk_norm = true")
+        if self.qk_norm_whole and (self.qk_norm_per_head or not self.qk_norm):
+            raise ValueError("qk_norm_whole needs qk_norm = true and qk_norm_per_head = false; set both")
+        odd = self.d_rotary % 2 or abs(self.d_head * self.rotary_fraction - self.d_rotary) > 1e-9
+        if self.rotary_fraction != 1 and (self.positions != "rope" or odd or not self.d_rotary):
+            raise ValueError(
+                f"rotary_fraction {self.rotary_fraction:g} of d_head {self.d_head} must be an even number of entries "
+                'above 0, and positions must be "rope"; set another fraction'
+            )
+        if self.attention_softcap and (self.dropout or self.positions == "alibi"):
+            raise ValueError(
+                "attention_softcap supports neither dropout nor ALiBi; remove attention_softcap, or set dropout = 0 "
+                'and other positions, e.g. "rope"'
+            )
+        if self.global_every and not self.window:
+            raise ValueError("global_every needs a sliding window; set window, or remove global_every")
         if self.positions == "rope" and self.d_head % 2:
             raise ValueError(f"rotary positions need an even d_head, not {self.d_head}; set an even d_head")
         return self
 
     @property
     def gated(self) -> bool:
-        return self.activation == "swiglu"
+        return self.activation in {"swiglu", "geglu"}
+
+    @property
+    def d_rotary(self) -> int:
+        """Return the number of entries of a head that rotary positions rotate."""
+        return round(self.d_head * self.rotary_fraction)
+
+    def has_bias(self, module: str) -> bool:
+        """Return whether the matrix ``module`` of a block, such as ``attention.out``, has a bias."""
+        if self.attention_bias is None or not module.startswith("attention."):
+            return self.bias
+        return self.attention_bias == "all" or (self.attention_bias == "qkv" and module != "attention.out")
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the sliding window of a layer (counted from 0), or None if it attends to all earlier tokens."""
+        return None if self.global_every and (layer + 1) % self.global_every == 0 else self.window
+
+    @property
+    def block_norms(self) -> tuple[str, ...]:
+        """Return the names of the norms over the width in a block, in the order of the forward pass.
+
+        ``attention`` and ``mlp`` come before the branches, ``attention_out`` and ``mlp_out`` after them. Parallel
+        branches share the norm before them, ``attention``.
+        """
+        found = []
+        for branch in _BRANCHES:
+            shared = self.parallel_branches and branch == "mlp"
+            found += [branch] if self.norm_placement != "output" and not shared else []
+            found += [f"{branch}_out"] if self.norm_placement != "pre" else []
+        return tuple(found)
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield every parameter in the order of the forward pass."""
@@ -134,32 +206,40 @@ class ModelShape(Part):
             "mlp.out": (d, self.d_ff),
         }
         for layer in range(self.n_layers):
-            for branch in ("attention", "mlp"):
-                yield from self._norm(f"layers.{layer}.", branch, layer)
+            for branch in _BRANCHES:
+                if branch in self.block_norms:
+                    yield from self._norm(f"layers.{layer}.", branch, layer)
                 if branch == "attention" and self.qk_norm:
-                    for side, heads in (("query", self.n_heads), ("key", self.n_kv_heads)):
-                        name, module = f"layers.{layer}.norm.{side}.weight", f"norm.{side}"
-                        if self.qk_norm_per_head:
-                            # Heads do not share this gain, so it is an ordinary gain over the width.
-                            yield Parameter(name, (heads, self.d_head), Role.HIDDEN_NORM, module, layer)
-                        else:
-                            yield Parameter(name, (self.d_head,), Role.QK_NORM, module, layer)
+                    yield from self._qk_norms(layer)
                 for module, shape in matrices.items():
                     if module.startswith(branch):
                         name = f"layers.{layer}.{module}"
                         yield Parameter(f"{name}.weight", shape, Role.HIDDEN_WEIGHT, module, layer)
-                        if self.bias:
+                        if self.has_bias(module):
                             yield Parameter(f"{name}.bias", shape[:1], Role.HIDDEN_BIAS, "biases", layer)
+                if f"{branch}_out" in self.block_norms:
+                    yield from self._norm(f"layers.{layer}.", f"{branch}_out", layer)
         yield from self._norm("", "final", None)
         if not self.tied_embeddings:
             yield Parameter("unembedding.weight", (self.vocab_size, d), Role.UNEMBEDDING, "unembedding")
 
+    def _qk_norms(self, layer: int) -> Iterator[Parameter]:
+        for side, heads in (("query", self.n_heads), ("key", self.n_kv_heads)):
+            shape = (heads, self.d_head) if self.qk_norm_per_head else (self.d_head,)
+            if self.qk_norm_whole:
+                shape = (heads * self.d_head,)
+            # A gain that heads do not share is an ordinary gain over the width.
+            role = Role.HIDDEN_NORM if self.qk_norm_per_head or self.qk_norm_whole else Role.QK_NORM
+            yield Parameter(f"layers.{layer}.norm.{side}.weight", shape, role, f"norm.{side}", layer)
+
     def _norm(self, prefix: str, which: str, layer: int | None) -> Iterator[Parameter]:
-        outside = {
+        roles = {
             "embedding": (Role.EMBEDDING_NORM, Role.EMBEDDING_BIAS),
             "final": (Role.FINAL_NORM, Role.FINAL_BIAS),
+            "attention_out": (Role.OUTPUT_NORM, Role.HIDDEN_BIAS),
+            "mlp_out": (Role.OUTPUT_NORM, Role.HIDDEN_BIAS),
         }
-        gain, bias = outside.get(which, (Role.HIDDEN_NORM, Role.HIDDEN_BIAS))
+        gain, bias = roles.get(which, (Role.HIDDEN_NORM, Role.HIDDEN_BIAS))
         name = f"{prefix}norm.{which}"
         yield Parameter(f"{name}.weight", (self.d_model,), gain, f"norm.{which}", layer)
         if self.norm == "layernorm" and self.bias:

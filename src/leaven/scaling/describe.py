@@ -13,6 +13,7 @@ from leaven.documents.runs import CautionRow, ParameterValues, ShowDocument, Tot
 from leaven.recipe.hyperparameters import Muon
 from leaven.recipe.init_std import COMPARED, INITS, usual_std
 from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import ModelShape
 from leaven.scaling.apply import AT_BASE
 from leaven.scaling.table import ParameterRow, ParameterTable, parameter_table, ramp_factors
 
@@ -104,6 +105,9 @@ def describe(
             params_non_embedding=model.params_non_embedding,
             flops_per_token=flops_per_token,
         ),
+        blocks={
+            key: value for key, value in model.model_dump(mode="json").items() if key in ModelShape.sparse_defaults()
+        },
         attention_scale=table.attention_scale,
         optimizer={
             "name": tuned.optimizer,

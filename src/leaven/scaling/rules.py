@@ -15,6 +15,25 @@ NAME`` prints one. All tables differ from the papers in these points:
 - **Decay of gains and biases.** Gains and biases have weight decay only if the hyperparameter ``decay_norm_and_bias``
   is true. The default is false, as in nanoGPT and OLMo 2: decay pulls a gain towards 0 and not towards its neutral
   value 1.
+- **Norms on a branch's output.** The papers have norms before branches only. With one behind a branch, a block adds
+  m g norm(y) to the stream, for the branch's output y, its multiplier m and the norm's gain g.
+
+  - m is behind the norm, because a norm undoes every factor before it. The cell of m is the published one: each
+    block adds as much as before, and moves the stream as much.
+  - g has the cells of a gain before a branch. It starts at 1. Its gradient is a sum over tokens of m norm(y) times
+    the gradient of the stream, 1 / width, so it falls as width^-1 L^-alpha. L gains, each behind an m of L^-alpha,
+    move the stream by L x L^-alpha x lr, so lr has L^(alpha-1). Weight decay would shrink the branch itself.
+  - The scale of the matrices on which y depends linearly has no effect on the output, but on the step: Adam moves y
+    by lr x fan in x (size of the input), and the norm divides this by y, which is std x fan in^(1/2) x (size of the
+    input). So lr fan in^(1/2) / std decides. With the published cells, lr ~ I^-1 and variance ~ I^-1, it is the same
+    at every width. y then does not depend on the width, and the gradient has the published powers, so eps has, too.
+    (std and lr times c, eps and decay divided by c trains the same model: tests/scaling/test_invariance.py.)
+  - Decay of these matrices raises the step relative to the weights, until it is (2 lr decay)^(1/2) in equilibrium
+    (Kosson et al. 2025, arXiv 2510.19093). So decay ~ I, which keeps lr x decay. The reason for decay ~ I^(1/2), that
+    the gain of a branch must not change with the width (Fan et al. 2025, arXiv 2510.15262), does not apply behind a
+    norm, where g is the gain.
+  - Without a norm before the branch, its matrices read the stream itself. Its size does not depend on the width.
+    Over the depth it falls towards that of the embedding, as the sum of the branches does.
 
 ``complete-d-p`` differs from Table 1 of its paper in one cell, the eps of the final norm, where the paper has 1. The
 gradient of this gain falls as 1 / width (measured exponent -1.05 at initialisation, -0.91 after 150 steps), so its
@@ -100,7 +119,7 @@ class Rule:
         )
 
 
-_HIDDEN_GAINS = (Role.HIDDEN_NORM, Role.QK_NORM)
+_HIDDEN_GAINS = (Role.HIDDEN_NORM, Role.QK_NORM, Role.OUTPUT_NORM)
 _INPUT = (Role.EMBEDDING_NORM, Role.EMBEDDING_BIAS)
 _FINAL = (Role.FINAL_NORM, Role.FINAL_BIAS)
 _GAINS_AND_BIASES = (*_INPUT, Role.HIDDEN_BIAS, *_HIDDEN_GAINS, *_FINAL, Role.UNEMBEDDING_BIAS)
@@ -112,6 +131,9 @@ def _rows(text: str, source: str, *roles: Role) -> dict[Role, Cell]:
 
 _TIED = "derived: the unembedding's row under the symmetry forward x c, std / c, lr / c, eps x c, decay x c, c = 1/N"
 _STARTS = "derived: not in the table; the gain starts at 1, the bias at 0"
+_BEHIND = (
+    "derived: as a gain before a branch (top of scaling/rules.py); measured: tests/verification/test_placements.py"
+)
 _STREAM = "derived: not in the table; like the embedding, it acts on the residual stream before all blocks"
 _SAME = "practice: the same value at every scale"
 _DIVIDED = Cell("H^-1/2", "Yang et al. 2022, arXiv 2203.03466, definition 4.1: logits q.k / d, constant kept at base")
@@ -148,6 +170,7 @@ MUP = Rule(
                 f"{_TP5}input weights and biases",
                 *(Role.EMBEDDING, *_INPUT, Role.HIDDEN_BIAS, *_HIDDEN_GAINS, *_FINAL),
             ),
+            **_rows("1", _BEHIND, Role.OUTPUT_NORM),
             **_rows("1", f"{_TP5}biases", Role.UNEMBEDDING_BIAS),
             **_rows("I^-1", f"{_TP5}hidden weights", Role.HIDDEN_WEIGHT),
             **_rows("I^-2", f"{_TP5}output weights", Role.UNEMBEDDING),
@@ -159,6 +182,7 @@ MUP = Rule(
                 f"{_TP5}input weights and biases",
                 *(Role.EMBEDDING, *_INPUT, Role.HIDDEN_BIAS, *_HIDDEN_GAINS, *_FINAL),
             ),
+            **_rows("1", _BEHIND, Role.OUTPUT_NORM),
             **_rows("1", f"{_TP5}biases", Role.UNEMBEDDING_BIAS),
             **_rows("I^-1", f"{_TP5}hidden weights", Role.HIDDEN_WEIGHT),
             **_rows("I^-1", f"{_TP5}output weights", Role.UNEMBEDDING),
@@ -172,6 +196,7 @@ MUP = Rule(
                 Role.HIDDEN_BIAS,
                 Role.HIDDEN_NORM,
             ),
+            **_rows("O^-1", _BEHIND, Role.OUTPUT_NORM),
             **_rows("O^-1", "derived: NA in the muP column; as in complete-d-p", Role.QK_NORM),
             **_rows("O^-1", f"{_MUP}AdamW eps: Input emb.", Role.EMBEDDING),
             **_rows("O^-1", _STREAM, *_INPUT),
@@ -217,6 +242,7 @@ COMPLETE_P = Rule(
             **_rows("I^-1", f"{_DEY}initial variance: hidden weights", Role.HIDDEN_WEIGHT),
             **_rows("1", f"{_DEY}initial variance: pre-LN", Role.HIDDEN_NORM),
             **_rows("1", "derived: not in the table; as the pre-LN", Role.QK_NORM),
+            **_rows("1", _BEHIND, Role.OUTPUT_NORM),
             **_rows("1", f"{_DEY}initial variance: final LN", *_FINAL),
             **_rows("1", f"{_DEY}initial variance: unembedding", Role.UNEMBEDDING),
             **_rows("1", "derived: biases start at 0", Role.HIDDEN_BIAS, Role.UNEMBEDDING_BIAS),
@@ -228,6 +254,7 @@ COMPLETE_P = Rule(
             **_rows("L^(alpha-1)", f"{_DEY}lr: hidden biases", Role.HIDDEN_BIAS),
             **_rows("L^(alpha-1)", f"{_DEY}lr: pre-LN", Role.HIDDEN_NORM),
             **_rows("L^(alpha-1)", "derived: not in the table; as the pre-LN", Role.QK_NORM),
+            **_rows("L^(alpha-1)", _BEHIND, Role.OUTPUT_NORM),
             **_rows("1", f"{_DEY}lr: final LN", *_FINAL),
             **_rows("1", f"{_DEY}lr: unembedding", Role.UNEMBEDDING),
             **_rows("1", "derived: fan in 1, outside the blocks", Role.UNEMBEDDING_BIAS),
@@ -242,6 +269,7 @@ COMPLETE_P = Rule(
                 Role.HIDDEN_NORM,
             ),
             **_rows("O^-1 L^-alpha", "derived: not in the table; as in complete-d-p", Role.QK_NORM),
+            **_rows("O^-1 L^-alpha", _BEHIND, Role.OUTPUT_NORM),
         },
         "weight_decay": {
             **_rows("1", f"{_DEY}weight decay: hidden weights only", *Role),
@@ -269,6 +297,7 @@ COMPLETE_D_P = Rule(
             **_rows("1", _STARTS, *_INPUT),
             **_rows("I^-1", f"{_T1}init variances: Hidden weights", Role.HIDDEN_WEIGHT),
             **_rows("1", f"{_T1}init variances: Hidden biases/norms", Role.HIDDEN_BIAS, *_HIDDEN_GAINS),
+            **_rows("1", _BEHIND, Role.OUTPUT_NORM),
             **_rows("1", f"{_T1}init variances: Unemb. LN", *_FINAL),
             **_rows("I^-2", f"{_T1}init variances: Unemb. weights", Role.UNEMBEDDING),
             **_rows("1", "derived: it starts at 0", Role.UNEMBEDDING_BIAS),
@@ -280,6 +309,7 @@ COMPLETE_D_P = Rule(
             **_rows("I^-1 L^(alpha-1)", f"{_T1}learning rates: Hidden weights", Role.HIDDEN_WEIGHT),
             **_rows("L^(alpha-1)", f"{_T1}learning rates: Hidden biases/norm", Role.HIDDEN_BIAS, Role.HIDDEN_NORM),
             **_rows("L^(alpha-1)", "derived: a hidden norm; Table 1 has no row for it", Role.QK_NORM),
+            **_rows("L^(alpha-1)", _BEHIND, Role.OUTPUT_NORM),
             **_rows("1", f"{_T1}learning rates: Unemb. LN", *_FINAL),
             **_rows("I^-1", f"{_T1}learning rates: Unemb. weights", Role.UNEMBEDDING),
             **_rows("1", "derived: fan in 1; measured: its gradient is constant in width", Role.UNEMBEDDING_BIAS),
@@ -298,6 +328,7 @@ COMPLETE_D_P = Rule(
                 f"{_T1}AdamW eps: QK norms (m_L^-alpha); derived: O is 1 at a fixed head dimension",
                 Role.QK_NORM,
             ),
+            **_rows("O^-1 L^-alpha", _BEHIND, Role.OUTPUT_NORM),
             **_rows("O^-1", f"{_T1}AdamW eps: Input emb.", Role.EMBEDDING),
             **_rows("O^-1", f"{_STREAM}; measured: width -0.94 to -1.03, depth 0.00 to -0.08", *_INPUT),
             **_rows("1", f"{_T1}AdamW eps: Output weights/biases/norms", Role.UNEMBEDDING, Role.UNEMBEDDING_BIAS),

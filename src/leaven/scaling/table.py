@@ -20,7 +20,7 @@ from leaven.scaling.cells import Ratios, TensorRatios
 from leaven.scaling.rules import RULES, Rule
 
 # Roles whose initial mean is 1.
-_GAINS = {Role.EMBEDDING_NORM, Role.HIDDEN_NORM, Role.QK_NORM, Role.FINAL_NORM}
+GAINS = {Role.EMBEDDING_NORM, Role.HIDDEN_NORM, Role.OUTPUT_NORM, Role.QK_NORM, Role.FINAL_NORM}
 _LAYER = re.compile(r"layers\.\d+\.")
 
 
@@ -38,7 +38,9 @@ class ParameterRow(Parameter):
     beta1: float
     beta2: float
     eps: float
-    multiplier: float  # factor on the output in the forward pass; 1 except for branch ends and unembedding
+    # factor on the output in the forward pass, for a branch end behind the norm of the branch's output; 1 for all but
+    # branch ends and unembedding
+    multiplier: float
     ratios: TensorRatios = field(compare=False)  # ratios to the base, from which the rule computed the values
 
 
@@ -171,7 +173,7 @@ def parameter_row(
         std = start * multiplier("init_std") * moved.init_std
     return ParameterRow(
         **vars(parameter),
-        init_mean=1.0 if role in _GAINS else 0.0,
+        init_mean=1.0 if role in GAINS else 0.0,
         init_std=std,
         lr=lr * multiplier("lr") * moved.lr,
         weight_decay=decay * multiplier("weight_decay") * moved.weight_decay,
@@ -216,7 +218,8 @@ def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
     With the weights multiplied by these factors, a model without multipliers computes the same function. The result
     maps names of parameters to factors; factors of 1 are left out.
 
-    The multiplier of a residual branch goes into the last matrix of the branch. The multiplier of the attention
+    The multiplier of a residual branch goes into the norm on its output; without one, into its last matrix. The
+    multiplier of the attention
     logits goes into the gain of the query norm; in a model without query norm, it goes into the query matrix. The
     multiplier of the logits goes into the unembedding; in a model with tied embeddings, it goes into the final norm.
     """
@@ -228,7 +231,8 @@ def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
         query = "norm.query" if shape.qk_norm else "attention.query"
         places[f"layers.{layer}.{query}"] = table.attention_scale / (1 / math.sqrt(shape.d_head))
         for end in BRANCH_ENDS:
-            places[f"layers.{layer}.{end}"] = rows.pop(f"layers.{layer}.{end}.weight")
+            behind = f"norm.{end.replace('.', '_')}" if shape.norm_placement != "pre" else end
+            places[f"layers.{layer}.{behind}"] = rows.pop(f"layers.{layer}.{end}.weight")
     assert all(multiplier == 1 for multiplier in rows.values()), "a multiplier would be lost"
     names = {parameter.name for parameter in shape.parameters()}
     both = {f"{place}.{kind}": factor for place, factor in places.items() for kind in ("weight", "bias")}

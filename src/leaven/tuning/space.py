@@ -367,11 +367,11 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
 
     - The matrices of queries and keys, if queries and keys are normalised. The norm removes the factor.
     - The last matrix of a residual branch, and other matrices on which the output of the branch depends linearly.
-      Dividing the branch's residual multiplier by c undoes the factor.
+      Dividing the branch's residual multiplier by c undoes the factor. A norm behind the branch removes it.
 
     The result is empty for a model with biases, because a factor on a matrix does not scale the bias with it.
     """
-    if model.bias:
+    if model.bias or model.has_bias("attention.query"):
         return set()
     linear = {"mlp.in"} if model.activation != "gelu" else set()  # a factor passes the gate or a relu
     normed = {"attention.query", "attention.key"} if model.qk_norm else set()

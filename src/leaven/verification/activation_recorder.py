@@ -49,7 +49,8 @@ class ActivationRecorder(TorchFunctionMode):
     After a forward pass, the recorder has these attributes:
 
     - ``containers``: the labels of modules that computed a new output from the outputs of their children
-    - ``matrices``: the labels of modules that have a matrix as a direct parameter
+    - ``matrices``: the labels of modules that have a matrix as a direct parameter, or that read the output of such a
+      module, like a norm on the output of a branch
     - ``trained``: the labels of outputs that require a gradient
     - ``head_sizes``: the head dimension of attention logits, by label
     """
@@ -59,6 +60,7 @@ class ActivationRecorder(TorchFunctionMode):
         self._labels = {module: label(name) for name, module in model.named_modules()}
         self._running: list[tuple[nn.Module, int]] = []
         self._seen: list[Tensor] = []
+        self._of_matrices: list[Tensor] = []  # outputs of modules with a matrix
         self._found: dict[str, list[Tensor]] = {}
         self.containers: set[str] = set()
         self.trained: set[str] = set()
@@ -91,7 +93,7 @@ class ActivationRecorder(TorchFunctionMode):
         Raises:
             InputError: if modules with the same label have outputs of different sizes.
         """
-        found, self._found, self._seen = self._found, {}, []
+        found, self._found, self._seen, self._of_matrices = self._found, {}, [], []
         for name, samples in found.items():
             shapes = {f"{tuple(sample.shape)}" for sample in samples}
             if len(shapes) > 1:
@@ -103,6 +105,9 @@ class ActivationRecorder(TorchFunctionMode):
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         self._running.append((module, len(self._seen)))
+        name = self._labels[module]
+        if name is not None and inputs and any(inputs[0] is tensor for tensor in self._of_matrices):
+            self.matrices.add(name)
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         _, seen_before = self._running.pop()
@@ -115,8 +120,14 @@ class ActivationRecorder(TorchFunctionMode):
             self.containers.add(name)
         if tensor.requires_grad:
             self.trained.add(name)
+        if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False)):
+            self._of_matrices.append(tensor)
         self._seen.append(tensor)
-        self._found.setdefault(name, []).append(_sample(tensor))
+        # Attention probabilities depend on the position, so samples of different numbers of heads would differ.
+        probabilities = isinstance(module, nn.Dropout) and tensor.dim() == 4
+        self._found.setdefault(name, []).append(
+            tensor.detach()[0].flatten(0, 1).float().clone() if probabilities else _sample(tensor)
+        )
 
     def _passed_on(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if (tensor := tensor_of(output)) is not None:

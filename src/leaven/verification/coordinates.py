@@ -15,7 +15,8 @@ each residual branch by L^-alpha. Under a right rule, the RMS of these outputs m
 - Over depth, the residual stream: the sum of L branches falls as L^(1/2 - alpha), until the stream is almost only the
   embedding. Modules read the stream through a norm, so their outputs must not depend on the depth.
 - Over depth at alpha below 1, outputs of the matrices inside blocks: the rule lowers their lr as L^(alpha-1), so they
-  learn less. The output of a norm must not fall, because the norm passes on what the stream has learnt.
+  learn less. So do the outputs of norms that read these outputs, such as norms behind branches. The output of a norm
+  before a branch must not fall, because the norm passes on what the stream has learnt.
 
 If d grows, the attention logits *must* fall with the width at the start. This detects a model that divides
 query . key by sqrt(d), as is usual, instead of d. The logits of such a model have the same size at every d before
@@ -103,6 +104,10 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     The alignment of this change with the input still falls with the width at small widths (a slope of about -0.1).
     With a residual multiplier of 1, the branches would be as large as the embedding at depth 2, and modules between
     them would change less than at depth 4, by a factor of 2^0.25."""
+    start_normed = CheckStart(hidden=1.0, residual=0.125, embedding_lr=4.0)
+    """The output of a branch that ends in a norm has RMS 1, so that its multiplier is smaller here. Its change is
+    larger, too: with the embedding's own lr, most of the change of the stream would come from the branches. At depth
+    2, the MLP of the middle block has three quarters of them before it, at depth 16 about one half."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
         """Return the axes along which models grow.

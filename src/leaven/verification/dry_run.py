@@ -124,7 +124,7 @@ class NoText:
         return self.stream(seq_len, 0).batch(0, 1)
 
 
-def _flash(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, scale: float) -> Tensor:
+def _flash(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, **how: Any) -> Tensor:
     y_BHTE: Tensor = _Flash.apply(q_BHTE, k_BKTE, v_BKTE)  # type: ignore[no-untyped-call]
     return y_BHTE
 

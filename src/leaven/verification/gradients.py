@@ -89,6 +89,8 @@ class GradientCheck(SizeCheck[GradientRecord]):
     start = CheckStart(hidden=0.5, residual=1.0)
     """With these hidden weights, the branches of a few blocks are small compared with the embedding, as in deep
     models. So gradients inside blocks show the right exponent from depth 2 on."""
+    start_normed = CheckStart(hidden=0.5, residual=0.125)
+    """The outputs of branches that end in a norm have RMS 1, so that a smaller multiplier makes them as small."""
 
     def exact_rows(self) -> Sequence[VerdictRow]:
         return invariants(self.family, self.widths, self.depths)

@@ -63,6 +63,7 @@ class SizeCheck(ABC, Generic[Measured]):
     name: ClassVar[str]
     quantity: ClassVar[str]  # description of the number by which a module is judged
     start: ClassVar[CheckStart]  # initial values at which small models show the exponents of large ones
+    start_normed: ClassVar[CheckStart]  # the same for models whose branches end in a norm
     parts: ClassVar[tuple[str, ...]]  # the names of the numbers that are measured for each module
     drawn: ClassVar[tuple[str, ...]]  # the names in ``parts`` that are drawn as curves over the size
 
@@ -107,7 +108,8 @@ class SizeCheck(ABC, Generic[Measured]):
         if not widths:
             recipe, changed = small_recipe(recipe)
             wide = [recipe.model.d_model * times for times in TIMES]
-        recipe = calibrated(recipe, min(wide), min(deep), cls.start)
+        start = cls.start if recipe.model.norm_placement == "pre" else cls.start_normed
+        recipe = calibrated(recipe, min(wide), min(deep), start)
         seq_len = recipe.model.seq_len
         tokens = prepare(recipe.data, recipe.model.vocab_size)
         batches = corpus(tokens, seq_len, max((batch_tokens or BATCH_TOKENS) // seq_len, 1))

@@ -11,6 +11,7 @@ from typing import Any
 from leaven.data.sources import source_parts
 from leaven.errors import InputError
 from leaven.model.initialise import build_model
+from leaven.recipe.hyperparameters import Multipliers
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape, Role
 from leaven.scaling.rules import RULES
@@ -99,6 +100,7 @@ class CheckStart:
 
     hidden: float  # standard deviation of hidden weights, times sqrt(width)
     residual: float  # multiplier of the residual branches
+    embedding_lr: float = 1.0  # multiplies the lr of the embedding
 
 
 def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Recipe:
@@ -127,6 +129,8 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
         f"hyperparameters.modules.{module}.init_std": starts.get(module, std) / std for module in recipe.model.modules
     }
     changes |= {"hyperparameters.init_std": std, "hyperparameters.residual": start.residual}
+    lr = recipe.hyperparameters.modules.get("embedding", Multipliers()).lr
+    changes["hyperparameters.modules.embedding.lr"] = lr * start.embedding_lr
     base = {"width": width, "depth": depth, "batch_tokens": recipe.batch.tokens, "tokens": recipe.data.tokens}
     return recipe.replace(changes | {"hyperparameters.init": "rule", "scaling.base": base})
 

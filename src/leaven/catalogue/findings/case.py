@@ -126,7 +126,8 @@ class Case:
     @cached_property
     def size(self) -> RunSize:
         """The recipe's size, with the published runs near it and the laws, as `leaven new` would weigh them."""
-        near = neighbours(self.params, self.tokens, qk_norm=self.recipe.model.qk_norm)
+        model = self.recipe.model
+        near = neighbours(self.params, self.tokens, qk_norm=model.qk_norm, norm_placement=model.norm_placement)
         return RunSize(near, self.recipe.model, self.tokens)
 
     @cached_property
@@ -139,15 +140,15 @@ class Case:
     def neighbours(self) -> tuple[PublishedRun, ...]:
         """Return at most five published runs within a factor of 4 of the recipe's size, one of each lineage.
 
-        A lineage is a group of runs that copied one another's lr. Runs with pre-norm, AdamW and the recipe's
-        ``qk_norm`` come before all other runs. Among equals, the run nearest in size comes first.
+        A lineage is a group of runs that copied one another's lr. Runs with AdamW and the recipe's ``norm_placement``
+        and ``qk_norm`` come before all other runs. Among equals, the run nearest in size comes first.
         """
         return self.size.near.close[:VOTES]
 
     @cached_property
     def alike(self) -> frozenset[str]:
-        """Return the ids of runs with pre-norm, the recipe's value of qk_norm, and nearly its size, lr and batch."""
-        stack = Stack("pre", self.recipe.model.qk_norm, "adamw")
+        """Return the ids of runs with the recipe's norm_placement and qk_norm, and nearly its size, lr and batch."""
+        stack = Stack(self.recipe.model.norm_placement, self.recipe.model.qk_norm, "adamw")
         return frozenset(
             run.id
             for run in self.runs

@@ -204,9 +204,23 @@ def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -
     """Return a model shape that a target supports, and one row for each value that is lost because it was replaced.
 
     ``holds`` maps keys of ``[model]`` to the values that the target supports. The first of them replaces a value that
-    is not among them. A ``d_attention`` of None means d_model, and is written "d_model" there.
+    is not among them. A ``d_attention`` of None means d_model, and is written "d_model" there. Of
+    :meth:`ModelShape.sparse_defaults`, a target supports only the defaults, unless ``holds`` has the key. A target
+    without ``holds`` does not describe models.
     """
-    losses, changes = [], {}
+    changes = {
+        key: default
+        for key, default in ModelShape.sparse_defaults().items()
+        if holds and key not in holds and getattr(shape, key) != default
+    }
+    losses = [
+        LossRow(
+            key=f"model.{key}",
+            value=getattr(shape, key),
+            why=f"would be {'left out' if default is None else json.dumps(default)}: no export to {target} has it",
+        )
+        for key, default in changes.items()
+    ]
     for key, held in holds.items():
         value = getattr(shape, key)
         if value is None:

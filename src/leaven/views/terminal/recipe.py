@@ -70,6 +70,8 @@ def recipe_screen(shown: ShowDocument) -> Iterator[RenderableType]:
     facts: list[Fact] = []
     if shown.start is not None:
         facts.append(("start", (f"from the weights in {shown.start}, not from init std",)))
+    if shown.blocks:
+        facts.append(("blocks", (" · ".join(f"{key} {value}" for key, value in shown.blocks.items()),)))
     facts += [
         ("attention", (f"query . key x {numbers.value(shown.attention_scale)}",)),
         ("optimizer", (shown.optimizer["why"],)),

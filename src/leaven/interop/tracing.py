@@ -1,0 +1,101 @@
+"""Finds the norms on the outputs of a model's residual branches by running a copy of a small model of its family, and
+norms whose gain is 1 + weight."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TOKENS = 4  # number of tokens in the sequence on which a model is run
+
+
+@torch.no_grad()
+def output_norms(model: nn.Module, ends: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return the paths of modules that normalise the output of a residual branch, each with the name of the branch.
+
+    A multiplier before such a module would have no effect. A copy of the model is run twice for each branch, with
+    random values in place of the outputs of the branch's last matrices, and with four times these values. In a norm
+    behind the branch, the input is then exactly four times as large, and the output is the same. In a norm before a
+    branch, the input contains the residual stream, which has not grown.
+
+    Args:
+        ends: the paths of the last matrices of all branches with a name, such as ``attention``.
+
+    Raises:
+        Exception: of any type, if the model cannot be copied, or cannot be called with token ids alone.
+    """
+    copied = copy.deepcopy(model).eval()
+    if any(tensor.is_meta for tensor in (*copied.parameters(), *copied.buffers())):
+        copied.to_empty(device="cpu")
+    for parameter in copied.parameters():
+        parameter.copy_(0.1 * _random(parameter))
+    found: dict[str, str] = {}
+    for branch, paths in ends.items():
+        once, fourfold = (_run(copied, paths, scale) for scale in (1.0, 4.0))
+        norms = [
+            path
+            for path, (before, after) in once.items()
+            if path in fourfold
+            and torch.equal(fourfold[path][0], 4 * before)
+            and after.any()
+            and torch.allclose(fourfold[path][1], after, rtol=1e-2)
+        ]
+        # A module that only calls a norm is found, too; its parts are more precise.
+        found |= {path: branch for path in norms if not any(other.startswith(f"{path}.") for other in norms)}
+    return found
+
+
+def _run(model: nn.Module, ends: Sequence[str], scale: float) -> dict[str, tuple[Tensor, Tensor]]:
+    """Run a model with random outputs of RMS ``scale`` of the modules ``ends``. Return each module's input and
+    output."""
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def replaced(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return scale * _random(output)
+
+    def record(path: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, named: dict[str, Any], output: Any) -> None:
+            tensors = [each for each in (*inputs, *named.values()) if isinstance(each, Tensor)]
+            if tensors and isinstance(output, Tensor) and tensors[0].is_floating_point():
+                seen[path] = tensors[0], output
+
+        return hook
+
+    handles = [model.get_submodule(path).register_forward_hook(replaced) for path in ends]
+    handles += [
+        module.register_forward_hook(record(path), with_kwargs=True)
+        for path, module in model.named_modules()
+        if path not in ends
+    ]
+    try:
+        model(torch.arange(TOKENS, device=next(model.parameters()).device)[None])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _random(like: Tensor) -> Tensor:
+    """Return normally distributed values of a tensor's shape; the state of torch's generators does not change."""
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
+
+
+@torch.no_grad()
+def is_offset(norm: nn.Module) -> bool:
+    """Return whether the gain of a norm is 1 + weight, so that it is neutral at the weight 0."""
+    try:
+        copied = copy.deepcopy(norm)
+        copied._forward_hooks.clear()
+        if any(parameter.is_meta for parameter in copied.parameters()):
+            copied.to_empty(device="cpu")
+        weight = next(copied.parameters())
+        x = _random(weight)[None]
+        for parameter in copied.parameters():
+            parameter.zero_()
+        at_zero = copied(x)
+        weight.fill_(1.0)
+        return bool(at_zero.any()) and torch.allclose(copied(x), 2 * at_zero)
+    except Exception:  # a norm that cannot be called like this is taken to be an ordinary one
+        return False

@@ -1,0 +1,37 @@
+"""Checks of models of transformers: two families pass, and each planted fault is found; the page has all families."""
+
+from pathlib import Path
+
+import pytest
+from benchmarks.families import BEGIN, DEPTH, DEPTHS, END, FAMILIES, PAGE, WIDTH, WIDTHS, checked
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize(("name", "check"), [("olmo2", "coordinates"), ("gemma3", "coordinates")])
+def test_a_family_passes(name: str, check: str) -> None:
+    document = checked(name, check, widths=WIDTHS, depths=DEPTHS, seeds=1)
+    assert document.passed, [row for row in document.rows if row.passed is False]
+
+
+@pytest.mark.parametrize("name", ["olmo2", "gemma3"])
+def test_a_multiplier_before_the_norm_is_found(name: str) -> None:
+    document = checked(name, "coordinates", "multiplier", widths=(WIDTH,), depths=DEPTHS, seeds=1)
+    assert {row.axis for row in document.rows if row.passed is False} == {"depth"}
+
+
+@pytest.mark.parametrize("name", ["olmo2", "gemma3"])
+def test_a_readout_that_is_not_scaled_is_found(name: str) -> None:
+    document = checked(name, "coordinates", "readout", widths=WIDTHS, depths=(DEPTH,), seeds=1)
+    assert "lm_head" in {row.module for row in document.rows if row.passed is False}
+
+
+def test_the_page_has_every_family_and_every_check_passed() -> None:
+    table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    rows = [line.split(" | ") for line in table.strip().splitlines()[2:]]
+    assert {row[0].removeprefix("| ") for row in rows} == {family.title for family in FAMILIES.values()}
+    assert all(cell.startswith("passed") for row in rows for cell in row[2:4])
+    assert "none" not in table

@@ -1,0 +1,156 @@
+"""Norms on the outputs of branches, and factors on the embedding, in leaven.parametrize."""
+
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.families import FAMILIES
+from tests.interop.families import VOCABULARY, logits, loss_of, tokens
+from torch import nn
+
+import leaven
+from leaven.errors import InputError
+from leaven.interop.tracing import is_offset, output_norms
+from leaven.recipe.shape import Role
+from leaven.scaling.table import ParameterRow
+
+TUNED = {"lr": 0.01, "init_std": 0.5, "weight_decay": 0.1, "residual": 0.7}
+NORMED = [name for name, family in FAMILIES.items() if family.normed]
+
+
+def parametrized(name: str, width: int = 64, depth: int = 6) -> tuple[Any, dict[str, ParameterRow]]:
+    model: Any = FAMILIES[name].model(width, depth).double().eval()
+    leaven.parametrize(model, base=FAMILIES[name].model(32, 2), hyperparameters=TUNED, head_ratio=1.0)
+    return model, {row.name.removeprefix("model.layers.1."): row for row in model.leaven_rows}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_norms_behind_branches_are_found(name: str) -> None:
+    _, rows = parametrized(name)
+    found = {part: row.module for part, row in rows.items() if row.role is Role.OUTPUT_NORM and "layers" not in part}
+    if name in NORMED:
+        assert found == {
+            "post_attention_layernorm.weight": "norm.attention_out",
+            "post_feedforward_layernorm.weight": "norm.mlp_out",
+        }
+    else:
+        assert not found
+    ends = {row.module for row in rows.values() if row.multiplier != 1.0 and row.role is Role.HIDDEN_WEIGHT}
+    assert ends == {"attention.out", "mlp.out"}
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_the_multiplier_acts_behind_the_norm(name: str) -> None:
+    """Compared with a model whose gains are multiplied by hand. Gemma's gain is 1 + weight; norms are in fp32."""
+    model, _ = parametrized(name)
+    plain = FAMILIES[name].model(64, 6).double().eval()
+    with pytest.warns(UserWarning, match=r"lacks the \d+ multipliers"):
+        plain.load_state_dict(model.state_dict())
+    final = next((row.multiplier for row in model.leaven_rows if row.role is Role.TIED_EMBEDDING), 1.0)
+    offset = 1.0 if "gemma" in name else 0.0
+    with torch.no_grad():
+        for path, parameter in plain.named_parameters():
+            factor = final if path == "model.norm.weight" else 0.7 / 3 if ".post_" in path else 1.0
+            parameter.copy_(factor * (parameter + offset) - offset if factor != 1 else parameter)
+    batch = tokens() % VOCABULARY
+    size = logits(model, batch).abs().max().item()
+    torch.testing.assert_close(logits(model, batch), logits(plain, batch), rtol=0, atol=1e-6 * size)
+    # A multiplier before the norm would have no effect.
+    with torch.no_grad():
+        for path, parameter in plain.named_parameters():
+            if path.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(0.5)
+    torch.testing.assert_close(logits(model, batch), logits(plain, batch), rtol=0, atol=1e-3 * size)
+
+
+class Block(nn.Module):
+    """A block whose norm follows its branch, under a name that usually means a norm before it."""
+
+    def __init__(self, width: int, gain: bool, extra: bool) -> None:
+        super().__init__()
+        self.mlp_norm = nn.LayerNorm(width, elementwise_affine=gain)
+        self.mlp = nn.ModuleDict({"up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width)})
+        self.extra = extra
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp_norm(self.mlp["down"](self.mlp["up"](x).relu()))
+
+
+class Home(nn.Module):
+    def __init__(self, width: int, depth: int, *, gain: bool = True, extra: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.Sequential(*(Block(width, gain, extra) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY)
+        self.extra = extra
+
+    def forward(self, ids: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        if self.extra and not more:
+            raise TypeError("the mask is missing")
+        return self.head(self.norm(self.blocks(self.embedding(ids))))
+
+
+def test_a_norm_is_found_by_what_it_does_and_not_by_its_name() -> None:
+    model: Any = Home(64, 3)
+    leaven.parametrize(model, base=Home(32, 2).to("meta"), hyperparameters=TUNED)
+    row = next(row for row in model.leaven_rows if row.name == "blocks.0.mlp_norm.weight")
+    assert (row.role, row.module) == ("output_norm", "norm.mlp_out")
+    assert not model.blocks[0].mlp["down"]._forward_hooks
+    hook = next(iter(model.blocks[2].mlp_norm._forward_hooks.values()))
+    assert hook.factor == pytest.approx(0.7 * 2 / 3)
+
+
+def test_a_norm_without_a_gain_has_the_multiplier_but_cannot_be_folded() -> None:
+    model: Any = Home(64, 3, gain=False)
+    leaven.parametrize(model, base=Home(32, 2, gain=False), hyperparameters=TUNED)
+    assert next(iter(model.blocks[0].mlp_norm._forward_hooks.values())).factor == pytest.approx(0.7 * 2 / 3)
+    with pytest.raises(InputError, match="LayerNorm without a gain"):
+        leaven.fold(model)
+
+
+def test_the_norms_of_a_model_that_cannot_be_run_are_named_by_the_user() -> None:
+    build = lambda width, depth: Home(width, depth, extra=True)  # noqa: E731
+    model: Any = build(64, 3)
+    leaven.parametrize(model, base=build(32, 2), hyperparameters=TUNED, modules={"*.mlp_norm.weight": "norm.mlp_out"})
+    assert model.blocks[1].mlp_norm._forward_hooks
+    olmo: Any = FAMILIES["olmo2"].model(64, 2)
+    broken: Any = FAMILIES["olmo2"].model(32, 2)
+    broken.forward = None
+    with pytest.raises(
+        InputError, match=r"post_feedforward_layernorm.weight .*norm on a branch's output.*which failed"
+    ):
+        leaven.parametrize(olmo, base=broken, hyperparameters=TUNED)
+
+
+def test_only_norms_are_found() -> None:
+    model = Home(32, 2)
+    ends = {"mlp": ["blocks.0.mlp.down", "blocks.1.mlp.down"]}
+    assert output_norms(model, ends) == dict.fromkeys(("blocks.0.mlp_norm", "blocks.1.mlp_norm"), "mlp")
+    assert not any(module._forward_hooks for module in model.modules())
+    gemma: Any = FAMILIES["gemma2"].model(32, 2)
+    assert is_offset(gemma.model.norm)
+    assert not is_offset(model.norm)
+
+
+def test_the_embedding_of_gemma_trains_as_without_its_growing_factor() -> None:
+    """The factor is sqrt(width): 8 at width 64. The other model keeps that of the base, sqrt(32), in float64."""
+    losses = []
+    for factor in (8.0, 32**0.5):
+        model: Any = FAMILIES["gemma3"].model(64, 2).double().eval()
+        embedding = model.model.embed_tokens
+        embedding.scalar_embed_scale, embedding.embed_scale = factor, torch.tensor(factor, dtype=torch.float64)
+        tuned = TUNED | {"eps": 1e-3, "weight_decay": 1.0}
+        optimizer = torch.optim.AdamW(
+            leaven.parametrize(model, base=FAMILIES["gemma3"].model(32, 2), hyperparameters=tuned, head_ratio=1.0)
+        )
+        found = []
+        for seed in range(4):
+            loss = loss_of(model, tokens(seed))
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][0] - losses[0][-1] > 0.01  # it learns
