@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leaven.data.tokens import TokenSet
-from leaven.model.initialise import fill
+from leaven.model.initialisation import fill
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
 from leaven.training.device import DTYPES

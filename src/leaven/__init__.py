@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from leaven.interop.multipliers import fold, save_folded
-    from leaven.interop.torch_models import parametrize
+    from leaven.interop.parametrize import parametrize
     from leaven.recipe.files import read_recipe
     from leaven.recipe.hyperparameters import Hyperparameters
     from leaven.scaling.cells import Ratios
@@ -31,7 +31,7 @@ _MODULES = {
     "Ratios": "leaven.scaling.cells",
     "fold": "leaven.interop.multipliers",
     "load": "leaven.training.load",
-    "parametrize": "leaven.interop.torch_models",
+    "parametrize": "leaven.interop.parametrize",
     "read_recipe": "leaven.recipe.files",
     "save_folded": "leaven.interop.multipliers",
     "train": "leaven.training.trainer",

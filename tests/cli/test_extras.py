@@ -58,7 +58,7 @@ def test_only_training_needs_extras(tiny_file: Path, tmp_path: Path) -> None:
 
 
 def test_every_exported_name_is_there() -> None:
-    assert leaven.parametrize.__module__ == "leaven.interop.torch_models"
+    assert leaven.parametrize.__module__ == "leaven.interop.parametrize"
     assert leaven.train.__module__ == "leaven.training.trainer"
     assert all(hasattr(leaven, name) for name in leaven.__all__)
     assert not hasattr(leaven, "parametrise")

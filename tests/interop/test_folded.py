@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import leaven
 from leaven.errors import InputError
-from leaven.interop.torch_models import groups
+from leaven.interop.parametrize import groups
 
 TUNED = {"lr": 0.01, "init_std": 0.1, "weight_decay": 0.1, "residual": 0.7}
 BUILDS: dict[str, Build] = FAMILIES | {

@@ -5,7 +5,7 @@ import torch
 
 import leaven
 from leaven.errors import InputError
-from leaven.model.initialise import build_model
+from leaven.model.initialisation import build_model
 from leaven.model.transformer import Transformer
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.rules import RULES

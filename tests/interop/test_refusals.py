@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 
 import leaven
 from leaven.errors import InputError
-from leaven.interop.torch_models import groups
+from leaven.interop.parametrize import groups
 from leaven.recipe.shape import Role
 
 TUNED = {"lr": 0.01, "init_std": 0.1}

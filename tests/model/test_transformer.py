@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from leaven.model.initialise import build_model, fill
+from leaven.model.initialisation import build_model, fill
 from leaven.model.transformer import Transformer, alibi_slopes
 from leaven.recipe.init_std import INITS
 from leaven.recipe.recipe import Recipe

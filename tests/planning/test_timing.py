@@ -11,22 +11,17 @@ from leaven.catalogue.runs import find_run
 from leaven.planning.accelerators import Accelerator
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.blueprint import blueprint
+from leaven.planning.collectives import LINK_LATENCY, LINK_SHARE, NETWORK_LATENCY, all_reduce, all_to_all, ring
 from leaven.planning.hardware import Cluster, find_accelerator, parse_cluster
 from leaven.planning.operators import (
     FLASH,
     LAUNCH,
-    LINK_LATENCY,
-    LINK_SHARE,
-    NETWORK_LATENCY,
     STREAMED,
     SUSTAINED,
     Operator,
     Work,
-    all_reduce,
-    all_to_all,
     block_operators,
     matmul_seconds,
-    ring,
     stream_seconds,
 )
 from leaven.planning.published import published_blueprint

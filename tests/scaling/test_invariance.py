@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from leaven.model.initialise import build_model
+from leaven.model.initialisation import build_model
 from leaven.model.transformer import Transformer
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from leaven.distributed.sharded_model import ShardedModel
-from leaven.model.initialise import build_model
+from leaven.model.initialisation import build_model
 from leaven.recipe.hyperparameters import Clip
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table

@@ -26,7 +26,7 @@ from leaven.distributed.pipeline import MicroBatch, Pipeline, stage_numbers
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.distributed.tensor_parallel import shard_tensors
 from leaven.distributed.whole_matrices import WholeMatrices
-from leaven.model.initialise import fill
+from leaven.model.initialisation import fill
 from leaven.model.kernels import norms, widened
 from leaven.model.transformer import Stage, Transformer
 from leaven.planning.stages import stage_layers

@@ -178,7 +178,7 @@ class Transformer(nn.Module):
 
     ``multipliers`` maps parameter names to factors on the outputs of the parameters; the default is 1.
     ``attention_scale`` multiplies query . key; the default is 1 / sqrt(d_head). The parameters have torch's initial
-    values until a function of :mod:`leaven.model.initialise` sets them.
+    values until a function of :mod:`leaven.model.initialisation` sets them.
     """
 
     def __init__(

@@ -1,18 +1,15 @@
-"""Compute the time of the operators of one block on one accelerator, and of communication between accelerators.
+"""Compute the time of the operators of one block on one accelerator.
 
 A matrix product is computed in tiles, one per multiprocessor at a time, at a fraction of the device's best measured
 matmul rate. The fraction is smaller for widths that do not suit the tensor cores. A flash attention kernel
 runs at a fraction of the rate of matrix products. All other operators are limited by the memory bandwidth. No kernel
 takes less time than a kernel launch. The fractions (constants below) are the same for every device; their sources are
 in docs/evidence/planner-accuracy.md.
-
-In communication, a group is the set of ranks that communicate; its ranks are ``stride`` apart. With tp = 8, a
-data-parallel group has ranks 0, 8, 16, ... and stride 8.
 """
 
 from dataclasses import dataclass
 from functools import cache
-from math import ceil, log2
+from math import ceil
 
 from leaven.planning.accelerators import Accelerator, Dtype
 from leaven.planning.blueprint import BlockTable, Matmul
@@ -34,10 +31,6 @@ UNALIGNED = 0.75
 # That wide products lose as much (d_ff 14,337 instead of 14,336) is an assumption: since cuBLAS 11 they also use
 # tensor cores, less efficiently, and no measurement is published.
 MISALIGNED = 0.15
-# Share of a link's bandwidth that a collective reaches.
-LINK_SHARE = 0.65
-# Latency of one step of a ring in seconds, inside a node and between nodes.
-LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
 # Minimum seconds of a kernel.
 LAUNCH = 5e-6
 # Cost of filling and draining a tile's pipeline: it takes as long as this many elements of k.
@@ -195,66 +188,3 @@ def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: T
         stream_seconds(each * (entering + leaving + twice), accelerator),
         stream_seconds(each * (2 * entering + leaving + 1.5 * twice), accelerator),
     )
-
-
-def bandwidth(ranks: int, stride: int, accelerator: Accelerator) -> float:
-    """Return the bandwidth that a collective reaches on one rank of a group, in bytes/s.
-
-    The limit is the link between GPUs, such as NVLink. Across nodes, the limit may also be the NICs, of which the
-    group has one for each of its ranks in a node.
-    """
-    gb_s = accelerator.link_gb_s
-    if ranks * stride > accelerator.node_size:
-        members = max(1, accelerator.node_size // stride)
-        gb_s = min(gb_s, members * accelerator.network_gb_s)
-    return gb_s * 1e9 * LINK_SHARE
-
-
-def ring(size: float, ranks: int, stride: int, accelerator: Accelerator, messages: int = 1) -> float:
-    """Return the seconds of a reduce-scatter or all-gather of ``size`` bytes, split into ``messages`` messages.
-
-    Each of n ranks sends (n - 1)/n of the bytes in n - 1 steps, and each step adds a latency.
-    """
-    if ranks == 1:
-        return 0.0
-    nodes = _nodes(ranks, stride, accelerator)
-    between = nodes if nodes > 1 else 0
-    latency = between * NETWORK_LATENCY + (ranks - 1 - between) * LINK_LATENCY
-    return (ranks - 1) / ranks * size / bandwidth(ranks, stride, accelerator) + messages * max(0.0, latency)
-
-
-def all_reduce(size: float, ranks: int, stride: int, accelerator: Accelerator, messages: int = 1) -> float:
-    """Return the seconds of an all-reduce of ``size`` bytes, which sends twice the bytes of a reduce-scatter.
-
-    The latency is that of a ring or of a tree of nodes, whichever is lower: NCCL can use both.
-    """
-    if ranks == 1:
-        return 0.0
-    nodes = _nodes(ranks, stride, accelerator)
-    tree = 2 * ceil(log2(nodes)) * NETWORK_LATENCY + 2 * (ceil(ranks / nodes) - 1) * LINK_LATENCY
-    rings = 2 * ring(0.0, ranks, stride, accelerator)
-    moved = 2 * (ranks - 1) / ranks * size / bandwidth(ranks, stride, accelerator)
-    return moved + messages * min(tree, rings)
-
-
-def _nodes(ranks: int, stride: int, accelerator: Accelerator) -> int:
-    size = accelerator.node_size
-    return 1 if ranks * stride <= size else ceil(ranks / max(1, size // stride))
-
-
-def all_to_all(size: float, ranks: int, stride: int, accelerator: Accelerator) -> float:
-    """Return the seconds of an all-to-all of ``size`` bytes per rank.
-
-    Each of n ranks sends (n - 1)/n of its bytes, in equal parts, to the other ranks.
-    """
-    return hop((ranks - 1) / ranks * size, ranks * stride, accelerator) if ranks > 1 else 0.0
-
-
-def hop(size: float, span: int, accelerator: Accelerator) -> float:
-    """Return the seconds that a rank needs to send ``size`` bytes to other ranks of its group.
-
-    ``span`` is ranks in the group x stride. If it is more than the GPUs of a node, the bytes go over the network.
-    """
-    across = span > accelerator.node_size
-    gb_s = accelerator.network_gb_s if across else accelerator.link_gb_s
-    return size / (gb_s * 1e9 * LINK_SHARE) + (NETWORK_LATENCY if across else LINK_LATENCY)

@@ -1,7 +1,7 @@
 """Compute the time of a step from the published numbers of the device: operators, transfers, bubble, optimizer.
 
-The times of operators and of collectives are in operators.py. Ranks exchange gradients and weights as follows. Where
-training codes (programs such as Megatron-LM) differ, training_codes.toml says what each does.
+The times of operators are in operators.py, those of collectives in collectives.py. Ranks exchange gradients and
+weights as follows. Where training codes (programs such as Megatron-LM) differ, training_codes.toml says what each does.
 
 - Gradients: under ZeRO 0 and 1 they are exchanged once per step. Some training codes overlap the exchange with the
   last backward pass. Under ZeRO 2 and 3 gradients are scattered during the backward pass of every micro-batch.
@@ -23,18 +23,9 @@ from math import ceil
 from leaven.planning.accelerators import Accelerator
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
+from leaven.planning.collectives import all_reduce, all_to_all, hop, ring
 from leaven.planning.hardware import Cluster
-from leaven.planning.operators import (
-    Operator,
-    Work,
-    all_reduce,
-    all_to_all,
-    block_operators,
-    hop,
-    matmul_seconds,
-    ring,
-    stream_seconds,
-)
+from leaven.planning.operators import Operator, Work, block_operators, matmul_seconds, stream_seconds
 from leaven.planning.stages import RankParameters, rank_blocks, rank_parameters, stage_layers
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout, Recompute

@@ -20,7 +20,7 @@ from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.distributed.sharded_model import ShardedModel
 from leaven.errors import InputError
 from leaven.interop.weights import require_start, start_from
-from leaven.model.initialise import name_seed
+from leaven.model.initialisation import name_seed
 from leaven.model.kernels import widened
 from leaven.model.loss import IGNORED, isolated
 from leaven.model.transformer import Transformer

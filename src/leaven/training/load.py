@@ -16,7 +16,7 @@ from leaven.errors import InputError
 from leaven.interop.architectures import Architecture, holding
 from leaven.interop.weights import model_card, write_huggingface
 from leaven.model.generate import Sampling, generate
-from leaven.model.initialise import name_seed
+from leaven.model.initialisation import name_seed
 from leaven.model.transformer import Transformer
 from leaven.recipe.files import read_text
 from leaven.recipe.recipe import Recipe

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from leaven.data.stream import Stream
 from leaven.data.tokens import TokenSet
-from leaven.model.initialise import name_seed
+from leaven.model.initialisation import name_seed
 from leaven.recipe.data import Data
 
 TokenBatch = tuple[Tensor, Tensor]

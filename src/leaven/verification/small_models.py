@@ -10,7 +10,7 @@ from typing import Any
 
 from leaven.data.sources import source_parts
 from leaven.errors import InputError
-from leaven.model.initialise import build_model
+from leaven.model.initialisation import build_model
 from leaven.recipe.hyperparameters import Multipliers
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape, Role

@@ -16,7 +16,7 @@ from leaven.interop.multipliers import ROWS, install, multipliers, rescale_atten
 from leaven.interop.roles import Classifier
 from leaven.interop.structure import ModelStructure, depth_ratio, inspect_model, matched, unwrapped
 from leaven.interop.tracing import is_offset
-from leaven.model.initialise import fill
+from leaven.model.initialisation import fill
 from leaven.model.transformer import Transformer
 from leaven.recipe.files import explain
 from leaven.recipe.hyperparameters import Hyperparameters
@@ -227,7 +227,7 @@ def _require_no_multipliers(model: nn.Module) -> None:
         if hasattr(module, ROWS):
             raise InputError(
                 f"this {type(model).__name__} is parametrized already, and a rule must not be applied twice; "
-                "leaven.interop.torch_models.groups returns its groups"
+                "leaven.interop.parametrize.groups returns its groups"
             )
         if isinstance(module, Transformer) and module.has_multipliers:
             raise InputError(
