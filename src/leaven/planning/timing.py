@@ -1,7 +1,8 @@
 """Compute the time of a step from the published numbers of the device: operators, transfers, bubble, optimizer.
 
 The times of operators are in operators.py, those of collectives in collectives.py. Ranks exchange gradients and
-weights as follows. Where training codes (programs such as Megatron-LM) differ, training_codes.toml says what each does.
+weights as follows. Where training codes (programs such as Megatron-LM) differ, training_codes.toml says what each
+does.
 
 - Gradients: under ZeRO 0 and 1 they are exchanged once per step. Some training codes overlap the exchange with the
   last backward pass. Under ZeRO 2 and 3 gradients are scattered during the backward pass of every micro-batch.
