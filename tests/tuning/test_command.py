@@ -441,9 +441,10 @@ def test_every_worker_has_a_device(write: Write, monkeypatch: pytest.MonkeyPatch
         for name, worker in map(str.split, Path("ran").read_text().splitlines())
     }
     assert used == {(str(i), str(i)) for i in range(8)}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    code, printed = tune("tiny.toml", "--study", "other", "--workers", "auto")
-    assert (code, printed.partition(";")[0]) == (2, "--workers auto: no GPU here")
+    for none in ("", "-1", "-1,0"):  # CUDA uses none of them, and not those after -1
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        code, printed = tune("tiny.toml", "--study", "other", "--workers", "auto")
+        assert (code, printed.partition(";")[0]) == (2, "--workers auto: no GPU here")
 
 
 # A trainer that shares its work over processes: the sum over both ranks is the loss.

@@ -424,6 +424,10 @@ def test_runs_of_tensorboard_and_wandb(tmp_path: Path) -> None:
             writer.add_scalar("val/loss", 9.0, 10)
             writer.add_scalar("val/loss", run["loss"], 20)
             writer.add_scalar("grad_norm", 1.0, 20)
+        batch = "512k" if run["width"] == 64 else "1m"
+        with SummaryWriter(tmp_path / "units" / f"batch{batch}-lr{run['lr']}_seed{run['seed']}") as writer:
+            writer.add_scalar("loss", run["loss"], 20)
+    assert transfer_of_runs(tmp_path / "units").settings["scales"] == ["batch 512000", "batch 1000000"]
     document = transfer_of_runs(tmp_path / "tb", loss="val/loss")
     (expected,) = transfer_of_runs(write(tmp_path / "rows.csv", runs)).rows
     assert document.passed
