@@ -264,10 +264,12 @@ def _runs_by_size(
     if folders:
         rows = _rows_of_own_runs(folders, value)
     else:
-        rows = []
+        rows, logged = [], []
         for file in data_files(path):
             found_here = _rows(file, path, loss, {*AXES, value, "seed"})
             rows += found_here[-1:] if _is_one_run(file) else found_here
+            logged += found_here[-1:] if _is_one_run(file) else []
+        _refuse_unfinished(logged, value)
     columns = dict.fromkeys(column for row in rows for column in row.values)
     axes = [axis for axis in AXES if axis in columns and axis != value]
     for column, hint in (("loss", ""), (value, "; name the swept hyperparameter with --value COLUMN")):
@@ -286,6 +288,26 @@ def _runs_by_size(
             )
         runs[seed] = row.loss()
     return found, axes, list(columns)
+
+
+def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
+    """Check that the logs of one size end at the same step. ``ends`` has the last point of each run.
+
+    Logs may end earlier if their loss is not finite, or if the swept ``value`` may change the number of steps.
+
+    Raises:
+        InputError: if a run ends before another one of its size.
+    """
+    if value in AXES:
+        return
+    furthest: dict[tuple[Any, ...], LoggedRow] = {}
+    for end in sorted(ends, key=lambda row: -row.number("step")):
+        last = furthest.setdefault(tuple(end.values.get(axis) for axis in AXES), end)
+        if math.isfinite(end.loss()) and end.number("step") < last.number("step"):
+            raise InputError(
+                f"{end.place} ends at step {end.number('step'):g}, and {last.place} at {last.number('step'):g}; "
+                "finish or remove it, or if it diverged, log nan"
+            )
 
 
 def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
