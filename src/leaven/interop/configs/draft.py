@@ -263,7 +263,8 @@ def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
     step_law = next(law for law in laws if law.law == "Step Law 2025")
     assert step_law.batch_tokens is not None
     scale = f"{format_quantity(shape.params)} parameters, {format_quantity(tokens)} tokens"
-    outside = "" if step_law.in_range else f"; a factor of {format_number(step_law.extrapolation)} outside its range"
+    beyond = step_law.extrapolation or 1.0
+    outside = f"; a factor of {format_number(beyond)} outside its range" if beyond > 1 else ""
     batch = max(round(step_law.batch_tokens / shape.seq_len), 1) * shape.seq_len
     return batch, f"{step_law.law} at {scale}, in whole sequences{outside}"
 
