@@ -159,6 +159,9 @@ def test_a_recipe_is_planned_on_the_hardware_that_it_is_known_for(
     laid_out = recipe.replace({"layout.dp": 256, "why": why})
     assert next_commands.train(Path("b.toml"), laid_out) == ["leaven plan b.toml --gpus 64x4xB200-SXM-180GB"]
     assert next_commands.train(Path("b.toml"), laid_out.replace({"layout.dp": 8}))[0].endswith(" 8xH100-80GB")
+    assert leaven("new", "olmo.toml", "--from", "olmo-1b", "--gpus", "16xH200-SXM-141GB")[0] == 0
+    _, out, _ = leaven("recipes", "check", "olmo.toml")  # as `new` words the reason of the layout
+    assert printed(out) == ["leaven plan olmo.toml --gpus 16xH200-SXM-141GB"]
 
 
 def test_printed_commands_leave_out_what_they_do_not_need(leaven: Verb, road: Path) -> None:

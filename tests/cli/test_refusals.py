@@ -114,7 +114,7 @@ REFUSED = {
     "check transfer rows.csv --seeds 2": "rows.csv cannot be combined with --seeds; leave one of them out",
     "check transfer rows.csv": "rows.csv has one size only, width 64; a check of transfer compares two or more",
     "check collapse rows.csv": "its columns are width, lr, loss; a loss curve needs tokens or step, and loss",
-    "check transfer rows.tsv": "rows.tsv: logs end in .csv or .jsonl; write them in one of these formats",
+    "check transfer rows.tsv": "rows.tsv: logs end in .csv or .jsonl or .wandb; write them in one of these formats",
     "check coordinates rows.csv": "rows.csv: this check reads no logs, only a recipe; logs are for transfer and col",
     "check transfer ROWS.CSV": "ROWS.CSV has one size only, width 64; a check of transfer compares two or more",
     "check collapse rows.csv --run OUT": "rows.csv cannot be combined with --run",

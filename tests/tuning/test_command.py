@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -314,7 +315,7 @@ echo iter 1: val loss {{lr}} >> {{out}}/log; : {{seed}}
 @pytest.mark.parametrize("resume", [True, False])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_a_further_attempt_may_resume(write: Write, how: signal.Signals, resume: bool) -> None:
-    loss = "loss = {pattern = 'val loss {loss}', file = \"{out}/log\"}\n"
+    loss = "loss = {pattern = 'iter {step}: val loss {loss}', file = \"{out}/log\"}\n"
     write(SAVES, loss + f"resume = {str(resume).lower()}\n", ONE)
     process = started("study", "--trials", 1)
     process.send_signal(how)
@@ -338,6 +339,20 @@ def test_a_command_that_failed_resumes(write: Write) -> None:
         with pytest.raises(WorkerDied):
             run(Proposal({"lr": 0.0}, 4))
         assert run(Proposal({"lr": 0.0}, 6, origin=4)).loss == 2
+
+
+def test_losses_of_a_further_attempt_lie_between_those_of_the_first(write: Write) -> None:
+    lines = "test -e {out}/saved && s='2 4 6' || s='1 3 5'; for i in $s; do echo iter $i: val loss $i; done"
+    file = write(lines + "; test -e {out}/saved || { touch {out}/saved; exit 1; }; : {lr} {seed}", PATTERN, ONE)
+    file.write_text("resume = true\n" + file.read_text())
+    with trainer(file, works=True) as run:
+        with pytest.raises(WorkerDied):
+            run(Proposal({"lr": 0.0}, 4))
+        outcome = run(Proposal({"lr": 0.0}, 6, origin=4))
+    assert outcome.curve == tuple((step, float(step)) for step in range(1, 7))
+    file.write_text(file.read_text().replace("{step}", ".*"))
+    with pytest.raises(InputError, match=r"add \{step\} to loss\.pattern .*, or write prune = false"):
+        command_space(file)
 
 
 def test_two_commands_share_a_study(write: Write) -> None:
@@ -426,9 +441,10 @@ def test_every_worker_has_a_device(write: Write, monkeypatch: pytest.MonkeyPatch
         for name, worker in map(str.split, Path("ran").read_text().splitlines())
     }
     assert used == {(str(i), str(i)) for i in range(8)}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    code, printed = tune("tiny.toml", "--study", "other", "--workers", "auto")
-    assert (code, printed.partition(";")[0]) == (2, "--workers auto: no GPU here")
+    for none in ("", "-1", "-1,0"):  # CUDA uses none of them, and not those after -1
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        code, printed = tune("tiny.toml", "--study", "other", "--workers", "auto")
+        assert (code, printed.partition(";")[0]) == (2, "--workers auto: no GPU here")
 
 
 # A trainer that shares its work over processes: the sum over both ranks is the loss.
@@ -710,9 +726,12 @@ def test_tensorboard_and_wandb_are_read(tmp_path: Path) -> None:
     nested = source.model_copy(update={"key": "nested.a"})
     # A block ends with padding if a record's header of 7 bytes does not fit.
     first, second = b"\0" * (32768 - 7 - 7 - 3), b"end"
-    log = b":W&B" + bytes(3) + struct.pack("<IHB", 0, len(first), 1) + first + bytes(3)
-    assert list(log_records(log + struct.pack("<IHB", 0, len(second), 1) + second)) == [first, second]
-    assert list(log_records(log + struct.pack("<IHB", 0, len(second), 1) + second[:2])) == [first]  # being written
+    headers = [struct.pack("<IHB", zlib.crc32(b"\1" + content), len(content), 1) for content in (first, second)]
+    log = b":W&B" + bytes(3) + headers[0] + first + bytes(3)
+    assert list(log_records(log + headers[1] + second, "x")) == [first, second]
+    assert list(log_records(log + headers[1] + second[:2], "x")) == [first]  # being written
+    with pytest.raises(InputError, match="x is damaged at byte 32,768"):
+        list(log_records(log + headers[1] + b"And", "x"))
     assert read_losses(nested, folder, complete=False) == ((0, 0.0), (10, 1.0), (20, 2.0))
 
 
@@ -903,6 +922,7 @@ def test_a_search_ends_when_all_whole_numbers_and_choices_were_run(write: Write)
     ]
     assert document().best.loss == 0.1  # type: ignore[union-attr]
     assert not document().stalled
+    assert document().outlook is None  # there is nothing to run
 
 
 def test_rounding_stays_within_the_bounds() -> None:

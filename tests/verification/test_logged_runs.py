@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -424,12 +425,21 @@ def test_runs_of_tensorboard_and_wandb(tmp_path: Path) -> None:
             writer.add_scalar("val/loss", 9.0, 10)
             writer.add_scalar("val/loss", run["loss"], 20)
             writer.add_scalar("grad_norm", 1.0, 20)
+        batch = "512k" if run["width"] == 64 else "1m"
+        with SummaryWriter(tmp_path / "units" / f"batch{batch}-lr{run['lr']}_seed{run['seed']}") as writer:
+            writer.add_scalar("loss", run["loss"], 20)
+    assert transfer_of_runs(tmp_path / "units").settings["scales"] == ["batch 512000", "batch 1000000"]
     document = transfer_of_runs(tmp_path / "tb", loss="val/loss")
     (expected,) = transfer_of_runs(write(tmp_path / "rows.csv", runs)).rows
     assert document.passed
     assert document.rows[0].slope == pytest.approx(expected.slope, abs=1e-4)
     with pytest.raises(InputError, match="has no loss, but grad_norm, val/loss; name the loss with --loss"):
         transfer_of_runs(tmp_path / "tb")
+    with SummaryWriter(tmp_path / "tb" / "width64" / "lr=1_seed-1") as writer:
+        writer.add_scalar("val/loss", 3.0, 10)
+    with pytest.raises(InputError, match="lr=1_seed-1 ends at step 10, and .* at 20; finish or remove it, or if it"):
+        transfer_of_runs(tmp_path / "tb", loss="val/loss")
+    shutil.rmtree(tmp_path / "tb" / "width64" / "lr=1_seed-1")
     curves = curves_of(tmp_path / "tb", loss="val/loss")
     assert {name: len(of) for name, of in curves.items()} == {"width 64": 18, "width 256": 18}
     (tmp_path / "wb" / "0.5b" / "run").mkdir(parents=True)

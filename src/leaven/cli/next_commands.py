@@ -201,7 +201,7 @@ def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
     """Return why the commands ``following`` plan for their hardware: one line of the screen, or none."""
     plans = [command for command in following if command.startswith("leaven plan ")]
     known = known_cluster(recipe) if plans else None
-    return [f"{'hardware':<{LABEL}}{known.reason}"] if known and known.cluster in plans[0] else []
+    return [f"{'hardware':<{LABEL}}{known.reason}"] if known and f" --gpus {known.cluster}" in plans[0] else []
 
 
 def again(*words: str) -> str:

@@ -7,6 +7,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 
 from leaven.documents.catalogue import NumberSource
@@ -243,9 +244,11 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"  # the environment variable with the GPUs that 
 
 
 def devices_here() -> tuple[str, ...]:
-    """Return the names of the GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``."""
+    """Return the names of the GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``. As in CUDA, -1 ends
+    them."""
     if (visible := os.environ.get(VISIBLE)) is not None:
-        return tuple(name.strip() for name in visible.split(",") if name.strip())
+        names = takewhile(lambda name: not name.startswith("-"), map(str.strip, visible.split(",")))
+        return tuple(dict.fromkeys(name for name in names if name))
     return tuple(map(str, range(gpus_here())))
 
 

@@ -5,9 +5,12 @@ Files are read while they are written, so an incomplete last record is ignored.
 
 import json
 import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from leaven.errors import InputError
 
 _BLOCK, _HEADER = 32768, 7  # bytes of a block and of a record's header in the log of W&B
 _FULL, _FIRST, _LAST = 1, 2, 4  # types of records there
@@ -25,8 +28,12 @@ def tensorboard_rows(file: Path, tag: str) -> Iterator[tuple[int, dict[str, Any]
 
 
 def wandb_rows(file: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield (step, values by name) of everything that was logged at once, from the file of an offline run of W&B."""
-    for record in log_records(file.read_bytes()):
+    """Yield (step, values by name) of everything that was logged at once, from the file of an offline run of W&B.
+
+    Raises:
+        InputError: if the file is damaged.
+    """
+    for record in log_records(file.read_bytes(), str(file)):
         for field, history in _fields(record):
             if field == 2 and isinstance(history, bytes):  # Record.history
                 row = dict(
@@ -47,21 +54,28 @@ def _item(item: bytes) -> tuple[str, Any]:
     return ".".join(keys), value
 
 
-def log_records(log: bytes) -> Iterator[bytes]:
-    """Yield the records of a log in LevelDB's format, which W&B uses.
+def log_records(log: bytes, name: str) -> Iterator[bytes]:
+    """Yield the records of a log in LevelDB's format, which W&B uses. ``name`` is that of its file.
 
-    Source: https://github.com/google/leveldb/blob/main/doc/log_format.md. W&B writes a header of 7 bytes first.
+    Source: https://github.com/google/leveldb/blob/main/doc/log_format.md. W&B writes a header of 7 bytes first,
+    and plain CRC-32 as checksums.
+
+    Raises:
+        InputError: if a checksum is wrong.
     """
     at, parts = _HEADER, b""
     while at + _HEADER <= len(log):
         if _BLOCK - at % _BLOCK < _HEADER:  # the rest of a block is padding
             at += _BLOCK - at % _BLOCK
             continue
-        _, size, kind = struct.unpack_from("<IHB", log, at)
+        checksum, size, kind = struct.unpack_from("<IHB", log, at)
         at += _HEADER
-        if at + size > len(log):
+        content = log[at : at + size]
+        if len(content) < size:
             return
-        parts = log[at : at + size] if kind in {_FULL, _FIRST} else parts + log[at : at + size]
+        if zlib.crc32(content, zlib.crc32(bytes([kind]))) != checksum:
+            raise InputError(f"{name} is damaged at byte {at - _HEADER:,}; remove it, or copy it again")
+        parts = content if kind in {_FULL, _FIRST} else parts + content
         at += size
         if kind in {_FULL, _LAST}:
             yield parts

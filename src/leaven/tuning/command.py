@@ -153,6 +153,15 @@ class Command(Part):
     resume: bool = False  # whether a further attempt at a run gets the folder {out} of the earlier one as it is
     prune: bool = True  # whether a run ends early if its losses are too far behind those of the best run
 
+    @model_validator(mode="after")
+    def _stepped(self) -> Self:
+        if self.resume and self.prune and self.loss.progress == "losses":
+            raise ValueError(
+                "with resume = true, an attempt may repeat losses of the earlier one, and pruning needs their steps; "
+                "add {step} to loss.pattern (or loss.step to loss.jsonl), or write prune = false"
+            )
+        return self
+
     @cached_property
     def template(self) -> str:
         """The text of the file ``config``."""

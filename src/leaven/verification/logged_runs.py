@@ -28,7 +28,9 @@ from leaven.verification.sweep import AXES, SWEPT, SweptValue, compare
 SUFFIXES = (".csv", ".jsonl", ".wandb")
 EVENTS = "tfevents"  # in the name of a TensorBoard event file
 TIMES = ("tokens", "step")  # columns with the progress of a run; the first that has values is used
-NAMED = r"([a-z]+(?:_[a-z]+)*)[=_-]?(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"  # a name and a number in the name of a folder
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+# A name and a number, maybe with a unit, in the name of a folder.
+NAMED = r"([a-z]+(?:_[a-z]+)*)[=_-]?(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?:([kmbt])(?![a-z]))?"
 LARGEST_LOSS = 1e6  # a run with a larger loss has diverged
 
 
@@ -124,7 +126,7 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
     else:
         found = list(wandb_rows(path))
     named = re.findall(NAMED, str(path.relative_to(root)).lower())
-    known = {name: value for name, value in named if name in columns}
+    known = {name: float(value) * UNITS[unit] for name, value, unit in named if name in columns}
     rows = [
         LoggedRow(str(path), {**known, "step": step, "loss": row[loss]})
         for step, row in found
@@ -262,10 +264,12 @@ def _runs_by_size(
     if folders:
         rows = _rows_of_own_runs(folders, value)
     else:
-        rows = []
+        rows, logged = [], []
         for file in data_files(path):
             found_here = _rows(file, path, loss, {*AXES, value, "seed"})
             rows += found_here[-1:] if _is_one_run(file) else found_here
+            logged += found_here[-1:] if _is_one_run(file) else []
+        _refuse_unfinished(logged, value)
     columns = dict.fromkeys(column for row in rows for column in row.values)
     axes = [axis for axis in AXES if axis in columns and axis != value]
     for column, hint in (("loss", ""), (value, "; name the swept hyperparameter with --value COLUMN")):
@@ -284,6 +288,26 @@ def _runs_by_size(
             )
         runs[seed] = row.loss()
     return found, axes, list(columns)
+
+
+def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
+    """Check that the logs of one size end at the same step. ``ends`` has the last point of each run.
+
+    Logs may end earlier if their loss is not finite, or if the swept ``value`` may change the number of steps.
+
+    Raises:
+        InputError: if a run ends before another one of its size.
+    """
+    if value in AXES:
+        return
+    furthest: dict[tuple[Any, ...], LoggedRow] = {}
+    for end in sorted(ends, key=lambda row: -row.number("step")):
+        last = furthest.setdefault(tuple(end.values.get(axis) for axis in AXES), end)
+        if math.isfinite(end.loss()) and end.number("step") < last.number("step"):
+            raise InputError(
+                f"{end.place} ends at step {end.number('step'):g}, and {last.place} at {last.number('step'):g}; "
+                "finish or remove it, or if it diverged, log nan"
+            )
 
 
 def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
@@ -362,10 +386,9 @@ def _points(rows: Sequence[LoggedRow], time: str) -> Points:
 
 
 def _by_numbers(name: str) -> list[str | float]:
-    """Return a key that sorts the numbers in names by their value, in which k, m and b are 1e3, 1e6 and 1e9."""
-    texts = re.split(r"(\d+(?:\.\d+)?(?:e\d+)?)(?:([kmb])(?![a-z]))?", name.lower())
-    factors = {"k": 1e3, "m": 1e6, "b": 1e9}
-    numbers = [float(number) * factors.get(unit, 1.0) for number, unit in zip(texts[1::3], texts[2::3], strict=True)]
+    """Return a key that sorts the numbers in names by their value, in which 1k is 1000; see UNITS."""
+    texts = re.split(r"(\d+(?:\.\d+)?(?:e\d+)?)(?:([kmbt])(?![a-z]))?", name.lower())
+    numbers = [float(number) * UNITS[unit or ""] for number, unit in zip(texts[1::3], texts[2::3], strict=True)]
     return [part for pair in zip(texts[::3], [*numbers, 0.0], strict=True) for part in pair]
 
 

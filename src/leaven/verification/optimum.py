@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import ndtri, stdtrit
 
 from leaven.documents.checks import MeasuredRow
 from leaven.verification.verdict import difference
@@ -154,6 +155,7 @@ class _Runs:
     weights: Array  # (values, N), by which the losses are multiplied to get the mean losses
     means: Array  # (values,)
     noise: Array  # (N,), deviations from the fit, scaled to the size of the true ones; NaN if they are always 0
+    degrees: int  # degrees of freedom of the noise
 
     @classmethod
     def of(cls, runs: Sequence[Mapping[Hashable, float]], *, paired: bool) -> "_Runs":
@@ -171,7 +173,7 @@ class _Runs:
         freedom = 1 - (columns * inverse.T).sum(1)  # the variance of a deviation, as a share of that of the noise
         with np.errstate(divide="ignore", invalid="ignore"):
             noise = np.where(freedom > 1e-9, (losses - columns @ fitted) / np.sqrt(freedom), np.nan)
-        return cls(value, inverse[: len(runs)], fitted[: len(runs)], noise)
+        return cls(value, inverse[: len(runs)], fitted[: len(runs)], noise, len(losses) - columns.shape[1])
 
     def pools(self) -> list[Array]:
         """Return, for each value, the deviations that a bootstrap draws: its own, or those of all values if it has
@@ -188,7 +190,8 @@ def estimate(
 
     The bootstrap draws as many runs as a value has, with replacement, independently for each value of the
     hyperparameter. The deviations of the losses from their mean are scaled up, because with n seeds they are too
-    small by sqrt((n - 1) / n). Values with one run draw from the deviations of all values of the grid.
+    small by sqrt((n - 1) / n), and widened as Student's t distribution is wider than a normal one, because the noise
+    of few runs is uncertain. Values with one run draw from the deviations of all values of the grid.
 
     ``paired`` says that ``of`` depends only on differences of losses within each grid. Then the effect of a seed,
     which is the same at all values, is not noise. It is removed from the deviations if every seed has runs at several
@@ -207,6 +210,7 @@ def estimate(
     for grid, fit in zip(grids, fits, strict=True):
         following = first + len(grid.runs)
         deviations = np.concatenate(noise[first:following], axis=1) @ fit.weights.T
+        deviations *= stdtrit(fit.degrees, 0.975) / ndtri(0.975)
         sampled.append(replace(grid, means=grid.means + deviations))
         first = following
     low, high = np.percentile(of(sampled), [2.5, 97.5])

@@ -61,7 +61,7 @@ def _document(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as TOML or JSON ({error})") from None
+        raise InputError(f"{path}: cannot be read as TOML or JSON ({error}); {SAVE}") from None
     model = document.get("model")
     if "model_spec" not in document and not (isinstance(model, dict) and {"name", "flavor"} <= model.keys()):
         raise InputError(

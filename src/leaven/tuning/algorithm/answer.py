@@ -105,7 +105,7 @@ def answer(
     if confirmed is not None:
         best = seen.best(confirmed.point, confirmed.losses, confirmed.fresh)
         fewest, near = _fewest_measured(seen, confirmed.point, best)
-        if by_surrogate:
+        if by_surrogate and axes.not_in([axes.params(point) for point in seen.points], axes.start):
             outlook = _outlook(seen, axes, point)
     return Answer(
         best=best,

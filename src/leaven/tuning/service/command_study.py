@@ -151,9 +151,10 @@ class CommandTrainer:
                     return f"took longer than timeout_seconds = {command.timeout_seconds:g}"
                 if look < next_look:
                     continue
-            curve = read_losses(command.loss, where, complete=code is not None)
+            found = read_losses(command.loss, where, complete=code is not None)
+            curve = tuple(sorted(found))  # a further attempt may have losses between those of the earlier one
             ran = Outcome(
-                loss=curve[-1][1] if curve else math.nan,
+                loss=found[-1][1] if found else math.nan,
                 tokens=curve[-1][0] if curve and command.loss.tokens_per_step else 0,
                 seconds=look - began,
                 curve=curve,

@@ -18,7 +18,7 @@ MOST_NAMES = 20  # names of values that a message lists
 
 
 def read_losses(source: LossSource, where: Path, *, complete: bool) -> Curve:
-    """Return the losses that a command has reported, by increasing step.
+    """Return the losses that a command has reported, in the order in which they were written.
 
     The steps are multiplied by ``tokens_per_step`` if it is known. Losses without steps are numbered from 1. If a
     step has several losses, the last one counts, or the first one that is not finite. The result is empty if there
