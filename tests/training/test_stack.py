@@ -2,7 +2,7 @@
 
 import pytest
 from benchmarks.tuning.proof import GROUPS, SEEDS, Run, runs_of, speed_up, table
-from benchmarks.tuning.stack import Stack
+from leaven.training.stack import Stack
 
 from leaven.data.tokens import prepare
 from leaven.recipe.recipe import Recipe
