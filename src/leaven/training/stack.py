@@ -102,15 +102,16 @@ def train_stack(
     monitors = [DivergenceMonitor(first.model.vocab_size, first.data.tokens, at_once) for _ in recipes]
     diverged, seen = set[int](), 0
     while True:
-        for step, losses in enumerate(stack.losses_from(seen), seen + 1):
-            for k in set(range(len(recipes))) - diverged:
-                result = StepResult(step, step * first.batch.tokens, losses[k], first.batch.tokens)
+        for losses in stack.losses_from(seen):
+            seen += 1
+            for k, (loss, monitor) in enumerate(zip(losses, monitors, strict=False)):
+                result = StepResult(seen, seen * first.batch.tokens, loss, first.batch.tokens)
                 try:
-                    monitors[k].after_step(result)
+                    if k not in diverged:
+                        monitor.after_step(result)
                 except Diverged:
                     diverged.add(k)
-        seen = stack.progress.step
-        if saving is not None and seen:
+        if seen and saving is not None:
             saving.after_step(result)
         if stack.finished or len(diverged) == len(recipes):
             break
@@ -287,6 +288,7 @@ class Stack:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM):
+                self.step.zero_()  # a run may have fewer steps
                 self._one_step()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
