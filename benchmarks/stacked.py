@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from leaven.training.stack import Stack
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
+from leaven.training.stack import Stack
 
 PROXY = Path(__file__).parent / "tuning" / "proxy.toml"
 CHECKED = 20  # steps of the short runs

@@ -2,11 +2,11 @@
 
 import pytest
 from benchmarks.tuning.proof import GROUPS, SEEDS, Run, runs_of, speed_up, table
-from leaven.training.stack import Stack
 
 from leaven.data.tokens import prepare
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
+from leaven.training.stack import Stack
 from leaven.training.trial import train_trial
 
 

@@ -105,8 +105,8 @@ def tune(
             _workers,
             "COUNT|auto",
             "Number of trials at once. leaven's own trainer uses one process with one thread for each. auto: one for "
-            "each GPU of this machine, with this GPU in CUDA_VISIBLE_DEVICES. Workers of a recipe share no GPU. With "
-            "auto, a worker trains several small trials at once, as with --stack, where that was measured to be faster.",
+            "each GPU of this machine, with this GPU in CUDA_VISIBLE_DEVICES; where it was measured to be faster, a "
+            "worker trains several trials at once, as with --stack. Workers of a recipe share no GPU.",
             "one per core, or 1 on a GPU or for a command",
         ),
     ] = None,
@@ -196,9 +196,8 @@ def tune(
         if (stack or 1) > 1:
             require_alone(context, "--stack", "durations")
             around = _as_of_stacks(around)
-        check = {"trials": trials, **budget}
-        at_once = _stack(around, given["durations"], trials, stack, len(devices) if asked == AUTO else 0)
-        study_of = _study_of_recipe(around, method, folder, url, check, given | {"stack": at_once})
+        gpus = len(devices) if asked == AUTO and stack is None else 0
+        study_of = _study_of_recipe(around, method, folder, url, {"trials": trials, **budget}, stack, gpus, given)
     try:
         with stop_on_signal() as stop, study_of as opened:
             for path, reason in opened.space.left_out:
@@ -270,22 +269,22 @@ def _usual_workers() -> int:
     return cores() if default_device().type == "cpu" else 1
 
 
-def _stack(searched: "Space", durations: Sequence[int], trials: int | None, stack: int | None, gpus: int) -> int:
+def _at_once(searched: "Space", durations: Sequence[int], trials: int | None, stack: int | None, gpus: int) -> int:
     """Return how many trials a worker trains at once, and print the reason.
 
-    ``gpus`` is the number of GPUs for --workers auto, and otherwise 0.
+    ``gpus`` is the number of GPUs if leaven chooses how many trials each of them trains at once, and otherwise 0.
     """
     from leaven.training.device import default_device, free_memory
     from leaven.tuning.service.recipe_study import stack_size, why_not_stacked
 
+    device = default_device()
     if stack is not None and stack > 1:
         if why := why_not_stacked(searched, durations):
             errors.print(f"each worker trains one trial at a time: {why}")
         return 1 if why else stack
-    device = default_device()
-    if stack is not None or not gpus or device.type != "cuda":
+    if not gpus or device.type != "cuda":
         return 1
-    size, why = stack_size(searched, durations, trials, gpus, free_memory(device))
+    size, why = stack_size(searched, durations, trials, gpus, lambda: free_memory(device))
     number = "one trial at a time" if size == 1 else f"{size} trials at once"
     errors.print(f"each GPU trains {number}: {why}")
     return size
@@ -297,15 +296,18 @@ def _study_of_recipe(
     folder: Path,
     url: str | None,
     budget: dict[str, Any],
+    stack: int | None,
+    gpus: int,
     given: dict[str, Any],
 ) -> "Study":
     """Return the study in which leaven's own trainer trains a recipe. Its text is prepared if necessary."""
     from leaven.tuning.service.recipe_study import Study, check_request
 
     recipe = searched.recipe
-    check_request(recipe, searched, method, **budget, **{key: given[key] for key in given if key != "stack"})
+    check_request(recipe, searched, method, **budget, **given)
+    at_once = _at_once(searched, given["durations"], budget["trials"], stack, gpus)
     tokens = prepare_text(recipe.data, recipe.model.vocab_size)
-    return Study(folder, recipe, searched, method, tokens, url, **given)
+    return Study(folder, recipe, searched, method, tokens, url, **given, stack=at_once)
 
 
 def _with_laws(space: "Space") -> "Space":

@@ -4,9 +4,9 @@ Every tensor has a leading dimension K, one entry a recipe, and every product is
 small to fill a GPU fill it together. On CUDA the forward and backward pass is compiled and a step is one CUDA graph.
 The recipes share shape, batch and number of tokens. They may differ in hyperparameters, schedule and seed.
 
-This is a second trainer, because a GPU runs many small models of this kind 36 times as fast as separate processes (see
-docs/log.md); on a processor nothing is gained. tests/training/test_stack.py compares its losses with those of leaven's
-engine. Shapes: K recipes, B sequences, T tokens, D d_model, H heads, E entries of a head, V vocabulary.
+This is a second trainer, because a stack of 48 small models on a GPU was 36 times as fast as eight processes
+(docs/log.md); on a processor nothing is gained. tests/training/test_stack.py compares its losses with those of
+leaven's engine. Shapes: K recipes, B sequences, T tokens, D d_model, H heads, E entries of a head, V vocabulary.
 """
 
 import json
@@ -197,7 +197,7 @@ class Stack:
     def begin(self, recipes: Sequence[Recipe]) -> None:
         """Fill the buffers for up to ``size`` recipes. The last recipe fills the places that are left."""
         assert 0 < len(recipes) <= self.size
-        self._fill([*recipes, *(recipes[-1:] * (self.size - len(recipes)))], recipes[0].steps)
+        self._fill([*recipes, *[recipes[-1]] * (self.size - len(recipes))], recipes[0].steps)
         self.step.zero_()
         self.progress = Progress()
 
@@ -366,7 +366,10 @@ class Stack:
         return losses.view(k, b * t).mean(1)
 
     def evaluate(self, recipe: Recipe) -> list[float]:
-        """Return the validation loss of each recipe. Evaluate in batches of the training's size and with gradients, for which the pass is compiled already."""
+        """Return the validation loss of each recipe, nats per token.
+
+        The batches have the training's size, and gradients are kept, because the pass is compiled for both already.
+        """
         found = self.tokens.validation_windows(self.shape.seq_len, recipe.evaluation.tokens)
         windows = torch.from_numpy(found).to(self.device)
         leaves = {name: value.detach().requires_grad_() for name, value in self.parameters.items()}

@@ -31,7 +31,7 @@ POLL = 0.25  # seconds between looks at whether to stop
 ROUNDS = 6
 # FLOPs of a step of one trial. Up to this size, a stack on a GPU was measured to be faster than single trials: 256
 # wide, 4 blocks, 1,280 tokens a step (docs/log.md). A larger trial may fill a GPU alone.
-MEASURED = 2.7e10
+MEASURED = 2.8e10
 
 
 def check_request(
@@ -85,25 +85,26 @@ def why_not_stacked(space: Space, durations: Sequence[int]) -> str | None:
     return setting and f"a stack cannot train {setting}"
 
 
-def stack_size(space: Space, durations: Sequence[int], trials: int | None, gpus: int, free: float) -> tuple[int, str]:
+def stack_size(
+    space: Space, durations: Sequence[int], trials: int | None, gpus: int, free: Callable[[], float]
+) -> tuple[int, str]:
     """Return how many trials each of ``gpus`` GPUs trains at once, and the reason as text.
 
     The result is above 1 only where a stack was measured to be faster.
 
     Args:
         trials: the number of trials in the budget, if it is known.
-        free: the free bytes of a GPU.
+        free: a function that returns the free bytes of a GPU.
     """
     recipe, why = space.recipe, why_not_stacked(space, durations)
-    if why is not None:
-        return 1, why
-    if flops_per_token(recipe.model) * recipe.batch.tokens > MEASURED:
-        return 1, f"a stack was not measured for steps of more than {MEASURED:.2g} FLOPs"
-    if trials is None:
-        return 1, "the number of trials is unknown; give --trials, or --stack"
-    fitting, share = most_trials(recipe, free), trials // (ROUNDS * gpus)
-    if min(fitting, share) < 2:
-        return 1, "two do not fit into its memory" if fitting < 2 else f"{trials} trials are too few for a stack"
+    if why is None and flops_per_token(recipe.model) * recipe.batch.tokens > MEASURED:
+        why = f"a stack was not measured for steps of more than {MEASURED:.2g} FLOPs"
+    if why is not None or trials is None:
+        return 1, why or "the number of trials is unknown; give --trials, or --stack"
+    if (share := trials // (ROUNDS * gpus)) < 2:
+        return 1, f"{trials} trials are too few for a stack"
+    if (fitting := most_trials(recipe, free())) < 2:
+        return 1, "two do not fit into its memory"
     if fitting < share:
         return fitting, f"a stack, of as many as {'were measured' if fitting == MOST else 'fit into its memory'}"
     return share, f"a stack, 1/{ROUNDS * gpus} of all trials"
@@ -255,7 +256,9 @@ class Study(BaseStudy):
             about={"durations": tuple(durations)},
         )
 
-    def _trainer(self, devices: Sequence[str | None], checkpoint_seconds: float) -> AbstractContextManager[Objectives]:
+    def _trainer(
+        self, devices: Sequence[str | None], checkpoint_seconds: float
+    ) -> AbstractContextManager[Objectives]:
         folder = self.out / CHECKPOINTS
         return TrialTrainer(
             self.space, self._tokens, self._durations, folder, devices, self._stop, checkpoint_seconds, self.stack

@@ -12,8 +12,9 @@ a run: if its process dies, another trial retries the run.
 2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used. The loop asks the
    plan (**search_plan.py**) for the next run: the start, a proposal of the search (**algorithm/trust_region.py**) or
    the best points again. :class:`TrialTrainer` (**recipe_study.py**) trains the run in a worker process
-   (``training/trial.py``), or a stack of several runs (``training/stack.py``); in a study over a command, ``CommandTrainer`` runs the command (``command_study.py``). A
-   trial ends early if it diverges, or if it is pruned because it is so far behind the best trial that it cannot win
+   (``training/trial.py``), or several runs at once (``training/stack.py``); in a study over a command,
+   ``CommandTrainer`` runs the command (``command_study.py``). A trial ends
+   early if it diverges, or if it is pruned because it is so far behind the best trial that it cannot win
    (``training/early_stopping.py``). Pruning begins once the noise is known from 3 seeds, or is given. A search with
    many trials also ends when several rounds gained less than the noise (``Region.stalled``).
 3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). It is measured by running
@@ -143,7 +144,9 @@ class BaseStudy(ABC):
         self._check_folder()
 
     @abstractmethod
-    def _trainer(self, devices: Sequence[str | None], checkpoint_seconds: float) -> AbstractContextManager[Objectives]:
+    def _trainer(
+        self, devices: Sequence[str | None], checkpoint_seconds: float
+    ) -> AbstractContextManager[Objectives]:
         """Return the objective, which computes the losses of up to ``stack`` trials at once, in one thread for each
         of the ``devices``."""
 
