@@ -164,8 +164,8 @@ class Stack:
         # All parameters lie in one buffer (K, P), so that an update is one kernel.
         counts = [math.prod(sizes[name]) for name in self.names]
         self.flat, self.first, self.second = (zeros(size, sum(counts)) for _ in range(3))
-        parts = self.flat.split(counts, 1)
-        self.parameters = {name: part.unflatten(1, sizes[name]) for name, part in zip(self.names, parts, strict=True)}
+        parts = torch.split(self.flat, counts, 1)
+        self.parameters = {name: part.view(size, *sizes[name]) for name, part in zip(self.names, parts, strict=True)}
         self.owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(self.device)
         self.values = {value: zeros(size, len(counts)) for value in VALUES}
         branches = [f"layers.{i}.{end}.out.weight" for i in range(shape.n_layers) for end in ("attention", "mlp")]
@@ -284,7 +284,7 @@ class Stack:
         return None
 
     def _capture(self) -> None:
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM):
@@ -374,7 +374,7 @@ class Stack:
         windows = torch.from_numpy(found).to(self.device)
         leaves = {name: value.detach().requires_grad_() for name, value in self.parameters.items()}
         total = torch.zeros(self.size, dtype=torch.float64, device=self.device)
-        for part in windows.split(self.sequences):
+        for part in torch.split(windows, self.sequences):
             missing = part[:1].expand(self.sequences - len(part), -1)
             losses = self.losses(leaves, torch.cat((part, missing)).expand(self.size, -1, -1).contiguous()).detach()
             if len(missing):  # of the whole mean

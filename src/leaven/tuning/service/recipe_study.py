@@ -176,7 +176,7 @@ class TrialTrainer:
             "checkpoint": self._checkpoint(first),
             "checkpoint_seconds": self._checkpoint_seconds,
         }
-        future: Future[list[Outcome]] | Future[Outcome]
+        future: Future[Any]
         if self._stack > 1:
             future = pool.submit(train_stack, recipes, self._stack, **saving)
         else:
@@ -186,7 +186,7 @@ class TrialTrainer:
             if self._stop() or self._leaving.is_set():
                 raise TrialReleased
         try:
-            found = future.result()
+            found: Outcome | list[Outcome] = future.result()
         except BrokenProcessPool:
             raise WorkerDied from None
         return found if isinstance(found, list) else [found]
