@@ -7,6 +7,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -124,6 +125,21 @@ def test_a_killed_stack_resumes_from_its_checkpoint(
     ]
 
 
+def test_ids_of_a_large_vocabulary(short: Recipe) -> None:
+    class Tokens:
+        def stream(self, seq_len: int, seed: int) -> "Tokens":
+            self.seq_len = seq_len
+            return self
+
+        def batch(self, start: int, count: int) -> np.ndarray:
+            return np.full((count, self.seq_len + 1), 2**15 + 7)
+
+    large = short.replace({"model.vocab_size": 2**15 + 10})
+    stacked = Stack(large, 1, Tokens(), "cpu")  # type: ignore[arg-type]
+    stacked.begin([large])
+    assert set(stacked.windows.unique().tolist()) == {2**15 + 7}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -143,14 +159,14 @@ def test_what_a_stack_cannot_train(short: Recipe, change: dict[str, object], sai
 
 def test_how_many_trials_a_gpu_trains_at_once(tiny: Recipe) -> None:
     searched, room = space(tiny, LR), lambda: 8e10
-    assert stack_size(searched, (), 48, 1, room) == (8, "a stack, 1/6 of all trials")
-    assert stack_size(searched, (), 48, 4, room) == (2, "a stack, 1/24 of all trials")
+    assert stack_size(searched, (), 96, 1, room) == (8, "a stack, 1/12 of all trials")
+    assert stack_size(searched, (), 96, 4, room) == (2, "a stack, 1/48 of all trials")
     assert stack_size(searched, (), 1_000, 1, room) == (MOST, "a stack, of as many as were measured")
     few = lambda: 3e7  # noqa: E731
     fitting = most_trials(tiny, few())
     assert 1 < fitting < 100
     assert stack_size(searched, (), 1_000, 1, few) == (fitting, "a stack, of as many as fit into its memory")
-    assert stack_size(searched, (), 48, 8, room) == (1, "48 trials are too few for a stack")
+    assert stack_size(searched, (), 23, 1, room) == (1, "23 trials are too few for a stack")
     assert stack_size(searched, (), 48, 1, lambda: 1e6) == (1, "two do not fit into its memory")
     assert "unknown" in stack_size(searched, (), None, 1, room)[1]
     assert "one duration" in stack_size(searched, (2_560, 5_120), 48, 1, room)[1]
@@ -276,9 +292,9 @@ def test_what_workers_auto_says(tiny_file: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(device, "default_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(device, "free_memory", lambda _: 8e10)
-    verb = ["tune", str(tiny_file), "--study", str(tmp_path / "study"), "--space", LR, "--trials", "48"]
+    verb = ["tune", str(tiny_file), "--study", str(tmp_path / "study"), "--space", LR, "--trials", "96"]
     said = CliRunner().invoke(app, [*verb, "--workers", "auto"]).stderr
-    assert "each GPU trains 4 trials at once: a stack, 1/12 of all trials" in said
+    assert "each GPU trains 4 trials at once: a stack, 1/24 of all trials" in said
     said = CliRunner().invoke(app, [*verb[:-1], "8", "--workers", "auto"]).stderr
     assert "each GPU trains one trial at a time: 8 trials are too few for a stack" in said
     for own in (["--workers", "2"], ["--workers", "auto", "--stack", "1"], ["--workers", "auto", "--stack", "5"]):

@@ -116,8 +116,8 @@ def tune(
             metavar="COUNT",
             min=1,
             help="Number of trials that a worker trains at once, as one batched model: many times faster for small "
-            "models on a GPU, but not on a CPU. Batch size, run length and dropout are then not searched. At most a "
-            "sixth of --trials is wise.",
+            "models on a GPU, but not on a CPU. Batch size, run length and dropout are then not searched. More than "
+            "1/12 of --trials at once makes the search worse.",
             show_default="1; with --workers auto, chosen",
         ),
     ] = None,
@@ -279,7 +279,7 @@ def _at_once(searched: "Space", durations: Sequence[int], trials: int | None, st
 
     device = default_device()
     if stack is not None and stack > 1:
-        if why := why_not_stacked(searched, durations):
+        if why := "mps has no float64" if device.type == "mps" else why_not_stacked(searched, durations):
             errors.print(f"each worker trains one trial at a time: {why}")
         return 1 if why else stack
     if not gpus or device.type != "cuda":
