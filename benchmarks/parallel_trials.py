@@ -1,4 +1,4 @@
-"""Measure what a search loses when K trials are proposed at once: `python -m benchmarks.parallel_trials [--seeds 20]`.
+"""Measure what a search loses if K trials are proposed at once: `python -m benchmarks.parallel_trials [--seeds 20]`.
 
 A stack of trials (leaven.training.stack) gets K proposals before any of their losses are known. The functions are
 those of benchmarks/small_budgets.py: 4 values of a bowl, and 8 or 30 multipliers of a landscape with divergences. The

@@ -27,8 +27,8 @@ from leaven.tuning.space import Space
 
 POLL = 0.25  # seconds between looks at whether to stop
 # At most 1/12 of the trials are trained at once, so that there are twelve rounds of proposals or more, because the
-# trials of a round are proposed without each other's losses. With larger rounds the answer of a search of 48 trials is
-# clearly worse (benchmarks/parallel_trials.py, docs/log.md).
+# trials of a round are proposed without each other's losses. With larger rounds, the answer of a search of 48 trials
+# is clearly worse (benchmarks/parallel_trials.py, docs/log.md).
 ROUNDS = 12
 # FLOPs of a step of one trial. Up to this size, a stack on a GPU was measured to be faster than single trials: 256
 # wide, 4 blocks, 1,280 tokens a step (docs/log.md). A larger trial may fill a GPU alone.
