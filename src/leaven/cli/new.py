@@ -23,8 +23,9 @@ from leaven.data.token_files import TOKEN_SUFFIXES
 from leaven.documents.planning import AdoptedRecipe
 from leaven.errors import InputError
 from leaven.planning.budget import size_for_time
-from leaven.planning.hardware import gpus_here, parse_cluster
+from leaven.planning.hardware import parse_cluster
 from leaven.planning.start import start
+from leaven.planning.this_machine import gpus_here
 from leaven.recipe.data import DataSource
 from leaven.recipe.files import write_recipe
 from leaven.scaling.tested_ranges import warnings

@@ -237,7 +237,7 @@ def _command(
 
 def _devices(workers: int | None, command: "Command | None") -> tuple[str, ...]:
     """Return the GPUs of every worker. The result is empty if leaven gives out no GPUs: every worker may use all."""
-    from leaven.planning.hardware import devices_here, devices_of_workers
+    from leaven.planning.this_machine import devices_here, devices_of_workers
 
     if command is not None and command.devices:
         return devices_of_workers(None if workers == AUTO else workers or 1, command.devices)
@@ -252,7 +252,7 @@ def _devices(workers: int | None, command: "Command | None") -> tuple[str, ...]:
 
 def _usual_workers() -> int:
     """Return the default number of workers that train a recipe."""
-    from leaven.planning.hardware import cores
+    from leaven.planning.this_machine import cores
     from leaven.training.device import default_device
 
     return cores() if default_device().type == "cpu" else 1

@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from leaven import storage
 from leaven.documents.planning import CalibrationRow
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.hardware import parse_cluster, processor
+from leaven.planning.hardware import parse_cluster
 from leaven.planning.memory import GIB, worst_stage
+from leaven.planning.this_machine import processor
 from leaven.planning.timing import step_time
 from leaven.planning.training_codes import in_precision
 from leaven.recipe.files import cache_folder

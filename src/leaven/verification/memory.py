@@ -13,8 +13,8 @@ from typing import Any
 from leaven.documents.checks import MemoryCheckDocument, MemoryCheckRow
 from leaven.errors import InputError
 from leaven.planning.arrangement import Arrangement, parse_layout
-from leaven.planning.hardware import cores
 from leaven.planning.memory import GIB, Memory, stage_memory
+from leaven.planning.this_machine import cores
 from leaven.planning.trainable import require_trainable
 from leaven.planning.training_codes import LEAVEN_BF16, LEAVEN_FP32, TrainingCode
 from leaven.recipe.layout import Layout
