@@ -89,6 +89,7 @@ def test_from_takes_the_size_and_length_of_a_run(leaven: Verb, tmp_path: Path) -
     recipe, run = read_recipe(path), find_run("olmo2-7b")
     assert recipe.model.params == pytest.approx(run.params_total, rel=0.03)
     assert recipe.data.tokens == run.tokens
+    assert recipe.hyperparameters.z_loss == 1e-5
 
 
 def test_a_recipe_for_token_ids_has_their_vocabulary(leaven: Verb, tmp_path: Path) -> None:

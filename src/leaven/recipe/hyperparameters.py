@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
@@ -102,8 +102,13 @@ class Hyperparameters(Part):
     residual: Positive = 1.0  # multiplies the output of every branch before it is added to the residual stream
     # A limit on the global gradient norm (0 switches clipping off), or a :class:`Clip`.
     grad_clip: Annotated[Clip, BeforeValidator(Clip.read), PlainSerializer(Clip.written)] = Clip(mode="global")
+    # Coefficient of the z-loss: this times log^2 Z of each token is added to the gradients, and not to the logged loss. Z is
+    # the sum of the exponentials of the logits. PaLM: 1e-4, OLMo 2: 1e-5. No rule scales it.
+    z_loss: NonNegative = 0.0
     modules: dict[str, Multipliers] = {}  # multipliers by the name of a module, such as mlp.out
     depth: DepthProfile = DepthProfile()
+
+    added: ClassVar = ("z_loss",)
 
     @model_validator(mode="after")
     def _validate_init(self) -> "Hyperparameters":

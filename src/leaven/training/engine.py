@@ -77,6 +77,7 @@ class Training:
             device=self.device,
             layout=recipe.layout,
             group=group,
+            z_loss=recipe.hyperparameters.z_loss,
         )
         if recipe.start.folder is not None:
             start_from(self.sharded.pieces, recipe.model, table, recipe.start.folder)
@@ -169,6 +170,7 @@ class Training:
         after_first = noise.after_first if noise else None
         loss = self.sharded.total(self.sharded.forward_backward(batch.micro_batches, factor, after_first))
         loss = loss if scale is None else loss / scale
+        z_loss = self.sharded.total_z_loss()
 
         # The state changes only from here on: a step that is abandoned earlier leaves no trace.
         ramp, longer = ramp_factors(recipe, start.step)
@@ -185,7 +187,7 @@ class Training:
         if self.loss_scale is not None:
             self.loss_scale.update(loss.isfinite() & grad_norm.isfinite())
         self.progress = Progress(start.step + 1, tokens, start.seconds)
-        measured = (loss, grad_norm, applied, scale, noise_scale)
+        measured = (loss, grad_norm, applied, scale, noise_scale, None if z_loss is None else z_loss / batch.targets)
         read = self.telemetry.measure_later(self.progress, batch.tokens, multiplier * ramp.lr, measured)
 
         def result() -> Step:
