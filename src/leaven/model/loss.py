@@ -108,8 +108,8 @@ def cross_entropy(
     ``factor`` is applied before gradients are rounded to ``compute``, so it can be a loss scale, which keeps small
     fp16 gradients from being rounded to 0. With ``repeatable``, the backward pass may run twice, for example to
     compute the gradients of inputs and weights separately. This needs memory for a second gradient of the weight.
-    ``vocabulary`` says how processes share the tokens and the vocabulary. ``z_loss`` is added to the gradients and not
-    to the result.
+    ``vocabulary`` says how processes share the tokens and the vocabulary. ``z_loss`` is added to the gradients and
+    not to the result.
     """
     if not torch.is_grad_enabled():
         # Without this, the gradient of the weight, which is most of the work, would be computed and not used.

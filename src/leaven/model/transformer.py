@@ -298,8 +298,8 @@ class Stage(nn.Module):
         splits_backward: whether the backward pass computes the gradients of inputs and of parameters separately.
 
     The attribute ``factor`` multiplies the loss; set it before a forward pass. The attribute ``loss`` is the loss
-    function, which has the arguments of :func:`leaven.model.loss.cross_entropy`. The attribute ``z_loss`` adds a z-loss
-    to the gradients.
+    function, which has the arguments of :func:`leaven.model.loss.cross_entropy`. The attribute ``z_loss`` adds a
+    z-loss to the gradients.
     """
 
     def __init__(

@@ -11,8 +11,8 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
     added: ClassVar[tuple[str, ...]] = ()
-    """Fields that a document leaves out at their defaults, so that recipes and their hashes from before the field stay the
-    same."""
+    """Fields that a document leaves out at their defaults, so that recipes and their hashes from before these fields
+    stay the same."""
 
     @model_serializer(mode="wrap")
     def _leave_out(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -93,8 +93,8 @@ class Telemetry:
         measured: Sequence[Tensor | None],
     ) -> Callable[[], Step]:
         """Start copying the measurements of a step to the host: the norms of parameters and updates, and the scalars
-        in ``measured`` (loss, gradient norm, whether the step was applied, loss scale, noise scale and z-loss). Return
-        a function that waits for them and returns the metrics."""
+        in ``measured`` (loss, gradient norm, whether the step was applied, loss scale, noise scale, z-loss). Return a
+        function that waits for them and returns the metrics."""
         subtract_(self._before, self._model.local_parameters)
         updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.local_parameters))
         self._before = []
