@@ -189,6 +189,12 @@ class ShardedModel:
         gradients = [each.parameter.grad for each in self.parameters]
         return self.norms([g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None])[0]
 
+    def drop_gathered(self) -> None:
+        """Free gathered parameters, so that the next forward pass gathers the current values of all blocks."""
+        for stage in self.stages:
+            for unit in units(stage):
+                unit.reshard()
+
     def drop_gradients(self) -> None:
         for each in self.parameters:
             each.parameter.grad = each.local.grad = None

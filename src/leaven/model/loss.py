@@ -34,7 +34,7 @@ def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
 
 
 class ZLoss:
-    """The z-loss of a step: a coefficient c times log^2 Z of each token, where Z is the sum of the exponentials of its
+    """The z-loss of a step: a coefficient c times log^2 Z of each token, where Z is the sum of exponentials of its
     logits (Chowdhery et al. 2022, arXiv 2204.02311, section 5). It keeps log Z near 0.
 
     The loss that :func:`cross_entropy` returns stays the cross-entropy; only its gradients contain the z-loss.

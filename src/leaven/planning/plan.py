@@ -170,7 +170,7 @@ def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None, moments: M
         InputError: as :func:`plan`, or if the accelerator's speed in the recipe's dtype is unknown.
     """
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
-    code = code.with_moments(moments)
+    code = code.with_moments(moments).averaging(recipe.average is not None)
     job = Job(recipe.model, recipe.batch, cluster, code, compile=recipe.layout.compile)
     return plan(job, recipe.data.tokens, layout)
 

@@ -102,7 +102,7 @@ class Hyperparameters(Part):
     residual: Positive = 1.0  # multiplies the output of every branch before it is added to the residual stream
     # A limit on the global gradient norm (0 switches clipping off), or a :class:`Clip`.
     grad_clip: Annotated[Clip, BeforeValidator(Clip.read), PlainSerializer(Clip.written)] = Clip(mode="global")
-    # Coefficient of the z-loss: this times log^2 Z of each token, where Z is the sum of the exponentials of its logits,
+    # Coefficient of the z-loss: this times log^2 Z of each token, where Z is the sum of exponentials of its logits,
     # adds to the gradients and not to the logged loss. PaLM: 1e-4, OLMo 2: 1e-5. No rule scales it.
     z_loss: NonNegative = 0.0
     modules: dict[str, Multipliers] = {}  # multipliers by the name of a module, such as mlp.out

@@ -248,13 +248,16 @@ class Validation(Callback):
         self.evaluate()
 
     def evaluate(self) -> dict[str, Any]:
-        """Compute and log the validation loss. Return it as ``loss``, in nats per token, and as ``bits_per_byte``."""
+        """Compute and log the validation loss. Return it as ``loss``, in nats per token, and as ``bits_per_byte``, and
+        the loss of the averaged weights as ``averaged_loss`` if their average has begun."""
         trainer, training, factor = self.trainer, self.training, self._bits_per_byte_factor
         trainer.group.heartbeat(f"in the validation after step {training.progress.step}")
         self.owed = True
         loss = training.evaluate()
-        self.owed = False
         values = {"loss": loss, "bits_per_byte": loss * factor if factor else None}
+        if training.average and training.average.begun:
+            values["averaged_loss"] = training.evaluate(averaged=True)
+        self.owed = False
         trainer.event("validation", **values)
         if trainer.group.size > 1:
             self._compare_processes()

@@ -65,6 +65,7 @@ def rehearsal(recipe: Recipe) -> Recipe:
             "layout.compile": False,
             "start": {},
             "stability.noise_scale_every_tokens": None,
+            "average": {"half_life_tokens": 1} if recipe.average else None,  # it begins with the first step
         }
     )
 
@@ -130,7 +131,8 @@ def check_memory(
 
 def tensors(recipe: Recipe) -> TrainingCode:
     """Return the planner's constants of leaven's trainer, for tensors only."""
-    return (LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16).tensors_only()
+    code = LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16
+    return code.tensors_only().averaging(recipe.average is not None)
 
 
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:
