@@ -112,7 +112,7 @@ def test_a_run_starts_from_weights_and_is_resumed(
 
 def test_the_averaged_weights_are_validated_and_exported(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
     run, folder = tmp_path / "run", tmp_path / "exported"
-    summary = train(tiny.replace({"average": {"last": 0.5}, "evaluation.every_tokens": 100_000}), run)
+    summary = train(tiny.replace({"average": {"last": 0.5}, "evaluation.every_tokens": 100_000}), tokens, run)
     assert summary.averaged_loss is not None
     assert summary.averaged_loss != summary.loss
     averaged = load_run(run, averaged=True)
@@ -126,8 +126,10 @@ def test_the_averaged_weights_are_validated_and_exported(tiny: Recipe, tokens: T
     card = (folder / "README.md").read_text()
     assert f"| validation loss | {summary.averaged_loss:.4f} nats per token |" in card
     assert "averaged over steps" in card
-    with pytest.raises(InputError, match="at 0 tokens the average has not begun; it begins after"):
-        load_run(run, 0, averaged=True)
+    half = train(tiny.replace({"average": {"last": 0.05}}), tokens, tmp_path / "late")
+    assert half.averaged_loss is not None
+    with pytest.raises(InputError, match="at 9,216 tokens the average has not begun; it begins after 9,728"):
+        load_run(tmp_path / "late", 9_216, averaged=True)
 
 
 def test_averaged_weights_need_an_average(run: Path) -> None:

@@ -248,7 +248,7 @@ class Validation(Callback):
         self.evaluate()
 
     def evaluate(self) -> dict[str, Any]:
-        """Compute and log the validation loss. Return it as ``loss``, in nats per token, and as ``bits_per_byte``, and
+        """Compute and log the validation loss. Return it as ``loss``, in nats per token, and ``bits_per_byte``, and
         the loss of the averaged weights as ``averaged_loss`` if their average has begun."""
         trainer, training, factor = self.trainer, self.training, self._bits_per_byte_factor
         trainer.group.heartbeat(f"in the validation after step {training.progress.step}")
