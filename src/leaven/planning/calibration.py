@@ -60,6 +60,7 @@ class CalibrationRecord(BaseModel):
     batch_tokens: int = Field(gt=0)
     micro_batch: int = Field(gt=0)
     grad_accumulation: int = Field(gt=0)
+    averages: bool = False  # whether the run kept an average of its weights
     predicted: StepCost | None  # None for an accelerator that is not in the table
     measured: StepCost | None
     steps: int = Field(ge=0)  # number of measured steps
@@ -72,7 +73,9 @@ class CalibrationRecord(BaseModel):
         return Arrangement(self.layout, self.micro_batch, self.grad_accumulation)
 
 
-def predicted(model: ModelShape, how: Arrangement, accelerator: str, compute: str) -> StepCost | None:
+def predicted(
+    model: ModelShape, how: Arrangement, accelerator: str, compute: str, averages: bool = False
+) -> StepCost | None:
     """Return the planned time and memory of a step that leaven trains, or None if the step cannot be planned.
 
     Only the memory of tensors is planned, because runs do not measure the device context or fragmentation.
@@ -80,7 +83,7 @@ def predicted(model: ModelShape, how: Arrangement, accelerator: str, compute: st
     try:
         cluster = parse_cluster("cpu" if accelerator == "cpu" else f"{how.layout.ranks}x{accelerator}")
         cluster, code = in_precision(cluster, compute)
-        memory = worst_stage(model, how, code.tensors_only()).total / GIB
+        memory = worst_stage(model, how, code.tensors_only().averaging(averages)).total / GIB
         return StepCost(step_seconds=step_time(model, how, cluster, code).step, memory_gib=memory)
     except Exception:  # must not stop the training run that asks
         return None
@@ -145,7 +148,9 @@ def calibration(
     found = found[-NEWEST:]
     for _, weight, record, took in found:
         # If the current planner cannot plan the run, use the prediction in the record.
-        expected = predicted(record.model, record.arrangement, accelerator, compute) or record.predicted
+        expected = (
+            predicted(record.model, record.arrangement, accelerator, compute, record.averages) or record.predicted
+        )
         if expected is None:
             continue
         times.append((took.step_seconds / expected.step_seconds, weight))

@@ -131,7 +131,7 @@ def record_of(
 ) -> CalibrationRecord:
     """Return a record of the predicted and the measured cost of a step. The ``measured`` time is the median over
     ``steps`` steps."""
-    accelerator = accelerator_of(device)
+    accelerator, averages = accelerator_of(device), recipe.average is not None
     return CalibrationRecord(
         by=by,
         device=device_name(device),
@@ -143,7 +143,10 @@ def record_of(
         batch_tokens=batch_tokens,
         micro_batch=how.micro_batch,
         grad_accumulation=how.grad_accumulation,
-        predicted=predicted(recipe.model, how, accelerator.name, recipe.precision.compute) if accelerator else None,
+        averages=averages,
+        predicted=predicted(recipe.model, how, accelerator.name, recipe.precision.compute, averages)
+        if accelerator
+        else None,
         measured=measured,
         steps=steps,
         torch=version("torch"),
