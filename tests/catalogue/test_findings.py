@@ -73,7 +73,7 @@ PLANTED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("lr", "outside", {"hyperparameters__lr": 5e-5}, {"hyperparameters__lr": 2e-4}),
     ("lr", "far outside", {"hyperparameters__lr": 0.2}, {}),
     ("qk-norm", "outside", {"hyperparameters__lr": 8e-3}, {"hyperparameters__lr": 8e-3, "model__qk_norm": True}),
-    ("z-loss", "note", {"hyperparameters__lr": 5e-3}, {}),
+    ("z-loss", "note", {"hyperparameters__lr": 5e-3}, {"hyperparameters__lr": 5e-3, "hyperparameters__z_loss": 1e-5}),
     ("beta1", "outside", {"hyperparameters__beta1": 0.98}, {"hyperparameters__beta1": 0.9}),
     ("beta2", "outside", {"hyperparameters__beta2": 0.999}, {"hyperparameters__beta2": 0.98}),
     ("eps", "far outside", {"hyperparameters__eps": 1e-3}, {"hyperparameters__eps": 1e-9}),

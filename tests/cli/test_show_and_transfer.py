@@ -75,6 +75,8 @@ def test_transfer_warns_outside_tested_ranges(leaven: Verb, tiny_file: Path) -> 
     assert err.splitlines() == [f"warning: {warning['message']}" for warning in shown["warnings"]]
     assert [row["shape"] for row in shown["parameters"] if row["name"] == "layers.9.mlp.in.weight"] == [[48, 16]]
     assert shown["scale"]["base"]["d_ff"] == 32
+    longer = leaven("transfer", tiny_file, "--width", "32", "--set", "model.seq_len=64", "--json")
+    assert [warning["about"] for warning in json.loads(longer[1])["warnings"]] == ["seq_len"]
     near = leaven("transfer", tiny_file, "--width", "32", "--json")
     assert (json.loads(near[1])["warnings"], near[2]) == ([], "")
 

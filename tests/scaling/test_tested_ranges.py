@@ -3,7 +3,7 @@
 import pytest
 
 from leaven.recipe.recipe import Recipe, RuleName
-from leaven.scaling.tested_ranges import TESTED, warnings
+from leaven.scaling.tested_ranges import TESTED, unlike, warnings
 from leaven.scaling.transfer import transfer
 
 
@@ -111,3 +111,15 @@ def test_adam_with_l2_decay_under_a_rule_for_adamw(tiny: Recipe) -> None:
     assert "optimizer" not in about(transfer(tiny, width=32))
     assert "optimizer" not in about(transfer(adam.replace({"scaling.rule": "standard"}), width=32))
     assert "optimizer" not in about(transfer(adam.replace({"hyperparameters.weight_decay": 0.0}), width=32))
+
+
+def test_sizes_that_no_rule_scales_with(tiny: Recipe) -> None:
+    longer = tiny.replace({"model.seq_len": 64})
+    known: dict[str, int | None] = {"vocab_size": 320, "seq_len": 32}
+    assert unlike(known, tiny) == []
+    assert unlike({"vocab_size": None, "seq_len": None}, longer) == []
+    (one,) = unlike(known, longer)
+    assert (one.about, one.value, one.limit) == ("seq_len", 64, 32)
+    (one,) = unlike(known, tiny.replace({"model.vocab_size": 640}))
+    assert (one.about, one.value, one.limit) == ("vocab_size", 640, 320)
+    assert "a vocabulary of 320, and this one has 640" in one.message

@@ -133,6 +133,9 @@ class TrainDocument(Document, schema="train/1"):
     unsaved: str | None  # why the checkpoint of a stopped run could not be saved; null if nothing failed
     saved_tokens: int  # tokens that the newest checkpoint was trained on; 0 without a checkpoint
     noise_scale: float | None  # latest measured gradient noise scale, in tokens
+    averaged_loss: float | None = (
+        None  # validation loss of the averaged weights, nats per token; null without [average]
+    )
     finished: bool  # false if the run was stopped
     next: list[str] = []  # commands to type next
 
@@ -158,6 +161,7 @@ class WeightsDocument(Document, schema="export-weights/1"):
     path: str
     architecture: str
     tokens: int  # tokens that the checkpoint was trained on
+    averaged: bool = False  # whether these are the averaged weights
     next: list[str] = []  # commands to type next
 
 

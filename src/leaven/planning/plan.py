@@ -173,6 +173,7 @@ def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None, moments: M
     """
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
     code = code.with_moments(moments) if moments else code.with_muon(recipe.hyperparameters.ns_steps)
+    code = code.averaging(recipe.average is not None)
     job = Job(recipe.model, recipe.batch, cluster, code, compile=recipe.layout.compile)
     return plan(job, recipe.data.tokens, layout)
 

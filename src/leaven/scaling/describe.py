@@ -106,7 +106,7 @@ def describe(
             flops_per_token=flops_per_token,
         ),
         blocks={
-            key: value for key, value in model.model_dump(mode="json").items() if key in ModelShape.sparse_defaults()
+            key: value for key, value in model.model_dump(mode="json").items() if key in ModelShape.added_defaults()
         },
         attention_scale=table.attention_scale,
         optimizer={

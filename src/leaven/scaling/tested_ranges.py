@@ -34,6 +34,9 @@ LARGE_INIT = 3.0
 # LARGE_INIT names had 1.43 (trained) and 2.15 (did not).
 LARGE_LOGITS = 1.5
 
+# Sizes of a model that no rule scales with.
+_UNSCALED = ("vocab_size", "seq_len")
+
 
 def warnings(recipe: Recipe) -> list[CautionRow]:
     """Return all warnings about a recipe: large ratios to its base, and values that are risky at its scale."""
@@ -55,6 +58,13 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
     if before.batch.ramp is None or after.batch.ramp is not None:
         return []
     return [_caution("ramp", after.batch.tokens / after.model.seq_len, 2.0)]
+
+
+def unlike(source: Mapping[str, int | None], recipe: Recipe) -> list[CautionRow]:
+    """Return a warning for each of ``vocab_size`` and ``seq_len`` in which ``recipe`` differs from the model that its
+    values are from. No rule scales with them. ``source`` has the sizes of that model; None is unknown."""
+    rows = [(name, getattr(recipe.model, name), source[name]) for name in _UNSCALED if source.get(name)]
+    return [_caution(name, value, there) for name, value, there in rows if there and value != there]
 
 
 def _caution(about: str, value: float, limit: float, message: str | None = None, **facts: Any) -> CautionRow:

@@ -65,6 +65,7 @@ def rehearsal(recipe: Recipe) -> Recipe:
             "layout.compile": False,
             "start": {},
             "stability.noise_scale_every_tokens": None,
+            "average": {"half_life_tokens": 1} if recipe.average else None,  # it begins with the first step
         }
     )
 
@@ -131,7 +132,8 @@ def check_memory(
 def tensors(recipe: Recipe) -> TrainingCode:
     """Return the planner's constants of leaven's trainer, for tensors only."""
     code = LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16
-    return code.tensors_only().with_muon(recipe.hyperparameters.ns_steps)
+    code = code.tensors_only().with_muon(recipe.hyperparameters.ns_steps)
+    return code.averaging(recipe.average is not None)
 
 
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:
