@@ -41,9 +41,7 @@ class TrainingCode:
     optimizer: int = 8  # moments, and the master copy if any
     master: int = 0  # fp32 copy of 16-bit weights; part of ``optimizer``
     optimizer_of_matrices: int | None = None  # as ``optimizer``, for matrices of blocks, if it differs (Muon)
-    ns_steps: int = (
-        0  # Newton-Schulz iterations on each matrix of a block in an optimizer step, as leaven does (Muon)
-    )
+    ns_steps: int = 0  # Newton-Schulz iterations on each matrix of a block in a step (Muon)
     # Copies.
     compute_copy: int = 2  # copy of fp32 weights in the compute dtype
     gathered_ends: int = 0  # gathered copy of embedding and unembedding, if every rank needs them in full

@@ -102,7 +102,7 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
 
 
 def adamw_rows(recipe: Recipe) -> tuple[ParameterRow, ...]:
-    """Return the rows of the parameter table as if AdamW updated all parameters, for comparisons with Adam's values."""
+    """Return the rows of the parameter table as if AdamW updated all parameters, to compare them with Adam's."""
     return parameter_table(recipe.without_muon).rows
 
 

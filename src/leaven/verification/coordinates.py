@@ -68,9 +68,9 @@ MUON = {"width": (0.0, 0.1), "depth": (0.1, 0.0)}
 
 A step of Muon on a matrix with more inputs than outputs moves only as many directions as it has outputs. The share of
 the inputs in these directions depends on the width compared with the number of tokens in the batch. Measured under
-the right rule (docs/log.md): slopes from -0.13 to 0.21 over width, the largest behind such matrices, and from -0.24 to
-0.07 over depth, also after one step, with a smaller lr and with more Newton-Schulz iterations. The other two limits
-stay, because a power of -1/2 too much over width gives slopes of only -0.17 to -0.24.
+the right rule (docs/log.md): slopes from -0.13 to 0.21 over width, the largest behind such matrices, and from -0.24
+to 0.07 over depth, also after one step, with a smaller lr and with more Newton-Schulz iterations. The other two
+limits stay, because a power of -1/2 too much over width gives slopes of only -0.17 to -0.24.
 """
 
 INDEPENDENT = -0.5
