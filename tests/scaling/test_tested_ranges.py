@@ -27,6 +27,15 @@ def test_ratios_beyond_what_was_tested(tiny: Recipe) -> None:
     assert "tokens x2: completep has no rule for tokens" in message
 
 
+def test_muon_far_from_the_batch_or_the_tokens_of_the_base(tiny: Recipe) -> None:
+    muon = tiny.replace({"hyperparameters.optimizer": "muon"})
+    assert about(transfer(muon, width=32, depth=4, batch_tokens=1_024, tokens=40_960)) == {}
+    found = about(transfer(muon, batch_tokens=1_280, tokens=10_240 * 5))
+    assert (found["muon batch"], found["muon tokens"]) == ((5, 4), (5, 4))
+    other_rule = {"scaling.rule": "completep"}
+    assert not any("muon" in name for name in about(transfer(muon.replace(other_rule), tokens=10_240 * 5)))
+
+
 def test_beyond_the_critical_batch(tiny: Recipe) -> None:
     """Kaplan 2e8 L^-4.76, Power Lines 2048 x 0.0471 D^0.462, Zhang 512 x 22.91 (D/1e6)^0.47: the middle one."""
     big = transfer(tiny, batch_tokens=32_768, tokens=65_536)

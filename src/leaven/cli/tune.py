@@ -288,10 +288,10 @@ def _with_laws(space: "Space") -> "Space":
     from leaven.catalogue.expectations import expectations
     from leaven.catalogue.findings.case import Case
     from leaven.recipe.units import format_number
-    from leaven.scaling.table import parameter_table
+    from leaven.scaling.table import adamw_rows
 
     recipe = space.recipe
-    known = expectations(Case(recipe, parameter_table(recipe.without_muon).rows))
+    known = expectations(Case(recipe, adamw_rows(recipe)))
     informed = space.expecting(known)
     if not any(each.expected for each in informed.dimensions):
         raise InputError(

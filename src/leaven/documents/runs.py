@@ -29,9 +29,7 @@ class ParameterValues(Entry):
     eps: float
     multiplier: float  # factor on the parameter's output in the forward pass
     match: float = 0.0  # factor on the steps of a matrix that Muon updates; 0: Adam updates the parameter
-    ratios: dict[
-        str, float
-    ]  # size in the recipe / size in its base: fans, head dimension, depth, batch, tokens, match
+    ratios: dict[str, float]  # value in the recipe / in its base: fans, head dimension, depth, batch, tokens, match
 
 
 class Totals(Entry):

@@ -41,7 +41,7 @@ class TrainingCode:
     optimizer: int = 8  # moments, and the master copy if any
     master: int = 0  # fp32 copy of 16-bit weights; part of ``optimizer``
     optimizer_of_matrices: int | None = None  # as ``optimizer``, for matrices of blocks, if it differs (Muon)
-    ns_steps: int = 0  # Newton-Schulz iterations on each matrix of a block in an optimizer step (leaven's Muon)
+    ns_steps: int = 0  # Newton-Schulz iterations on each matrix of a block in a step (Muon)
     average: int = 0  # average of the weights, sharded like ``optimizer``
     # Copies.
     compute_copy: int = 2  # copy of fp32 weights in the compute dtype

@@ -141,17 +141,24 @@ class Hyperparameters(Part):
     z_loss: NonNegative = 0.0
     modules: dict[str, Multipliers] = {}  # multipliers by the name of a module, such as mlp.out
     depth: DepthProfile = DepthProfile()
-    muon: Muon | None = None  # with optimizer = "muon"; None: the defaults of :class:`Muon`
+    muon: Muon | None = None  # with optimizer = "muon", by default with the defaults of :class:`Muon`; otherwise None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_muon(cls, values: Any) -> Any:
+        """Give values with ``optimizer = "muon"`` and without ``muon`` its defaults."""
+        if isinstance(values, Mapping) and values.get("optimizer") == "muon" and values.get("muon") is None:
+            return {**values, "muon": {}}
+        return values
 
     def muon_of(self, role: Role) -> Muon | None:
         """Return the settings of Muon, or None if Adam updates parameters of this role."""
-        return (self.muon or Muon()) if self.optimizer == "muon" and role is Role.HIDDEN_WEIGHT else None
+        return self.muon if role is Role.HIDDEN_WEIGHT else None
 
     @property
     def ns_steps(self) -> int:
         """The number of Newton-Schulz iterations in a step of Muon, or 0 without Muon."""
-        muon = self.muon_of(Role.HIDDEN_WEIGHT)
-        return muon.ns_steps if muon else 0
+        return self.muon.ns_steps if self.muon else 0
 
     def of_matrices(self, quantity: Literal["lr", "weight_decay"]) -> float:
         """Return the lr or weight decay of the matrices inside the blocks, before scaling."""

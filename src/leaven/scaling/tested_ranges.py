@@ -25,6 +25,8 @@ TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
 # Warn beyond this change of the tokens per parameter: there the best weight decay is about twice as large or half as
 # large (Power Lines: the best timescale is proportional to (tokens per parameter)^-0.527).
 TOKENS_PER_PARAMETER_FACTOR = 4.0
+# With Muon, warn beyond this ratio of batch or tokens: the sweeps of arXiv 2512.05620 move only width and depth.
+MUON_FACTOR = 4.0
 # Warn above this ratio eps / sqrt(v): Adam's update m / (sqrt(v) + eps) is then about a tenth smaller.
 EPS_SHARE = 0.1
 # Warn above this init std, in units of sqrt(1 / (3 d_model)). Runs at 2.5 trained (std 0.02 at width 5,120: OLMo 2
@@ -43,6 +45,7 @@ def warnings(recipe: Recipe) -> list[CautionRow]:
     table = parameter_table(recipe)
     return [
         *_ratios(recipe, table),
+        *_muon(recipe, table),
         *_critical_batch(recipe),
         *_tokens_per_parameter(recipe),
         *_token_exponent(recipe, table),
@@ -97,6 +100,15 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
             "rule": table.rule.name,
         }
         yield _caution(f"{axis} ratio", ratio, high if ratio > high else low, "ratio", tested=tested, **facts)
+
+
+def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
+    """Warn about another batch or number of tokens with Muon, whose values the rule then derives without a test."""
+    for axis in ("batch", "tokens"):
+        ratio = getattr(table.ratios, axis)
+        if recipe.hyperparameters.muon and table.rule.columns and not 1 / MUON_FACTOR <= ratio <= MUON_FACTOR:
+            limit = MUON_FACTOR if ratio > 1 else 1 / MUON_FACTOR
+            yield _caution(f"muon {axis}", ratio, limit, "muon", axis=axis)
 
 
 def _critical_batch(recipe: Recipe) -> Iterator[CautionRow]:

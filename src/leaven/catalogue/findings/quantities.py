@@ -132,6 +132,11 @@ def l2_decay(check: Check, case: Case) -> Check | None:
     return check if case.recipe.hyperparameters.optimizer == "adam" and check.value else None
 
 
+def muon(check: Check, case: Case) -> Check | None:
+    """Report the optimizer ``muon``, because the published values are for Adam or AdamW."""
+    return check if case.recipe.hyperparameters.optimizer == "muon" else None
+
+
 def timescale(check: Check, case: Case) -> Check | None:
     """Compare the timescale of weight decay with the best timescale that the Power Lines law predicts.
 
