@@ -28,6 +28,14 @@ def test_show_lists_what_blocks_have(leaven: Verb, tiny_file: Path) -> None:
     assert document(leaven("show", tiny_file, "--json"))["blocks"] == {}
 
 
+def test_show_has_no_beta2_and_eps_of_muon(leaven: Verb, tiny_file: Path) -> None:
+    code, out, _ = leaven("show", tiny_file, "--set", "hyperparameters.optimizer=muon")
+    rows = {words[0]: words[-3:-1] for words in map(str.split, out.splitlines()) if len(words) > 8}
+    assert code == 0
+    assert rows["mlp.out"] == ["-", "-"]
+    assert "-" not in rows["embedding"]
+
+
 def test_show_explains_clipping_and_the_ramp(leaven: Verb, tiny_file: Path) -> None:
     clip = 'hyperparameters.grad_clip={mode = "running", limit = 2.0}'
     ramp = "batch.ramp={start_tokens = 64, increment_tokens = 64, over_tokens = 1_000, rule = 'scaled'}"
