@@ -213,11 +213,11 @@ class Classifier:
             raise
         except Exception as error:  # of the user's own code
             self._untraced = f" (which failed: {type(error).__name__}: {error!s:.80})"
-            gains = [
-                site for site in self.model.sites if site.layer is not None and is_norm(site) and not site.is_bias
-            ]
+            inside = [site for site in self.model.sites if site.layer is not None and not site.is_bias]
+            gains = [site for site in inside if is_norm(site) and site.path[-1] not in _OVER_HEADS]
             unnamed = [gain.name for gain in gains if _given(self.modules, gain) is None]
             if unnamed or not gains:
+                example = (unnamed or ["*.mlp_norm.weight"])[0]
                 warnings.warn(
                     f"the base cannot be run on token ids alone ({type(error).__name__}: {error!s:.80}), so norms on "
                     "the outputs of branches are not found, and a multiplier before such a norm has no effect; name "

@@ -53,7 +53,8 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[str]]) -> dict[st
         missing = set(branches) - set(found.values())
         if missing and all(path in once for path in first):
             last = next(reversed(once))  # the readout, or the final norm
-            if torch.allclose(fourfold[last][1], once[last][1], rtol=1e-3):
+            after = once[last][1].double()
+            if (fourfold[last][1].double() - after).norm() <= 1e-3 * after.norm():
                 raise InputError(
                     f"{first[0]} ends a branch, but a multiplier of {' and '.join(branches)} would have no effect: a "
                     "norm behind it undoes it, and is not a module of its own; normalise the output of each branch "
