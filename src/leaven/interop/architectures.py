@@ -282,10 +282,12 @@ def holding(shape: ModelShape) -> Architecture:
     """
     architecture, misfits = nearest(shape)
     if misfits:
-        changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in misfits.items())
+        changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in misfits.items() if value is not None)
+        removed = ", ".join(key for key, value in misfits.items() if value is None)  # TOML has no null
+        steps = [f"set [model] {changes}"] * bool(changes) + [f"remove {removed}"] * bool(removed)
         raise InputError(
             "no Hugging Face architecture that leaven writes can represent this model; for the nearest one, "
-            f"{architecture.name}, set [model] {changes}"
+            f"{architecture.name}, {' and '.join(steps)}"
         )
     return architecture
 
