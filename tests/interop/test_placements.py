@@ -1,6 +1,7 @@
 """Norms on the outputs of branches, and factors on the embedding, in leaven.parametrize."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -170,6 +171,16 @@ def test_branches_without_a_norm_behind_them_are_never_refused(name: str) -> Non
             hyperparameters=TUNED,
             head_ratio=1.0,
         )
+
+
+@pytest.mark.parametrize("scalar", [16, 32])
+def test_the_scale_of_attention_falls_with_the_head_dimension(scalar: int) -> None:
+    """Also if the scale is a number of the configuration, 1 / sqrt(query_pre_attn_scalar), in Gemma 2."""
+    gemma = FAMILIES["gemma2"]
+    model: Any = replace(gemma, config={"head_dim": 32, "query_pre_attn_scalar": scalar}).model(64, 2)
+    base = replace(gemma, config={"query_pre_attn_scalar": 16}).model(32, 2)
+    leaven.parametrize(model, base=base, hyperparameters=TUNED)
+    assert model.model.layers[1].self_attn.scaling == pytest.approx(16**-0.5 * 16 / 32)
 
 
 def test_only_norms_are_found() -> None:

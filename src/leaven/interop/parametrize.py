@@ -192,7 +192,7 @@ def parametrize(
         raise InputError(str(error)) from None
     attention = factors(RULES[scaling.rule], Role.HIDDEN_WEIGHT, TensorRatios(head=head), scaling).attention
     hooks = multipliers(target, structure, rows, classifier.output_norms)
-    logit_scales = rescale_attention(target, structure, attention)
+    logit_scales = rescale_attention(target, base_model, structure, head, attention)
     if initialise:
         _initialise(structure, rows, seed)
     install(target, hooks, logit_scales)
