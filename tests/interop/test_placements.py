@@ -142,7 +142,7 @@ class Undone(Block):
         self.attention = nn.ModuleDict({"value": nn.Linear(width, width), "out": nn.Linear(width, width)})
         self.together = together
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         mlp = self.mlp["down"](self.mlp["up"](x).relu())
         attention = self.attention["out"](self.attention["value"](x))
         if self.together:
