@@ -93,7 +93,7 @@ class Architecture:
         Each key is mapped to a supported value.
         """
         implied, found = _implied(shape.n_heads, shape.d_model), {}
-        for key, value in (shape.sparse_defaults() | shape.model_dump()).items():
+        for key, value in (shape.added_defaults() | shape.model_dump()).items():
             default = implied.get(key, ModelShape.model_fields[key].default)
             held = self.holds.get(key, (default,))
             if key not in self.keys and value not in held:
