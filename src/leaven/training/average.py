@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from leaven.distributed.sharded_model import ShardedModel
+from leaven.model.kernels import lerp_
 
 AVERAGE = "average"
 """A checkpoint has the average of a parameter beside its moments, under this kind and the parameter's name."""
@@ -29,7 +30,7 @@ class WeightAverage:
         """Give the current weights this share of the average. The first weights are the average themselves."""
         weights = [parameter.detach() for parameter in self._model.local_parameters]
         if self._average:
-            torch._foreach_lerp_(self._average, weights, share)
+            lerp_(self._average, weights, share)
         else:
             self._average = [weight.clone() for weight in weights]
 
