@@ -10,7 +10,7 @@ from tests.catalogue.published import published
 from leaven.catalogue.findings import CHECKS, Case, FindingRow, find, findings
 from leaven.catalogue.runs import load_runs
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import parameter_table
+from leaven.scaling.table import adamw_rows, parameter_table
 from leaven.scaling.tested_ranges import warnings
 
 # 360 M parameters and 8 B tokens with common values.
@@ -37,7 +37,7 @@ def healthy(**changes: Any) -> Recipe:
 
 
 def found(recipe: Recipe, corpus_tokens: int | None = None) -> list[FindingRow]:
-    return findings(recipe, lambda one: parameter_table(one).rows, corpus_tokens)
+    return findings(recipe, adamw_rows, corpus_tokens)
 
 
 def outside(recipe: Recipe, corpus_tokens: int | None = None) -> set[str]:
@@ -46,7 +46,7 @@ def outside(recipe: Recipe, corpus_tokens: int | None = None) -> set[str]:
 
 def severities(recipe: Recipe, corpus_tokens: int | None = None) -> dict[str, str]:
     """Return the severity of each finding by check, without trying the suggestions."""
-    case = Case(recipe, parameter_table(recipe).rows, corpus_tokens)
+    case = Case(recipe, adamw_rows(recipe), corpus_tokens)
     return {check.name: one.severity for check in CHECKS if (one := find(check, case))}
 
 
@@ -73,7 +73,7 @@ PLANTED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("lr", "outside", {"hyperparameters__lr": 5e-5}, {"hyperparameters__lr": 2e-4}),
     ("lr", "far outside", {"hyperparameters__lr": 0.2}, {}),
     ("qk-norm", "outside", {"hyperparameters__lr": 8e-3}, {"hyperparameters__lr": 8e-3, "model__qk_norm": True}),
-    ("z-loss", "note", {"hyperparameters__lr": 5e-3}, {}),
+    ("z-loss", "note", {"hyperparameters__lr": 5e-3}, {"hyperparameters__lr": 5e-3, "hyperparameters__z_loss": 1e-5}),
     ("beta1", "outside", {"hyperparameters__beta1": 0.98}, {"hyperparameters__beta1": 0.9}),
     ("beta2", "outside", {"hyperparameters__beta2": 0.999}, {"hyperparameters__beta2": 0.98}),
     ("eps", "far outside", {"hyperparameters__eps": 1e-3}, {"hyperparameters__eps": 1e-9}),
@@ -81,6 +81,7 @@ PLANTED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("timescale", "outside", {"hyperparameters__weight_decay": 0.01}, {"hyperparameters__weight_decay": 0.1}),
     ("l2 decay", "note", {"hyperparameters__optimizer": "adam"},
      {"hyperparameters__optimizer": "adam", "hyperparameters__weight_decay": 0.0}),
+    ("muon", "note", {"hyperparameters__optimizer": "muon"}, {}),
     ("decay of gains", "note", {"hyperparameters__decay_norm_and_bias": True}, {}),
     ("decay of embeddings", "note", {"hyperparameters.modules.embedding.weight_decay": 1.0}, {}),
     ("clip", "far outside", {"hyperparameters__grad_clip": 0.0}, {}),
@@ -120,7 +121,7 @@ def test_a_planted_fault_is_found_and_each_suggestion_fixes_it(
     assert one.source
     assert {run.id for run in load_runs()} >= {*one.runs, *one.did_so}
     assert check not in severities(healthy(**sound))
-    assert one.mends or check in ("size", "steps"), one
+    assert one.mends or check in ("size", "steps", "muon"), one
     assert_suggestions_fix(recipe, one)
 
 

@@ -89,6 +89,9 @@ def test_from_takes_the_size_and_length_of_a_run(leaven: Verb, tmp_path: Path) -
     recipe, run = read_recipe(path), find_run("olmo2-7b")
     assert recipe.model.params == pytest.approx(run.params_total, rel=0.03)
     assert recipe.data.tokens == run.tokens
+    assert recipe.hyperparameters.z_loss == 1e-5
+    _, _, err = leaven("new", tmp_path / "longer.toml", "--from", "olmo2-7b", "--seq-len", "8192")
+    assert "the values are from sequences of 4,096 tokens, and this model has 8,192" in err
 
 
 def test_a_recipe_for_token_ids_has_their_vocabulary(leaven: Verb, tmp_path: Path) -> None:

@@ -28,6 +28,14 @@ def test_show_lists_what_blocks_have(leaven: Verb, tiny_file: Path) -> None:
     assert document(leaven("show", tiny_file, "--json"))["blocks"] == {}
 
 
+def test_show_has_no_beta2_and_eps_of_muon(leaven: Verb, tiny_file: Path) -> None:
+    code, out, _ = leaven("show", tiny_file, "--set", "hyperparameters.optimizer=muon")
+    rows = {words[0]: words[-3:-1] for words in map(str.split, out.splitlines()) if len(words) > 8}
+    assert code == 0
+    assert rows["mlp.out"] == ["-", "-"]
+    assert "-" not in rows["embedding"]
+
+
 def test_show_explains_clipping_and_the_ramp(leaven: Verb, tiny_file: Path) -> None:
     clip = 'hyperparameters.grad_clip={mode = "running", limit = 2.0}'
     ramp = "batch.ramp={start_tokens = 64, increment_tokens = 64, over_tokens = 1_000, rule = 'scaled'}"
@@ -75,6 +83,8 @@ def test_transfer_warns_outside_tested_ranges(leaven: Verb, tiny_file: Path) -> 
     assert err.splitlines() == [f"warning: {warning['message']}" for warning in shown["warnings"]]
     assert [row["shape"] for row in shown["parameters"] if row["name"] == "layers.9.mlp.in.weight"] == [[48, 16]]
     assert shown["scale"]["base"]["d_ff"] == 32
+    longer = leaven("transfer", tiny_file, "--width", "32", "--set", "model.seq_len=64", "--json")
+    assert [warning["about"] for warning in json.loads(longer[1])["warnings"]] == ["seq_len"]
     near = leaven("transfer", tiny_file, "--width", "32", "--json")
     assert (json.loads(near[1])["warnings"], near[2]) == ([], "")
 

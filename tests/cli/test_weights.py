@@ -26,6 +26,7 @@ def test_exported_weights_are_the_start_of_a_new_recipe(leaven: Verb, scaled_run
         "path": str(out),
         "architecture": "Qwen3ForCausalLM",
         "tokens": 10_240,
+        "averaged": False,
         "next": [f"leaven new out.toml --from-weights {out}"],
         "schema": "leaven.export-weights/1",
     }

@@ -43,18 +43,23 @@ def train(recipe: Recipe, tokens: TokenSet, steps: int, dtype: str = "float64") 
         training = Training(recipe, tokens, device="cpu", group=group)
         done = [training.step() for _ in range(steps)]
         validation = training.evaluate()
+        averaged = training.evaluate(averaged=True) if training.average else validation
         done.append(training.step())
         pieces = [
             (piece.name, piece.shape, piece.offset, piece.local.detach().numpy().copy())
             for piece in training.sharded.pieces
             if piece.owned
         ]
+        averages = training.average.state_dict() if training.average else {}
     return {
         "losses": [step.loss for step in done],
+        "z_losses": [step.z_loss or 0.0 for step in done],
         "grad_norms": [step.grad_norm for step in done],
         "update_norms": [step.update_norm for step in done],
         "modules": [step.modules for step in done],
         "validation": validation,
+        "averaged": averaged,
+        "averages": averages,
         "pieces": pieces,
     }
 

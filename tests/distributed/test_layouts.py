@@ -56,6 +56,8 @@ PARALLEL = {
 OLMO = {"model.norm_placement": "output", "model.qk_norm_whole": True}
 PER_MODULE = {"hyperparameters.grad_clip": {"mode": "per-module", "limit": 0.1}}
 RUNNING = {"hyperparameters.grad_clip": {"mode": "running", "limit": 0.9}}
+AVERAGE = {"average": {"half_life_tokens": 100}}
+Z_LOSS = {"hyperparameters.z_loss": 0.1}
 ISOLATED = {"data.documents": "isolated"}
 FULL = {"layout.recompute": "full"}
 LARGER = {"batch.tokens": 256, "batch.ramp": {"start_tokens": 128, "increment_tokens": 64, "over_tokens": 256}}
@@ -93,36 +95,39 @@ def differences(
     tokens = prepare(laid_out.data, laid_out.model.vocab_size)
     many = ranks(laid_out.layout.ranks, train, laid_out, tokens, steps, dtype)
     for rank in many[1:]:  # the same bits on all ranks, because decisions depend on them
-        assert all(rank[key] == many[0][key] for key in ("losses", "grad_norms", "update_norms", "modules"))
+        assert all(
+            rank[key] == many[0][key] for key in ("losses", "z_losses", "grad_norms", "update_norms", "modules")
+        )
         assert rank["validation"] == many[0]["validation"]
+        assert rank["averaged"] == many[0]["averaged"]
     first, expected = many[0], assembled([one])
     found = assembled(many)
     assert found.keys() == expected.keys()
     norms = [(first[key], one[key]) for key in ("grad_norms", "update_norms")]
     return {
-        "loss": float(np.abs(np.subtract(first["losses"], one["losses"])).max()),
-        "validation": abs(first["validation"] - one["validation"]),
+        "loss": max(float(np.abs(np.subtract(first[key], one[key])).max()) for key in ("losses", "z_losses")),
+        "validation": max(abs(first[key] - one[key]) for key in ("validation", "averaged")),
         "norm": max(float(np.abs(np.divide(mine, theirs) - 1).max()) for mine, theirs in norms),
         "parameter": max(float(np.abs(found[name] - expected[name]).max()) for name in found),
     }
 
 
 CASES = {
-    "dp2 zero2": layout(dp=2, zero=2) | RUNNING | SCALED,
-    "dp2 zero3": layout(dp=2, zero=3) | GPT,
-    "dp3 zero1": layout(dp=3, zero=1) | ISOLATED,
+    "dp2 zero2": layout(dp=2, zero=2) | RUNNING | SCALED | AVERAGE,
+    "dp2 zero3": layout(dp=2, zero=3) | GPT | AVERAGE,
+    "dp3 zero1": layout(dp=3, zero=1) | ISOLATED | Z_LOSS,
     "dp4 zero3 on two nodes": layout(dp=4, zero=3, dp_replicate=2) | ONE,
-    "tp2 bloom": layout(tp=2) | BLOOM | FULL,
+    "tp2 bloom": layout(tp=2) | BLOOM | FULL | AVERAGE,
     "tp2 gains by head": layout(tp=2) | {"model.qk_norm_per_head": True} | ISOLATED,
     "tp2 sandwich": layout(tp=2) | SANDWICH | ISOLATED,
     "tp2 parallel": layout(tp=2) | PARALLEL | {"model.norm_placement": "output"},
     "dp2 zero3 olmo": layout(dp=2, zero=3) | OLMO,
-    "pp2": layout(pp=2),
+    "pp2": layout(pp=2) | Z_LOSS,
     "pp2 interleaved": layout(pp=2, **INTERLEAVED) | TIED | FOUR_LAYERS,
     "pp2 zero-bubble": layout(pp=2, **ZERO_BUBBLE) | FOUR_LAYERS,
     "dp2 pp2 zero2 gpipe": layout(dp=2, pp=2, zero=2, schedule="gpipe") | ONE,
-    "dp2 pp2 zero3 interleaved": layout(dp=2, pp=2, zero=3, **INTERLEAVED) | TIED | ONE | FOUR_LAYERS,
-    "dp2 tp2 pp2 zero1": layout(dp=2, tp=2, pp=2, zero=1) | TIED | PER_MODULE | ONE,
+    "dp2 pp2 zero3 interleaved": layout(dp=2, pp=2, zero=3, **INTERLEAVED) | TIED | ONE | FOUR_LAYERS | AVERAGE,
+    "dp2 tp2 pp2 zero1": layout(dp=2, tp=2, pp=2, zero=1) | TIED | PER_MODULE | ONE | Z_LOSS,
     "dp2 tp2 pp2 zero1 sandwich": layout(dp=2, tp=2, pp=2, zero=1) | SANDWICH | TIED | ONE,
     "tp4": layout(tp=4) | GPT,
     "pp4": layout(pp=4) | TIED | ISOLATED | ONE | FOUR_LAYERS,

@@ -1,5 +1,7 @@
 """Norms on the outputs of branches, and factors on the embedding, in leaven.parametrize."""
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,15 +114,73 @@ def test_a_norm_without_a_gain_has_the_multiplier_but_cannot_be_folded() -> None
 def test_the_norms_of_a_model_that_cannot_be_run_are_named_by_the_user() -> None:
     build = lambda width, depth: Home(width, depth, extra=True)  # noqa: E731
     model: Any = build(64, 3)
-    leaven.parametrize(model, base=build(32, 2), hyperparameters=TUNED, modules={"*.mlp_norm.weight": "norm.mlp_out"})
+    with pytest.warns(UserWarning, match=r"mask is missing.*blocks\.0\.mlp_norm\.weight': 'norm.attention'"):
+        leaven.parametrize(build(64, 3), base=build(32, 2), hyperparameters=TUNED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        leaven.parametrize(
+            model, base=build(32, 2), hyperparameters=TUNED, modules={"*.mlp_norm.weight": "norm.mlp_out"}
+        )
     assert model.blocks[1].mlp_norm._forward_hooks
     olmo: Any = FAMILIES["olmo2"].model(64, 2)
     broken: Any = FAMILIES["olmo2"].model(32, 2)
     broken.forward = None
-    with pytest.raises(
-        InputError, match=r"post_feedforward_layernorm.weight .*norm on a branch's output.*which failed"
+    with (
+        pytest.raises(
+            InputError, match=r"post_feedforward_layernorm.weight .*norm on a branch's output.*which failed"
+        ),
+        pytest.warns(UserWarning, match="cannot be run on token ids alone"),
     ):
         leaven.parametrize(olmo, base=broken, hyperparameters=TUNED)
+
+
+class Undone(Block):
+    """A block that normalises its branch without a module, or both of its branches together."""
+
+    def __init__(self, width: int, together: bool) -> None:
+        super().__init__(width, gain=True, extra=False)
+        self.attention = nn.ModuleDict({"value": nn.Linear(width, width), "out": nn.Linear(width, width)})
+        self.together = together
+
+    def forward(self, x: torch.Tensor) -> Any:
+        mlp = self.mlp["down"](self.mlp["up"](x).relu())
+        attention = self.attention["out"](self.attention["value"](x))
+        if self.together:
+            return x + self.mlp_norm(mlp + attention)
+        return x + self.mlp_norm(mlp) + nn.functional.rms_norm(attention, attention.shape[-1:])
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_norm_that_undoes_a_multiplier_and_cannot_have_it_is_refused(together: bool) -> None:
+    def build(width: int, depth: int) -> nn.Module:
+        model = Home(width, depth)
+        model.blocks = nn.Sequential(*(Undone(width, together) for _ in range(depth)))
+        model.norm, model.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+        return model
+
+    with pytest.raises(InputError, match="would have no effect: a norm behind it undoes it"):
+        leaven.parametrize(build(64, 3), base=build(32, 2), hyperparameters=TUNED, head_ratio=1.0)
+
+
+@pytest.mark.parametrize("name", ["mistral", "phi"])
+def test_branches_without_a_norm_behind_them_are_never_refused(name: str) -> None:
+    for depth in (1, 40):
+        leaven.parametrize(
+            FAMILIES[name].model(64, depth),
+            base=FAMILIES[name].model(32, depth),
+            hyperparameters=TUNED,
+            head_ratio=1.0,
+        )
+
+
+@pytest.mark.parametrize("scalar", [16, 32])
+def test_the_scale_of_attention_falls_with_the_head_dimension(scalar: int) -> None:
+    """Also if the scale is a number of the configuration, 1 / sqrt(query_pre_attn_scalar), in Gemma 2."""
+    gemma = FAMILIES["gemma2"]
+    model: Any = replace(gemma, config={"head_dim": 32, "query_pre_attn_scalar": scalar}).model(64, 2)
+    base = replace(gemma, config={"query_pre_attn_scalar": 16}).model(32, 2)
+    leaven.parametrize(model, base=base, hyperparameters=TUNED)
+    assert model.model.layers[1].self_attn.scaling == pytest.approx(16**-0.5 * 16 / 32)
 
 
 def test_only_norms_are_found() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from leaven.data.tokens import prepare
 from leaven.distributed.pieces import piece_of
 from leaven.errors import InputError
+from leaven.interop.architectures import ARCHITECTURES, holding
 from leaven.interop.weights import SHARD_BYTES, read_huggingface, recipe_from, start_from, write_huggingface
 from leaven.model.transformer import Transformer
 from leaven.recipe.data import Data
@@ -293,6 +294,19 @@ def test_unsupported_configs_are_refused(tmp_path: Path, name: str, changes: dic
     change(tmp_path, name, **changes)
     with refused(says, str(tmp_path)):
         read_huggingface(tmp_path)
+
+
+def test_a_key_without_a_value_is_to_be_removed(tiny: Recipe) -> None:
+    changed = tiny.replace({"model.logit_softcap": 30.0, "model.parallel_branches": True})
+    with pytest.raises(InputError, match=r"set \[model\] parallel_branches = false and remove logit_softcap$"):
+        holding(changed.model)
+
+
+def test_keys_at_their_defaults_are_compared_with_an_architecture(tiny: Recipe) -> None:
+    normed = tiny.replace({"model.qk_norm": True}).model
+    misfits = {architecture.name: architecture.misfits(normed) for architecture in ARCHITECTURES}
+    assert not misfits["Qwen3ForCausalLM"]
+    assert misfits["Olmo2ForCausalLM"] == {"norm_placement": "output", "qk_norm_whole": True}
 
 
 def test_both_spellings_of_rope_theta_are_read_as_transformers_does(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from leaven.model import loss
-from leaven.model.loss import IGNORED, cross_entropy
+from leaven.model.loss import IGNORED, ZLoss, cross_entropy
 
 N, D, V = 37, 8, 50
 
@@ -43,6 +43,34 @@ def test_a_softcap_of_the_logits(chunk_tokens: int, monkeypatch: pytest.MonkeyPa
     (F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") / 4).backward()
     torch.testing.assert_close(hidden.grad, hidden_.grad, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(weight.grad, weight_.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("chunk_tokens", [5, 100])
+def test_the_z_loss_is_in_the_gradients_and_reported_and_not_in_the_loss(
+    chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(loss.CHUNK_ELEMENTS, "cpu", chunk_tokens * V)
+    hidden, weight, targets = case()
+    z_loss = ZLoss(0.02)
+    total = cross_entropy(hidden, weight, targets, multiplier=0.3, factor=0.25, z_loss=z_loss)
+    (2 * total).backward()
+    hidden_, weight_, _ = case()
+    logits = 0.3 * hidden_ @ weight_.T
+    squares = 0.02 * (torch.logsumexp(logits, -1) ** 2)[targets != IGNORED].sum()  # the formula of PaLM
+    whole = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    ((whole + squares) / 2).backward()
+    torch.testing.assert_close(total, whole / 4, rtol=1e-13, atol=0)
+    torch.testing.assert_close(z_loss.total, squares.detach(), rtol=1e-13, atol=0)
+    torch.testing.assert_close(hidden.grad, hidden_.grad, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(weight.grad, weight_.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_an_evaluation_adds_no_z_loss() -> None:
+    hidden, weight, targets = case()
+    z_loss = ZLoss(0.02)
+    with torch.no_grad():
+        cross_entropy(hidden.detach(), weight, targets, z_loss=z_loss)
+    assert z_loss.total == 0
 
 
 def test_a_tied_weight_gets_the_gradients_of_both_uses() -> None:

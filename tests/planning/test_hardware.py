@@ -7,7 +7,8 @@ import pytest
 from leaven.documents.planning import Price
 from leaven.errors import InputError
 from leaven.planning.accelerators import CONFIDENCE, EXAMPLE, accelerators, user_file
-from leaven.planning.hardware import Cluster, find_accelerator, known_device, parse_cluster, parse_price
+from leaven.planning.cost import cluster_cost, parse_price
+from leaven.planning.hardware import Cluster, find_accelerator, known_device, parse_cluster
 
 
 @pytest.fixture(autouse=True)
@@ -229,12 +230,12 @@ def test_a_file_that_is_named_must_be_there(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_cost_of_64_boards_of_700_w_for_a_fortnight() -> None:
-    found = parse_cluster("64xH100").cost(14 * 86_400, Price(amount=2.5))
+    found = cluster_cost(parse_cluster("64xH100"), 14 * 86_400, Price(amount=2.5))
     assert found.days == 14
     assert found.gpu_hours == 14 * 24 * 64 == 21_504
     assert found.energy_kwh == pytest.approx(21_504 * 0.7)
     assert found.money == 53_760
-    unknown = Cluster(4, replace(parse_cluster("4xH100").accelerator, power_w=None)).cost(3_600)
+    unknown = cluster_cost(Cluster(4, replace(parse_cluster("4xH100").accelerator, power_w=None)), 3_600)
     assert (unknown.energy_kwh, unknown.money, unknown.gpu_hours) == (None, None, 4)
 
 

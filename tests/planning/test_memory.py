@@ -275,6 +275,15 @@ def test_7b_in_fp32_with_adam_are_112_gb_and_140_only_with_a_master_copy_beside(
     assert gb(twice)["master weights"] == 28
 
 
+def test_an_average_of_the_weights_is_4_bytes_a_parameter_sharded_like_the_moments() -> None:
+    assert gb(FP32.averaging(True)) == gb(FP32) | {"average": 28}
+    assert FP32.averaging(False) == FP32
+    for zero, ranks in ((0, 1), (1, 4), (3, 4)):
+        how = Arrangement(Layout(dp=4, zero=zero), 1, 1)
+        plain, averaged = (stage_memory(SMALL, how, 0, code) for code in (FP32, FP32.averaging(True)))
+        assert averaged.optimizer - plain.optimizer == pytest.approx(4 * blueprint(SMALL).params / ranks)
+
+
 @pytest.mark.parametrize(("code", "each"), [(LEAVEN_BF16, 16), (NANOTRON, 20), (MEGATRON_BF16, 20)])
 def test_bytes_a_parameter_of_other_codes(code: TrainingCode, each: int) -> None:
     found = states(1.0, code)

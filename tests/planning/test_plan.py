@@ -215,3 +215,14 @@ def test_a_recipe_with_muon_has_one_momentum_and_makes_matrices_orthogonal() -> 
     assert more > flops / (with_muon.job.cluster.accelerator.peak_tflops * 1e12)
     assert more < 8 * flops / (with_muon.job.cluster.accelerator.peak_tflops * 1e12)  # not all on one rank
     assert moments.chosen.time == with_adam.chosen.time  # other codes: only the memory
+    # With ZeRO 1 each rank gets its eighth of each result, without ZeRO all of it.
+    sharded, replicated = (step_extra(plain, recipe, f"dp=8,mbs=1,zero={zero}") for zero in (1, 0))
+    sent = sum(2 * m * n for m, n in sizes) * 7 / 8  # bytes to the other ranks, once
+    accelerator = with_muon.job.cluster.accelerator
+    assert replicated - sharded > 0.8 * (1 - 1 / 8) * sent / (accelerator.link_gb_s * 1e9)
+
+
+def step_extra(plain: Recipe, muon: Recipe, layout: str) -> float:
+    """Return the additional seconds of the optimizer with Muon, besides its states."""
+    with_muon, moments = plan_recipe(muon, "8xH100", layout), plan_recipe(plain, "8xH100", layout, "muon")
+    return with_muon.chosen.time.optimizer - moments.chosen.time.optimizer

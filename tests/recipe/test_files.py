@@ -142,6 +142,14 @@ def test_bad_files(tmp_path: Path) -> None:
         read_recipe(tmp_path / "empty.toml")
 
 
+def test_a_z_loss_is_written_only_if_there_is_one(tiny: Recipe) -> None:
+    """So recipes without one have the hashes that they had before leaven knew a z-loss."""
+    assert "z_loss" not in render(tiny)
+    assert "z_loss" not in tiny.model_dump(mode="json")["hyperparameters"]
+    assert "z_loss = 0.0001" in render(tiny.replace({"hyperparameters.z_loss": 1e-4}))
+    assert tiny.replace({"hyperparameters.z_loss": 0.0}) == tiny
+
+
 def test_differences_leave_out_what_does_not_change_the_loss(tiny: Recipe) -> None:
     other = tiny.replace({"hyperparameters.lr": 0.02, "name": "other", "layout.dp": 2, "why": {"a": "b"}})
     assert differences(tiny, other) == [("hyperparameters.lr", 0.01, 0.02)]

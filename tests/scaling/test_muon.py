@@ -77,6 +77,7 @@ def test_a_recipe_with_muon_is_written_and_read(tiny: Recipe, tiny_text: str) ->
     for template in ("", tiny_text):
         assert parse_recipe(render(recipe, template), "tiny.toml") == recipe
     assert recipe.without_muon == tiny
+    assert tiny.replace({"hyperparameters.optimizer": "muon"}) == with_muon(tiny)  # also with the same hash
 
 
 @pytest.mark.parametrize(

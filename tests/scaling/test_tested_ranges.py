@@ -3,7 +3,7 @@
 import pytest
 
 from leaven.recipe.recipe import Recipe, RuleName
-from leaven.scaling.tested_ranges import TESTED, warnings
+from leaven.scaling.tested_ranges import TESTED, unlike, warnings
 from leaven.scaling.transfer import transfer
 
 
@@ -25,6 +25,15 @@ def test_ratios_beyond_what_was_tested(tiny: Recipe) -> None:
     assert about(transfer(tiny.replace({"scaling.rule": "mup"}), width=32, depth=4)) == {"depth ratio": (2, 1)}
     message = warnings(transfer(tiny.replace({"scaling.rule": "completep"}), tokens=20_480))[0].message
     assert "tokens x2: completep has no rule for tokens" in message
+
+
+def test_muon_far_from_the_batch_or_the_tokens_of_the_base(tiny: Recipe) -> None:
+    muon = tiny.replace({"hyperparameters.optimizer": "muon"})
+    assert about(transfer(muon, width=32, depth=4, batch_tokens=1_024, tokens=40_960)) == {}
+    found = about(transfer(muon, batch_tokens=1_280, tokens=10_240 * 5))
+    assert (found["muon batch"], found["muon tokens"]) == ((5, 4), (5, 4))
+    other_rule = {"scaling.rule": "completep"}
+    assert not any("muon" in name for name in about(transfer(muon.replace(other_rule), tokens=10_240 * 5)))
 
 
 def test_beyond_the_critical_batch(tiny: Recipe) -> None:
@@ -111,3 +120,15 @@ def test_adam_with_l2_decay_under_a_rule_for_adamw(tiny: Recipe) -> None:
     assert "optimizer" not in about(transfer(tiny, width=32))
     assert "optimizer" not in about(transfer(adam.replace({"scaling.rule": "standard"}), width=32))
     assert "optimizer" not in about(transfer(adam.replace({"hyperparameters.weight_decay": 0.0}), width=32))
+
+
+def test_sizes_that_no_rule_scales_with(tiny: Recipe) -> None:
+    longer = tiny.replace({"model.seq_len": 64})
+    known: dict[str, int | None] = {"vocab_size": 320, "seq_len": 32}
+    assert unlike(known, tiny) == []
+    assert unlike({"vocab_size": None, "seq_len": None}, longer) == []
+    (one,) = unlike(known, longer)
+    assert (one.about, one.value, one.limit) == ("seq_len", 64, 32)
+    (one,) = unlike(known, tiny.replace({"model.vocab_size": 640}))
+    assert (one.about, one.value, one.limit) == ("vocab_size", 640, 320)
+    assert "a vocabulary of 320, and this one has 640" in one.message

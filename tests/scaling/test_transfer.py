@@ -4,7 +4,7 @@ import pytest
 
 from leaven.errors import InputError
 from leaven.recipe.batch import Ramp
-from leaven.recipe.recipe import Recipe, differences
+from leaven.recipe.recipe import Average, Recipe, differences
 from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer, transfer_like
 
@@ -67,7 +67,9 @@ def test_two_transfers_with_changed_proportions_equal_one(tiny: Recipe) -> None:
 def test_ramps_and_intervals_keep_their_share(tiny: Recipe) -> None:
     ramp = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 2_000}
     recipe = tiny.replace({"batch.ramp": ramp, "stability.checkpoint_every_tokens": 1_000})
+    recipe = recipe.replace({"average": {"half_life_tokens": 500, "last": 0.9}})
     big = transfer(recipe, batch_tokens=1024, tokens=40_960)
+    assert big.average == Average(half_life_tokens=2_000, last=0.9)
     assert big.batch.ramp is not None
     assert big.batch.ramp == Ramp(start_tokens=256, increment_tokens=256, over_tokens=8_000)
     assert big.stability.checkpoint_every_tokens == 4_000

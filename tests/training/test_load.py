@@ -108,3 +108,30 @@ def test_a_run_starts_from_weights_and_is_resumed(
     train(recipe, tokens, tmp_path / "parts", stop=lambda: next(lines, None) is None)
     resumed = train(recipe, tokens, tmp_path / "parts")
     assert resumed.loss == whole.loss
+
+
+def test_the_averaged_weights_are_validated_and_exported(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    run, folder = tmp_path / "run", tmp_path / "exported"
+    summary = train(tiny.replace({"average": {"last": 0.5}, "evaluation.every_tokens": 100_000}), tokens, run)
+    assert summary.averaged_loss is not None
+    assert summary.averaged_loss != summary.loss
+    averaged = load_run(run, averaged=True)
+    assert {*averaged.weights} == {*load_run(run).weights}
+    training = Training(tiny, tokens, device="cpu")
+    with torch.no_grad():
+        for each in training.sharded.parameters:
+            each.local.copy_(averaged.weights[each.row.name])
+    assert training.evaluate() == pytest.approx(summary.averaged_loss, rel=1e-6)
+    export_run(averaged, folder)
+    card = (folder / "README.md").read_text()
+    assert f"| validation loss | {summary.averaged_loss:.4f} nats per token |" in card
+    assert "averaged over steps" in card
+    half = train(tiny.replace({"average": {"last": 0.05}}), tokens, tmp_path / "late")
+    assert half.averaged_loss is not None
+    with pytest.raises(InputError, match="at 9,216 tokens the average has not begun; it begins after 9,728"):
+        load_run(tmp_path / "late", 9_216, averaged=True)
+
+
+def test_averaged_weights_need_an_average(run: Path) -> None:
+    with pytest.raises(InputError, match=r"no averaged weights: the recipe has no \[average\]; leave out --averaged"):
+        load_run(run, averaged=True)

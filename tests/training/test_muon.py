@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training.planted import STEP, in_order, text
+from tests.training.planted import recipe as planted
 from torch import nn
 
 from leaven.data.tokens import TokenSet
@@ -17,6 +19,7 @@ from leaven.scaling.table import parameter_table
 from leaven.training.engine import Training
 from leaven.training.muon import COEFFICIENTS, MuonWithAdamW, orthogonal
 from leaven.training.optimizer import Optimizer
+from leaven.training.rewind import ManualRewind
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
@@ -139,6 +142,22 @@ def test_a_skipped_step_changes_nothing(muon: Recipe, tokens: TokenSet) -> None:
     matrices = {row.name for row in parameter_table(muon).rows if row.match}
     assert {name for kind, name in after if kind == "momentum_buffer"} == matrices
     assert not {name for kind, name in after if kind == "exp_avg"} & matrices
+
+
+def test_a_rollback_and_a_rewind_restore_the_momentum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_order(monkeypatch)
+    kept = {"data__tokens": 90 * STEP, "stability__keep_every_tokens": 9 * STEP}
+    recipe, garbage, run = planted(hyperparameters__optimizer="muon", **kept), text(74, 3), RunFolder(tmp_path)
+    assert train(recipe, garbage, run.path).rollbacks == 1
+    before = list(losses(run))
+    train(recipe, garbage, run.path, back=ManualRewind(40 * STEP))
+    assert list(losses(run)) == before
+    # The user may change the momentum then, as the betas of Adam.
+    slower = recipe.replace({"hyperparameters.muon": {"momentum": 0.8, "weight_decay": 0.2}})
+    train(slower, garbage, run.path, back=ManualRewind(40 * STEP))
+    assert run.recipe().hyperparameters == slower.hyperparameters
+    assert before[:30] == list(losses(run))[:30]
+    assert before[-1] != list(losses(run))[-1]
 
 
 def losses(run: RunFolder) -> Iterator[float]:

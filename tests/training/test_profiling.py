@@ -16,7 +16,7 @@ from leaven.errors import InputError
 from leaven.model.transformer import Stage
 from leaven.planning import calibration as planning
 from leaven.planning.calibration import CalibrationRecord, StepCost, history
-from leaven.planning.hardware import processor
+from leaven.planning.this_machine import processor
 from leaven.recipe.recipe import Recipe
 from leaven.training import profiling
 from leaven.training.engine import Training

@@ -148,6 +148,7 @@ def test_ids_of_a_large_vocabulary(short: Recipe) -> None:
         ({f"{HYPER}optimizer": "adam"}, "hyperparameters.optimizer = adam"),
         ({f"{HYPER}grad_clip": {"mode": "running"}}, "hyperparameters.grad_clip.mode = running"),
         ({"model.window": 8}, "model.window = 8"),
+        ({f"{HYPER}z_loss": 1e-4}, "hyperparameters.z_loss = 0.0001"),
         ({"precision.compute": "fp16"}, "precision.compute = fp16"),
         ({"batch.ramp": {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 512}}, "batch.ramp = "),
     ],

@@ -62,6 +62,7 @@ def _targets_a_byte(recipe: Recipe, tokens: TokenSet) -> float:
 STATEFUL = KEPT_STATE | {
     "precision.compute": "fp16",
     "stability.noise_scale_every_tokens": 256,
+    "hyperparameters.z_loss": 1e-3,
     "batch.ramp": {"start_tokens": 128, "increment_tokens": 64, "over_tokens": 2_000, "rule": "scaled"},
     "scaling.base": {"width": 8, "depth": 1, "batch_tokens": 128, "tokens": 5_120, "d_head": 4},
     "data.tokens": 5_120,
@@ -81,7 +82,7 @@ def test_a_run_stopped_twice_has_the_same_bits(
         assert stopped.loss is None
         assert parts.metrics()[-1]["loss_scale"] < optimizer.FIRST_SCALE
     resumed = train(recipe, tokens, parts.path)
-    exact = ("step", "loss", "grad_norm", "update_norm", "loss_scale", "noise_scale", "batch_tokens")
+    exact = ("step", "loss", "grad_norm", "update_norm", "loss_scale", "noise_scale", "z_loss", "batch_tokens")
     lines = [
         [[line[key] for key in exact] for line in RunFolder(tmp_path / run).metrics()] for run in ("whole", "parts")
     ]

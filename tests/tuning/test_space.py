@@ -359,6 +359,11 @@ def test_muon_has_values_of_its_own(tiny: Recipe) -> None:
     assert (faster.muon.momentum, faster.of_matrices("lr")) == (pytest.approx(0.95**2), pytest.approx(0.02))
     apart = shared.replace({"hyperparameters.muon": {"lr": 0.02, "match": "spectral"}})
     assert {f"{own}lr", f"{own}momentum"} < set(space(apart, "per-module").paths)
+    # A multiplier of a module is bounded by the value that it multiplies.
+    multiplier = "hyperparameters.modules.mlp.out."
+    assert ends(apart, f"{multiplier}lr") == pytest.approx([1e-5 / 0.02, 1 / 0.02])
+    assert ends(shared, f"{multiplier}lr") == ends(tiny, f"{multiplier}lr")
+    assert [0.95**end for end in ends(apart, f"{multiplier}beta1")] == pytest.approx([0.999, 0.5])
     assert not any("muon" in path for name in SETS for path in space(tiny, name).paths)
     for recipe, path, says in (
         (tiny, f"{own}lr", "there is no Muon; set hyperparameters.optimizer"),

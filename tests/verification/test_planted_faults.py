@@ -244,10 +244,11 @@ def test_a_right_rule_passes_with_muon(match: str) -> None:
     ("match", "planted", "sizes", "found"),
     [
         ("adamw_rms", fault(MATRICES, lr=times(lambda r: width(r) ** 0.5)), (WIDTHS, (2,)), "attention.query"),
+        ("adamw_rms", fault(MATRICES, lr=times(lambda r: width(r) ** -0.5)), (WIDTHS, (2,)), "attention.query"),
         ("spectral", fault(MATRICES, lr=times(lambda r: 1 / width(r))), (WIDTHS, (2,)), "attention.query"),
         ("spectral", fault(MATRICES, lr=times(lambda r: depth(r) ** -0.5)), ((64,), DEPTHS), "mlp.out"),
     ],
-    ids=["lr of AdamW as it is", "lr of Adam's rule", "lr of another alpha"],
+    ids=["lr of AdamW as it is", "lr of Adam's rule", "lr of Adam's rule, spectral", "lr of another alpha"],
 )
 def test_the_coordinate_check_names_a_fault_with_muon(
     match: str, planted: Fault, sizes: tuple[tuple[int, ...], tuple[int, ...]], found: str

@@ -41,6 +41,7 @@ L2_DECAY = "adam, L2 decay"
 _OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
     "model.vocab_size": lambda run: run.arch.vocab_padded or run.arch.vocab_size,
     "model.positions": lambda run: "rope" if run.arch.positional == "rotary" else run.arch.positional,
+    "hyperparameters.z_loss": lambda run: (run.optim and run.optim.z_loss) or None,
     "schedule.warmup_tokens": lambda run: None if run.warmup_tokens is None else round(run.warmup_tokens),
 }
 # Paths at which the value of a recipe must be computed.
@@ -52,6 +53,7 @@ _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
     "batch.micro_batch": lambda recipe: None if recipe.batch.micro_batch == "auto" else recipe.batch.micro_batch,
     "hyperparameters.grad_clip": _clip,
     "hyperparameters.optimizer": _optimizer,
+    "hyperparameters.z_loss": lambda recipe: recipe.hyperparameters.z_loss or None,
 }
 
 

@@ -25,7 +25,7 @@ from leaven.cli.common import (
 )
 from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
-from leaven.planning.hardware import cores
+from leaven.planning.this_machine import cores
 from leaven.recipe.recipe import Recipe
 from leaven.storage import write_text
 from leaven.views.terminal.checks import check_screen

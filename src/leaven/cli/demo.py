@@ -7,7 +7,7 @@ import typer
 
 from leaven.cli.common import JsonOption, device_option, exit_interrupted, print_document, stop_on_signal
 from leaven.errors import InputError
-from leaven.planning.hardware import cores
+from leaven.planning.this_machine import cores
 
 
 def demo(

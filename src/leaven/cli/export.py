@@ -42,6 +42,9 @@ def weights(
         ),
     ] = None,
     tokens: TokensOption = None,
+    averaged: Annotated[
+        bool, typer.Option("--averaged", help="Write the averaged weights of a run with a table [average].")
+    ] = False,
     json_output: JsonOption = False,
 ) -> None:
     """Write the model of a run as a folder that transformers can load, with multipliers folded into the weights.
@@ -50,13 +53,14 @@ def weights(
     """
     from leaven.training.load import export_run, load_run
 
-    loaded = load_run(run, tokens)
+    loaded = load_run(run, tokens, averaged=averaged)
     say_damaged(loaded.damaged)
     architecture = export_run(loaded, folder, dtype=dtype, licence=data_license)
     document = WeightsDocument(
         path=str(folder),
         architecture=architecture.name,
         tokens=loaded.tokens,
+        averaged=averaged,
     )
     screen = exported_weights(document, loaded.recipe.model.params, dtype)
     print_document(document, screen, json_output, next_commands.after_export_weights(folder))

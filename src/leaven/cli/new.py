@@ -23,11 +23,12 @@ from leaven.data.token_files import TOKEN_SUFFIXES
 from leaven.documents.planning import AdoptedRecipe
 from leaven.errors import InputError
 from leaven.planning.budget import size_for_time
-from leaven.planning.hardware import gpus_here, parse_cluster
+from leaven.planning.hardware import parse_cluster
 from leaven.planning.start import start
+from leaven.planning.this_machine import gpus_here
 from leaven.recipe.data import DataSource
 from leaven.recipe.files import write_recipe
-from leaven.scaling.tested_ranges import warnings
+from leaven.scaling.tested_ranges import unlike, warnings
 from leaven.views.terminal.console import warn
 from leaven.views.terminal.files import adopted, derived
 
@@ -142,7 +143,8 @@ def new(
         text_tokens=text_tokens,
     )
     started = start(request, cluster)
-    warn(each.message for each in warnings(started.target))
+    cautions = [*unlike(started.source, started.target), *warnings(started.target)]
+    warn(each.message for each in cautions)
     if started.proxy is None:
         _require_no_proxy(proxy_output)
     files = [(output, started.target)] + ([(proxy_output, started.proxy)] if started.proxy else [])

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from leaven.documents.planning import BudgetDocument, PlanDocument
-from leaven.planning.hardware import Cluster, cluster_for, gpus_here, parse_cluster, trainable_here
+from leaven.planning.hardware import Cluster, cluster_for, parse_cluster, trainable_here
 from leaven.planning.published import known_cluster
+from leaven.planning.this_machine import gpus_here
 from leaven.recipe.files import read_recipe, read_text
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity

@@ -19,7 +19,7 @@ from leaven.cli.common import (
 )
 from leaven.errors import InputError
 from leaven.planning.calibration import history as past_runs
-from leaven.planning.hardware import parse_price
+from leaven.planning.cost import parse_price
 from leaven.planning.plan import ClusterPlan, plan_recipe
 from leaven.planning.published import plan_run
 from leaven.planning.ramp import SHARE

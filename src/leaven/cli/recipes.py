@@ -157,11 +157,9 @@ def diff_runs(
         rows = diff(left, right)
     else:
         from leaven.catalogue.findings import Case
-        from leaven.scaling.table import parameter_table
+        from leaven.scaling.table import adamw_rows
 
-        rows = diff_in_terms(
-            left, right, lambda recipe: Case(recipe, parameter_table(recipe.without_muon).rows).as_trained
-        )
+        rows = diff_in_terms(left, right, lambda recipe: Case(recipe, adamw_rows(recipe)).as_trained)
     one, other = (of.id if isinstance(of, PublishedRun) else of.name for of in (left, right))
     print_document(rows, diff_screen(one, other, rows), json_output)
 
@@ -184,10 +182,10 @@ def check(
     """
     from leaven.catalogue.findings import CHECKS, findings
     from leaven.cli import next_commands
-    from leaven.scaling.table import parameter_table
+    from leaven.scaling.table import adamw_rows
 
     read = load_recipe(recipe, overrides)
-    found = findings(read, lambda one: parameter_table(one.without_muon).rows, corpus_tokens or _text_tokens(read))
+    found = findings(read, adamw_rows, corpus_tokens or _text_tokens(read))
     passed = all(one.severity == "note" for one in found)
     following = next_commands.after_check(recipe, read, overrides or ()) if passed else []
     document = RecipeCheck(

@@ -248,7 +248,7 @@ def _command(
 
 def _devices(workers: int | None, command: "Command | None") -> tuple[str, ...]:
     """Return the GPUs of every worker. The result is empty if leaven gives out no GPUs: every worker may use all."""
-    from leaven.planning.hardware import devices_here, devices_of_workers
+    from leaven.planning.this_machine import devices_here, devices_of_workers
 
     if command is not None and command.devices:
         return devices_of_workers(None if workers == AUTO else workers or 1, command.devices)
@@ -263,7 +263,7 @@ def _devices(workers: int | None, command: "Command | None") -> tuple[str, ...]:
 
 def _usual_workers() -> int:
     """Return the default number of workers that train a recipe."""
-    from leaven.planning.hardware import cores
+    from leaven.planning.this_machine import cores
     from leaven.training.device import default_device
 
     return cores() if default_device().type == "cpu" else 1
@@ -318,10 +318,10 @@ def _with_laws(space: "Space") -> "Space":
     from leaven.catalogue.expectations import expectations
     from leaven.catalogue.findings.case import Case
     from leaven.recipe.units import format_number
-    from leaven.scaling.table import parameter_table
+    from leaven.scaling.table import adamw_rows
 
     recipe = space.recipe
-    known = expectations(Case(recipe, parameter_table(recipe.without_muon).rows))
+    known = expectations(Case(recipe, adamw_rows(recipe)))
     informed = space.expecting(known)
     if not any(each.expected for each in informed.dimensions):
         raise InputError(

@@ -12,7 +12,7 @@ from multiprocessing import active_children, get_context, parent_process
 
 from leaven.data.tokenizer import Encoded, Encoder, TextPiece, parallel_tokenizers
 from leaven.errors import InputError
-from leaven.planning.hardware import cores
+from leaven.planning.this_machine import cores
 
 PieceBatch = list[TextPiece]
 Work = tuple[int, PieceBatch]

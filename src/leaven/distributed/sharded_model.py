@@ -28,6 +28,7 @@ from leaven.distributed.tensor_parallel import shard_tensors
 from leaven.distributed.whole_matrices import WholeMatrices
 from leaven.model.initialisation import fill
 from leaven.model.kernels import norms, widened
+from leaven.model.loss import ZLoss
 from leaven.model.transformer import Stage, Transformer
 from leaven.planning.stages import stage_layers
 from leaven.recipe.layout import Layout
@@ -61,6 +62,7 @@ class ShardedModel:
         device: torch.device,
         layout: Layout,
         group: ProcessGroup = SINGLE_PROCESS,
+        z_loss: float = 0.0,
     ) -> None:
         self.layout, self.group, self.device = layout, group, device
         layers = stage_layers(shape, layout.pp * layout.stages_per_rank)
@@ -97,6 +99,7 @@ class ShardedModel:
         self._both_ends = _both_ends(group) if layout.pp > 1 and shape.tied_embeddings else None
         # All tensor-parallel ranks compute the same loss, so only the first counts it.
         self._counts_loss = self.stages[-1].ends and group.rank_along("tp") == 0
+        self._z_loss = self.stages[-1].z_loss = ZLoss(z_loss) if z_loss else None
 
     @property
     def pieces(self) -> list[Piece]:
@@ -124,6 +127,8 @@ class ShardedModel:
         """
         for stage in self.stages:
             stage.factor = factor
+        if self._z_loss:
+            self._z_loss.total = 0.0
         if self._pipeline:
             loss = self._pipeline.forward_backward(list(micro_batches))
         else:
@@ -159,6 +164,10 @@ class ShardedModel:
             return loss
         return self.group.all_reduce_(loss if self._counts_loss else torch.zeros_like(loss))
 
+    def total_z_loss(self) -> Tensor | None:
+        """Return the z-loss of the last step, summed over the tokens of all processes, or None without a z-loss."""
+        return self.total(torch.as_tensor(self._z_loss.total, device=self.device)) if self._z_loss else None
+
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
         """Return one tensor for each of ``groups``, with a 2-norm for each parameter in the order of the parameter
         table. Each norm covers the blocks of all processes.
@@ -187,6 +196,12 @@ class ShardedModel:
         if self.group is SINGLE_PROCESS:
             return None
         return WholeMatrices({each.row.name: each.parameter for each in self.parameters}, self.group)
+
+    def drop_gathered(self) -> None:
+        """Free gathered parameters, so that the next forward pass gathers the current values of all blocks."""
+        for stage in self.stages:
+            for unit in units(stage):
+                unit.reshard()
 
     def drop_gradients(self) -> None:
         for each in self.parameters:

@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
 from torch.func import functional_call
 
 from leaven.distributed.compat import all_gather, quiet_about_views, reduce_scatter
-from leaven.model.loss import IGNORED, WholeVocabulary, cross_entropy
+from leaven.model.loss import IGNORED, WholeVocabulary, ZLoss, cross_entropy
 from leaven.model.transformer import Stage
 
 SEQUENCE = 1  # the dimension T of (B, T, D)
@@ -206,7 +206,7 @@ class SlicedVocabulary(WholeVocabulary):
         return reduce_scatter(grad_ND, self.group)  # each rank has the gradient from its slice of the vocabulary
 
     def loss(
-        self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool
+        self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool, z_loss: ZLoss | None = None
     ) -> tuple[Tensor, Tensor | None]:
         compute, size = logits_nV.dtype, logits_nV.shape[1]
         logits_nV = logits_nV.to(weight.dtype)
@@ -222,8 +222,11 @@ class SlicedVocabulary(WholeVocabulary):
         dist.all_reduce(sums_2n, group=self.group)
         normaliser_n, target_n = sums_2n
         counts_n = targets_n != IGNORED
-        loss = torch.where(counts_n, normaliser_n.log() + highest_n - target_n, 0).sum()
+        log_z_n = normaliser_n.log() + highest_n
+        loss = torch.where(counts_n, log_z_n - target_n, 0).sum()
         if not learns:
             return loss, None
+        if z_loss is not None:
+            normaliser_n = normaliser_n / z_loss.add(log_z_n, counts_n)
         g_nV = p_nV.div_(normaliser_n[:, None]).scatter_add_(1, place_n1, -mine_n1.to(weight.dtype))
         return loss, g_nV.mul_((counts_n * weight)[:, None]).to(compute)

@@ -29,9 +29,7 @@ class ParameterValues(Entry):
     eps: float
     multiplier: float  # factor on the parameter's output in the forward pass
     match: float = 0.0  # factor on the steps of a matrix that Muon updates; 0: Adam updates the parameter
-    ratios: dict[
-        str, float
-    ]  # size in the recipe / size in its base: fans, head dimension, depth, batch, tokens, match
+    ratios: dict[str, float]  # value in the recipe / in its base: fans, head dimension, depth, batch, tokens, match
 
 
 class Totals(Entry):
@@ -133,6 +131,9 @@ class TrainDocument(Document, schema="train/1"):
     unsaved: str | None  # why the checkpoint of a stopped run could not be saved; null if nothing failed
     saved_tokens: int  # tokens that the newest checkpoint was trained on; 0 without a checkpoint
     noise_scale: float | None  # latest measured gradient noise scale, in tokens
+    averaged_loss: float | None = (
+        None  # validation loss of the averaged weights, nats per token; null without [average]
+    )
     finished: bool  # false if the run was stopped
     next: list[str] = []  # commands to type next
 
@@ -158,6 +159,7 @@ class WeightsDocument(Document, schema="export-weights/1"):
     path: str
     architecture: str
     tokens: int  # tokens that the checkpoint was trained on
+    averaged: bool = False  # whether these are the averaged weights
     next: list[str] = []  # commands to type next
 
 

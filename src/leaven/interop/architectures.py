@@ -93,7 +93,7 @@ class Architecture:
         Each key is mapped to a supported value.
         """
         implied, found = _implied(shape.n_heads, shape.d_model), {}
-        for key, value in shape.model_dump().items():
+        for key, value in (shape.added_defaults() | shape.model_dump()).items():
             default = implied.get(key, ModelShape.model_fields[key].default)
             held = self.holds.get(key, (default,))
             if key not in self.keys and value not in held:
@@ -282,10 +282,12 @@ def holding(shape: ModelShape) -> Architecture:
     """
     architecture, misfits = nearest(shape)
     if misfits:
-        changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in misfits.items())
+        changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in misfits.items() if value is not None)
+        removed = ", ".join(key for key, value in misfits.items() if value is None)  # TOML has no null
+        steps = [f"set [model] {changes}"] * bool(changes) + [f"remove {removed}"] * bool(removed)
         raise InputError(
             "no Hugging Face architecture that leaven writes can represent this model; for the nearest one, "
-            f"{architecture.name}, set [model] {changes}"
+            f"{architecture.name}, {' and '.join(steps)}"
         )
     return architecture
 

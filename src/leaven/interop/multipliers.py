@@ -112,11 +112,15 @@ def multipliers(
     return found
 
 
-def rescale_attention(model: nn.Module, structure: ModelStructure, factor: float) -> list[LogitScale]:
+def rescale_attention(
+    model: nn.Module, base: nn.Module, structure: ModelStructure, head: float, factor: float
+) -> list[LogitScale]:
     """Return the new scale of query . key of each attention module, as (module, attribute, new value).
 
-    The new scale is ``factor`` times the present one. If ``factor`` is 1, nothing changes and the list is empty. The
-    function does not change the model; the caller sets the attributes.
+    The new scale is ``factor`` times 1 / sqrt(head dimension), with the constant of the base: the scale may be a
+    number of the configuration (Gemma 2). If scales differ between layers, it is ``factor`` times the present one. If
+    ``factor`` is 1, nothing changes and the list is empty. ``head`` is the ratio of the head dimensions. The function
+    does not change the model; the caller sets the attributes.
 
     Raises:
         InputError: if not every block has an attention module with an attribute for its scale.
@@ -129,6 +133,9 @@ def rescale_attention(model: nn.Module, structure: ModelStructure, factor: float
             f"the head dimension grows, but {len(found)} of {blocks} blocks have the scale of the attention logits "
             f"in an attribute `scaling` or `scale`; multiply the scale by {factor:g} yourself and pass head_ratio=1.0"
         )
+    present, of_base = ({getattr(*scale) for scale in scales} for scales in (found, logit_scales(base)))
+    if len(present) == len(of_base) == 1:
+        factor *= next(iter(of_base)) * head**-0.5 / next(iter(present))
     return [(module, name, getattr(module, name) * factor) for module, name in found]
 
 

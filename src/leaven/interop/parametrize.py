@@ -102,7 +102,8 @@ def parametrize(
     The rules are for decoders with norms before their branches, on the outputs of their branches, or both.
 
     - Norms on the outputs of branches are found by running a copy of ``base`` on a few tokens. If it cannot be called
-      with token ids alone, name these norms with ``modules``: ``norm.attention_out`` and ``norm.mlp_out``.
+      with token ids alone, there is a warning: name all norms in the blocks with ``modules``, those on outputs
+      ``norm.attention_out`` and ``norm.mlp_out``.
     - Factors that the model's own code derives from its width are not detected; remove them. The exception is a
       factor on the embedding in an attribute of its module, as in Gemma. Init std, lr, eps and decay of the embedding
       (and the logits, if they are computed with it) make up for its change.
@@ -191,7 +192,7 @@ def parametrize(
         raise InputError(str(error)) from None
     attention = factors(RULES[scaling.rule], Role.HIDDEN_WEIGHT, TensorRatios(head=head), scaling).attention
     hooks = multipliers(target, structure, rows, classifier.output_norms)
-    logit_scales = rescale_attention(target, structure, attention)
+    logit_scales = rescale_attention(target, base_model, structure, head, attention)
     if initialise:
         _initialise(structure, rows, seed)
     install(target, hooks, logit_scales)

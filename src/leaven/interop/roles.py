@@ -6,6 +6,7 @@ matching parameter in a smaller model, which shows the dimensions that grow. If 
 names the parameter, and the user can classify it with ``roles`` or ``modules``.
 """
 
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -208,8 +209,22 @@ class Classifier:
         try:
             found = output_norms(self.root, paths)
             self.output_norms = {label_of(self.root, path): branch for path, branch in found.items()}
+        except InputError:
+            raise
         except Exception as error:  # of the user's own code
             self._untraced = f" (which failed: {type(error).__name__}: {error!s:.80})"
+            inside = [site for site in self.model.sites if site.layer is not None and not site.is_bias]
+            gains = [site for site in inside if is_norm(site) and site.path[-1] not in _OVER_HEADS]
+            unnamed = [gain.name for gain in gains if _given(self.modules, gain) is None]
+            if unnamed or not gains:
+                example = (unnamed or ["*.mlp_norm.weight"])[0]
+                warnings.warn(
+                    f"the base cannot be run on token ids alone ({type(error).__name__}: {error!s:.80}), so norms on "
+                    "the outputs of branches are not found, and a multiplier before such a norm has no effect; name "
+                    "the norms in the blocks with modules, e.g. "
+                    f"modules={{{example!r}: 'norm.attention'}} or 'norm.attention_out'",
+                    stacklevel=4,
+                )
         for site in self.model.sites:
             given = _given(self.modules, site) or ""
             label = ".".join(site.path)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leaven.errors import InputError
+
 TOKENS = 4  # number of tokens in the sequence on which a model is run
 
 
@@ -24,6 +26,7 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[str]]) -> dict[st
         ends: the paths of the last matrices of all branches with a name, such as ``attention``.
 
     Raises:
+        InputError: if a norm undoes the factor of a branch, but is no module of this branch alone.
         Exception: of any type, if the model cannot be copied, or cannot be called with token ids alone.
     """
     copied = copy.deepcopy(model).eval()
@@ -44,6 +47,19 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[str]]) -> dict[st
         ]
         # A module that only calls a norm is found, too; its parts are more precise.
         found |= {path: branch for path in norms if not any(other.startswith(f"{path}.") for other in norms)}
+    for branches in [*((branch,) for branch in ends), tuple(ends)]:
+        first = [ends[branch][0] for branch in branches]
+        once, fourfold = (_run(copied, first, scale) for scale in (1.0, 4.0))
+        missing = set(branches) - set(found.values())
+        if missing and all(path in once for path in first):
+            last = next(reversed(once))  # the readout, or the final norm
+            after = once[last][1].double()
+            if (fourfold[last][1].double() - after).norm() <= 1e-3 * after.norm():
+                raise InputError(
+                    f"{first[0]} ends a branch, but a multiplier of {' and '.join(branches)} would have no effect: a "
+                    "norm behind it undoes it, and is not a module of its own; normalise the output of each branch "
+                    "with a module, such as nn.RMSNorm"
+                )
     return found
 
 
@@ -53,7 +69,7 @@ def _run(model: nn.Module, ends: Sequence[str], scale: float) -> dict[str, tuple
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def replaced(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return scale * _random(output)
+        return scale * _random(output, seed=1)  # not those of the embedding
 
     def record(path: str) -> Any:
         def hook(module: nn.Module, inputs: Any, named: dict[str, Any], output: Any) -> None:
@@ -65,9 +81,7 @@ def _run(model: nn.Module, ends: Sequence[str], scale: float) -> dict[str, tuple
 
     handles = [model.get_submodule(path).register_forward_hook(replaced) for path in ends]
     handles += [
-        module.register_forward_hook(record(path), with_kwargs=True)
-        for path, module in model.named_modules()
-        if path not in ends
+        module.register_forward_hook(record(path), with_kwargs=True) for path, module in model.named_modules()
     ]
     try:
         model(torch.arange(TOKENS, device=next(model.parameters()).device)[None])
@@ -77,9 +91,9 @@ def _run(model: nn.Module, ends: Sequence[str], scale: float) -> dict[str, tuple
     return seen
 
 
-def _random(like: Tensor) -> Tensor:
+def _random(like: Tensor, seed: int = 0) -> Tensor:
     """Return normally distributed values of a tensor's shape; the state of torch's generators does not change."""
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like)
 
 
 @torch.no_grad()

@@ -148,6 +148,7 @@ def model_card(
     tokens: int,
     dtype: str,
     events: Iterable[Mapping[str, Any]],
+    averaged: bool = False,
     licence: str | None = None,
 ) -> str:
     """Return the model card of a run's checkpoint as Markdown.
@@ -158,9 +159,13 @@ def model_card(
         tokens: the number of tokens that the checkpoint was trained on.
         dtype: the dtype of the exported weights.
         events: the events of the run; the card shows the last validation loss at or before the checkpoint.
+        averaged: whether the weights are averaged weights; the card then shows their loss.
         licence: the licence of the data.
     """
     measured = [each for each in events if each["event"] == "validation" and each["tokens"] <= tokens]
+    if averaged:
+        means = [(each["tokens"], each["averaged_loss"]) for each in measured if "averaged_loss" in each]
+        measured = [{"tokens": at, "loss": loss, "bits_per_byte": None} for at, loss in means]
     if licence is None and [source.source for source in recipe.data.sources] == ["python-stdlib"]:
         licence = STDLIB_LICENCE
     return (
@@ -173,6 +178,7 @@ def model_card(
             tokens=tokens,
             finished=tokens >= recipe.data.tokens,
             dtype=dtype,
+            averaged=averaged,
             validation=measured[-1] if measured else None,
             licence=licence,
             version=__version__,

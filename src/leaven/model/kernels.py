@@ -23,7 +23,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norms of the tensors as one tensor, (number of tensors,).
 
     This function launches a few kernels for all tensors together; a loop over the tensors would launch hundreds. The
-    same is true of :func:`multiply_` and :func:`subtract_`.
+    same is true of :func:`multiply_`, :func:`subtract_` and :func:`lerp_`.
     """
     return torch.stack(torch._foreach_norm(list(tensors)))
 
@@ -41,6 +41,11 @@ def multiply_(tensors: Sequence[Tensor], factors: Tensor) -> None:
 
 def subtract_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     torch._foreach_sub_(list(tensors), list(others))
+
+
+def lerp_(tensors: Sequence[Tensor], others: Sequence[Tensor], share: float) -> None:
+    """Move each tensor by a ``share`` of the way to another one, in place."""
+    torch._foreach_lerp_(list(tensors), list(others), share)
 
 
 def wide(device: torch.device) -> torch.dtype:

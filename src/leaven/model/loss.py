@@ -33,6 +33,24 @@ def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
     return documents_BT, windows[:, 1:].masked_fill(ends_BT, IGNORED)
 
 
+class ZLoss:
+    """The z-loss of a step: a coefficient c times log^2 Z of each token, where Z is the sum of exponentials of its
+    logits (Chowdhery et al. 2022, arXiv 2204.02311, section 5). It keeps log Z near 0.
+
+    The loss that :func:`cross_entropy` returns stays the cross-entropy; only its gradients contain the z-loss.
+    """
+
+    def __init__(self, coefficient: float) -> None:
+        self.coefficient = coefficient
+        self.total: Tensor | float = 0.0  # sum of c log^2 Z over the tokens of a step, in nats
+
+    def add(self, log_z_n: Tensor, counts_n: Tensor) -> Tensor:
+        """Add the z-loss of a chunk of tokens. ``counts_n`` says which of them count. Return 1 + 2 c log Z, (n,): the
+        factor on the softmax in the gradient softmax - one-hot of the cross-entropy."""
+        self.total = self.total + self.coefficient * log_z_n.square().masked_fill(~counts_n, 0).sum()
+        return 1 + 2 * self.coefficient * log_z_n
+
+
 class WholeVocabulary:
     """Computes the loss of a chunk of tokens in a process that has all tokens and the whole vocabulary."""
 
@@ -45,20 +63,26 @@ class WholeVocabulary:
         return grad_ND
 
     def loss(
-        self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool
+        self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool, z_loss: ZLoss | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of a chunk, a scalar, and ``weight`` times its gradient with respect to the logits, (n, V).
+        """Return the loss of a chunk, a scalar, and ``weight`` times its gradient with respect to the logits, (n, V),
+        with the gradient of ``z_loss``.
 
         Instead of the gradient, return None if ``learns`` is false. This method may overwrite the logits.
         """
         counts_n = targets_n != IGNORED
         targets_n1 = targets_n.clamp(min=0)[:, None]
         log_p_nV = torch.log_softmax(logits_nV, -1, dtype=weight.dtype)
-        loss = -log_p_nV.gather(1, targets_n1)[:, 0].masked_fill(~counts_n, 0).sum()
+        log_p_n = log_p_nV.gather(1, targets_n1)[:, 0]
+        loss = -log_p_n.masked_fill(~counts_n, 0).sum()
         if not learns:
             return loss, None
         # d loss / d logits = softmax - one-hot. The result overwrites the log-probabilities and then the logits.
-        g_nV = log_p_nV.exp_().scatter_add_(1, targets_n1, log_p_nV.new_full(targets_n1.shape, -1.0))
+        g_nV = log_p_nV.exp_()
+        if z_loss is not None:
+            log_z_n = logits_nV.gather(1, targets_n1)[:, 0] - log_p_n
+            g_nV.mul_(z_loss.add(log_z_n, counts_n)[:, None])
+        g_nV.scatter_add_(1, targets_n1, g_nV.new_full(targets_n1.shape, -1.0))
         return loss, torch.mul(g_nV, (counts_n * weight)[:, None], out=logits_nV)
 
 
@@ -73,6 +97,7 @@ def cross_entropy(
     compute: torch.dtype | None = None,
     repeatable: bool = False,
     vocabulary: WholeVocabulary | None = None,
+    z_loss: ZLoss | None = None,
 ) -> Tensor:
     """Return ``factor`` times the loss, a scalar in nats, of hidden states (..., D) and targets (...).
 
@@ -84,12 +109,13 @@ def cross_entropy(
     ``factor`` is applied before gradients are rounded to ``compute``, so it can be a loss scale, which keeps small
     fp16 gradients from being rounded to 0. With ``repeatable``, the backward pass may run twice, for example to
     compute the gradients of inputs and weights separately. This needs memory for a second gradient of the weight.
-    ``vocabulary`` says how processes share the tokens and the vocabulary.
+    ``vocabulary`` says how processes share the tokens and the vocabulary. ``z_loss`` is added to the gradients and
+    not to the result.
     """
     if not torch.is_grad_enabled():
         # Without this, the gradient of the weight, which is most of the work, would be computed and not used.
         weight_VD = weight_VD.detach()
-    how = multiplier, softcap, factor, compute, repeatable, vocabulary or WholeVocabulary()
+    how = multiplier, softcap, factor, compute, repeatable, vocabulary or WholeVocabulary(), z_loss
     total: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden.flatten(0, -2), weight_VD, targets.flatten(), *how
     )
@@ -109,6 +135,7 @@ class _CrossEntropy(torch.autograd.Function):
         compute: torch.dtype | None,
         repeatable: bool,
         vocabulary: WholeVocabulary,
+        z_loss: ZLoss | None,
     ) -> Tensor:
         compute = compute or own_ND.dtype
         wide = torch.promote_types(compute, torch.float32)
@@ -129,7 +156,7 @@ class _CrossEntropy(torch.autograd.Function):
             if softcap is not None:
                 tanh_nV = logits_nV.to(wide).div_(softcap).tanh_()
                 logits_nV = (tanh_nV * softcap).to(compute)
-            loss, g_nV = vocabulary.loss(logits_nV, targets_N[part], weight, learns)
+            loss, g_nV = vocabulary.loss(logits_nV, targets_N[part], weight, learns, z_loss)
             if g_nV is not None and tanh_nV is not None:
                 g_nV = g_nV.mul_(1 - tanh_nV.square_())
             total += loss
@@ -145,4 +172,4 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
         grad_weight_VD = grad_weight_VD * grad if ctx.repeatable else grad_weight_VD.mul_(grad)
-        return grad_hidden_ND * grad, grad_weight_VD, None, None, None, None, None, None, None
+        return grad_hidden_ND * grad, grad_weight_VD, *[None] * 8

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leaven.model.kernels import causal_attention, rms_norm, rotate
-from leaven.model.loss import cross_entropy
+from leaven.model.loss import ZLoss, cross_entropy
 from leaven.recipe.shape import ModelShape
 
 
@@ -359,7 +359,8 @@ class Stage(nn.Module):
         splits_backward: whether the backward pass computes the gradients of inputs and of parameters separately.
 
     The attribute ``factor`` multiplies the loss; set it before a forward pass. The attribute ``loss`` is the loss
-    function, which has the arguments of :func:`leaven.model.loss.cross_entropy`.
+    function, which has the arguments of :func:`leaven.model.loss.cross_entropy`. The attribute ``z_loss`` adds a
+    z-loss to the gradients.
     """
 
     def __init__(
@@ -386,6 +387,7 @@ class Stage(nn.Module):
         self.model, self.dtype = model, dtype
         self.factor: Tensor | float = 1.0
         self.loss: Callable[..., Tensor] = cross_entropy
+        self.z_loss: ZLoss | None = None
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -416,5 +418,6 @@ class Stage(nn.Module):
             factor=self.factor,
             compute=self.dtype if lower else None,
             repeatable=self.splits_backward,
+            z_loss=self.z_loss,
         )
         return torch.stack((loss,))  # FSDP's hooks do not accept a view

@@ -30,6 +30,7 @@ from leaven.documents.planning import BudgetDocument, FittingSize, Price, Refuse
 from leaven.errors import InputError
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.calibration import CalibrationRecord, history
+from leaven.planning.cost import cluster_cost
 from leaven.planning.flops import CONVENTION, flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
 from leaven.planning.layouts import Job
@@ -101,7 +102,7 @@ def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -
         gpus=cluster.gpus,
         note=cluster.accelerator.note,
         days=seconds / 86_400,
-        cost=cluster.cost(seconds, price),
+        cost=cluster_cost(cluster, seconds, price),
         flops_convention=CONVENTION,
         rows=rows,
         refused=refused,

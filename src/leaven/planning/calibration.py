@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from leaven import storage
 from leaven.documents.planning import CalibrationRow
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.hardware import parse_cluster, processor
+from leaven.planning.hardware import parse_cluster
 from leaven.planning.memory import GIB, worst_stage
+from leaven.planning.this_machine import processor
 from leaven.planning.timing import step_time
 from leaven.planning.training_codes import in_precision
 from leaven.recipe.files import cache_folder
@@ -61,6 +62,7 @@ class CalibrationRecord(BaseModel):
     micro_batch: int = Field(gt=0)
     grad_accumulation: int = Field(gt=0)
     ns_steps: int = 0  # Newton-Schulz iterations of Muon in a step; 0: without Muon
+    averages: bool = False  # whether the run kept an average of its weights
     predicted: StepCost | None  # None for an accelerator that is not in the table
     measured: StepCost | None
     steps: int = Field(ge=0)  # number of measured steps
@@ -74,7 +76,7 @@ class CalibrationRecord(BaseModel):
 
 
 def predicted(
-    model: ModelShape, how: Arrangement, accelerator: str, compute: str, ns_steps: int = 0
+    model: ModelShape, how: Arrangement, accelerator: str, compute: str, *, ns_steps: int = 0, averages: bool = False
 ) -> StepCost | None:
     """Return the planned time and memory of a step that leaven trains, or None if the step cannot be planned.
 
@@ -85,7 +87,7 @@ def predicted(
     try:
         cluster = parse_cluster("cpu" if accelerator == "cpu" else f"{how.layout.ranks}x{accelerator}")
         cluster, code = in_precision(cluster, compute)
-        code = code.with_muon(ns_steps)
+        code = code.with_muon(ns_steps).averaging(averages)
         memory = worst_stage(model, how, code.tensors_only()).total / GIB
         return StepCost(step_seconds=step_time(model, how, cluster, code).step, memory_gib=memory)
     except Exception:  # must not stop the training run that asks
@@ -152,7 +154,15 @@ def calibration(
     for _, weight, record, took in found:
         # If the current planner cannot plan the run, use the prediction in the record.
         expected = (
-            predicted(record.model, record.arrangement, accelerator, compute, record.ns_steps) or record.predicted
+            predicted(
+                record.model,
+                record.arrangement,
+                accelerator,
+                compute,
+                ns_steps=record.ns_steps,
+                averages=record.averages,
+            )
+            or record.predicted
         )
         if expected is None:
             continue

@@ -1,20 +1,14 @@
-"""Parse clusters such as ``64xH100``, find accelerators by name, and describe the machine that leaven runs on."""
+"""Parse clusters such as ``64xH100``, and find accelerators by name."""
 
 import math
-import os
-import platform
 import re
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from itertools import takewhile
-from pathlib import Path
 
-from leaven.documents.catalogue import NumberSource
-from leaven.documents.planning import CostRow, Price
 from leaven.errors import InputError
 from leaven.planning.accelerators import EXAMPLE, Accelerator, accelerators, user_file
 from leaven.planning.flops import flops_per_token
+from leaven.planning.this_machine import gpus_here, this_machine
 from leaven.recipe.recipe import Recipe
 
 _COUNT = r"([0-9][0-9_,]*)\s*[x×*]\s*"
@@ -22,10 +16,6 @@ _CLUSTER = re.compile(rf"\s*{_COUNT}(?:{_COUNT})?((?=.*[a-z]|\d{{4}}).+?)\s*", r
 _MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "GOOGLE", "AWS", "INTEL", "GPU"}
 _FORMS = {"PCIE", "NVL"}  # form factors that are slower than the SXM board of the same name
 _MEMORY = re.compile(r"\d+GB")
-_PRICE = re.compile(r"\s*([^\d\s.,+\-]{0,3})\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([^\d\s.,+\-]{0,3})\s*")
-# Power of the building / power of the boards. 1 counts only the boards: hosts, network and cooling often add 50%, but
-# this differs from place to place.
-_PUE = 1.0
 # Assumptions of :func:`trainable_here` and :func:`cluster_for`, rough estimates without a layout.
 _BYTES_PER_PARAMETER = 16  # weights, gradients and Adam's two moments in fp32
 _MAX_SECONDS = 30 * 86_400
@@ -54,20 +44,6 @@ class Cluster:
             return "one node"
         rest = self.gpus % node
         return f"{self.nodes} nodes of {node}" + (f", the last of {rest}" if rest else "")
-
-    def cost(self, seconds: float, price: Price | None = None) -> CostRow:
-        """Return the cost of the whole cluster for ``seconds`` seconds, at a ``price`` for one GPU-hour."""
-        gpu_hours, power = seconds / 3_600 * self.gpus, self.accelerator.power_w
-        return CostRow(
-            days=seconds / 86_400,
-            device="process" if self.accelerator.name == "cpu" else "GPU",
-            gpu_hours=gpu_hours,
-            energy_kwh=None if power is None else gpu_hours * power / 1_000 * _PUE,
-            board_power_w=power,
-            pue=_PUE,
-            price_per_gpu_hour=price,
-            money=None if price is None else gpu_hours * price.amount,
-        )
 
     def __str__(self) -> str:
         name, node = self.accelerator.name, self.accelerator.node_size
@@ -107,18 +83,6 @@ def _even_nodes(gpus: int, node: int) -> int:
     if gpus <= node:
         return node
     return next((each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0), node)
-
-
-def parse_price(text: str) -> Price:
-    """Parse the price of one GPU-hour, such as ``2.5``, ``$2.50`` or ``2.2 EUR``.
-
-    Raises:
-        InputError: if the text is not a price.
-    """
-    match = _PRICE.fullmatch(text)
-    if match is None or (match[1] and match[3]):
-        raise InputError(f"--price {text}: not a price per GPU-hour; write for example 2.50 or $2.50")
-    return Price(amount=float(match[2]), currency=match[1] or match[3])
 
 
 def find_accelerator(name: str) -> Accelerator:
@@ -175,44 +139,6 @@ def _is_called(own: list[str], wanted: list[str]) -> bool:
     return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)
 
 
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def processor() -> str:
-    """Return the model name of this machine's processor."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def this_machine() -> Accelerator:
-    """Return the processors of this machine as one accelerator, whose speeds are guesses per core (AVX2)."""
-    from psutil import virtual_memory  # slow to import
-
-    cores = os.cpu_count() or 1
-    rate = 0.05 * cores  # TFLOP/s: 8 lanes x 2 FLOPs x 3 GHz for two logical cores; bf16 is as fast as fp32
-    guess = tuple(
-        NumberSource(group=group, text=f"a guess for {cores} cores", confidence="guess")
-        for group in ("peak", "memory", "board")
-    )
-    return Accelerator(
-        name="cpu",
-        memory_gib=round(virtual_memory().total / 2**30, 1),
-        memory_tb_s=0.01 * cores,
-        link_gb_s=10.0 * cores,
-        network_gb_s=1.0,
-        node_size=1,
-        power_w=5.0 * cores,
-        peaks=(("bf16", rate), ("fp32", rate)),
-        sources=guess,
-        note="guessed from the number of cores; --measure calibrates the time of a step, the peak stays a guess",
-    )
-
-
 def trainable_here(recipe: Recipe) -> bool:
     """Return whether the model and its optimizer states fit on this machine, and training takes under a month."""
     gpus = gpus_here()
@@ -238,39 +164,3 @@ def cluster_for(recipe: Recipe) -> str:
     most = math.floor(math.log2(max(recipe.batch.tokens // recipe.model.seq_len, 1)))
     needed = max(math.ceil(math.log2(for_memory)), min(math.ceil(math.log2(for_time)), most), 0)
     return f"{2**needed}x{_GPU}"
-
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"  # the environment variable with the GPUs that a process may use
-
-
-def devices_here() -> tuple[str, ...]:
-    """Return the names of the GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``. As in CUDA, -1 ends
-    them."""
-    if (visible := os.environ.get(VISIBLE)) is not None:
-        names = takewhile(lambda name: not name.startswith("-"), map(str.strip, visible.split(",")))
-        return tuple(dict.fromkeys(name for name in names if name))
-    return tuple(map(str, range(gpus_here())))
-
-
-def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:
-    """Return the GPUs of every worker, as in ``CUDA_VISIBLE_DEVICES``. A worker has ``each`` GPUs of its own.
-
-    Args:
-        workers: the number of workers; None for as many as there are GPUs for.
-
-    Raises:
-        InputError: if this process may use fewer GPUs.
-    """
-    here = devices_here()
-    most = len(here) // each
-    if (workers or 1) > most:
-        count = f"{len(here)} GPU{'s' if len(here) > 1 else ''} here, and every worker needs {each} of its own"
-        change = "give the number of workers" if workers is None and each == 1 else "change devices"
-        hint = f"give --workers {most} or fewer" if most else f"{change}, or name the GPUs in {VISIBLE}"
-        raise InputError(f"--workers {workers or 'auto'}: {count if here else 'no GPU here'}; {hint}")
-    return tuple(",".join(here[first : first + each]) for first in range(0, (workers or most) * each, each))
-
-
-def gpus_here() -> int:
-    """Return the number of NVIDIA GPUs of this machine, counted by device files so that torch is not imported."""
-    return sum(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev")) if os.path.isdir("/dev") else 0

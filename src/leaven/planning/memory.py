@@ -168,7 +168,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
         weights=held(code.weights, code.shards_weights_from, dense, experts),
         grads=held(code.grads, 2, dense, experts),
         accumulation=held(code.accumulation, 2, dense, experts),
-        optimizer=optimizer,
+        optimizer=optimizer + held(code.average, 1, dense, experts),
         gathered=gathered,
         units=units,
         buffers=code.bucket if sharers > 1 else 0,

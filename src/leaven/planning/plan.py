@@ -8,6 +8,7 @@ from leaven.documents.planning import MemoryPlan, PlanDocument, Price, SpeedPlan
 from leaven.planning.arrangement import check_layout, parse_layout
 from leaven.planning.blueprint import blueprint
 from leaven.planning.calibration import CalibrationRecord, calibration
+from leaven.planning.cost import cluster_cost
 from leaven.planning.explain import explain, memory_and_limit, no_layout, not_lines, smallest_change
 from leaven.planning.flops import CONVENTION, flops_per_token, utilisation
 from leaven.planning.hardware import parse_cluster
@@ -128,7 +129,7 @@ class ClusterPlan:
         activations = activation_parts(model, how, totals.index(max(totals)), code)
         table = blueprint(model)
         matrices = sum(block.matrices + block.experts for block in table.blocks)
-        cost = cluster.cost(self.seconds, price)
+        cost = cluster_cost(cluster, self.seconds, price)
         others = [other for other in self.exploration.layouts if other.arrangement.layout != how.layout]
         untrained = self.exploration.untrained
         return PlanDocument(
@@ -172,6 +173,7 @@ def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None, moments: M
     """
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
     code = code.with_moments(moments) if moments else code.with_muon(recipe.hyperparameters.ns_steps)
+    code = code.averaging(recipe.average is not None)
     job = Job(recipe.model, recipe.batch, cluster, code, compile=recipe.layout.compile)
     return plan(job, recipe.data.tokens, layout)
 

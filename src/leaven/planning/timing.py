@@ -224,10 +224,11 @@ def muon_seconds(table: Blueprint, layout: Layout, accelerator: Accelerator, cod
     """Return the seconds per step in which Muon makes the matrices of the blocks orthogonal, on the slowest rank.
 
     All ranks of a pipeline rank take its matrices in turn: a rank gets a whole matrix, iterates, and sends the blocks
-    of the result back, in 16 bits. An iteration on a matrix X with m rows and n >= m columns has three products: X
-    X^T, its square, and a product with X. These are 4 m^2 n + 2 m^3 FLOPs.
+    of the result back, in 16 bits, to every rank that stores them. An iteration on a matrix X with m rows and n >= m
+    columns has three products: X X^T, its square, and a product with X. These are 4 m^2 n + 2 m^3 FLOPs.
     """
     ranks, slowest = layout.dp * layout.cp * layout.tp, 0.0
+    copies = layout.dp_replicate if layout.zero else layout.dp * layout.cp  # of each block
     for rank in range(layout.pp if code.ns_steps else 0):
         number, seconds, elements = 0.0, 0.0, 0.0
         for block, count in rank_blocks(table, layout.pp, layout.stages_per_rank, rank, code.balance):
@@ -240,8 +241,9 @@ def muon_seconds(table: Blueprint, layout: Layout, accelerator: Accelerator, cod
                 seconds += count * row.stored * code.ns_steps * products
                 elements += count * row.stored * m * n
         turns = ceil(number / ranks)
-        sent = all_to_all(2 * elements / number, ranks, 1, accelerator)
-        slowest = max(slowest, turns * (seconds / number + 2 * sent))
+        size = 2 * elements / number  # bytes of a matrix
+        there, back = (all_to_all(times * size, ranks, 1, accelerator) for times in (1, copies))
+        slowest = max(slowest, turns * (seconds / number + there + back))
     return slowest
 
 

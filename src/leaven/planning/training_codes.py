@@ -41,9 +41,8 @@ class TrainingCode:
     optimizer: int = 8  # moments, and the master copy if any
     master: int = 0  # fp32 copy of 16-bit weights; part of ``optimizer``
     optimizer_of_matrices: int | None = None  # as ``optimizer``, for matrices of blocks, if it differs (Muon)
-    ns_steps: int = (
-        0  # Newton-Schulz iterations on each matrix of a block in an optimizer step, as leaven does (Muon)
-    )
+    ns_steps: int = 0  # Newton-Schulz iterations on each matrix of a block in a step (Muon)
+    average: int = 0  # average of the weights, sharded like ``optimizer``
     # Copies.
     compute_copy: int = 2  # copy of fp32 weights in the compute dtype
     gathered_ends: int = 0  # gathered copy of embedding and unembedding, if every rank needs them in full
@@ -92,6 +91,10 @@ class TrainingCode:
     @cached_property
     def _hash(self) -> int:
         return hash(tuple(vars(self)[name] for name in self.__dataclass_fields__))
+
+    def averaging(self, averages: bool) -> "TrainingCode":
+        """Return the training code with an fp32 average of the weights, if ``averages``."""
+        return replace(self, average=4) if averages else self
 
     def tensors_only(self) -> "TrainingCode":
         """Return the training code without the memory outside tensors, which training and dry runs do not measure."""
@@ -167,6 +170,7 @@ def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[Sta
         ("master weights", params, code.master, master),
         ("momentum of matrices", lean, of_matrices, "Muon's mean of the gradient"),
         ("moments", params - lean, moments, adam),
+        ("average", params, code.average, "the average of the weights, fp32"),
     )
     return [
         StateRow(name=name, bytes_each=each, bytes=each * count, why=why)

@@ -1,9 +1,25 @@
 """The base class of all parts of a recipe."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 
 class Part(BaseModel):
     """A part of a recipe. It is immutable, refuses unknown keys, and does not convert strings to numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
+
+    added: ClassVar[tuple[str, ...]] = ()
+    """Fields that leaven did not have from the start. A document leaves them out at their defaults, so that older
+    recipes and their hashes stay the same."""
+
+    @classmethod
+    def added_defaults(cls) -> dict[str, Any]:
+        """Return the default of each field in `added`."""
+        return {name: cls.model_fields[name].default for name in cls.added}
+
+    @model_serializer(mode="wrap")
+    def _leave_out(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        default = self.added_defaults()
+        return {name: value for name, value in write(self).items() if value != default.get(name, ...)}

@@ -3,14 +3,12 @@
 import math
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
     Field,
     PlainSerializer,
-    SerializerFunctionWrapHandler,
-    model_serializer,
     model_validator,
 )
 
@@ -138,24 +136,29 @@ class Hyperparameters(Part):
     residual: Positive = 1.0  # multiplies the output of every branch before it is added to the residual stream
     # A limit on the global gradient norm (0 switches clipping off), or a :class:`Clip`.
     grad_clip: Annotated[Clip, BeforeValidator(Clip.read), PlainSerializer(Clip.written)] = Clip(mode="global")
+    # Coefficient of the z-loss: this times log^2 Z of each token, where Z is the sum of exponentials of its logits,
+    # adds to the gradients and not to the logged loss. PaLM: 1e-4, OLMo 2: 1e-5. No rule scales it.
+    z_loss: NonNegative = 0.0
     modules: dict[str, Multipliers] = {}  # multipliers by the name of a module, such as mlp.out
     depth: DepthProfile = DepthProfile()
-    muon: Muon | None = None  # with optimizer = "muon"; None: the defaults of :class:`Muon`
+    muon: Muon | None = None  # with optimizer = "muon", by default with the defaults of :class:`Muon`; otherwise None
 
-    @model_serializer(mode="wrap")
-    def _without_unset_muon(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write no ``muon`` if it is None, so that hashes of recipes without Muon stay the same."""
-        return {key: value for key, value in write(self).items() if key != "muon" or value is not None}
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_muon(cls, values: Any) -> Any:
+        """Give values with ``optimizer = "muon"`` and without ``muon`` its defaults."""
+        if isinstance(values, Mapping) and values.get("optimizer") == "muon" and values.get("muon") is None:
+            return {**values, "muon": {}}
+        return values
 
     def muon_of(self, role: Role) -> Muon | None:
         """Return the settings of Muon, or None if Adam updates parameters of this role."""
-        return (self.muon or Muon()) if self.optimizer == "muon" and role is Role.HIDDEN_WEIGHT else None
+        return self.muon if role is Role.HIDDEN_WEIGHT else None
 
     @property
     def ns_steps(self) -> int:
         """The number of Newton-Schulz iterations in a step of Muon, or 0 without Muon."""
-        muon = self.muon_of(Role.HIDDEN_WEIGHT)
-        return muon.ns_steps if muon else 0
+        return self.muon.ns_steps if self.muon else 0
 
     def of_matrices(self, quantity: Literal["lr", "weight_decay"]) -> float:
         """Return the lr or weight decay of the matrices inside the blocks, before scaling."""
@@ -178,6 +181,8 @@ class Hyperparameters(Part):
                 'for example to 0.02, or use match = "adamw_rms"'
             )
         return self
+
+    added: ClassVar = ("muon", "z_loss")
 
     @model_validator(mode="after")
     def _validate_init(self) -> "Hyperparameters":

@@ -1,9 +1,10 @@
 """The recipe: one immutable, validated, complete description of a training run."""
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
@@ -118,6 +119,39 @@ class EvaluationSettings(Part):
     every_tokens: int | None = Field(default=None, gt=0)  # tokens between evaluations; None: 1/10 of the run
 
 
+class Average(Part):
+    """An average of the weights over steps, which a run keeps, validates and saves beside the weights themselves.
+
+    Without a half-life all weights since its beginning count alike. With one, a weight counts half as much as the
+    weights ``half_life_tokens`` later; until the average is old enough for that, all count alike, so the initial
+    weights never count more than others.
+    """
+
+    # Tokens after which a weight counts half (an exponential moving average); None: all count alike.
+    half_life_tokens: int | None = Field(default=None, gt=0)
+    last: float = Field(default=1.0, gt=0, le=1)  # the average is over this share of the run, at its end
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> "Average":
+        if self.half_life_tokens is None and self.last == 1:
+            raise ValueError(
+                "this is the average of the whole run; set last below 1, such as last = 0.2 for the last fifth of "
+                "the run, or half_life_tokens, or remove [average]"
+            )
+        return self
+
+    def share(self, before: int, tokens: int, horizon: int) -> float:
+        """Return the share in the average that the weights get after the step from ``before`` to ``tokens`` trained
+        tokens, in a run of ``horizon`` tokens. It is 0 until the average begins."""
+        start = (1 - self.last) * horizon
+        if tokens <= start:
+            return 0.0
+        alike = (tokens - max(before, start)) / (tokens - start)
+        if self.half_life_tokens is None:
+            return alike
+        return max(alike, 1 - math.exp2((before - tokens) / self.half_life_tokens))
+
+
 Octaves = Annotated[float, Field(ge=-64, le=64)]  # n octaves are a factor of 2^n
 
 
@@ -188,8 +222,11 @@ class Recipe(Part):
     layout: Layout = Layout()
     stability: Stability = Stability()
     evaluation: EvaluationSettings = EvaluationSettings()
+    average: Average | None = None
     tuning: Tuning | None = None
     why: dict[str, str] = {}  # the reason for a value of the recipe, by the dotted path of the value
+
+    added: ClassVar = ("average",)
 
     @model_validator(mode="after")
     def _validate_parts(self) -> "Recipe":

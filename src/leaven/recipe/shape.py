@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from leaven.recipe.base import Part
 
@@ -104,17 +104,17 @@ class ModelShape(Part):
     window: int | None = Field(default=None, gt=0)  # tokens that a token attends to, itself included (Mistral)
     global_every: int = Field(default=0, ge=0)  # every n-th layer ignores ``window`` (Gemma 2: 2); 0: none does
 
-    @classmethod
-    def sparse_defaults(cls) -> dict[str, Any]:
-        """Return the defaults of the keys from ``norm_placement`` on. With its default, such a key is not written, so
-        that hashes of recipes do not depend on it. Training codes and architectures support few of other values."""
-        keys = list(cls.model_fields)
-        return {key: cls.model_fields[key].default for key in keys[keys.index("norm_placement") :]}
-
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        default = self.sparse_defaults()
-        return {key: value for key, value in write(self).items() if value != default.get(key, ...)}
+    added: ClassVar = (
+        "norm_placement",
+        "parallel_branches",
+        "qk_norm_whole",
+        "rotary_fraction",
+        "attention_bias",
+        "attention_softcap",
+        "logit_softcap",
+        "window",
+        "global_every",
+    )
 
     @model_validator(mode="after")
     def _validate_heads(self) -> "ModelShape":

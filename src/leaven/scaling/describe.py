@@ -10,7 +10,6 @@ from typing import Any
 
 from leaven.catalogue.messages import sentence
 from leaven.documents.runs import CautionRow, ParameterValues, ShowDocument, Totals, WorthRow
-from leaven.recipe.hyperparameters import Muon
 from leaven.recipe.init_std import COMPARED, INITS, usual_std
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
@@ -83,7 +82,7 @@ def describe(
     table, model, tuned = parameter_table(recipe), recipe.model, recipe.hyperparameters
     found, clip = starts(recipe, table), tuned.grad_clip
     first, _ = ramp_factors(recipe, 0)
-    named, muon = INITS.get(tuned.init), tuned.muon or Muon()
+    named, muon = INITS.get(tuned.init), tuned.muon
 
     def why(message: str, **facts: Any) -> str:
         return sentence("show", message, facts, Path(__file__).parent)
@@ -106,12 +105,12 @@ def describe(
             flops_per_token=flops_per_token,
         ),
         blocks={
-            key: value for key, value in model.model_dump(mode="json").items() if key in ModelShape.sparse_defaults()
+            key: value for key, value in model.model_dump(mode="json").items() if key in ModelShape.added_defaults()
         },
         attention_scale=table.attention_scale,
         optimizer={
             "name": tuned.optimizer,
-            "why": why(tuned.optimizer, muon=muon, spectral=muon.match == "spectral"),
+            "why": why(tuned.optimizer, muon=muon, spectral=muon is not None and muon.match == "spectral"),
         },
         init={
             "name": tuned.init,

@@ -103,6 +103,11 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
     )
 
 
+def adamw_rows(recipe: Recipe) -> tuple[ParameterRow, ...]:
+    """Return the rows of the parameter table as if AdamW updated all parameters, to compare them with Adam's."""
+    return parameter_table(recipe.without_muon).rows
+
+
 def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
     """Return how a batch ramp changes the hyperparameters at step ``step`` (counted from 0), as a pair.
 

@@ -25,6 +25,8 @@ TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
 # Warn beyond this change of the tokens per parameter: there the best weight decay is about twice as large or half as
 # large (Power Lines: the best timescale is proportional to (tokens per parameter)^-0.527).
 TOKENS_PER_PARAMETER_FACTOR = 4.0
+# With Muon, warn beyond this ratio of batch or tokens: the sweeps of arXiv 2512.05620 move only width and depth.
+MUON_FACTOR = 4.0
 # Warn above this ratio eps / sqrt(v): Adam's update m / (sqrt(v) + eps) is then about a tenth smaller.
 EPS_SHARE = 0.1
 # Warn above this init std, in units of sqrt(1 / (3 d_model)). Runs at 2.5 trained (std 0.02 at width 5,120: OLMo 2
@@ -34,12 +36,16 @@ LARGE_INIT = 3.0
 # LARGE_INIT names had 1.43 (trained) and 2.15 (did not).
 LARGE_LOGITS = 1.5
 
+# Sizes of a model that no rule scales with.
+_UNSCALED = ("vocab_size", "seq_len")
+
 
 def warnings(recipe: Recipe) -> list[CautionRow]:
     """Return all warnings about a recipe: large ratios to its base, and values that are risky at its scale."""
     table = parameter_table(recipe)
     return [
         *_ratios(recipe, table),
+        *_muon(recipe, table),
         *_critical_batch(recipe),
         *_tokens_per_parameter(recipe),
         *_token_exponent(recipe, table),
@@ -55,6 +61,13 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
     if before.batch.ramp is None or after.batch.ramp is not None:
         return []
     return [_caution("ramp", after.batch.tokens / after.model.seq_len, 2.0)]
+
+
+def unlike(source: Mapping[str, int | None], recipe: Recipe) -> list[CautionRow]:
+    """Return a warning for each of ``vocab_size`` and ``seq_len`` in which ``recipe`` differs from the model that its
+    values are from. No rule scales with them. ``source`` has the sizes of that model; None is unknown."""
+    rows = [(name, getattr(recipe.model, name), source[name]) for name in _UNSCALED if source.get(name)]
+    return [_caution(name, value, there) for name, value, there in rows if there and value != there]
 
 
 def _caution(about: str, value: float, limit: float, message: str | None = None, **facts: Any) -> CautionRow:
@@ -87,6 +100,15 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
             "rule": table.rule.name,
         }
         yield _caution(f"{axis} ratio", ratio, high if ratio > high else low, "ratio", tested=tested, **facts)
+
+
+def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
+    """Warn about another batch or number of tokens with Muon, whose values the rule then derives without a test."""
+    for axis in ("batch", "tokens"):
+        ratio = getattr(table.ratios, axis)
+        if recipe.hyperparameters.muon and table.rule.columns and not 1 / MUON_FACTOR <= ratio <= MUON_FACTOR:
+            limit = MUON_FACTOR if ratio > 1 else 1 / MUON_FACTOR
+            yield _caution(f"muon {axis}", ratio, limit, "muon", axis=axis)
 
 
 def _critical_batch(recipe: Recipe) -> Iterator[CautionRow]:

@@ -29,6 +29,7 @@ _INTERVALS = (
     "stability.keep_every_tokens",
     "stability.rollback_lr_tokens",
     "evaluation.every_tokens",
+    "average.half_life_tokens",
 )
 
 # Far beyond published runs; larger numbers are typing errors.

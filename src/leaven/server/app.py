@@ -23,7 +23,8 @@ from leaven.catalogue.runs import load_runs
 from leaven.catalogue.starter.draft import StarterRequest
 from leaven.catalogue.starter.starter import starter
 from leaven.errors import InputError
-from leaven.planning.hardware import parse_cluster, parse_price
+from leaven.planning.cost import parse_price
+from leaven.planning.hardware import parse_cluster
 from leaven.planning.plan import ClusterPlan, plan_recipe
 from leaven.planning.published import plan_run
 from leaven.recipe.units import parse_quantity

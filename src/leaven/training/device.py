@@ -25,7 +25,8 @@ import torch
 from leaven import __version__
 from leaven.errors import InputError, out_of_memory
 from leaven.planning.accelerators import Accelerator
-from leaven.planning.hardware import cores, known_device, parse_cluster, processor
+from leaven.planning.hardware import known_device, parse_cluster
+from leaven.planning.this_machine import cores, processor
 from leaven.recipe.recipe import Recipe
 
 T = TypeVar("T")

@@ -5,6 +5,7 @@ A step depends only on the recipe, the tokens and the state.
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from leaven.model.transformer import Transformer
 from leaven.planning.trainable import require_trainable
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table, ramp_factors
+from leaven.training.average import AVERAGE, WeightAverage
 from leaven.training.checkpoint import Checkpoint, Progress
 from leaven.training.checkpoint_tensors import part
 from leaven.training.device import DTYPES, default_device, keep_freed_memory, require_device
@@ -78,6 +80,7 @@ class Training:
             device=self.device,
             layout=recipe.layout,
             group=group,
+            z_loss=recipe.hyperparameters.z_loss,
         )
         if recipe.start.folder is not None:
             start_from(self.sharded.pieces, recipe.model, table, recipe.start.folder)
@@ -92,6 +95,7 @@ class Training:
         self.loss_scale = LossScale.build(self.device) if recipe.precision.compute == "fp16" else None
         self.noise = NoiseScale.build(recipe.stability.noise_scale_every_tokens, self.sharded)
         self._stateful = [part for part in (self.clipper, self.loss_scale, self.noise) if part is not None]
+        self.average = WeightAverage(self.sharded) if recipe.average else None
         self.stream = tokens.stream(recipe.model.seq_len, recipe.data.seed)
         self.validation = tokens.validation_windows(recipe.model.seq_len, recipe.evaluation.tokens)
         self._end_of_text = tokens.end_of_text if recipe.data.documents == "isolated" else None
@@ -179,6 +183,7 @@ class Training:
         after_first = noise.after_first if noise else None
         loss = self.sharded.total(self.sharded.forward_backward(batch.micro_batches, factor, after_first))
         loss = loss if scale is None else loss / scale
+        z_loss = self.sharded.total_z_loss()
 
         # The state changes only from here on: a step that is abandoned earlier leaves no trace.
         ramp, longer = ramp_factors(recipe, start.step)
@@ -194,8 +199,12 @@ class Training:
         self.optimizer.step(multiplier, skip=~applied, ramp=ramp)
         if self.loss_scale is not None:
             self.loss_scale.update(loss.isfinite() & grad_norm.isfinite())
+        if self.average and recipe.average:
+            share = recipe.average.share(start.tokens, tokens, recipe.data.tokens)
+            if share:
+                self.average.add(share)
         self.progress = Progress(start.step + 1, tokens, start.seconds)
-        measured = (loss, grad_norm, applied, scale, noise_scale)
+        measured = (loss, grad_norm, applied, scale, noise_scale, None if z_loss is None else z_loss / batch.targets)
         read = self.telemetry.measure_later(self.progress, batch.tokens, multiplier * ramp.lr, measured)
 
         def result() -> Step:
@@ -214,13 +223,15 @@ class Training:
             return targets
         return self.group.all_reduce_(targets if self.group.is_first_reader else torch.zeros_like(targets))
 
-    def evaluate(self) -> float:
-        """Return the mean validation loss in nats per token. Every call uses the same validation tokens."""
+    def evaluate(self, averaged: bool = False) -> float:
+        """Return the mean validation loss in nats per token, of the weights or of their average. Every call uses the
+        same validation tokens."""
         began = time.perf_counter()
         windows = torch.from_numpy(self.validation)
         start, count = self._own_sequences(len(windows))
         batch = self._batch(windows[start : start + max(count, 1)] if count else windows[:1], count, len(windows))
-        loss = self.sharded.total(self.sharded.forward(batch.micro_batches))
+        with self.average.in_model() if averaged and self.average else nullcontext():
+            loss = self.sharded.total(self.sharded.forward(batch.micro_batches))
         self.progress = replace(self.progress, seconds=self.progress.seconds + time.perf_counter() - began)
         return float(loss) / batch.targets
 
@@ -295,9 +306,9 @@ class Training:
         model: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}
         places: dict[str, Place] = {}
-        moments = self.optimizer.state_dict()
+        moments = self.optimizer.state_dict() | (self.average.state_dict() if self.average else {})
         for piece in self.sharded.pieces:
-            here = {kind: moments[kind, piece.name] for kind in MOMENTS if (kind, piece.name) in moments}
+            here = {kind: moments[kind, piece.name] for kind in (*MOMENTS, AVERAGE) if (kind, piece.name) in moments}
             if piece.owned:
                 model[piece.name] = piece.local
                 first = not any(piece.offset)
@@ -317,10 +328,12 @@ class Training:
         for each in self.sharded.parameters:
             name, piece = each.row.name, each.piece
             each.local.copy_(part(checkpoint.model, name, piece))
-            for kind in MOMENTS:
+            for kind in (*MOMENTS, AVERAGE):
                 if f"{kind}.{name}" in checkpoint.optimizer:
                     moments[kind, name] = part(checkpoint.optimizer, f"{kind}.{name}", piece)
         self.optimizer.load_state_dict(moments)
+        if self.average:
+            self.average.load_state_dict(moments)
         for stateful in self._stateful:
             stateful.load_state_dict(checkpoint.optimizer)
         self.progress = checkpoint.progress

@@ -1,7 +1,7 @@
 """Loads the model of a run, generates text from it, and exports it in Hugging Face's format."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,8 @@ from leaven.model.transformer import Transformer
 from leaven.recipe.files import read_text
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable, parameter_table
-from leaven.training.checkpoint import read_checkpoint
+from leaven.training.average import AVERAGE
+from leaven.training.checkpoint import Checkpoint, read_checkpoint
 from leaven.training.rewind import rewinds_of
 from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
 
@@ -36,10 +37,11 @@ class LoadedRun:
     folder: RunFolder
     recipe: Recipe
     table: ParameterTable
-    weights: Mapping[str, Tensor]  # the parameters by name; each is read on demand
+    weights: Mapping[str, Tensor]  # the parameters, or their averages, by name; each is read on demand
     tokenizer: "Tokenizer"
     tokens: int  # number of tokens trained up to the checkpoint
     damaged: tuple[str, ...]  # names of newer checkpoints that are damaged
+    averaged: bool = False  # whether ``weights`` are the averaged weights
 
     @cached_property
     def model(self) -> Transformer:
@@ -71,8 +73,24 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
     return loaded.model, loaded.tokenizer
 
 
-def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
-    """Read a run with the weights of a checkpoint, which is chosen as in :func:`load`."""
+class _Averages(Mapping[str, Tensor]):
+    """The averaged weights in a checkpoint, by the names of the parameters."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._names, self._tensors = checkpoint.model, checkpoint.optimizer
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[f"{AVERAGE}.{name}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = False) -> LoadedRun:
+    """Read a run with the weights of a checkpoint, which is chosen as in :func:`load`, or with their average."""
     folder = RunFolder(Path(run).expanduser())
     if not folder.recipe_file.is_file():
         problem = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"
@@ -89,6 +107,13 @@ def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
         else:
             why = "no checkpoint yet; leaven train writes one at the start of a run"
         raise InputError(f"{run}: {why}")
+    if averaged and not any(name.startswith(f"{AVERAGE}.") for name in checkpoint.optimizer):
+        if recipe.average is None:
+            why = "the recipe has no [average]; leave out --averaged"
+        else:
+            begins = round((1 - recipe.average.last) * recipe.data.tokens)
+            why = f"at {checkpoint.progress.tokens:,} tokens the average has not begun; it begins after {begins:,}"
+        raise InputError(f"{run}: no averaged weights: {why}")
     if not folder.tokenizer_file.is_file():
         raise InputError(
             f"{run}: no tokenizer.json, because the run was trained on token ids (or by an older version of leaven); "
@@ -106,10 +131,11 @@ def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
         folder=folder,
         recipe=recipe,
         table=parameter_table(recipe),
-        weights=checkpoint.model,
+        weights=_Averages(checkpoint) if averaged else checkpoint.model,
         tokenizer=tokenizer,
         tokens=checkpoint.progress.tokens,
         damaged=tuple(path.name for path in damaged),
+        averaged=averaged,
     )
 
 
@@ -176,6 +202,7 @@ def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: st
         tokens=run.tokens,
         dtype=dtype,
         events=run.folder.events(),
+        averaged=run.averaged,
         licence=licence,
     )
     write_huggingface(

@@ -45,6 +45,7 @@ class Step(StepResult):
     loss_scale: float | None  # None except in fp16
     modules: dict[str, tuple[float, float]]  # by module: norms of (update, parameters) over all blocks
     noise_scale: float | None = None  # gradient noise scale, tokens; None if not measured or not positive
+    z_loss: float | None = None  # z-loss in nats per token, which is not part of ``loss``; None without a z-loss
 
     @property
     def seconds(self) -> float:
@@ -92,7 +93,7 @@ class Telemetry:
         measured: Sequence[Tensor | None],
     ) -> Callable[[], Step]:
         """Start copying the measurements of a step to the host: the norms of parameters and updates, and the scalars
-        in ``measured`` (loss, gradient norm, whether the step was applied, loss scale and noise scale). Return a
+        in ``measured`` (loss, gradient norm, whether the step was applied, loss scale, noise scale, z-loss). Return a
         function that waits for them and returns the metrics."""
         subtract_(self._before, self._model.local_parameters)
         updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.local_parameters))
@@ -108,7 +109,7 @@ class Telemetry:
             if began is not None and ready is not None:
                 ready.synchronize()
                 seconds = began.elapsed_time(ready) / 1000
-            loss, grad_norm, applied, scale, noise_scale, update_norm, *by_module = values.tolist()
+            loss, grad_norm, applied, scale, noise_scale, z_loss, update_norm, *by_module = values.tolist()
             speed, count = batch_tokens / seconds, len(self._modules)
             flops = speed * self._flops_per_token / self._model.group.size  # of one device
             norms_by_module = zip(by_module[:count], by_module[count:], strict=True)
@@ -128,6 +129,7 @@ class Telemetry:
                 loss_scale=scale if math.isfinite(scale) else None,
                 modules=dict(zip(self._modules, norms_by_module, strict=True)),
                 noise_scale=noise_scale if math.isfinite(noise_scale) else None,
+                z_loss=z_loss if math.isfinite(z_loss) else None,
             )
 
         return read
@@ -180,6 +182,8 @@ class StepLog(Callback):
         line = asdict(step)
         if self.training.noise is None:
             del line["noise_scale"]
+        if not self.training.recipe.hyperparameters.z_loss:
+            del line["z_loss"]
         self.trainer.run.record(line)
         values = {key: value for key, value in line.items() if key not in {"step", "tokens", "modules"}}
         scalars = {f"train/{key}": float(value) for key, value in values.items() if value is not None}
@@ -244,13 +248,16 @@ class Validation(Callback):
         self.evaluate()
 
     def evaluate(self) -> dict[str, Any]:
-        """Compute and log the validation loss. Return it as ``loss``, in nats per token, and as ``bits_per_byte``."""
+        """Compute and log the validation loss. Return it as ``loss``, in nats per token, and ``bits_per_byte``, and
+        the loss of the averaged weights as ``averaged_loss`` if their average has begun."""
         trainer, training, factor = self.trainer, self.training, self._bits_per_byte_factor
         trainer.group.heartbeat(f"in the validation after step {training.progress.step}")
         self.owed = True
         loss = training.evaluate()
-        self.owed = False
         values = {"loss": loss, "bits_per_byte": loss * factor if factor else None}
+        if training.average and training.average.begun:
+            values["averaged_loss"] = training.evaluate(averaged=True)
+        self.owed = False
         trainer.event("validation", **values)
         if trainer.group.size > 1:
             self._compare_processes()

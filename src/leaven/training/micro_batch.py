@@ -147,7 +147,7 @@ def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
         # Attention with dropout has no fused kernel on a CPU.
         flash_attention=not (shape.dropout and device_type == "cpu"),
         fixed_gib=0,
-    )
+    ).averaging(recipe.average is not None)
     memory = stage_memory(shape, Arrangement(Layout(recompute=recipe.layout.recompute), micro_batch, 1), 0, code)
     return memory.total - memory.weights
 

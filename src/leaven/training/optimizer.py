@@ -20,7 +20,7 @@ from torch import Tensor
 from leaven.catalogue.noise_scale import gradient_noise, squared_gradient
 from leaven.distributed.sharded_model import ShardedModel
 from leaven.model.kernels import gate, multiply_, wide, widened
-from leaven.recipe.hyperparameters import Clip, Hyperparameters, Muon
+from leaven.recipe.hyperparameters import Clip, Hyperparameters
 from leaven.scaling.apply import AT_BASE, Factors
 from leaven.scaling.table import ParameterRow, ParameterTable, optimizer_groups
 from leaven.training.muon import MuonWithAdamW
@@ -74,9 +74,8 @@ class Optimizer:
         to the gradient (L2); ``muon`` is AdamW with Muon for matrices inside the blocks. ``of_muon`` are more
         arguments of :class:`MuonWithAdamW`."""
         groups = parameter_groups(parameters, rows)
-        if tuned.optimizer == "muon":
-            muon = tuned.muon or Muon()
-            how = {"nesterov": muon.nesterov, "ns_steps": muon.ns_steps} | of_muon
+        if tuned.muon:
+            how = {"nesterov": tuned.muon.nesterov, "ns_steps": tuned.muon.ns_steps} | of_muon
             return cls(MuonWithAdamW(groups, fused=True, **how))
         algorithm = torch.optim.AdamW if tuned.optimizer == "adamw" else torch.optim.Adam
         return cls(algorithm(groups, fused=True))

@@ -132,7 +132,10 @@ def record_of(
     """Return a record of the predicted and the measured cost of a step. The ``measured`` time is the median over
     ``steps`` steps."""
     accelerator, shape, compute = accelerator_of(device), recipe.model, recipe.precision.compute
-    ns_steps = recipe.hyperparameters.ns_steps
+    ns_steps, averages = recipe.hyperparameters.ns_steps, recipe.average is not None
+    planned = None
+    if accelerator:
+        planned = predicted(shape, how, accelerator.name, compute, ns_steps=ns_steps, averages=averages)
     return CalibrationRecord(
         by=by,
         device=device_name(device),
@@ -145,7 +148,8 @@ def record_of(
         micro_batch=how.micro_batch,
         grad_accumulation=how.grad_accumulation,
         ns_steps=ns_steps,
-        predicted=predicted(shape, how, accelerator.name, compute, ns_steps) if accelerator else None,
+        averages=averages,
+        predicted=planned,
         measured=measured,
         steps=steps,
         torch=version("torch"),

@@ -21,7 +21,7 @@ RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual 
 # The values that --rewind-to may change, because every step reads them from the recipe. Other keys define the model,
 # the data or the initial values; the batch sizes determine at which token count a step starts.
 SECTIONS = ("schedule", "stability", "evaluation")
-HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps", "grad_clip")
+HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps", "grad_clip")
 
 
 @contextmanager

@@ -380,4 +380,5 @@ def _summary(
         unsaved=unsaved,
         saved_tokens=max(map(tokens_of, checkpoints(run.checkpoints)), default=0),
         noise_scale=noise[-1] if noise else None,
+        averaged_loss=finish.get("averaged_loss") if finish else None,
     )

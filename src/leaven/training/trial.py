@@ -31,7 +31,7 @@ from leaven.data.pool import ctrl_c_blocked, exit_with_parent
 from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
-from leaven.planning.hardware import VISIBLE
+from leaven.planning.this_machine import VISIBLE
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
 from leaven.training.checkpoint import NotSaved, read_checkpoint, write_checkpoint

@@ -31,7 +31,6 @@ from typing import Any
 
 from leaven.recipe.hyperparameters import DepthProfile, Multipliers
 from leaven.recipe.recipe import Recipe, split_path
-from leaven.recipe.shape import Role
 from leaven.scaling.transfer import moved_batch
 
 QUANTITIES = tuple(Multipliers.model_fields)
@@ -103,7 +102,7 @@ def value_at(recipe: Recipe, path: str) -> Value | None:
         return recipe.hyperparameters.grad_clip.limit
     *outer, last = split_path(path)
     if path in MUON:
-        value = getattr(recipe.hyperparameters.muon_of(Role.HIDDEN_WEIGHT), last, None)
+        value = getattr(recipe.hyperparameters.muon, last, None)
     elif outer[1:]:
         value = getattr(recipe.hyperparameters.modules.get(outer[2], Multipliers()), last)
     else:

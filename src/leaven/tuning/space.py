@@ -470,16 +470,28 @@ def bounds_of(path: str) -> Bounds:
     return BOUNDS[path if path in BOUNDS else quantity_of(path)]
 
 
+def _multiplied(recipe: Recipe, path: str) -> str:
+    """Return the path of the value of the whole recipe that the multiplier at ``path`` multiplies."""
+    (_, kind, *rest), quantity = split_path(path), quantity_of(path)
+    if kind == "modules" and (muon := recipe.hyperparameters.muon_of(recipe.model.roles[rest[0]])):
+        own = "momentum" if quantity == "beta1" else quantity
+        if getattr(muon, own, None) is not None:
+            return f"hyperparameters.muon.{own}"
+    return f"hyperparameters.{quantity}"
+
+
 def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
     """Return the lowest (``side`` 0) or the highest (``side`` 1) distance from the recipe that a value may have, and
     the reason for this limit.
 
     The reason is a text for the user. It is empty at a natural limit, such as dropout 0.
     """
-    bounds, run = bounds_of(path), recipe.data.tokens
+    of = path if path in WHOLE_RECIPE else _multiplied(recipe, path)
+    bounds, run = bounds_of(of), recipe.data.tokens
     value = point.value_at(recipe, path)
     assert isinstance(value, float)
-    globally = None if path in WHOLE_RECIPE else getattr(recipe.hyperparameters, quantity_of(path))
+    globally = None if of == path else point.value_at(recipe, of)
+    assert globally is None or isinstance(globally, float)
     low, high = (share * (run if bounds.of_run else 1) for share in (bounds.low, bounds.high))
     if path == WARM_UP:
         low = recipe.batch.tokens

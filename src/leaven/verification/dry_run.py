@@ -88,7 +88,8 @@ def two_steps(training: Training, tracker: AllocationTracker, step: Callable[[],
 
     training.optimizer.adam.register_step_pre_hook(gradients)
     step()
-    tracker.mark(training.optimizer.state_dict().values(), "optimizer")
+    averages = training.average.state_dict() if training.average else {}
+    tracker.mark([*training.optimizer.state_dict().values(), *averages.values()], "optimizer")
     tracker.begin()
     step()
     return StepMemory(tracker.now(), tracker.peak())

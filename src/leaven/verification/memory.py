@@ -13,8 +13,8 @@ from typing import Any
 from leaven.documents.checks import MemoryCheckDocument, MemoryCheckRow
 from leaven.errors import InputError
 from leaven.planning.arrangement import Arrangement, parse_layout
-from leaven.planning.hardware import cores
 from leaven.planning.memory import GIB, Memory, stage_memory
+from leaven.planning.this_machine import cores
 from leaven.planning.trainable import require_trainable
 from leaven.planning.training_codes import LEAVEN_BF16, LEAVEN_FP32, TrainingCode
 from leaven.recipe.layout import Layout
@@ -65,6 +65,7 @@ def rehearsal(recipe: Recipe) -> Recipe:
             "layout.compile": False,
             "start": {},
             "stability.noise_scale_every_tokens": None,
+            "average": {"half_life_tokens": 1} if recipe.average else None,  # it begins with the first step
         }
     )
 
@@ -131,7 +132,8 @@ def check_memory(
 def tensors(recipe: Recipe) -> TrainingCode:
     """Return the planner's constants of leaven's trainer, for tensors only."""
     code = LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16
-    return code.tensors_only().with_muon(recipe.hyperparameters.ns_steps)
+    code = code.tensors_only().with_muon(recipe.hyperparameters.ns_steps)
+    return code.averaging(recipe.average is not None)
 
 
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:

@@ -18,7 +18,7 @@ from leaven.catalogue.laws import evaluate
 from leaven.catalogue.runs import PublishedRun
 from leaven.catalogue.terms import read
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import parameter_table
+from leaven.scaling.table import adamw_rows
 from leaven.views import charts, numbers
 from leaven.views.charts import MUTED, Figure
 from leaven.views.render import render
@@ -132,7 +132,7 @@ def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> s
 
 def _values_of(recipe: Recipe) -> dict[str, float]:
     """Return the recipe's value in each chart, by its key. Lr and init std are those of the hidden weights."""
-    case = Case(recipe, parameter_table(recipe.without_muon).rows)
+    case = Case(recipe, adamw_rows(recipe))
     return {"lr": case.hidden("lr"), "batch": case.batch, "tokens": case.tokens, "init": case.init_std}
 
 

@@ -13,7 +13,7 @@ from leaven.catalogue.terms import diff_in_terms
 from leaven.documents.runs import ComparedRun, ComparedValue, ComparisonDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import parameter_table
+from leaven.scaling.table import adamw_rows
 from leaven.views.folders import RunView, read_folder
 from leaven.views.render import render
 from leaven.views.run_charts import colours, run_charts
@@ -125,9 +125,7 @@ def _different(recipes: Sequence[Recipe]) -> list[ComparedValue]:
     own: dict[str, Any] = {}
     others: list[dict[str, Any]] = []
     for recipe in recipes[1:]:
-        rows = diff_in_terms(
-            recipes[0], recipe, lambda one: Case(one, parameter_table(one.without_muon).rows).as_trained
-        )
+        rows = diff_in_terms(recipes[0], recipe, lambda one: Case(one, adamw_rows(one)).as_trained)
         own |= {row.path: row.a for row in rows}
         others.append({row.path: row.b for row in rows})
     return [

@@ -109,6 +109,8 @@ LOST: dict[str, dict[str, Any]] = {
     "model.attention_bias": {"model.attention_bias": "qkv"},
     "hyperparameters.optimizer": {"hyperparameters.optimizer": "adam"},
     "hyperparameters.grad_clip.mode": {"hyperparameters.grad_clip": {"mode": "per-module", "limit": 1.0}},
+    "hyperparameters.z_loss": {"hyperparameters.z_loss": 1e-4},
+    "average": {"average": {"last": 0.2}},
     "hyperparameters.decay_norm_and_bias": {"hyperparameters.decay_norm_and_bias": True},
 }
 

@@ -108,9 +108,15 @@ def test_keys_and_types_are_the_targets(tiny: Recipe, family: str, more: dict[st
 @pytest.mark.parametrize("name", TARGETS)
 def test_losses_are_written_into_the_file(tiny: Recipe, name: str) -> None:
     ramp = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 3_000}
-    lossy = PER_MODULE | {"batch.ramp": ramp, "hyperparameters.grad_clip": {"mode": "running", "limit": 1.0}}
+    lossy = PER_MODULE | {
+        "batch.ramp": ramp,
+        "hyperparameters.grad_clip": {"mode": "running", "limit": 1.0},
+        "hyperparameters.z_loss": 1e-4,
+    }
     exported = export(name, transferred(tiny.replace(lossy)).replace({"start.weights": "wheat"}))
-    assert {"start.weights": "wheat"}.items() <= {loss.key: loss.value for loss in exported.losses}.items()
+    assert {"start.weights": "wheat", "hyperparameters.z_loss": 1e-4}.items() <= {
+        loss.key: loss.value for loss in exported.losses
+    }.items()
     everything = json.dumps(list(exported.files.values()))
     for loss in exported.losses:
         assert json.dumps(json.dumps(loss.text))[3:-3] in everything or json.dumps(loss.text)[1:-1] in everything

@@ -89,12 +89,14 @@ def z_loss(check: Check, case: Case) -> Check | None:
     def has_z_loss(run: PublishedRun) -> bool:
         return bool(run.optim and (run.optim.z_loss or run.optim.z_loss_used))
 
+    if case.recipe.hyperparameters.z_loss:
+        return None
     value, without = case.hidden("lr"), [run for run in case.neighbours if not has_z_loss(run)]
     users = [run for run in case.runs if has_z_loss(run) and (run.peak_lr or 0) >= value / 2]
     highest = max((run.peak_lr or 0.0 for run in without), default=math.inf)
     if not (len(without) > 1 and value > 1.5 * highest and users):
         return None
-    suggestions = [case.at_base("lr", highest, math.floor)]
+    suggestions = [{"hyperparameters.z_loss": 1e-4}, case.at_base("lr", highest, math.floor)]
     facts = {"highest": highest}
     return replace(check, value=value, suggestions=suggestions, runs=users[:5], facts=facts)
 
@@ -128,6 +130,11 @@ def l2_decay(check: Check, case: Case) -> Check | None:
     Published decays are for AdamW, even where a paper writes Adam, so they cannot be compared.
     """
     return check if case.recipe.hyperparameters.optimizer == "adam" and check.value else None
+
+
+def muon(check: Check, case: Case) -> Check | None:
+    """Report the optimizer ``muon``, because the published values are for Adam or AdamW."""
+    return check if case.recipe.hyperparameters.optimizer == "muon" else None
 
 
 def timescale(check: Check, case: Case) -> Check | None:

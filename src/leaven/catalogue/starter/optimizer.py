@@ -6,6 +6,7 @@ from typing import Any
 from leaven.catalogue.laws import critical_batch, lr_at_batch, power_lines_tau
 from leaven.catalogue.neighbours import middle, most_common
 from leaven.catalogue.starter.draft import Evidence, RunSize, StarterDraft
+from leaven.catalogue.terms import term
 from leaven.errors import InputError
 from leaven.recipe.init_std import INITS, usual_std
 from leaven.recipe.shape import BRANCH_ENDS
@@ -150,6 +151,8 @@ def choose_adam(draft: StarterDraft, at: RunSize, batch: int, lr: float) -> None
         draft.decide(path, value, "adam", votes=votes, known=votes is not None, **checked)
         if votes and path != "hyperparameters.grad_clip":
             voters += votes.by
+    if run and (coefficient := term(run, "hyperparameters.z_loss")):
+        draft.decide("hyperparameters.z_loss", coefficient, id=run.id)
     if not run and not at.model.tied_embeddings:
         draft.decide("hyperparameters.modules.embedding.weight_decay", 0.0)
     decay = draft.document["hyperparameters"]["weight_decay"]

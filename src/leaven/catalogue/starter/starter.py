@@ -26,7 +26,7 @@ from leaven.catalogue.starter.batch import batch_ramps, choose_batch, choose_ram
 from leaven.catalogue.starter.draft import RunSize, StarterDraft, StarterRecipes, StarterRequest, find_reference
 from leaven.catalogue.starter.optimizer import choose_adam, choose_lr, choose_schedule
 from leaven.catalogue.starter.shape import choose_shape, decide_shape
-from leaven.catalogue.terms import without_counterpart
+from leaven.catalogue.terms import term, without_counterpart
 from leaven.errors import InputError
 from leaven.recipe.data import STDLIB_TOKENS
 from leaven.recipe.files import explain
@@ -96,7 +96,9 @@ def starter(request: StarterRequest) -> StarterRecipes:
     # The reasons for values that neither laws nor neighbours decide.
     written, defaults = flatten(recipe.model_dump(mode="json", exclude_none=True)), constants("defaults")
     others = {path: defaults[path] for path in written if path in defaults and path not in draft.why}
-    return StarterRecipes(recipe.replace({"why": draft.why | others}), tuple(draft.steps), base.tuning)
+    origin = run or base.tuned
+    source = {name: term(origin, f"model.{name}") for name in ("vocab_size", "seq_len")} if origin else {}
+    return StarterRecipes(recipe.replace({"why": draft.why | others}), tuple(draft.steps), base.tuning, source=source)
 
 
 def untuned(recipe: Recipe) -> Recipe:

@@ -205,12 +205,12 @@ def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -
 
     ``holds`` maps keys of ``[model]`` to the values that the target supports. The first of them replaces a value that
     is not among them. A ``d_attention`` of None means d_model, and is written "d_model" there. Of
-    :meth:`ModelShape.sparse_defaults`, a target supports only the defaults, unless ``holds`` has the key. A target
+    :meth:`ModelShape.added_defaults`, a target supports only the defaults, unless ``holds`` has the key. A target
     without ``holds`` does not describe models.
     """
     changes = {
         key: default
-        for key, default in ModelShape.sparse_defaults().items()
+        for key, default in ModelShape.added_defaults().items()
         if holds and key not in holds and getattr(shape, key) != default
     }
     losses = [

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 from leaven.errors import InputError
-from leaven.planning.hardware import VISIBLE
+from leaven.planning.this_machine import VISIBLE
 from leaven.recipe.files import write_recipe
 from leaven.storage import make_folder, write_text
 from leaven.training.early_stopping import expected, should_prune

@@ -10,15 +10,19 @@ from leaven.documents.runs import RuleDocument, ShowDocument
 from leaven.recipe.init_std import COMPARED, INITS
 from leaven.recipe.units import format_quantity
 from leaven.views import numbers
-from leaven.views.parameters import groups
+from leaven.views.parameters import LayerGroup, groups
 from leaven.views.tables import Column, Fact, Facts, Table
 
 
 def _number(header: str, unit: str = "", quantity: str = "") -> Column:
     """Return a column of numbers of the parameter table: the field ``quantity`` or, by default, ``header``."""
-    return Column(
-        header, lambda group: numbers.value(getattr(group.row, quantity or header)), unit=unit, align="point"
-    )
+    field = quantity or header
+
+    def text(group: LayerGroup) -> str:
+        without = group.row.match and field in {"beta2", "eps"}  # Muon has neither
+        return "-" if without else numbers.value(getattr(group.row, field))
+
+    return Column(header, text, unit=unit, align="point")
 
 
 _PARAMETERS = (

@@ -166,6 +166,10 @@ def advice(folder: Path) -> str:
 def trained(summary: TrainDocument, folder: Path) -> list[str]:
     bits = f" ({summary.bits_per_byte:.4f} bits per byte)" if summary.bits_per_byte is not None else ""
     noise = [f"gradient noise scale {format_quantity(summary.noise_scale)} tokens"] if summary.noise_scale else []
+    if summary.averaged_loss is not None:
+        noise.insert(
+            0, f"{summary.averaged_loss:.4f} nats per token with the averaged weights (export them with --averaged)"
+        )
     return [
         f"{summary.loss:.4f} nats per token{bits} on validation after {format_quantity(summary.tokens)} tokens, "
         f"{summary.steps:,} steps, {format_seconds(summary.seconds)}",

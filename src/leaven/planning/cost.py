@@ -1,0 +1,39 @@
+"""Compute GPU-hours, energy and money of a run on a cluster."""
+
+import re
+
+from leaven.documents.planning import CostRow, Price
+from leaven.errors import InputError
+from leaven.planning.hardware import Cluster
+
+_PRICE = re.compile(r"\s*([^\d\s.,+\-]{0,3})\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([^\d\s.,+\-]{0,3})\s*")
+# Power of the building / power of the boards. 1 counts only the boards: hosts, network and cooling often add 50%, but
+# this differs from place to place.
+_PUE = 1.0
+
+
+def cluster_cost(cluster: Cluster, seconds: float, price: Price | None = None) -> CostRow:
+    """Return the cost of the whole cluster for ``seconds`` seconds, at a ``price`` for one GPU-hour."""
+    gpu_hours, power = seconds / 3_600 * cluster.gpus, cluster.accelerator.power_w
+    return CostRow(
+        days=seconds / 86_400,
+        device="process" if cluster.accelerator.name == "cpu" else "GPU",
+        gpu_hours=gpu_hours,
+        energy_kwh=None if power is None else gpu_hours * power / 1_000 * _PUE,
+        board_power_w=power,
+        pue=_PUE,
+        price_per_gpu_hour=price,
+        money=None if price is None else gpu_hours * price.amount,
+    )
+
+
+def parse_price(text: str) -> Price:
+    """Parse the price of one GPU-hour, such as ``2.5``, ``$2.50`` or ``2.2 EUR``.
+
+    Raises:
+        InputError: if the text is not a price.
+    """
+    match = _PRICE.fullmatch(text)
+    if match is None or (match[1] and match[3]):
+        raise InputError(f"--price {text}: not a price per GPU-hour; write for example 2.50 or $2.50")
+    return Price(amount=float(match[2]), currency=match[1] or match[3])

@@ -1,0 +1,84 @@
+"""Describe the machine that leaven runs on: its processor, memory and GPUs."""
+
+import os
+import platform
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+
+from leaven.documents.catalogue import NumberSource
+from leaven.errors import InputError
+from leaven.planning.accelerators import Accelerator
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # the environment variable with the GPUs that a process may use
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """Return the model name of this machine's processor."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def this_machine() -> Accelerator:
+    """Return the processors of this machine as one accelerator, whose speeds are guesses per core (AVX2)."""
+    from psutil import virtual_memory  # slow to import
+
+    cores = os.cpu_count() or 1
+    rate = 0.05 * cores  # TFLOP/s: 8 lanes x 2 FLOPs x 3 GHz for two logical cores; bf16 is as fast as fp32
+    guess = tuple(
+        NumberSource(group=group, text=f"a guess for {cores} cores", confidence="guess")
+        for group in ("peak", "memory", "board")
+    )
+    return Accelerator(
+        name="cpu",
+        memory_gib=round(virtual_memory().total / 2**30, 1),
+        memory_tb_s=0.01 * cores,
+        link_gb_s=10.0 * cores,
+        network_gb_s=1.0,
+        node_size=1,
+        power_w=5.0 * cores,
+        peaks=(("bf16", rate), ("fp32", rate)),
+        sources=guess,
+        note="guessed from the number of cores; --measure calibrates the time of a step, the peak stays a guess",
+    )
+
+
+def devices_here() -> tuple[str, ...]:
+    """Return the names of the GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``. As in CUDA, -1 ends
+    them."""
+    if (visible := os.environ.get(VISIBLE)) is not None:
+        names = takewhile(lambda name: not name.startswith("-"), map(str.strip, visible.split(",")))
+        return tuple(dict.fromkeys(name for name in names if name))
+    return tuple(map(str, range(gpus_here())))
+
+
+def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:
+    """Return the GPUs of every worker, as in ``CUDA_VISIBLE_DEVICES``. A worker has ``each`` GPUs of its own.
+
+    Args:
+        workers: the number of workers; None for as many as there are GPUs for.
+
+    Raises:
+        InputError: if this process may use fewer GPUs.
+    """
+    here = devices_here()
+    most = len(here) // each
+    if (workers or 1) > most:
+        count = f"{len(here)} GPU{'s' if len(here) > 1 else ''} here, and every worker needs {each} of its own"
+        change = "give the number of workers" if workers is None and each == 1 else "change devices"
+        hint = f"give --workers {most} or fewer" if most else f"{change}, or name the GPUs in {VISIBLE}"
+        raise InputError(f"--workers {workers or 'auto'}: {count if here else 'no GPU here'}; {hint}")
+    return tuple(",".join(here[first : first + each]) for first in range(0, (workers or most) * each, each))
+
+
+def gpus_here() -> int:
+    """Return the number of NVIDIA GPUs of this machine, counted by device files so that torch is not imported."""
+    return sum(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev")) if os.path.isdir("/dev") else 0

@@ -1,0 +1,65 @@
+"""Keeps the average of a run's weights beside them (:class:`leaven.recipe.recipe.Average`)."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from leaven.distributed.sharded_model import ShardedModel
+from leaven.model.kernels import lerp_
+
+AVERAGE = "average"
+"""A checkpoint has the average of a parameter beside its moments, under this kind and the parameter's name."""
+
+
+class WeightAverage:
+    """The average of the weights. Each process keeps the average of the blocks of parameters that it updates, so
+    nothing is gathered."""
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._model = model
+        self._average: list[Tensor] = []  # in the order of ``local_parameters``; empty until the average begins
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._average)
+
+    @torch.no_grad()
+    def add(self, share: float) -> None:
+        """Give the current weights this share of the average. The first weights are the average themselves."""
+        weights = [parameter.detach() for parameter in self._model.local_parameters]
+        if self._average:
+            lerp_(self._average, weights, share)
+        else:
+            self._average = [weight.clone() for weight in weights]
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Put the average into the model, and afterwards the weights back."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for average, weights in zip(self._average, self._model.local_parameters, strict=True):
+            held = weights.clone()
+            weights.copy_(average)
+            average.copy_(held)
+        self._model.drop_gathered()
+
+    def state_dict(self) -> dict[tuple[str, str], Tensor]:
+        """Return the average by (kind, parameter name), as the optimizer returns its moments."""
+        names = [each.row.name for each in self._model.parameters] if self._average else []
+        return {(AVERAGE, name): average for name, average in zip(names, self._average, strict=True)}
+
+    def load_state_dict(self, state: Mapping[tuple[str, str], Tensor]) -> None:
+        """Restore the average. If ``state`` has none, it begins with the next weights."""
+        self._average = [
+            state[AVERAGE, each.row.name].to(each.local, copy=True)
+            for each in self._model.parameters
+            if (AVERAGE, each.row.name) in state
+        ]
