@@ -1,6 +1,6 @@
 """Compare a stack of trials with one trial at a time on this device: `python -m benchmarks.stacked [--device cuda]`.
 
-A stack (benchmarks/tuning/stack.py) trains several trials at the same time as one batched model. `one` is leaven's
+A stack (leaven.training.stack) trains several trials at the same time as one batched model. `one` is leaven's
 engine, as `leaven tune` trains a trial; `one, compiled` is the same with compiled blocks. First, the losses of short
 runs in a stack are compared with those of the engine in fp32. Then the speed is measured in tokens per second of all
 trials together, as the median of the repeats with their range.
@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from benchmarks.tuning.stack import Stack
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
+from leaven.training.stack import Stack
 
 PROXY = Path(__file__).parent / "tuning" / "proxy.toml"
 CHECKED = 20  # steps of the short runs

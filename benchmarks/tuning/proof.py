@@ -1,6 +1,6 @@
 """Measure on a GPU whether tuning by module pays and transfers: `python -m benchmarks.tuning.proof FOLDER`.
 
-Two methods with the same FLOPs, and several searches of each, all at once in one stack of trials (``stack.py``):
+Two methods with the same FLOPs, and several searches of each, all at once in one stack of trials:
 
 - ``global``: all trials over the global values;
 - ``per-module``: a third over the global values, then from their best the rest over the values by module, which know
@@ -34,7 +34,6 @@ from pathlib import Path
 import torch
 from benchmarks.tuning.__main__ import PROXY, unpinned, whole
 from benchmarks.tuning.__main__ import mean as mean_of
-from benchmarks.tuning.stack import Stack
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.planning.flops import flops_per_token
@@ -43,6 +42,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
 from leaven.storage import write_text
 from leaven.training.outcome import Outcome
+from leaven.training.stack import Stack
 from leaven.tuning.point import BATCH, recipe_at
 from leaven.tuning.service.recipe_study import Study
 from leaven.tuning.service.search_loop import Proposal

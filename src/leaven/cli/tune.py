@@ -1,5 +1,6 @@
 """Define the command ``leaven tune``."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -104,14 +105,20 @@ def tune(
             _workers,
             "COUNT|auto",
             "Number of trials at once. leaven's own trainer uses one process with one thread for each. auto: one for "
-            "each GPU of this machine, with this GPU in CUDA_VISIBLE_DEVICES. Workers of a recipe share no GPU.",
+            "each GPU of this machine, with this GPU in CUDA_VISIBLE_DEVICES; where it was measured to be faster, a "
+            "worker trains several trials at once, as with --stack. Workers of a recipe share no GPU.",
             "one per core, or 1 on a GPU or for a command",
         ),
     ] = None,
     stack: Annotated[
         int | None,
         typer.Option(
-            min=1, hidden=True, help="Resume a study that was started with --stack (several trials in one process)."
+            metavar="COUNT",
+            min=1,
+            help="Number of trials that a worker trains at once, as one batched model: many times faster for small "
+            "models on a GPU, but not on a CPU. Batch size, run length and dropout are then not searched. More than "
+            "1/12 of --trials at once makes the search worse.",
+            show_default="1; with --workers auto, chosen",
         ),
     ] = None,
     durations: Annotated[
@@ -178,7 +185,7 @@ def tune(
     if not study:
         raise InputError("--study is empty; give a folder, or the URL of a database")
     url, folder = (study, out or Path("studies", searched.name)) if "://" in study else (None, Path(study))
-    devices = _devices(workers, run)
+    asked, devices = workers, _devices(workers, run)
     workers = len(devices) or workers or (1 if run else _usual_workers())
     given: dict[str, Any] = {"noise": noise, "from_study": from_study}
     if run is not None:
@@ -186,12 +193,16 @@ def tune(
         study_of.check_budget(trials, hours)
     else:
         given["durations"] = durations or ()
-        study_of = _study_of_recipe(context, around, method, folder, url, {"trials": trials, **budget}, stack, given)
+        if (stack or 1) > 1:
+            require_alone(context, "--stack", "durations")
+            around = _as_of_stacks(around)
+        gpus = len(devices) if asked == AUTO and stack is None else 0
+        study_of = _study_of_recipe(around, method, folder, url, {"trials": trials, **budget}, stack, gpus, given)
     try:
         with stop_on_signal() as stop, study_of as opened:
             for path, reason in opened.space.left_out:
                 errors.print(f"not searched: {path}: {reason}")
-            with TuneScreen(opened.state(), trials, workers, **budget) as screen:
+            with TuneScreen(opened.state(), trials, workers, **budget, stack=opened.stack) as screen:
                 state = opened.run(trials, workers, **budget, devices=devices, screen=screen, stop=stop)
             interrupted = stop()
     except StoreGone as gone:
@@ -258,14 +269,35 @@ def _usual_workers() -> int:
     return cores() if default_device().type == "cpu" else 1
 
 
+def _at_once(searched: "Space", durations: Sequence[int], trials: int | None, stack: int | None, gpus: int) -> int:
+    """Return how many trials a worker trains at once, and print the reason.
+
+    ``gpus`` is the number of GPUs if leaven chooses how many trials each of them trains at once, and otherwise 0.
+    """
+    from leaven.training.device import default_device, free_memory
+    from leaven.tuning.service.recipe_study import stack_size, why_not_stacked
+
+    device = default_device()
+    if stack is not None and stack > 1:
+        if why := "mps has no float64" if device.type == "mps" else why_not_stacked(searched, durations):
+            errors.print(f"each worker trains one trial at a time: {why}")
+        return 1 if why else stack
+    if not gpus or device.type != "cuda":
+        return 1
+    size, why = stack_size(searched, durations, trials, gpus, lambda: free_memory(device))
+    number = "one trial at a time" if size == 1 else f"{size} trials at once"
+    errors.print(f"each GPU trains {number}: {why}")
+    return size
+
+
 def _study_of_recipe(
-    context: typer.Context,
     searched: "Space",
     method: str,
     folder: Path,
     url: str | None,
     budget: dict[str, Any],
     stack: int | None,
+    gpus: int,
     given: dict[str, Any],
 ) -> "Study":
     """Return the study in which leaven's own trainer trains a recipe. Its text is prepared if necessary."""
@@ -273,11 +305,9 @@ def _study_of_recipe(
 
     recipe = searched.recipe
     check_request(recipe, searched, method, **budget, **given)
-    if (stack or 1) > 1:
-        require_alone(context, "--stack", "durations")
-        searched = _as_of_stacks(searched)
+    at_once = _at_once(searched, given["durations"], budget["trials"], stack, gpus)
     tokens = prepare_text(recipe.data, recipe.model.vocab_size)
-    return Study(folder, recipe, searched, method, tokens, url, **given)
+    return Study(folder, recipe, searched, method, tokens, url, **given, stack=at_once)
 
 
 def _with_laws(space: "Space") -> "Space":
@@ -306,16 +336,13 @@ def _with_laws(space: "Space") -> "Space":
 
 
 def _as_of_stacks(space: "Space") -> "Space":
-    """Return the search space of a study that was started with the obsolete option --stack, to resume the study.
+    """Return the search space of a study with --stack.
 
-    With --stack, a process trained several trials at once. The trials needed one batch size, one duration and no
-    dropout, so the space does not contain batch size, duration and dropout.
+    Trials that are trained at once have one batch size, one duration and no dropout, so the space does not contain
+    batch size, duration and dropout.
     """
     from leaven.tuning.point import BATCH, DROPOUT, TOKENS
 
-    errors.print(
-        "--stack is obsolete, because each worker now runs one trial; set --workers to run more trials at once"
-    )
     for path, need in ((BATCH, "the same batch size"), (TOKENS, "the same duration"), (DROPOUT, "no dropout")):
         space = space.without(path, f"stacked trials must have {need}")
     return space

@@ -23,7 +23,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -40,6 +40,9 @@ from leaven.training.engine import Training
 from leaven.training.loop import Callback, Diverged, Loop, StepResult
 from leaven.training.outcome import Baseline, Curve, Outcome, curve_of, this_process
 from leaven.training.run_folder import checkpoints
+
+if TYPE_CHECKING:
+    from leaven.training.stack import Stack
 
 Result = TypeVar("Result")
 
@@ -74,9 +77,7 @@ def train_trial(
     if baseline is not None and comparable(baseline, trunk.data.tokens):
         callbacks.append(Pruning(monitor, baseline, trunk.schedule.warmup_tokens))
     if checkpoint is not None:
-        inputs = [each.model_dump(mode="json", exclude={"name", "why"}) for each in (trunk, *branches)]
-        computed_from = json.dumps([inputs, tokens.fingerprint], sort_keys=True).encode()
-        folder = checkpoint / blake2b(computed_from, digest_size=12).hexdigest()
+        folder = checkpoint_folder(checkpoint, (trunk, *branches), tokens)
         saving = TrialCheckpoint(training, folder, checkpoint_seconds, callbacks)
         saving.resume()
         callbacks = [*callbacks, saving]
@@ -100,6 +101,13 @@ def train_trial(
         branches=cooldowns.ended,
         worker=this_process(),
     )
+
+
+def checkpoint_folder(folder: Path, recipes: Sequence[Recipe], tokens: TokenSet) -> Path:
+    """Return where in ``folder`` the checkpoints of trials with these recipes and tokens are."""
+    inputs = [each.model_dump(mode="json", exclude={"name", "why"}) for each in recipes]
+    computed_from = json.dumps([inputs, tokens.fingerprint], sort_keys=True).encode()
+    return folder / blake2b(computed_from, digest_size=12).hexdigest()
 
 
 def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> list[Recipe]:
@@ -186,7 +194,9 @@ class TrialCheckpoint(Callback):
     """Writes a checkpoint of a trial at a fixed interval in seconds. If the disk is full, the trial continues without
     a new checkpoint."""
 
-    def __init__(self, training: Training, folder: Path, every_seconds: float, callbacks: Sequence[Callback]) -> None:
+    def __init__(
+        self, training: "Training | Stack", folder: Path, every_seconds: float, callbacks: Sequence[Callback]
+    ) -> None:
         self._training, self._folder, self._every, self._callbacks = training, folder, every_seconds, callbacks
         self._last = time.monotonic()
 

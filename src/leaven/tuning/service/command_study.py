@@ -21,7 +21,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Self
@@ -36,7 +36,7 @@ from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, fi
 from leaven.tuning.point import Value, recipe_at
 from leaven.tuning.service.losses import read_losses, why_none
 from leaven.tuning.service.processes import Commands
-from leaven.tuning.service.search_loop import Objective, Proposal, TrialReleased, WorkerDied
+from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
 from leaven.tuning.service.study import BaseStudy
 from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import StudyDocument
@@ -282,8 +282,9 @@ class CommandStudy(BaseStudy):
                 raise InputError(f"{self._name} runs its command in another folder; type cd {folder} first")
         return opened
 
-    def _trainer(self, devices: Sequence[str | None], checkpoint_seconds: float) -> AbstractContextManager[Objective]:
-        return CommandTrainer(
+    @contextmanager
+    def _trainer(self, devices: Sequence[str | None], checkpoint_seconds: float) -> Iterator[Objectives]:
+        with CommandTrainer(
             self._command,
             self.space,
             self.out / TRIALS,
@@ -291,7 +292,8 @@ class CommandStudy(BaseStudy):
             works=any(run.finished for run in self._stored.runs),
             stop=self._stop,
             note=self._screen.note,
-        )
+        ) as trainer:
+            yield lambda proposals: [trainer(each) for each in proposals]
 
     def state(self) -> StudyDocument:
         state = super().state()

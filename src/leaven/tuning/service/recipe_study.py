@@ -3,11 +3,12 @@
 import math
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from leaven.data.tokens import TokenSet
 from leaven.errors import InputError
@@ -15,15 +16,23 @@ from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import check_trainable
 from leaven.training.outcome import Outcome
+from leaven.training.stack import MOST, most_trials, refusal, train_stack
 from leaven.training.trial import WorkerPool, branches_of, cooldown_start, train_trial
 from leaven.tuning.earlier_study import earlier_trials
-from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, recipe_at
-from leaven.tuning.service.search_loop import Objective, Proposal, TrialReleased, WorkerDied
+from leaven.tuning.point import BATCH, COOLDOWN, DECAY, DROPOUT, OPTIMIZER, TOKENS, WARM_UP, recipe_at
+from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
 from leaven.tuning.service.search_plan import Budget, check_search, known_runs
 from leaven.tuning.service.study import CHECKPOINTS, BaseStudy
 from leaven.tuning.space import Space
 
 POLL = 0.25  # seconds between looks at whether to stop
+# At most 1/12 of the trials are trained at once, so that there are twelve rounds of proposals or more, because the
+# trials of a round are proposed without each other's losses. With larger rounds, the answer of a search of 48 trials
+# is clearly worse (benchmarks/parallel_trials.py, docs/log.md).
+ROUNDS = 12
+# FLOPs of a step of one trial. Up to this size, a stack on a GPU was measured to be faster than single trials: 256
+# wide, 4 blocks, 1,280 tokens a step (docs/log.md). A larger trial may fill a GPU alone.
+MEASURED = 2.8e10
 
 
 def check_request(
@@ -67,8 +76,44 @@ def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
     return space.within_near() if method == "grid" else space
 
 
+def why_not_stacked(space: Space, durations: Sequence[int]) -> str | None:
+    """Return why a stack cannot train the trials of a study, or None if it can."""
+    if durations:
+        return "a stack trains one duration"
+    if varied := [path for path in (BATCH, TOKENS, DROPOUT, OPTIMIZER) if path in space.paths]:
+        return f"the search varies {varied[0]}"
+    setting = refusal(space.recipe)
+    return setting and f"a stack cannot train {setting}"
+
+
+def stack_size(
+    space: Space, durations: Sequence[int], trials: int | None, gpus: int, free: Callable[[], float]
+) -> tuple[int, str]:
+    """Return how many trials each of ``gpus`` GPUs trains at once, and the reason as text.
+
+    The result is above 1 only where a stack was measured to be faster.
+
+    Args:
+        trials: the number of trials in the budget, if it is known.
+        free: a function that returns the free bytes of a GPU.
+    """
+    recipe, why = space.recipe, why_not_stacked(space, durations)
+    if why is None and flops_per_token(recipe.model) * recipe.batch.tokens > MEASURED:
+        why = f"a stack was not measured for steps of more than {MEASURED:.2g} FLOPs"
+    if why is not None or trials is None:
+        return 1, why or "the number of trials is unknown; give --trials, or --stack"
+    if (share := trials // (ROUNDS * gpus)) < 2:
+        return 1, f"{trials} trials are too few for a stack"
+    if (fitting := most_trials(recipe, free())) < 2:
+        return 1, "two do not fit into its memory"
+    if fitting < share:
+        return fitting, f"a stack, of as many as {'were measured' if fitting == MOST else 'fit into its memory'}"
+    return share, f"a stack, 1/{ROUNDS * gpus} of all trials"
+
+
 class TrialTrainer:
-    """The objective of a study: trains the recipe with the values of a proposal in a worker process.
+    """The objective of a study: trains the recipe with the values of a proposal in a worker process, or with those
+    of several proposals at once.
 
     As a context manager it starts a process with one thread for each worker, and ends them at the end.
 
@@ -77,6 +122,8 @@ class TrialTrainer:
         devices: the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None if a worker may use all.
         stop: a function that returns true when the trials are to be released.
         checkpoint_seconds: seconds between checkpoints of a trial.
+        stack: number of trials that a worker trains at once. If it is above 1, no trial is pruned, because the others
+            would not end earlier.
     """
 
     def __init__(  # noqa: PLR0917 - one of each
@@ -88,7 +135,9 @@ class TrialTrainer:
         devices: Sequence[str | None],
         stop: Callable[[], bool],
         checkpoint_seconds: float,
+        stack: int = 1,
     ) -> None:
+        self._stack = stack
         self._recipe, self._tokens, self._durations, self._folder = space.recipe, tokens, durations, folder
         # Loss curves with other cooldowns cannot be compared.
         self._prunes = COOLDOWN not in space.paths
@@ -104,33 +153,44 @@ class TrialTrainer:
         self._leaving.set()
         self._held.close()
 
-    def __call__(self, proposal: Proposal) -> Outcome:
-        """Train a proposal and return the outcome.
+    def __call__(self, proposals: Sequence[Proposal]) -> list[Outcome]:
+        """Train the proposals of a worker and return their outcomes.
 
         Raises:
             TrialReleased: if the search is stopped during the training.
             WorkerDied: if the process died.
         """
-        try:
-            recipe = recipe_at(self._recipe, proposal, self._recipe.data.seed + proposal.seed)
-            branches_of(recipe, self._durations, self._tokens)
-        except ValueError:  # an invalid recipe: lr x weight_decay above 1, or a warm-up beyond the shortest duration
-            return Outcome(math.inf)
-        future = self._pools[proposal.worker].submit(
-            train_trial,
-            recipe,
-            baseline=proposal.baseline if self._prunes else None,
-            checkpoint=self._checkpoint(proposal),
-            durations=self._durations,
-            checkpoint_seconds=self._checkpoint_seconds,
-        )
+        recipes: dict[int, Recipe] = {}  # those that are valid, by index
+        for k, proposal in enumerate(proposals):
+            # An invalid recipe has lr x weight_decay above 1, or a warm-up beyond the shortest duration.
+            with suppress(ValueError):
+                recipe = recipe_at(self._recipe, proposal, self._recipe.data.seed + proposal.seed)
+                branches_of(recipe, self._durations, self._tokens)
+                recipes[k] = recipe
+        trained = self._train(proposals[0], list(recipes.values())) if recipes else []
+        found = dict(zip(recipes, trained, strict=True))
+        return [found.get(k, Outcome(math.inf)) for k in range(len(proposals))]
+
+    def _train(self, first: Proposal, recipes: list[Recipe]) -> list[Outcome]:
+        pool = self._pools[first.worker]
+        saving: dict[str, Any] = {
+            "checkpoint": self._checkpoint(first),
+            "checkpoint_seconds": self._checkpoint_seconds,
+        }
+        future: Future[Any]
+        if self._stack > 1:
+            future = pool.submit(train_stack, recipes, self._stack, **saving)
+        else:
+            baseline = first.baseline if self._prunes else None
+            future = pool.submit(train_trial, *recipes, baseline=baseline, durations=self._durations, **saving)
         while not wait([future], timeout=POLL).done:
             if self._stop() or self._leaving.is_set():
                 raise TrialReleased
         try:
-            return future.result()
+            found: Outcome | list[Outcome] = future.result()
         except BrokenProcessPool:
             raise WorkerDied from None
+        return found if isinstance(found, list) else [found]
 
     def _checkpoint(self, proposal: Proposal) -> Path:
         """Return the checkpoint folder for this attempt at a run. The checkpoint of an earlier attempt, if any, is
@@ -152,6 +212,7 @@ class Study(BaseStudy):
     Args:
         durations: run lengths in tokens. Each trial trains and compares all of them, and its loss is that of the
             longest.
+        stack: number of trials that a worker trains at once (``training/stack.py``).
 
     Raises:
         InputError: if the recipe cannot be trained on the tokens; see also :class:`BaseStudy`.
@@ -171,7 +232,9 @@ class Study(BaseStudy):
         durations: Sequence[int] = (),
         noise: float | None = None,
         from_study: Path | None = None,
+        stack: int = 1,
     ) -> None:
+        self.stack = stack
         check_trainable(recipe, tokens)
         *branches, longest = branches_of(recipe, durations, tokens) or [recipe]
         cooldowns = sum(branch.data.tokens - cooldown_start(branch) for branch in branches)
@@ -194,8 +257,10 @@ class Study(BaseStudy):
             about={"durations": tuple(durations)},
         )
 
-    def _trainer(self, devices: Sequence[str | None], checkpoint_seconds: float) -> AbstractContextManager[Objective]:
+    def _trainer(
+        self, devices: Sequence[str | None], checkpoint_seconds: float
+    ) -> AbstractContextManager[Objectives]:
         folder = self.out / CHECKPOINTS
         return TrialTrainer(
-            self.space, self._tokens, self._durations, folder, devices, self._stop, checkpoint_seconds
+            self.space, self._tokens, self._durations, folder, devices, self._stop, checkpoint_seconds, self.stack
         )

@@ -13,6 +13,7 @@ from optuna.storages import BaseStorage
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from leaven.errors import InputError
+from leaven.training.outcome import Outcome
 from leaven.tuning.algorithm.noise import interval_of_mean
 from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes, loss_of, results
@@ -160,7 +161,11 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         noise=noise,
     )
     plan = SearchPlan(stored.axes, method, seed, budget, noise, stop_at_noise)
-    with SearchLoop(plan, stored, objective, given.workers, stop, given.lease_seconds) as loop:
+
+    def of_one(proposals: Sequence[Proposal]) -> list[float | Outcome]:
+        return [objective(each) for each in proposals]
+
+    with SearchLoop(plan, stored, of_one, given.workers, stop, given.lease_seconds) as loop:
         for event in loop:
             if watch is not None:
                 watch.started(event) if isinstance(event, Proposal) else watch.ended(event)

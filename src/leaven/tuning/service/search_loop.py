@@ -7,9 +7,10 @@ not changed for ``lease_seconds`` is dead (``leases.py``), and other commands re
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from itertools import chain
 from typing import Any, cast
 
 from optuna.trial import TrialState
@@ -76,10 +77,13 @@ class TrialReleased(Exception):
 
 
 Objective = Callable[[Any], float | Outcome]  # of a Proposal, which is a dict[str, float]
+Objectives = Callable[[Sequence[Proposal]], Sequence[float | Outcome]]  # of the proposals that a worker runs at once
 
 
 class SearchLoop:
     """Runs the trials of a plan in threads, and writes their results to the store.
+
+    A thread runs ``stack`` trials at once. It gets fewer if the plan has no further run until a running trial ends.
 
         with SearchLoop(...) as loop:
             for event in loop:
@@ -95,17 +99,19 @@ class SearchLoop:
         self,
         plan: SearchPlan,
         stored: StoredStudy,
-        objective: Objective,
+        objectives: Objectives,
         workers: int,
         stop: Callable[[], bool],
         lease_seconds: float,
+        stack: int = 1,
     ) -> None:
         self.runs: list[Evaluation] = []
-        self._plan, self._stored, self._objective, self._stop = plan, stored, objective, stop
+        self._plan, self._stored, self._objectives, self._stop = plan, stored, objectives, stop
         self._sampler = None if by_surrogate(plan.method) else SeededSampler(plan.method, plan.axes, plan.seed)
         self._leases = Leases(stored.store, stored.id, lease_seconds)
         self._pool, self._free = ThreadPoolExecutor(workers), list(reversed(range(workers)))
-        self._pending: dict[Future[float | Outcome], Proposal] = {}
+        self._stack, self._next = stack, list[Proposal]()  # the proposals of the next free thread so far
+        self._pending: dict[Future[Sequence[float | Outcome]], list[Proposal]] = {}
         self._error: Exception | None = None  # raised by the objective
         self._ended: list[int] = []  # numbers of trials that have ended since the last event
 
@@ -117,7 +123,7 @@ class SearchLoop:
         try:
             self._pool.shutdown(wait=error is None, cancel_futures=error is not None)
             if error is not None and not isinstance(error, StoreGone):
-                for proposal in self._pending.values():
+                for proposal in chain(self._next, *self._pending.values()):
                     self._stored.close(proposal.number, released=True)
         finally:
             self._leases.__exit__()
@@ -131,6 +137,8 @@ class SearchLoop:
             if request is not None:
                 if (proposal := self._begin(request)) is not None:
                     yield proposal
+            elif self._next:  # no other run can start now
+                self._submit()
             elif self._ended:  # after all workers have got work, because handling the event may be slow
                 ended, self._ended = self._ended, []
                 yield ended
@@ -158,31 +166,42 @@ class SearchLoop:
         return sum(not job.startswith("retry:") for job in jobs_of(trials))
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
-        """Start a trial in a free thread. Return None if another command runs it."""
+        """Start a trial in a free thread, once there are ``stack`` of them. Return None if another command runs
+        it."""
         if (created := self._stored.create(request, self._leases.node, self._sampler)) is None:
             return None
         number, point = created
         best = self._plan.baseline(self.runs, point) if request.purpose == "search" else None
         origin = int(request.attributes.get(RETRY_OF, number))
-        proposal = Proposal(point, number, request.seed, origin, best, worker=self._free.pop())
-        self._pending[self._pool.submit(self._objective, proposal)] = proposal
+        proposal = Proposal(point, number, request.seed, origin, best, worker=self._free[-1])
+        self._next.append(proposal)
+        if len(self._next) == self._stack:
+            self._submit()
         return proposal
 
-    def _end(self, proposal: Proposal, future: "Future[float | Outcome]") -> None:
-        self._free.append(proposal.worker)
+    def _submit(self) -> None:
+        proposals, self._next = self._next, []
+        self._free.pop()
+        self._pending[self._pool.submit(self._objectives, proposals)] = proposals
+
+    def _end(self, proposals: Sequence[Proposal], future: "Future[Sequence[float | Outcome]]") -> None:
+        self._free.append(proposals[0].worker)
         try:
-            outcome = _outcome(future.result())
+            outcomes = [_outcome(result) for result in future.result()]
         except WorkerDied:
-            self._stored.close(proposal.number)
+            for proposal in proposals:
+                self._stored.close(proposal.number)
         except BaseException as error:
-            self._stored.close(proposal.number, released=True)
+            for proposal in proposals:
+                self._stored.close(proposal.number, released=True)
             if not isinstance(error, Exception):  # for example SystemExit
                 raise
             if not isinstance(error, TrialReleased):
                 self._error = error
         else:
-            if self._stored.record(proposal.number, outcome):
-                self._ended.append(proposal.number)
+            for proposal, outcome in zip(proposals, outcomes, strict=True):
+                if self._stored.record(proposal.number, outcome):
+                    self._ended.append(proposal.number)
 
 
 def _outcome(result: object) -> Outcome:

@@ -12,8 +12,9 @@ a run: if its process dies, another trial retries the run.
 2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used. The loop asks the
    plan (**search_plan.py**) for the next run: the start, a proposal of the search (**algorithm/trust_region.py**) or
    the best points again. :class:`TrialTrainer` (**recipe_study.py**) trains the run in a worker process
-   (``training/trial.py``); in a study over a command, ``CommandTrainer`` runs the command (``command_study.py``). A
-   trial ends early if it diverges, or if it is pruned because it is so far behind the best trial that it cannot win
+   (``training/trial.py``), or several runs at once (``training/stack.py``); in a study over a command,
+   ``CommandTrainer`` runs the command (``command_study.py``). A trial ends
+   early if it diverges, or if it is pruned because it is so far behind the best trial that it cannot win
    (``training/early_stopping.py``). Pruning begins once the noise is known from 3 seeds, or is given. A search with
    many trials also ends when several rounds gained less than the noise (``Region.stalled``).
 3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). It is measured by running
@@ -59,7 +60,7 @@ from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.trust_region import radius_of, results
 from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.service.samplers import ped_anova
-from leaven.tuning.service.search_loop import Objective, Proposal, SearchLoop
+from leaven.tuning.service.search_loop import Objectives, Proposal, SearchLoop
 from leaven.tuning.service.search_plan import Budget, SearchPlan, by_surrogate, check_search, known_runs
 from leaven.tuning.service.stored_study import join_study
 from leaven.tuning.service.stores import StoreGone, exists, open_store
@@ -109,6 +110,8 @@ class BaseStudy(ABC):
             store is missing or contains another study; the folder is then unchanged.
     """
 
+    stack = 1  # number of trials that a worker trains at once
+
     def __init__(
         self,
         out: Path,
@@ -141,8 +144,11 @@ class BaseStudy(ABC):
         self._check_folder()
 
     @abstractmethod
-    def _trainer(self, devices: Sequence[str | None], checkpoint_seconds: float) -> AbstractContextManager[Objective]:
-        """Return the objective, which computes the loss of a trial in one thread for each of the ``devices``."""
+    def _trainer(
+        self, devices: Sequence[str | None], checkpoint_seconds: float
+    ) -> AbstractContextManager[Objectives]:
+        """Return the objective, which computes the losses of up to ``stack`` trials at once, in one thread for each
+        of the ``devices``."""
 
     def _check_folder(self) -> None:
         out = self.out.absolute()
@@ -247,7 +253,7 @@ class BaseStudy(ABC):
 
         Args:
             trials, flops, hours: see :class:`leaven.tuning.service.search_plan.Budget`.
-            workers: number of trials at once.
+            workers: number of trials at once, or of stacks of trials.
             devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; by default every worker may use all.
             checkpoint_seconds: seconds between checkpoints of a trial.
 
@@ -260,7 +266,7 @@ class BaseStudy(ABC):
         plan = SearchPlan(self._stored.axes, self.method, seed, budget, self._stored.noise, stop_at_noise)
         with (
             self._trainer(devices or [None] * workers, checkpoint_seconds) as trainer,
-            SearchLoop(plan, self._stored, trainer, workers, stop, lease_seconds) as loop,
+            SearchLoop(plan, self._stored, trainer, workers, stop, lease_seconds, self.stack) as loop,
         ):
             for event in loop:
                 if isinstance(event, Proposal):

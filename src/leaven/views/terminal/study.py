@@ -45,9 +45,10 @@ class TuneScreen(LiveScreen):
         *,
         flops: float | None = None,
         hours: float | None = None,
+        stack: int = 1,
     ) -> None:
         super().__init__(COLUMNS)
-        self._state, self._trials, self._workers = state, trials, workers
+        self._state, self._trials, self._workers, self._stack = state, trials, workers, stack
         self._flops, self._hours = flops, hours
         self._shown = {trial.number for trial in _ended(state)}
         self._running: dict[int, tuple[str, float]] = {}  # (worker, start in Unix time) by number of the trial
@@ -152,7 +153,7 @@ class TuneScreen(LiveScreen):
         usual, left = self._usual(), list[float]()
         if usual is None:
             return ""
-        rate = self._workers / usual  # trials per second
+        rate = self._workers * self._stack / usual  # trials per second
         if self._trials is not None:
             left.append((self._trials - len(self._shown)) / rate)
         spent = [trial.flops for trial in self._state.trials if trial.flops]
@@ -173,7 +174,8 @@ class TuneScreen(LiveScreen):
         parts.append(self._done())
         parts += points.counts(state).values()
         parts += [noise] if (noise := _noise(state)) else []
-        parts.append(f"{self._workers} workers" if self._workers > 1 else "1 worker")
+        at_once = f", {self._stack} trials at once" if self._stack > 1 else ""
+        parts.append((f"{self._workers} workers" if self._workers > 1 else "1 worker") + at_once)
         return [*parts, left] if (left := self._time_left()) else [*parts]
 
 

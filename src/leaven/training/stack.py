@@ -2,43 +2,157 @@
 
 Every tensor has a leading dimension K, one entry a recipe, and every product is a batched one, so that models too
 small to fill a GPU fill it together. On CUDA the forward and backward pass is compiled and a step is one CUDA graph.
-The recipes share shape, batch and number of tokens. They may differ in hyperparameters, warm-up and seed.
+The recipes share shape, batch and number of tokens. They may differ in hyperparameters, schedule and seed.
 
-This is a second trainer, for benchmarks only. tests/benchmarks/test_stack.py holds its losses against those of
+This is a second trainer, because a stack of 48 small models on a GPU was 36 times as fast as eight processes
+(docs/log.md); on a processor nothing is gained. tests/training/test_stack.py compares its losses with those of
 leaven's engine. Shapes: K recipes, B sequences, T tokens, D d_model, H heads, E entries of a head, V vocabulary.
 """
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leaven.data.tokens import TokenSet
+from leaven.data.tokens import TokenSet, prepare
 from leaven.model.initialisation import fill
+from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import ModelShape
 from leaven.scaling.table import parameter_table
-from leaven.training.device import DTYPES
+from leaven.training.checkpoint import Checkpoint, Progress
+from leaven.training.device import DTYPES, default_device
+from leaven.training.early_stopping import POINTS, DivergenceMonitor
+from leaven.training.loop import Diverged, StepResult
+from leaven.training.micro_batch import needed_memory
+from leaven.training.outcome import Outcome, this_process
+from leaven.training.trial import TrialCheckpoint, checkpoint_folder
 
 VALUES = ("lr", "weight_decay", "beta1", "beta2", "eps")
 WARM = 3  # steps before the capture of a graph
+MOST = 64  # trials, the largest stack that was measured
+MEMORY = 0.5  # share of the free memory that a stack may need by the planner's formula
+# The only values of these settings that a stack can train.
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "model.norm": ("rmsnorm",),
+    "model.activation": ("swiglu",),
+    "model.positions": ("rope",),
+    "model.qk_norm_per_head": (False,),
+    "model.embedding_norm": (False,),
+    "model.bias": (False,),
+    "model.dropout": (0.0,),
+    **{f"model.{key}": (value,) for key, value in ModelShape.added_defaults().items()},
+    "hyperparameters.optimizer": ("adamw",),
+    "hyperparameters.grad_clip.mode": ("global",),
+    "hyperparameters.z_loss": (0.0,),
+    "batch.ramp": (None,),
+    "batch.stages": ((),),
+    "data.documents": ("packed",),
+    "start.folder": (None,),
+    "precision.compute": ("fp32", "bf16"),
+    "stability.on_spike": ("rollback", "skip", "stop"),  # steps without a finite gradient are not skipped
+}
+
+
+def refusal(recipe: Recipe) -> str | None:
+    """Return the first setting of a recipe that a stack cannot train, as text. Return None if there is none."""
+    found = {path: attrgetter(path)(recipe) for path in SETTINGS}
+    return next((f"{path} = {value}" for path, value in found.items() if value not in SETTINGS[path]), None)
+
+
+def most_trials(recipe: Recipe, free: float) -> int:
+    """Return how many trials fit into ``free`` bytes of a GPU, by the planner's formula, at most ``MOST`` (64)."""
+    shape, tokens = recipe.model, recipe.batch.tokens
+    windows = _integer(shape).itemsize * recipe.steps * tokens * (1 + 1 / shape.seq_len)
+    states = 4 * 3 * shape.params  # the weights, and the gradients once more in one buffer, before and after clipping
+    logits = 12 * tokens * shape.vocab_size  # all at once, in the compute dtype and in fp32, with their gradients
+    each = needed_memory(recipe, tokens // shape.seq_len, "cuda") + states + logits + windows
+    return min(MOST, int(MEMORY * free / each))
+
+
+def train_stack(
+    recipes: Sequence[Recipe], size: int, *, checkpoint: Path | None = None, checkpoint_seconds: float = 60
+) -> list[Outcome]:
+    """Train up to ``size`` recipes at once, and return their outcomes.
+
+    A process keeps the last stack of a shape and size, because compiling its step takes longer than many trials. A
+    trial that diverges has no outcome earlier than the others, unless all diverge.
+
+    Args:
+        checkpoint: a folder for checkpoints, as in :func:`leaven.training.trial.train_trial`. They can be resumed
+            with the same recipes in the same order.
+    """
+    first = recipes[0]
+    tokens = prepare(first.data, first.model.vocab_size)
+    stack = _stack(first, size, tokens)
+    stack.begin(recipes)
+    saving = None
+    if checkpoint is not None:
+        folder = checkpoint_folder(checkpoint, recipes, tokens)
+        saving = TrialCheckpoint(stack, folder, checkpoint_seconds, [])
+        saving.resume()
+    at_once = first.stability.on_spike != "off"
+    monitors = [DivergenceMonitor(first.model.vocab_size, first.data.tokens, at_once) for _ in recipes]
+    diverged, seen = set[int](), 0
+    while True:
+        for losses in stack.losses_from(seen):
+            seen += 1
+            for k, (loss, monitor) in enumerate(zip(losses, monitors, strict=False)):
+                result = StepResult(seen, seen * first.batch.tokens, loss, first.batch.tokens)
+                try:
+                    if k not in diverged:
+                        monitor.after_step(result)
+                except Diverged:
+                    diverged.add(k)
+        if seen and saving is not None:
+            saving.after_step(result)
+        if stack.finished or len(diverged) == len(recipes):
+            break
+        stack.advance(-(-first.steps // POINTS))
+    found = stack.evaluate(first) if len(diverged) < len(recipes) else [math.inf] * len(recipes)
+    return [
+        Outcome(
+            loss=loss if math.isfinite(loss) and k not in diverged else math.inf,
+            tokens=monitor.done,
+            flops=monitor.done * flops_per_token(first.model),
+            seconds=stack.progress.seconds,
+            curve=monitor.curve,
+            worker=this_process(),
+        )
+        for k, (loss, monitor) in enumerate(zip(found, monitors, strict=False))
+    ]
+
+
+def _integer(shape: ModelShape) -> torch.dtype:
+    return torch.int16 if shape.vocab_size < 2**15 else torch.int32
+
+
+_kept: "dict[str, Stack]" = {}  # the last stack of this process
+
+
+def _stack(like: Recipe, size: int, tokens: TokenSet) -> "Stack":
+    parts = [like.model, like.batch, like.precision]
+    key = json.dumps([*(part.model_dump(mode="json") for part in parts), size, tokens.fingerprint])
+    if key not in _kept:
+        _kept.clear()  # before the memory of the next stack is allocated
+        _kept[key] = Stack(like, size, tokens, str(default_device()))
+    return _kept[key]
 
 
 class Stack:
     """The buffers and the compiled step for K recipes like ``like``, for any number of calls of :meth:`train`."""
 
     def __init__(self, like: Recipe, size: int, tokens: TokenSet, device: str) -> None:
+        assert refusal(like) is None, refusal(like)
         shape = like.model
-        plain = (shape.norm, shape.activation, shape.positions, shape.bias, shape.embedding_norm, shape.dropout)
-        assert plain == ("rmsnorm", "swiglu", "rope", False, False, 0.0), "the stack has one architecture"
-        assert shape.qk_norm
-        assert not shape.qk_norm_per_head
-        assert not shape.tied_embeddings
-        assert shape.n_heads == shape.n_kv_heads
-        assert shape.vocab_size < 2**15
         self.shape, self.size, self.tokens, self.device = shape, size, tokens, torch.device(device)
         self.dtype = DTYPES[like.precision.compute]
         self.sequences = like.batch.tokens // shape.seq_len
@@ -51,14 +165,16 @@ class Stack:
         # All parameters lie in one buffer (K, P), so that an update is one kernel.
         counts = [math.prod(sizes[name]) for name in self.names]
         self.flat, self.first, self.second = (zeros(size, sum(counts)) for _ in range(3))
-        parts = self.flat.split(counts, 1)
-        self.parameters = {name: part.unflatten(1, sizes[name]) for name, part in zip(self.names, parts, strict=True)}
+        parts = torch.split(self.flat, counts, 1)
+        self.parameters = {name: part.view(size, *sizes[name]) for name, part in zip(self.names, parts, strict=True)}
         self.owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(self.device)
         self.values = {value: zeros(size, len(counts)) for value in VALUES}
         branches = [f"layers.{i}.{end}.out.weight" for i in range(shape.n_layers) for end in ("attention", "mlp")]
-        self.multipliers = {name: zeros(size, 1, 1, 1) for name in (*branches, "unembedding.weight")}
+        self.readout = "embedding" if shape.tied_embeddings else "unembedding"
+        self.multipliers = {name: zeros(size, 1, 1, 1) for name in (*branches, f"{self.readout}.weight")}
         self.clip, self.step, self.schedule = zeros(size), zeros(1, dtype=torch.int64), zeros(0, size)
-        self.windows = zeros(size, 0, dtype=torch.int16)
+        self.record = zeros(0, size)  # losses of all steps
+        self.windows = zeros(size, 0, dtype=_integer(shape))
         self.attention_scale = parameter_table(like).attention_scale
         places = torch.arange(shape.seq_len, dtype=torch.float64)
         angles = torch.outer(places, shape.rope_theta ** -(torch.arange(0, shape.d_head, 2).double() / shape.d_head))
@@ -68,30 +184,66 @@ class Stack:
         if self.device.type == "cuda":
             self.losses, self.update = torch.compile(self._losses), torch.compile(self._update)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.progress = Progress()  # tokens are those of one recipe
         self.trained = 0.0  # tokens of all recipes
         self.seconds = 0.0  # without filling the buffers
 
     def train(self, recipes: Sequence[Recipe]) -> list[float]:
         """Return the validation loss of each recipe, nats per token; not finite if it diverged."""
-        assert 0 < len(recipes) <= self.size
-        filled = [*recipes, *(recipes[-1:] * (self.size - len(recipes)))]
-        steps = recipes[0].steps
-        self._fill(filled, steps)
+        self.begin(recipes)
         self.seconds += self.all_steps()
         self.trained += len(recipes) * recipes[0].data.tokens
-        return self._evaluate(recipes[0])[: len(recipes)]
+        return self.evaluate(recipes[0])[: len(recipes)]
+
+    def begin(self, recipes: Sequence[Recipe]) -> None:
+        """Fill the buffers for up to ``size`` recipes. The last recipe fills the places that are left."""
+        assert 0 < len(recipes) <= self.size
+        self._fill([*recipes, *[recipes[-1]] * (self.size - len(recipes))], recipes[0].steps)
+        self.step.zero_()
+        self.progress = Progress()
 
     def all_steps(self) -> float:
         """Train with what the buffers contain, and return the seconds."""
         self.step.zero_()
-        began = time.perf_counter()
-        for _ in range(len(self.schedule)):
+        self.progress = Progress()
+        self.advance(len(self.schedule))
+        return self.progress.seconds
+
+    def advance(self, steps: int) -> None:
+        """Take the next ``steps`` steps, or those that are left, and wait for them."""
+        began, before = time.perf_counter(), self.progress
+        last = min(before.step + steps, len(self.schedule))
+        for _ in range(before.step, last):
             if self.graph is None:
                 self._one_step()
             else:
                 self.graph.replay()
         int(self.step)  # waits for the device
-        return time.perf_counter() - began
+        tokens = last * self.sequences * self.shape.seq_len
+        self.progress = Progress(last, tokens, before.seconds + time.perf_counter() - began)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done."""
+        return self.progress.step == len(self.schedule)
+
+    def losses_from(self, step: int) -> list[list[float]]:
+        """Return the training losses (steps, K) from a step, counted from 0, to the last one taken."""
+        found: list[list[float]] = self.record[step : self.progress.step].tolist()
+        return found
+
+    def checkpoint(self, state: Mapping[str, Any] | None = None) -> Checkpoint:
+        """Return what a checkpoint saves."""
+        moments = {"first": self.first, "second": self.second, "losses": self.record}
+        return Checkpoint(self.progress, {"parameters": self.flat}, moments, state or {})
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Restore the state from a checkpoint of the same recipes."""
+        self.flat.copy_(checkpoint.model["parameters"])
+        for buffer, name in ((self.first, "first"), (self.second, "second"), (self.record, "losses")):
+            buffer.copy_(checkpoint.optimizer[name])
+        self.progress = checkpoint.progress
+        self.step.fill_(self.progress.step)
 
     def _fill(self, recipes: Sequence[Recipe], steps: int) -> None:
         shape, first = self.shape, recipes[0]
@@ -101,9 +253,9 @@ class Stack:
         capture = self.device.type == "cuda" and (self.graph is None or len(self.schedule) != steps)
         if len(self.schedule) != steps:  # the graph reads these by their address
             self.graph = None
-            self.schedule = torch.zeros(steps, self.size, device=self.device)
+            self.schedule, self.record = (torch.zeros(steps, self.size, device=self.device) for _ in range(2))
             windows = (self.size, steps, self.sequences, shape.seq_len + 1)
-            self.windows = torch.zeros(windows, dtype=torch.int16, device=self.device)
+            self.windows = torch.zeros(windows, dtype=self.windows.dtype, device=self.device)
         samples: dict[int, Tensor] = {}
         for k, (recipe, table) in enumerate(zip(recipes, tables, strict=True)):
             seed, clip = recipe.data.seed, recipe.hyperparameters.grad_clip
@@ -111,7 +263,7 @@ class Stack:
             self.clip[k] = clip.limit or math.inf
             if seed not in samples:
                 drawn = self.tokens.stream(shape.seq_len, seed).batch(0, steps * self.sequences)
-                samples[seed] = torch.from_numpy(drawn.astype(np.int16)).to(self.device).view(self.windows.shape[1:])
+                samples[seed] = torch.from_numpy(drawn).to(self.windows).view(self.windows.shape[1:])
             self.windows[k] = samples[seed]
             ends = (np.arange(steps) + 1) * recipe.batch.tokens
             multiplier = [recipe.schedule.multiplier(float(end), recipe.data.tokens) for end in ends]
@@ -133,10 +285,11 @@ class Stack:
         return None
 
     def _capture(self) -> None:
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM):
+                self.step.zero_()  # a run may have fewer steps
                 self._one_step()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
@@ -146,7 +299,9 @@ class Stack:
     def _one_step(self) -> None:
         windows = self.windows.index_select(1, self.step)[:, 0].long()
         leaves = {name: value.detach().requires_grad_() for name, value in self.parameters.items()}
-        gradients = torch.autograd.grad(self.losses(leaves, windows).sum(), list(leaves.values()))
+        losses = self.losses(leaves, windows)
+        self.record.index_copy_(0, self.step, losses.detach()[None])
+        gradients = torch.autograd.grad(losses.sum(), list(leaves.values()))
         self.update(torch.cat([gradient.flatten(1) for gradient in gradients], 1), self.schedule[self.step][0])
         self.step += 1
 
@@ -174,7 +329,6 @@ class Stack:
         """Return the mean loss of each recipe (K,) over windows (K, B, T + 1)."""
         shape, inputs, targets = self.shape, windows[..., :-1], windows[..., 1:]
         k, b, t = inputs.shape
-        heads = (k * b, t, shape.n_heads, shape.d_head)
 
         def norm(x: Tensor, name: str) -> Tensor:
             gain = p[f"{name}.weight"]
@@ -184,8 +338,9 @@ class Stack:
             return torch.bmm(x, p[f"{name}.weight"].to(self.dtype).mT)
 
         def per_head(x: Tensor, name: str) -> Tensor:
-            x = x.view(k, b * t * shape.n_heads, shape.d_head)
-            x = norm(x.float(), name).view(heads)
+            if shape.qk_norm:
+                x = norm(x.view(k, -1, shape.d_head).float(), name)
+            x = x.view(k * b, t, -1, shape.d_head)
             low, high = x.chunk(2, -1)
             cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
             return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).transpose(1, 2)
@@ -198,25 +353,29 @@ class Stack:
             query, key = (
                 per_head(product(h, f"{at}.attention.{side}"), f"{at}.norm.{side}") for side in ("query", "key")
             )
-            value = product(h, f"{at}.attention.value").view(heads).transpose(1, 2)
-            y = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.attention_scale)
+            value = product(h, f"{at}.attention.value").view(k * b, t, -1, shape.d_head).transpose(1, 2)
+            scale, grouped = self.attention_scale, shape.n_heads != shape.n_kv_heads
+            y = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
             y = product(y.transpose(1, 2).reshape(k, b * t, -1), f"{at}.attention.out")
             x = x + y * self.multipliers[f"{at}.attention.out.weight"][:, 0]
             h = norm(x, f"{at}.norm.mlp")
             h = F.silu(product(h, f"{at}.mlp.gate")) * product(h, f"{at}.mlp.in")
             x = x + product(h, f"{at}.mlp.out") * self.multipliers[f"{at}.mlp.out.weight"][:, 0]
-        hidden = norm(x, "norm.final").float() * self.multipliers["unembedding.weight"][:, 0]
-        logits = product(hidden.to(self.dtype), "unembedding").float()
+        hidden = norm(x, "norm.final").float() * self.multipliers[f"{self.readout}.weight"][:, 0]
+        logits = product(hidden.to(self.dtype), self.readout).float()
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         return losses.view(k, b * t).mean(1)
 
-    def _evaluate(self, recipe: Recipe) -> list[float]:
-        """Evaluate in batches of the training's size and with gradients, for which the pass is compiled already."""
+    def evaluate(self, recipe: Recipe) -> list[float]:
+        """Return the validation loss of each recipe, nats per token.
+
+        The batches have the training's size, and gradients are kept, because the pass is compiled for both already.
+        """
         found = self.tokens.validation_windows(self.shape.seq_len, recipe.evaluation.tokens)
         windows = torch.from_numpy(found).to(self.device)
         leaves = {name: value.detach().requires_grad_() for name, value in self.parameters.items()}
         total = torch.zeros(self.size, dtype=torch.float64, device=self.device)
-        for part in windows.split(self.sequences):
+        for part in torch.split(windows, self.sequences):
             missing = part[:1].expand(self.sequences - len(part), -1)
             losses = self.losses(leaves, torch.cat((part, missing)).expand(self.size, -1, -1).contiguous()).detach()
             if len(missing):  # of the whole mean
