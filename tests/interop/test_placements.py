@@ -127,7 +127,7 @@ def test_the_norms_of_a_model_that_cannot_be_run_are_named_by_the_user() -> None
     broken.forward = None
     with (
         pytest.raises(
-            InputError, match=r"post_feedforward_layernorm.weight .*norm on a branch's output.*which failed"
+            InputError, match=r"post_feedforward_layernorm.weight .*norm on a branch's output.*running it failed"
         ),
         pytest.warns(UserWarning, match="cannot be run on token ids alone"),
     ):

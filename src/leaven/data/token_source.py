@@ -179,13 +179,15 @@ class TokenReader:
         for part, survey in zip(parts, surveys, strict=True):
             wrong = survey.lowest if survey.lowest < 0 else survey.highest
             if not 0 <= wrong < self.vocab_size:
-                mend = "set vocab_size in [model], and data.tokenizer if there is one, to those with which the file "
-                mend += "was written"
+                suggestion = (
+                    "set vocab_size in [model], and data.tokenizer if there is one, to those with which the file was "
+                    "written"
+                )
                 if wrong < 0:
-                    mend = "give inputs, not labels or padding"
+                    suggestion = "give inputs, not labels or padding"
                 raise InputError(
                     f"{part.name} has the token id {wrong:,}, but the vocabulary has the ids 0 to "
-                    f"{self.vocab_size - 1:,}; {mend}"
+                    f"{self.vocab_size - 1:,}; {suggestion}"
                 )
         notes = [f"{name}: the files do not state a dtype; their ids are read as uint16"] * raw
         known = all(ids.ends is not None for ids in mapped.values())
