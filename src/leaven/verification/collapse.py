@@ -207,7 +207,7 @@ def deviations(curves: Array, irreducible: Array) -> Array:
     falls = curves[..., int(FROM * curves.shape[-1]) :] - ends
     reducible = ends - irreducible[..., None, None]
     ratios = reducible[..., 1:, :] / reducible[..., :1, :]
-    with np.errstate(divide="ignore", invalid="ignore"):  # of a curve that does not fall
+    with np.errstate(divide="ignore", invalid="ignore"):  # a curve that does not fall divides by 0
         return np.asarray(difference(falls[..., 1:, :], ratios * falls[..., :1, :]) / falls[..., 1:, :1])
 
 

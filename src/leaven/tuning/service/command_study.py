@@ -54,7 +54,7 @@ class CommandTrainer:
         folder: the folder that contains a folder for each trial.
         devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; None if a worker may use all GPUs.
         works: whether a trial of the study already has a result.
-        stop: a function that returns true when the trials are to be released.
+        stop: a function that returns whether to stop and release the trials.
         note: a function that shows a line to the user.
     """
 
