@@ -58,7 +58,7 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[str]]) -> dict[st
             if (fourfold[last][1].double() - after).norm() <= 1e-3 * after.norm():
                 raise InputError(
                     f"{first[0]} ends a branch, but a multiplier of {' and '.join(branches)} would have no effect: a "
-                    "norm behind it undoes it, and is not a module of its own; normalise the output of each branch "
+                    "norm after it undoes it, but is not a module of its own; normalise the output of each branch "
                     "with a module, such as nn.RMSNorm"
                 )
     return found

@@ -15,8 +15,8 @@ each residual branch by L^-alpha. Under a right rule, the RMS of these outputs m
 - Over depth, the residual stream: the sum of L branches falls as L^(1/2 - alpha), until the stream is almost only the
   embedding. Modules read the stream through a norm, so their outputs must not depend on the depth.
 - Over depth at alpha below 1, outputs of the matrices inside blocks: the rule lowers their lr as L^(alpha-1), so they
-  learn less. So do the outputs of norms that read these outputs, such as norms behind branches. The output of a norm
-  before a branch must not fall, because the norm passes on what the stream has learnt.
+  learn less. So do the outputs of norms that read these outputs, such as norms on the outputs of branches. The output
+  of a norm before a branch must not fall, because the norm passes on what the stream has learnt.
 
 If d grows, the attention logits *must* fall with the width at the start. This detects a model that divides
 query . key by sqrt(d), as is usual, instead of d. The logits of such a model have the same size at every d before

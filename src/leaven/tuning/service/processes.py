@@ -19,9 +19,9 @@ from typing import BinaryIO
 
 import psutil
 
-# A command starts when the guard knows it. If leaven dies before, the pipe closes, and the shell ends. Every process
-# that a command starts has the command's process id in its environment, so that it can be found when the command has
-# ended.
+# A command starts when the guard knows it. If leaven dies before, the pipe closes, and the shell ends.
+# Every process that a command starts has the command's process id in its environment, so that it can be found
+# after the command has ended.
 MARK = "LEAVEN_COMMAND"
 START = f'read -r start && export {MARK}="${MARK}.$$" && exec /bin/sh -c "$0" </dev/null'
 # On Linux, a process whose parent has ended becomes a child of the command, not of process 1. So it is found even in

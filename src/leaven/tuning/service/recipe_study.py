@@ -105,9 +105,9 @@ def stack_size(
     if (share := trials // (ROUNDS * gpus)) < 2:
         return 1, f"{trials} trials are too few for a stack"
     if (fitting := most_trials(recipe, free())) < 2:
-        return 1, "two do not fit into its memory"
+        return 1, "two trials do not fit into its memory"
     if fitting < share:
-        return fitting, f"a stack, of as many as {'were measured' if fitting == MOST else 'fit into its memory'}"
+        return fitting, f"a stack, the largest that {'was measured' if fitting == MOST else 'fits into its memory'}"
     return share, f"a stack, 1/{ROUNDS * gpus} of all trials"
 
 
