@@ -173,9 +173,11 @@ def found(name: str, fault: str) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", action="store_true", help="write the table to docs/concepts/checks.md")
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("families", nargs="*", default=list(FAMILIES), help="default: all")
+    parser.add_argument("--seeds", type=int, default=3, help="without a fault (default: 3)")
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)} (default: all)")
     arguments = parser.parse_args()
+    if unknown := set(arguments.families) - FAMILIES.keys():
+        parser.error(f"no family {' or '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
     torch.set_num_threads(1)
     lines = [
         "| family | blocks | coordinates | gradients | found: multiplier before the norm | found: readout |",
@@ -183,7 +185,7 @@ def main() -> int:
     ]
     good = True
     print("\n".join(lines), flush=True)
-    for name in arguments.families:
+    for name in arguments.families or FAMILIES:
         family, cells = FAMILIES[name], []
         for check in CHECKS:
             document = checked(name, check, widths=WIDTHS, depths=DEPTHS, seeds=arguments.seeds)

@@ -1,5 +1,17 @@
-"""The command line, as in the tests of the verbs."""
+"""The command line, as in the tests of the verbs, and a single thread of torch."""
 
+from collections.abc import Iterator
+
+import pytest
+import torch
 from tests.cli.conftest import leaven
 
 __all__ = ["leaven"]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

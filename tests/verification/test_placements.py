@@ -1,6 +1,5 @@
 """Checks of recipes with norms on branch outputs and parallel branches: right rules pass, and faults are found."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -50,12 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 OUTPUTS = ("norm.attention_out", "norm.mlp_out")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def check(

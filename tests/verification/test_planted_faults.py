@@ -1,11 +1,9 @@
 """A right rule passes the short checks, and they catch every planted fault."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from tests.verification.families import (
     DEPTHS,
     ENDS,
@@ -33,12 +31,7 @@ ALPHA = 0.5
 STEPS = 6  # of gradient checks with a fault; wrong exponents show at the first step
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def coordinates(
