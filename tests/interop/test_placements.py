@@ -127,7 +127,7 @@ def test_the_norms_of_a_model_that_cannot_be_run_are_named_by_the_user() -> None
     broken.forward = None
     with (
         pytest.raises(
-            InputError, match=r"post_feedforward_layernorm.weight .*norm on a branch's output.*which failed"
+            InputError, match=r"post_feedforward_layernorm.weight .*norm on a branch's output.*running it failed"
         ),
         pytest.warns(UserWarning, match="cannot be run on token ids alone"),
     ):
@@ -158,7 +158,7 @@ def test_a_norm_that_undoes_a_multiplier_and_cannot_have_it_is_refused(together:
         model.norm, model.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
         return model
 
-    with pytest.raises(InputError, match="would have no effect: a norm behind it undoes it"):
+    with pytest.raises(InputError, match="would have no effect: a norm after it undoes it"):
         leaven.parametrize(build(64, 3), base=build(32, 2), hyperparameters=TUNED, head_ratio=1.0)
 
 

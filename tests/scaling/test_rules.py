@@ -54,7 +54,7 @@ PRINTED_COMPLETE_D_P = {  # arXiv 2512.22382, Table 1
     Role.HIDDEN_WEIGHT: HIDDEN,
     Role.HIDDEN_BIAS: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),
     Role.HIDDEN_NORM: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),
-    Role.OUTPUT_NORM: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),  # derived: the papers have no norm behind a branch
+    Role.OUTPUT_NORM: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),  # derived: the papers have no norm on a branch's output
     Role.QK_NORM: (ONE, BLOCK_LR, lambda a: L**-a, 1, 1),
     Role.FINAL_NORM: (ONE, ONE, ONE, 1, 1),
     Role.FINAL_BIAS: (ONE, ONE, ONE, 1, 1),

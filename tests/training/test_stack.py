@@ -162,13 +162,13 @@ def test_how_many_trials_a_gpu_trains_at_once(tiny: Recipe) -> None:
     searched, room = space(tiny, LR), lambda: 8e10
     assert stack_size(searched, (), 96, 1, room) == (8, "a stack, 1/12 of all trials")
     assert stack_size(searched, (), 96, 4, room) == (2, "a stack, 1/48 of all trials")
-    assert stack_size(searched, (), 1_000, 1, room) == (MOST, "a stack, of as many as were measured")
+    assert stack_size(searched, (), 1_000, 1, room) == (MOST, "a stack, the largest that was measured")
     few = lambda: 3e7  # noqa: E731
     fitting = most_trials(tiny, few())
     assert 1 < fitting < 100
-    assert stack_size(searched, (), 1_000, 1, few) == (fitting, "a stack, of as many as fit into its memory")
+    assert stack_size(searched, (), 1_000, 1, few) == (fitting, "a stack, the largest that fits into its memory")
     assert stack_size(searched, (), 23, 1, room) == (1, "23 trials are too few for a stack")
-    assert stack_size(searched, (), 48, 1, lambda: 1e6) == (1, "two do not fit into its memory")
+    assert stack_size(searched, (), 48, 1, lambda: 1e6) == (1, "two trials do not fit into its memory")
     assert "unknown" in stack_size(searched, (), None, 1, room)[1]
     assert "one duration" in stack_size(searched, (2_560, 5_120), 48, 1, room)[1]
     assert "the search varies batch.tokens" in stack_size(space(tiny, "global"), (), 48, 1, room)[1]

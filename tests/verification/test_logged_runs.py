@@ -302,7 +302,7 @@ def test_sizes_are_in_the_order_of_their_units(tmp_path: Path) -> None:
         write(tmp_path / f"{size}.csv", [{"step": 1, "loss": 3.0}])
     assert list(curves_of(tmp_path)) == ["900K", "500m", "1b", "1.5B", "3e9"]
     write(tmp_path / "large.csv", [{"step": 1, "loss": 3.0}])
-    with pytest.raises(InputError, match="the name large says no size; name it by a number, e.g. 50m"):
+    with pytest.raises(InputError, match="the name large has no number for the size; rename it, e.g. 50m"):
         curves_of(tmp_path)
 
 
@@ -463,5 +463,5 @@ def test_the_loss_may_have_another_name(tmp_path: Path) -> None:
         transfer_of_runs(tmp_path / "a.csv", loss="val")
     write_run(tmp_path / "own", proxy(**{"data.tokens": 81_920}), 2.0)
     for check in (transfer_of_runs, curves_of):
-        with pytest.raises(InputError, match="whose loss needs no name; remove --loss val"):
+        with pytest.raises(InputError, match="which have one loss; remove --loss val"):
             check(tmp_path / "own", loss="val")

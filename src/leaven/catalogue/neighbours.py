@@ -244,10 +244,10 @@ def neighbours(
 ) -> Neighbours:
     """Return the neighbours of a model: one dense run of each lineage, with an lr comparable to AdamW's.
 
-    A lineage is a group of runs that copied one another's lr. All runs are ranked by three keys: whether they are
-    within `FACTOR` of the model's size, whether they use AdamW, the given placement of norms and the given QK-norm,
-    and their distance in size and tokens. The neighbours are the first run of each lineage in this order. If no run
-    is within `FACTOR`, only the distance counts.
+    A lineage is a group of runs that copied one another's lr. Runs are sorted by three keys: first
+    those within `FACTOR` of the model's size, then those with AdamW and the given norm placement and QK-norm, then by
+    distance in size and tokens. The neighbours are the first run of each lineage in this order. If no run is within
+    `FACTOR`, only the distance counts.
     """
     stack = Stack(norm_placement, qk_norm, "adamw")
     ranked = [run for factor in (FACTOR, math.inf) for run, _ in nearest(params, tokens, factor=factor, stack=stack)]

@@ -48,7 +48,7 @@ SourceOption = Annotated[
 ]
 
 
-LOGS = (".csv", ".jsonl", ".wandb")  # endings of files with the results of runs
+LOGS = (".csv", ".jsonl", ".wandb")  # suffixes of files with the results of runs
 
 
 def with_option_fields(command: Callable[..., None]) -> Callable[..., None]:

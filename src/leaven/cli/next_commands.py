@@ -73,7 +73,7 @@ def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Seque
     if not found.memory.fits or found.layout["cp"] > 1 or found.layout["ep"] > 1:
         return []
     if path.stem.endswith(PROXY):
-        return after_coordinates(path, recipe, overrides)[-1:]  # the plan that may come before is done
+        return after_coordinates(path, recipe, overrides)[-1:]  # without the plan, which is done
     own = recipe.layout.model_dump() | {"micro_batch": recipe.batch.micro_batch}
     changes = [
         f"{'batch' if key == 'micro_batch' else 'layout'}.{key}={str(value).lower()}"
@@ -199,7 +199,7 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
 
 
 def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
-    """Return why the commands ``following`` plan for their hardware: one line of the screen, or none."""
+    """Return the line that says why the commands ``following`` name their hardware, or no line."""
     plans = [command for command in following if command.startswith("leaven plan ")]
     known = known_cluster(recipe) if plans else None
     return [f"{'hardware':<{LABEL}}{known.reason}"] if known and f" --gpus {known.cluster}" in plans[0] else []

@@ -247,7 +247,7 @@ def _command(
 
 
 def _devices(workers: int | None, command: "Command | None") -> tuple[str, ...]:
-    """Return the GPUs of every worker. The result is empty if leaven gives out no GPUs: every worker may use all."""
+    """Return the GPUs of each worker. The result is empty if leaven assigns none, so that each worker may use all."""
     from leaven.planning.this_machine import devices_here, devices_of_workers
 
     if command is not None and command.devices:
@@ -272,7 +272,7 @@ def _usual_workers() -> int:
 def _at_once(searched: "Space", durations: Sequence[int], trials: int | None, stack: int | None, gpus: int) -> int:
     """Return how many trials a worker trains at once, and print the reason.
 
-    ``gpus`` is the number of GPUs if leaven chooses how many trials each of them trains at once, and otherwise 0.
+    ``gpus`` is the number of GPUs if leaven is to choose the number of trials, otherwise 0.
     """
     from leaven.training.device import default_device, free_memory
     from leaven.tuning.service.recipe_study import stack_size, why_not_stacked
@@ -338,8 +338,8 @@ def _with_laws(space: "Space") -> "Space":
 def _as_of_stacks(space: "Space") -> "Space":
     """Return the search space of a study with --stack.
 
-    Trials that are trained at once have one batch size, one duration and no dropout, so the space does not contain
-    batch size, duration and dropout.
+    It does not contain batch size, duration and dropout, because all trials of a stack have one batch size, one
+    duration and no dropout.
     """
     from leaven.tuning.point import BATCH, DROPOUT, TOKENS
 

@@ -20,7 +20,8 @@ from leaven.errors import InputError
 SCHEME = "hf://"
 INPUT_IDS = "input_ids"
 MASK = "attention_mask"
-"""The columns of token ids, and of 0 at padding and 1 elsewhere, as tokenizers of Hugging Face name them."""
+"""The names that Hugging Face tokenizers give to the column of token ids and to the column that is 0 at padding and 1
+elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,14 @@ class HubTokens(_Split):
 
     @property
     def identity(self) -> str:
-        """Two paths of one data set, also through links, have the same identity."""
+        """A string that is the same for all paths of a data set, including links."""
         return str(self.dataset._fingerprint)
 
     def open(self) -> MappedTokens:
         """Map the token ids.
 
         Raises:
-            BrokenFile: if rows are padded or contain nulls, or the attention mask is not one for each row.
+            BrokenFile: if rows are padded or contain nulls, or the attention mask does not fit them.
         """
         table = self.dataset.data
         if self.column == INPUT_IDS and MASK in table.column_names:
@@ -107,7 +108,7 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
                 names = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
                 if name not in names:
                     raise ValueError(f"the data set has no split {name}, only {', '.join(names) or 'others'}")
-                folder /= name  # other splits may be large, or empty
+                folder /= name  # do not open other splits: they may be large or empty
             empty = not json.loads((folder / "state.json").read_bytes())["_data_files"]
             found = None if empty else datasets.load_from_disk(str(folder))
         else:

@@ -38,7 +38,7 @@ class SourceParts(NamedTuple):
 
     texts: tuple[TextPart, ...] = ()
     ids: tuple[TokenPart, ...] = ()
-    validation: tuple[TokenPart, ...] = ()  # of ``source.validation``
+    validation: tuple[TokenPart, ...] = ()  # the parts of ``source.validation``
 
 
 def source_parts(source: DataSource) -> SourceParts:
@@ -56,7 +56,7 @@ def source_parts(source: DataSource) -> SourceParts:
 
     Raises:
         InputError: if there is no such source, or it contains files of another format, or ``validation`` is given and
-            one of the two is text.
+            the source or ``validation`` is text.
     """
     found = _parts(source)
     if source.validation is None:

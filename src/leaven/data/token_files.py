@@ -62,7 +62,7 @@ class TokenFile:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Two paths of one file, also through links, have the same identity."""
+        """A value that is the same for all paths of a file, including links."""
         found = self.path.stat()
         return found.st_dev, found.st_ino
 

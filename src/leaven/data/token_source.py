@@ -75,10 +75,10 @@ def uses(parts: SourceParts) -> Iterator[tuple[TokenPart, str]]:
 
 
 def refuse_two_uses(used: Iterable[tuple[Hashable, TokenPart, str]]) -> None:
-    """Check that the same ids have the same use in all sources. ``used`` has (identity of ids, part, use).
+    """Check that no ids are used for both training and validation. ``used`` contains (identity of ids, part, use).
 
     Raises:
-        InputError: if ids of a part would be trained and validated on.
+        InputError: if they are.
     """
     first: dict[Hashable, dict[str, TokenPart]] = {}
     for identity, part, use in used:
@@ -110,10 +110,10 @@ class TokenReader:
     def shards(self, sources: Sequence[tuple[DataSource, SourceParts]]) -> list[Shards]:
         """Return the tokens of each source.
 
-        With ``source.validation``, all of the source is used for training, and no part of it may be validated on, by
-        any of the sources. Otherwise the last `VALIDATION_SHARE` of
-        each stretch (`STRETCHES`) is held out. It begins and ends with a document, if the ends of documents are known
-        from the files or by the id ``end_of_text``. Only a document that is longer than the held-out part is cut.
+        With ``source.validation``, all of the source is used for training, and no source may validate on a part of
+        it. Otherwise the last `VALIDATION_SHARE` of each stretch (`STRETCHES`) is held out. The held-out part begins
+        and ends with a document if the ends of documents are known from the files or by the id ``end_of_text``. Only
+        a document that is longer than the held-out part is cut.
 
         If ``end_of_text`` occurs nowhere in a source that says where documents end, it is added after each document.
 
@@ -179,13 +179,15 @@ class TokenReader:
         for part, survey in zip(parts, surveys, strict=True):
             wrong = survey.lowest if survey.lowest < 0 else survey.highest
             if not 0 <= wrong < self.vocab_size:
-                mend = "set vocab_size in [model], and data.tokenizer if there is one, to those with which the file "
-                mend += "was written"
+                suggestion = (
+                    "set vocab_size in [model], and data.tokenizer if there is one, to those with which the file was "
+                    "written"
+                )
                 if wrong < 0:
-                    mend = "give inputs, not labels or padding"
+                    suggestion = "give inputs, not labels or padding"
                 raise InputError(
                     f"{part.name} has the token id {wrong:,}, but the vocabulary has the ids 0 to "
-                    f"{self.vocab_size - 1:,}; {mend}"
+                    f"{self.vocab_size - 1:,}; {suggestion}"
                 )
         notes = [f"{name}: the files do not state a dtype; their ids are read as uint16"] * raw
         known = all(ids.ends is not None for ids in mapped.values())
@@ -212,7 +214,7 @@ class _SourceIds:
     """The token ids of all parts of a source."""
 
     parts: list[MappedTokens]
-    digests: list[str]  # of each part
+    digests: list[str]  # one for each part
     occurring: int | None  # the end-of-text token, if it is known and occurs
     added: int | None  # the end-of-text token, if it is known, does not occur and is added after each document
     notes: tuple[str, ...]

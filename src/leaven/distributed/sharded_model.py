@@ -191,8 +191,8 @@ class ShardedModel:
         return self.norms([g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None])[0]
 
     def whole_matrices(self) -> WholeMatrices | None:
-        """Return what applies functions to whole matrices of this model. With a single process, return None, because
-        all its matrices are whole."""
+        """Return a callable that applies a function to whole matrices of this model, or None with a single process,
+        which stores whole matrices."""
         if self.group is SINGLE_PROCESS:
             return None
         return WholeMatrices({each.row.name: each.parameter for each in self.parameters}, self.group)

@@ -24,11 +24,11 @@ class ParameterValues(Entry):
     init_std: float
     lr: float  # peak learning rate of this parameter
     weight_decay: float  # weight decay; with AdamW, each step multiplies the parameter by 1 - lr x weight_decay
-    beta1: float  # of a matrix that Muon updates: its momentum; beta2 and eps are then 0
+    beta1: float  # for a matrix that Muon updates, the momentum; beta2 and eps are then 0
     beta2: float
     eps: float
     multiplier: float  # factor on the parameter's output in the forward pass
-    match: float = 0.0  # factor on the steps of a matrix that Muon updates; 0: Adam updates the parameter
+    match: float = 0.0  # factor on the steps of a matrix that Muon updates; 0 if Adam updates the parameter
     ratios: dict[str, float]  # value in the recipe / in its base: fans, head dimension, depth, batch, tokens, match
 
 
@@ -58,7 +58,7 @@ class ShowDocument(Document, schema="show/1"):
     rule: str
     ratios: dict[str, Number]  # size of the recipe / size of its base: width, depth, batch and tokens
     totals: Totals
-    blocks: dict[str, Any] = {}  # keys of [model] from norm_placement on that differ from their default, with values
+    blocks: dict[str, Any] = {}  # architecture keys of [model] that differ from their default, such as norm_placement
     attention_scale: float  # factor on the product query . key
     optimizer: dict[str, str]  # name of the optimizer, and why it was chosen
     init: dict[str, Any]  # the recipe's init stds, and the init stds of published initialisations

@@ -5,8 +5,8 @@ and, if they are installed before the first forward pass, with torch.compile. Th
 state dict. The state dict does not contain the multipliers, so fold a model before you save it for use without
 leaven.
 
-- The multiplier of a branch is folded into the matrix (and bias) at the end of the branch, or into the gain (and
-  bias) of a norm behind it.
+- The multiplier of a branch is folded into the gain (and bias) of the norm on its output. Without such a norm, it is
+  folded into the last matrix (and bias) of the branch.
 - The multiplier of the logits is folded into the final norm, or into the readout if there is no final norm.
 - A changed scale of the attention logits is folded into the gain of the query norm, or into the query matrix if there
   is no query norm.
@@ -70,8 +70,9 @@ def multipliers(
 ) -> list[Hook]:
     """Return the hooks for all multipliers other than 1, without installing them.
 
-    The multiplier of a branch scales the output of its last matrix, or of the norm behind it, because this norm would
-    undo the multiplier. ``output_norms`` maps the labels of such norms to the branches ``attention`` and ``mlp``.
+    The multiplier of a branch scales the output of its last matrix. If the branch has a norm on its output, which
+    would undo the multiplier, the multiplier scales the output of this norm instead. ``output_norms`` maps the labels
+    of such norms to the branches ``attention`` and ``mlp``.
 
     The multiplier of the logits scales the output of the final norm, because fused losses (and leaven's own model)
     use the weight of the unembedding without calling its module. If there is not exactly one final norm, the
@@ -117,10 +118,10 @@ def rescale_attention(
 ) -> list[LogitScale]:
     """Return the new scale of query . key of each attention module, as (module, attribute, new value).
 
-    The new scale is ``factor`` times 1 / sqrt(head dimension), with the constant of the base: the scale may be a
-    number of the configuration (Gemma 2). If scales differ between layers, it is ``factor`` times the present one. If
-    ``factor`` is 1, nothing changes and the list is empty. ``head`` is the ratio of the head dimensions. The function
-    does not change the model; the caller sets the attributes.
+    The new scale is ``factor`` x (scale of the base) / sqrt(``head``), where ``head`` is the ratio of the head
+    dimensions. The scale of the base counts because the scale may be a constant of the configuration (Gemma 2). If
+    scales differ between layers, the new scale of a layer is ``factor`` times its current scale. If ``factor`` is 1,
+    the list is empty. The function does not change the model; the caller sets the attributes.
 
     Raises:
         InputError: if not every block has an attention module with an attribute for its scale.
@@ -254,7 +255,7 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
 
 
 def _offset_gains(target: nn.Module) -> set[nn.Parameter]:
-    """Return the weights w of norms whose gain is 1 + w. A factor f on the gain makes them f w + f - 1."""
+    """Return the weights w of norms whose gain is 1 + w. To multiply the gain by f, set w to f w + f - 1."""
     rows: tuple[ParameterRow, ...] = getattr(target, ROWS, ())
     names = {row.name for row in rows if row.role in GAINS and row.init_mean == 0}
     return {site.parameter for site in inspect_model(target).sites if site.name in names}
@@ -297,7 +298,8 @@ def _factors(target: nn.Module) -> Factors:
 
 
 def _require_scalable(module: nn.Module, offset: set[nn.Parameter]) -> None:
-    """Refuse a module whose output is proportional neither to its parameters nor to 1 + weight (in ``offset``)."""
+    """Raise InputError if a module's output is not proportional to its parameters. A norm whose weight is in
+    ``offset`` is accepted: its output is proportional to 1 + weight."""
     parameters = list(module.parameters(recurse=False))
     if not parameters:
         raise InputError(
@@ -319,7 +321,7 @@ def _require_scalable(module: nn.Module, offset: set[nn.Parameter]) -> None:
     if not torch.allclose(probe(x), 2 * once):
         raise InputError(
             f"a multiplier cannot be folded into a {type(module).__name__}, whose output is not proportional to its "
-            "parameters; fold it into the matrix behind it yourself"
+            "parameters; fold it yourself into the matrix that reads the output"
         )
 
 

@@ -101,15 +101,16 @@ def parametrize(
 
     The rules are for decoders with norms before their branches, on the outputs of their branches, or both.
 
-    - Norms on the outputs of branches are found by running a copy of ``base`` on a few tokens. If it cannot be called
-      with token ids alone, there is a warning: name all norms in the blocks with ``modules``, those on outputs
-      ``norm.attention_out`` and ``norm.mlp_out``.
-    - Factors that the model's own code derives from its width are not detected; remove them. The exception is a
-      factor on the embedding in an attribute of its module, as in Gemma. Init std, lr, eps and decay of the embedding
-      (and the logits, if they are computed with it) make up for its change.
-    - The multiplier of a branch is applied when the last matrix of the branch, or the norm behind it, is called as a
-      module. A fused kernel that only reads its weight skips the multiplier. The multiplier of the logits is applied
-      to the output of the final norm.
+    - Norms on the outputs of branches are found by running a copy of ``base`` on a few tokens. If ``base`` cannot be
+      called with only token ids, a warning asks you to name all norms in the blocks with ``modules``. The names of
+      norms on outputs are ``norm.attention_out`` and ``norm.mlp_out``.
+    - Factors that the model's own code derives from its width are not detected; remove them. One factor may stay: a
+      factor on the embedding that is stored in an attribute of the embedding's module, as in Gemma. The groups
+      compensate for its change with the width, by init std, lr, eps and decay of the embedding (and the multiplier of
+      the logits, if they are computed with the embedding).
+    - The multiplier of a branch is applied when the last matrix of the branch (or the norm on its output, if there is
+      one) is called as a module. A fused kernel that only reads the weight of this module skips the multiplier. The
+      multiplier of the logits is applied to the output of the final norm.
     - If you initialise the model yourself: the variance of hidden weights should be proportional to 1 / fan in, and
       the variance of the unembedding to 1 / fan in squared. Do not make the last matrices of branches smaller in deep
       models.
@@ -237,11 +238,11 @@ def _require_no_multipliers(model: nn.Module) -> None:
 
 
 def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
-    """Return the row of an embedding with values that make up for a factor in its module, such as sqrt(width).
+    """Return the row of an embedding, with values that compensate for a factor in its module, such as sqrt(width).
 
-    ``c`` is this factor divided by that in the base. AdamW trains the same function if the weight, its std and its lr
-    are divided by c, and eps and decay are multiplied by c. If the weight also computes the logits, these are
-    multiplied by c.
+    ``c`` is the factor in this model divided by the factor in the base. AdamW trains the same function if the weight,
+    its std and its lr are divided by c, and eps and decay are multiplied by c. If the weight also computes the
+    logits, their multiplier is multiplied by c.
     """
     if c == 1 or row.role not in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
         return row

@@ -27,7 +27,7 @@ _BRANCHES = {
 }
 _NAMES_OF_BRANCHES = {"attention": ("attention", "attn"), "mlp": ("mlp", "ffn", "feed_forward")}
 _OVER_HEADS = _NAMES["norm.query"] | _NAMES["norm.key"]
-# Names that only norms on a branch's output have. Such norms are found by running the base (interop/tracing.py).
+# Names that are used only for norms on a branch's output. These norms are found by running the base (tracing.py).
 _POST_NORM = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_self_attn_layernorm")
 
 _BIASES = (Role.EMBEDDING_BIAS, Role.HIDDEN_BIAS, Role.FINAL_BIAS, Role.UNEMBEDDING_BIAS)
@@ -44,8 +44,8 @@ _MODULES = {
 class Classifier:
     """Classifies each parameter of ``model``, with the help of the smaller model ``base``.
 
-    ``root`` is the module of ``base``; it is run to find norms on the outputs of branches. ``roles`` and ``modules``
-    are the user's classification. They map parameter names or glob patterns to roles and to module names.
+    ``root`` is the nn.Module of ``base``; a copy of it is run to find norms on the outputs of branches. ``roles`` and
+    ``modules`` are the user's classification: they map parameter names or glob patterns to roles and to module names.
 
     Raises:
         InputError: if a parameter cannot be classified. The message says which of the two arguments to give.
@@ -60,9 +60,9 @@ class Classifier:
         modules: Mapping[str, str],
     ) -> None:
         self.model, self.base, self.root = model, base, root
-        # norms on the outputs of branches: the branch by the label of the norm; `classify` sets it
+        # For each norm on the output of a branch: its label and the name of the branch. Set by `classify`.
         self.output_norms: dict[str, str] = {}
-        self._untraced = ""  # why the base could not be run, if it could not
+        self._untraced = ""  # why the base could not be run; empty if it was
         names = [site.name for site in model.sites]
         for option, given in (("roles", roles), ("modules", modules)):
             for pattern in given:
@@ -186,7 +186,8 @@ class Classifier:
         if leaf in _POST_NORM:
             self._refuse(
                 site,
-                "by its name it is a norm on a branch's output, but not when the base runs" + self._untraced,
+                "it is named as a norm on a branch's output, but running the base does not confirm it"
+                + self._untraced,
                 "norm.mlp_out",
                 "norm.attention_out",
                 "norm.mlp",
@@ -197,7 +198,7 @@ class Classifier:
         self._refuse(site, "its name does not show which branch the norm precedes", "norm.attention", "norm.mlp")
 
     def _trace(self, classified: Mapping[str, Parameter]) -> None:
-        """Set ``output_norms``, from the user's classification and by running the base.
+        """Set ``output_norms`` by running the base. The user's classification takes precedence.
 
         ``classified`` contains the matrices of the model.
         """
@@ -211,8 +212,8 @@ class Classifier:
             self.output_norms = {label_of(self.root, path): branch for path, branch in found.items()}
         except InputError:
             raise
-        except Exception as error:  # of the user's own code
-            self._untraced = f" (which failed: {type(error).__name__}: {error!s:.80})"
+        except Exception as error:  # raised by the user's own model code
+            self._untraced = f" (running it failed: {type(error).__name__}: {error!s:.80})"
             inside = [site for site in self.model.sites if site.layer is not None and not site.is_bias]
             gains = [site for site in inside if is_norm(site) and site.path[-1] not in _OVER_HEADS]
             unnamed = [gain.name for gain in gains if _given(self.modules, gain) is None]

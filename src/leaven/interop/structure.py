@@ -37,7 +37,7 @@ class ParameterSite:
 
     @property
     def embedding_scale(self) -> float:
-        """The factor by which the module of an embedding multiplies its rows, from an attribute of the module."""
+        """The factor that the module of an embedding applies to its output, read from an attribute of the module."""
         found = _first(self.owner, _EMBEDDING_SCALE, float)
         return float(getattr(*found)) if found else 1.0
 
@@ -190,8 +190,8 @@ def logit_scales(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def labelled(model: nn.Module, labels: Mapping[str, str]) -> dict[tuple[str, int, str], nn.Module]:
-    """Return the modules with these labels (paths with "*" for the block's number), by list of blocks, number of the
-    block, and the value of the label in ``labels``."""
+    """Return the modules whose label is in ``labels``, by (list of blocks, number of the block, ``labels[label]``). A
+    label is a path with "*" in place of the block's number."""
     stacks, found = _stacks(model), {}
     for path, module in model.named_modules():
         label, layer = _label(_plain(path), stacks)

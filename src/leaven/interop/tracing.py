@@ -1,5 +1,4 @@
-"""Finds the norms on the outputs of a model's residual branches by running a copy of a small model of its family, and
-norms whose gain is 1 + weight."""
+"""Finds norms on the outputs of residual branches, and norms whose gain is 1 + weight, by running copies."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -17,17 +16,19 @@ TOKENS = 4  # number of tokens in the sequence on which a model is run
 def output_norms(model: nn.Module, ends: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Return the paths of modules that normalise the output of a residual branch, each with the name of the branch.
 
-    A multiplier before such a module would have no effect. A copy of the model is run twice for each branch, with
-    random values in place of the outputs of the branch's last matrices, and with four times these values. In a norm
-    behind the branch, the input is then exactly four times as large, and the output is the same. In a norm before a
-    branch, the input contains the residual stream, which has not grown.
+    A multiplier before such a module would have no effect. For each branch, a copy of the model is run twice: with
+    random values in place of the outputs of the branch's last matrices, and with four times these values. For a norm
+    on the output of the branch, the second input is exactly four times as large, and the output is the same. For a
+    norm before a branch, the second input is not exactly four times as large, because the residual stream in it has
+    not grown by 4.
 
     Args:
-        ends: the paths of the last matrices of all branches with a name, such as ``attention``.
+        model: a small model of the family.
+        ends: for each name of a branch, such as ``attention``, the paths of its last matrices in all blocks.
 
     Raises:
-        InputError: if a norm undoes the factor of a branch, but is no module of this branch alone.
-        Exception: of any type, if the model cannot be copied, or cannot be called with token ids alone.
+        InputError: if a norm undoes the multiplier of a branch, but is not a module of its own in this branch.
+        Exception: of any type, if the model cannot be copied, or cannot be called with only token ids.
     """
     copied = copy.deepcopy(model).eval()
     if any(tensor.is_meta for tensor in (*copied.parameters(), *copied.buffers())):
@@ -45,7 +46,7 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[str]]) -> dict[st
             and after.any()
             and torch.allclose(fourfold[path][1], after, rtol=1e-2)
         ]
-        # A module that only calls a norm is found, too; its parts are more precise.
+        # A module that only calls a norm also matches; keep the norm inside it.
         found |= {path: branch for path in norms if not any(other.startswith(f"{path}.") for other in norms)}
     for branches in [*((branch,) for branch in ends), tuple(ends)]:
         first = [ends[branch][0] for branch in branches]
@@ -57,19 +58,19 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[str]]) -> dict[st
             if (fourfold[last][1].double() - after).norm() <= 1e-3 * after.norm():
                 raise InputError(
                     f"{first[0]} ends a branch, but a multiplier of {' and '.join(branches)} would have no effect: a "
-                    "norm behind it undoes it, and is not a module of its own; normalise the output of each branch "
+                    "norm after it undoes it, but is not a module of its own; normalise the output of each branch "
                     "with a module, such as nn.RMSNorm"
                 )
     return found
 
 
 def _run(model: nn.Module, ends: Sequence[str], scale: float) -> dict[str, tuple[Tensor, Tensor]]:
-    """Run a model with random outputs of RMS ``scale`` of the modules ``ends``. Return each module's input and
-    output."""
+    """Run a model, with random values of RMS ``scale`` as the outputs of the modules ``ends``. Return the first input
+    and the output of each module, by path."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def replaced(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return scale * _random(output, seed=1)  # not those of the embedding
+        return scale * _random(output, seed=1)  # another seed than the weights have
 
     def record(path: str) -> Any:
         def hook(module: nn.Module, inputs: Any, named: dict[str, Any], output: Any) -> None:
@@ -92,13 +93,13 @@ def _run(model: nn.Module, ends: Sequence[str], scale: float) -> dict[str, tuple
 
 
 def _random(like: Tensor, seed: int = 0) -> Tensor:
-    """Return normally distributed values of a tensor's shape; the state of torch's generators does not change."""
+    """Return standard normal values in a tensor's shape, without changing the state of torch's global generators."""
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like)
 
 
 @torch.no_grad()
 def is_offset(norm: nn.Module) -> bool:
-    """Return whether the gain of a norm is 1 + weight, so that it is neutral at the weight 0."""
+    """Return whether the gain of a norm is 1 + weight, so that a weight of 0 is neutral."""
     try:
         copied = copy.deepcopy(norm)
         copied._forward_hooks.clear()
@@ -111,5 +112,5 @@ def is_offset(norm: nn.Module) -> bool:
         at_zero = copied(x)
         weight.fill_(1.0)
         return bool(at_zero.any()) and torch.allclose(copied(x), 2 * at_zero)
-    except Exception:  # a norm that cannot be called like this is taken to be an ordinary one
+    except Exception:  # assume an ordinary norm if it cannot be called like this
         return False

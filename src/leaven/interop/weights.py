@@ -159,7 +159,7 @@ def model_card(
         tokens: the number of tokens that the checkpoint was trained on.
         dtype: the dtype of the exported weights.
         events: the events of the run; the card shows the last validation loss at or before the checkpoint.
-        averaged: whether the weights are averaged weights; the card then shows their loss.
+        averaged: whether these are averaged weights; the card then shows the loss of the average.
         licence: the licence of the data.
     """
     measured = [each for each in events if each["event"] == "validation" and each["tokens"] <= tokens]

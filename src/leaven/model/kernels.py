@@ -44,7 +44,7 @@ def subtract_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 
 
 def lerp_(tensors: Sequence[Tensor], others: Sequence[Tensor], share: float) -> None:
-    """Move each tensor by a ``share`` of the way to another one, in place."""
+    """Interpolate in place: add ``share`` x (other - tensor) to each tensor."""
     torch._foreach_lerp_(list(tensors), list(others), share)
 
 
@@ -79,13 +79,13 @@ def causal_attention(
     """Return the causal attention softmax(scale x query . key) . value, of shape (B, H, T, E).
 
     Use this function on a CPU, where torch's own kernel takes more than twice as long (measured: docs/log.md), and
-    with a softcap, which torch's kernel lacks. It computes one block of queries at a time. For each block, it skips
-    the keys after the block's last query, and those before the ``window`` of its first query.
+    with a softcap, which torch's kernel does not support. It computes one block of queries at a time. For each block,
+    it skips the keys after the block's last query, and those before the ``window`` of its first query.
 
     Args:
-        window: the number of keys that a query attends to, including that of its own position; None: all.
-        softcap: scores become softcap x tanh(score / softcap); None: they stay as they are.
-        allowed_B1TT: whether a query (row) may attend to a key (column); None: to all earlier ones.
+        window: the number of keys that a query attends to, including that of its own position; None: all. softcap:
+        scores become softcap x tanh(score / softcap); None: no soft cap. allowed_B1TT: whether a query (row) may
+        attend to a key (column); None: a query may attend to all keys up to its own position.
 
     The backward pass computes the scores again, so that nothing of size T x T is stored. Products are computed in the
     dtype of the arguments. The softmax and the sums over blocks are computed in fp32 or wider. Torch function modes

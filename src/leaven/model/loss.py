@@ -45,8 +45,11 @@ class ZLoss:
         self.total: Tensor | float = 0.0  # sum of c log^2 Z over the tokens of a step, in nats
 
     def add(self, log_z_n: Tensor, counts_n: Tensor) -> Tensor:
-        """Add the z-loss of a chunk of tokens. ``counts_n`` says which of them count. Return 1 + 2 c log Z, (n,): the
-        factor on the softmax in the gradient softmax - one-hot of the cross-entropy."""
+        """Add the z-loss of a chunk of n tokens to the total; ``counts_n`` says which tokens count.
+
+        Returns:
+            1 + 2 c log Z (n,): with the z-loss, the gradient of the loss is this factor x softmax - one-hot.
+        """
         self.total = self.total + self.coefficient * log_z_n.square().masked_fill(~counts_n, 0).sum()
         return 1 + 2 * self.coefficient * log_z_n
 

@@ -33,7 +33,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of matrix products that read x."""
+    """Return the dtype in which a matrix product with input x is computed."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

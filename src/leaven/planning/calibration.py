@@ -80,7 +80,7 @@ def predicted(
 ) -> StepCost | None:
     """Return the planned time and memory of a step that leaven trains, or None if the step cannot be planned.
 
-    With ``ns_steps`` above 0, it is a step of Muon with so many Newton-Schulz iterations.
+    If ``ns_steps`` is above 0, the optimizer is Muon with this number of Newton-Schulz iterations.
 
     Only the memory of tensors is planned, because runs do not measure the device context or fragmentation.
     """

@@ -156,7 +156,7 @@ def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: Tr
 def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
     """Return the norms and residual additions of a block's two branches (attention and MLP) as one operator.
 
-    A norm reads the residual stream and writes the branch's input; a norm behind a branch reads and writes the
+    A norm reads the residual stream and writes the branch's input; a norm on a branch's output reads and writes the
     branch's output. This output is added to the stream, after dropout with a saved mask. The backward passes read
     saved tensors and gradients, and write gradients.
     """

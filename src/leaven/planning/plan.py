@@ -111,7 +111,7 @@ class ClusterPlan:
                 )
         if not self.job.by_leaven:
             found.append(
-                "planned as Megatron-LM with flash attention trains; leaven new may choose another layout, because "
+                "planned for Megatron-LM with flash attention; leaven new may choose another layout, because "
                 "leaven's own trainer needs other memory and time"
             )
         return tuple(found)

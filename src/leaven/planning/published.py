@@ -50,7 +50,7 @@ def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "
 
 
 class KnownCluster(NamedTuple):
-    """The cluster that a recipe is meant for, as in ``--gpus``, and how that is known."""
+    """The cluster of a recipe, as in ``--gpus``, and the reason why this cluster is assumed."""
 
     cluster: str
     reason: str

@@ -52,8 +52,8 @@ def this_machine() -> Accelerator:
 
 
 def devices_here() -> tuple[str, ...]:
-    """Return the names of the GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``. As in CUDA, -1 ends
-    them."""
+    """Return the names of the GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``. As in CUDA, names from
+    -1 on are ignored."""
     if (visible := os.environ.get(VISIBLE)) is not None:
         names = takewhile(lambda name: not name.startswith("-"), map(str.strip, visible.split(",")))
         return tuple(dict.fromkeys(name for name in names if name))
@@ -64,10 +64,10 @@ def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:
     """Return the GPUs of every worker, as in ``CUDA_VISIBLE_DEVICES``. A worker has ``each`` GPUs of its own.
 
     Args:
-        workers: the number of workers; None for as many as there are GPUs for.
+        workers: the number of workers; None: as many as the GPUs are enough for.
 
     Raises:
-        InputError: if this process may use fewer GPUs.
+        InputError: if this process has too few GPUs.
     """
     here = devices_here()
     most = len(here) // each

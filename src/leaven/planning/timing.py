@@ -223,12 +223,12 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
 def muon_seconds(table: Blueprint, layout: Layout, accelerator: Accelerator, code: TrainingCode) -> float:
     """Return the seconds per step in which Muon makes the matrices of the blocks orthogonal, on the slowest rank.
 
-    All ranks of a pipeline rank take its matrices in turn: a rank gets a whole matrix, iterates, and sends the blocks
-    of the result back, in 16 bits, to every rank that stores them. An iteration on a matrix X with m rows and n >= m
-    columns has three products: X X^T, its square, and a product with X. These are 4 m^2 n + 2 m^3 FLOPs.
+    The ranks that share a pipeline stage take turns at its matrices: a rank receives a whole matrix, iterates, and
+    sends the blocks of the result, in 16 bits, to every rank that stores them. An iteration on a matrix X with m rows
+    and n >= m columns has three products: X X^T, its square, and a product with X. These are 4 m^2 n + 2 m^3 FLOPs.
     """
     ranks, slowest = layout.dp * layout.cp * layout.tp, 0.0
-    copies = layout.dp_replicate if layout.zero else layout.dp * layout.cp  # of each block
+    copies = layout.dp_replicate if layout.zero else layout.dp * layout.cp  # ranks that store the same block
     for rank in range(layout.pp if code.ns_steps else 0):
         number, seconds, elements = 0.0, 0.0, 0.0
         for block, count in rank_blocks(table, layout.pp, layout.stages_per_rank, rank, code.balance):

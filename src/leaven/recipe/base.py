@@ -11,8 +11,8 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
     added: ClassVar[tuple[str, ...]] = ()
-    """Fields that leaven did not have from the start. A document leaves them out at their defaults, so that older
-    recipes and their hashes stay the same."""
+    """Fields that were added after the first version. They are not written if they have their default, so that older
+    recipes and their hashes do not change."""
 
     @classmethod
     def added_defaults(cls) -> dict[str, Any]:

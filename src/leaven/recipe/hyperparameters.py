@@ -89,25 +89,25 @@ class Clip(Part):
 class Muon(Part):
     """The settings of Muon, which updates the matrices inside the blocks if ``optimizer`` is ``muon``.
 
-    Muon replaces the momentum of a matrix by nearly the nearest matrix with orthogonal rows or columns (Jordan et al.
-    2024, https://kellerjordan.github.io/posts/muon/). Queries, keys and values are separate matrices, each with all
-    of its heads, and so are gate and input of a gated MLP (as in Moonlight, Liu et al. 2025, arXiv 2502.16982). AdamW
-    updates all other parameters.
+    Muon replaces the momentum of a matrix by an approximation of the nearest matrix with orthogonal rows or columns
+    (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/). Queries, keys and values are three matrices,
+    each with all of its heads, and the gate and input of a gated MLP are two (as in Moonlight, Liu et al. 2025, arXiv
+    2502.16982). AdamW updates all other parameters.
     """
 
     lr: Positive | None = None  # peak learning rate of the matrices; None: ``hyperparameters.lr``
-    weight_decay: NonNegative | None = None  # of the matrices; None: ``hyperparameters.weight_decay``
-    momentum: Beta = 0.95  # weight of the earlier momentum when a gradient is added
-    nesterov: bool = True  # whether the gradient is added once more to the momentum before a step
-    # How the size of a step depends on the shape (``out`` x ``in``) of the matrix. spectral: lr x sqrt(max(1, out /
-    # in)) is its largest singular value (Jordan et al.); adamw_rms: 0.2 x lr is its RMS, as about that of a step of
-    # AdamW, so that lr and decay of AdamW can be used (Moonlight). ``adjust_lr_fn`` of torch.optim.Muon has the same
-    # two, as original and match_rms_adamw.
+    weight_decay: NonNegative | None = None  # decay of the matrices; None: ``hyperparameters.weight_decay``
+    momentum: Beta = 0.95  # decay rate of the momentum: the factor on the old momentum in each step
+    nesterov: bool = True  # Nesterov momentum: each step also uses the new gradient directly
+    # How the size of a step depends on the shape (``out`` x ``in``) of the matrix. spectral: the step's largest
+    # singular value is lr x sqrt(max(1, out / in)) (Jordan et al.). adamw_rms: the step's RMS is 0.2 x lr, about as
+    # in AdamW, so lr and decay of AdamW can be used (Moonlight). torch.optim.Muon calls these ``adjust_lr_fn``
+    # original and match_rms_adamw.
     match: Literal["spectral", "adamw_rms"] = "adamw_rms"
     ns_steps: int = Field(default=5, ge=1, lt=100)  # Newton-Schulz iterations that make the momentum orthogonal
 
     def matching(self, out: float, into: float) -> float:
-        """Return the factor on the orthogonal matrix of a step, besides the lr, for a matrix (out, into)."""
+        """Return the factor of ``match`` for a matrix (out, into). A step is lr x factor x orthogonal matrix."""
         if self.match == "spectral":
             return math.sqrt(max(1.0, out / into))
         return 0.2 * math.sqrt(max(out, into))
@@ -121,7 +121,7 @@ class Hyperparameters(Part):
 
     # adamw: each step shrinks a weight by lr x weight_decay x weight. adam: weight_decay x weight is added to the
     # gradient, and Adam divides the sum by the gradient's size (Loshchilov and Hutter 2019, arXiv 1711.05101). muon:
-    # as adamw, except for the matrices inside the blocks (:class:`Muon`).
+    # Muon for the matrices inside the blocks (:class:`Muon`), and adamw for the rest.
     optimizer: Literal["adamw", "adam", "muon"] = "adamw"
     lr: Positive  # peak learning rate
     # rule: the scaling rule computes the std of every matrix from init_std. Other names are published inits
@@ -136,23 +136,24 @@ class Hyperparameters(Part):
     residual: Positive = 1.0  # multiplies the output of every branch before it is added to the residual stream
     # A limit on the global gradient norm (0 switches clipping off), or a :class:`Clip`.
     grad_clip: Annotated[Clip, BeforeValidator(Clip.read), PlainSerializer(Clip.written)] = Clip(mode="global")
-    # Coefficient of the z-loss: this times log^2 Z of each token, where Z is the sum of exponentials of its logits,
-    # adds to the gradients and not to the logged loss. PaLM: 1e-4, OLMo 2: 1e-5. No rule scales it.
+    # Coefficient of the z-loss. Training minimises the loss + z_loss x log^2 Z of each token, where Z is the sum of
+    # the exponentials of the token's logits; the logged loss does not contain it. PaLM: 1e-4, OLMo 2: 1e-5. No rule
+    # scales it.
     z_loss: NonNegative = 0.0
     modules: dict[str, Multipliers] = {}  # multipliers by the name of a module, such as mlp.out
     depth: DepthProfile = DepthProfile()
-    muon: Muon | None = None  # with optimizer = "muon", by default with the defaults of :class:`Muon`; otherwise None
+    muon: Muon | None = None  # only with optimizer = "muon", which sets a missing table to the defaults of Muon
 
     @model_validator(mode="before")
     @classmethod
     def _complete_muon(cls, values: Any) -> Any:
-        """Give values with ``optimizer = "muon"`` and without ``muon`` its defaults."""
+        """If ``optimizer`` is "muon" and ``muon`` is missing, set ``muon`` to its defaults."""
         if isinstance(values, Mapping) and values.get("optimizer") == "muon" and values.get("muon") is None:
             return {**values, "muon": {}}
         return values
 
     def muon_of(self, role: Role) -> Muon | None:
-        """Return the settings of Muon, or None if Adam updates parameters of this role."""
+        """Return the settings of Muon if it updates parameters of this role, else None."""
         return self.muon if role is Role.HIDDEN_WEIGHT else None
 
     @property

@@ -120,16 +120,16 @@ class EvaluationSettings(Part):
 
 
 class Average(Part):
-    """An average of the weights over steps, which a run keeps, validates and saves beside the weights themselves.
+    """An average of the weights over steps. A run computes, validates and saves it in addition to the weights.
 
-    Without a half-life all weights since its beginning count alike. With one, a weight counts half as much as the
-    weights ``half_life_tokens`` later; until the average is old enough for that, all count alike, so the initial
-    weights never count more than others.
+    Without a half-life the average is uniform over all tokens since its start. With a half-life it is an exponential
+    moving average: weights count half as much as those of ``half_life_tokens`` later. While the average is still
+    young, it is uniform, so the initial weights never count more than others.
     """
 
-    # Tokens after which a weight counts half (an exponential moving average); None: all count alike.
+    # Half-life of an exponential moving average in tokens; None: a uniform average.
     half_life_tokens: int | None = Field(default=None, gt=0)
-    last: float = Field(default=1.0, gt=0, le=1)  # the average is over this share of the run, at its end
+    last: float = Field(default=1.0, gt=0, le=1)  # average only over this last share of the run
 
     @model_validator(mode="after")
     def _not_empty(self) -> "Average":
@@ -141,8 +141,11 @@ class Average(Part):
         return self
 
     def share(self, before: int, tokens: int, horizon: int) -> float:
-        """Return the share in the average that the weights get after the step from ``before`` to ``tokens`` trained
-        tokens, in a run of ``horizon`` tokens. It is 0 until the average begins."""
+        """Return the share of the current weights in the new average, after a step.
+
+        The step goes from ``before`` to ``tokens`` trained tokens of a run of ``horizon`` tokens. The share is 0
+        until the average begins.
+        """
         start = (1 - self.last) * horizon
         if tokens <= start:
             return 0.0
@@ -303,8 +306,8 @@ class Recipe(Part):
 
     @property
     def without_muon(self) -> "Recipe":
-        """Return the recipe with AdamW instead of Muon, for comparisons with values of Adam. Without Muon, return the
-        recipe itself."""
+        """Return the recipe with AdamW instead of Muon, to compare its values with values for Adam. Return the recipe
+        itself if it has no Muon."""
         if self.hyperparameters.optimizer != "muon":
             return self
         return self.replace({"hyperparameters.optimizer": "adamw", "hyperparameters.muon": None})

@@ -20,8 +20,8 @@ AttentionBias = Literal["none", "qkv", "all"]
 Activation = Literal["swiglu", "geglu", "gelu", "relu", "squared_relu"]
 Positions = Literal["rope", "learned", "alibi"]
 _BRANCHES = ("attention", "mlp")
-# The last matrices of the two residual branches of a block, which write to the residual stream (through a norm, if
-# ``norm_placement`` puts one behind the branch).
+# The last matrices of the two residual branches of a block. Their output is added to the residual stream, after a
+# norm if ``norm_placement`` is not "pre".
 BRANCH_ENDS = ("attention.out", "mlp.out")
 
 
@@ -39,7 +39,7 @@ class Role(StrEnum):
     HIDDEN_WEIGHT = "hidden_weight"  # width -> width, inside a block
     HIDDEN_BIAS = "hidden_bias"  # bias over the width, of a matrix or a layer norm inside a block
     HIDDEN_NORM = "hidden_norm"  # gain over the width, inside a block
-    OUTPUT_NORM = "output_norm"  # gain over the width, of a norm on a branch's output
+    OUTPUT_NORM = "output_norm"  # gain of a norm on a branch's output
     QK_NORM = "qk_norm"  # gain of queries or keys over d_head, shared by all heads
     FINAL_NORM = "final_norm"  # gain over the width, after the last block
     FINAL_BIAS = "final_bias"  # bias of the final norm
@@ -96,13 +96,13 @@ class ModelShape(Part):
     # (Gemma 2).
     norm_placement: NormPlacement = "pre"
     parallel_branches: bool = False  # attention and MLP read the same input, through one norm (GPT-J, Phi, Command R)
-    qk_norm_whole: bool = False  # QK-norm normalises all heads together, with a gain for each entry (OLMo 2)
-    rotary_fraction: float = Field(default=1.0, gt=0, le=1)  # share of a head that rotary positions rotate (GPT-J)
-    attention_bias: AttentionBias | None = None  # the biases of attention, if ``bias`` does not say (Qwen2: qkv)
+    qk_norm_whole: bool = False  # QK-norm normalises all heads together, as one vector (OLMo 2)
+    rotary_fraction: float = Field(default=1.0, gt=0, le=1)  # share of each head that rotary positions rotate
+    attention_bias: AttentionBias | None = None  # which attention matrices have biases; None: as ``bias``
     attention_softcap: float | None = Field(default=None, gt=0)  # scores become cap tanh(score / cap) (Gemma 2)
     logit_softcap: float | None = Field(default=None, gt=0)  # logits become cap tanh(logit / cap) (Gemma 2)
-    window: int | None = Field(default=None, gt=0)  # tokens that a token attends to, itself included (Mistral)
-    global_every: int = Field(default=0, ge=0)  # every n-th layer ignores ``window`` (Gemma 2: 2); 0: none does
+    window: int | None = Field(default=None, gt=0)  # number of tokens a token attends to, itself included (Mistral)
+    global_every: int = Field(default=0, ge=0)  # every n-th layer ignores ``window`` (Gemma 2: 2); 0: no layer does
 
     added: ClassVar = (
         "norm_placement",
@@ -228,7 +228,7 @@ class ModelShape(Part):
             shape = (heads, self.d_head) if self.qk_norm_per_head else (self.d_head,)
             if self.qk_norm_whole:
                 shape = (heads * self.d_head,)
-            # A gain that heads do not share is an ordinary gain over the width.
+            # A gain that heads do not share scales as an ordinary gain over the width.
             role = Role.HIDDEN_NORM if self.qk_norm_per_head or self.qk_norm_whole else Role.QK_NORM
             yield Parameter(f"layers.{layer}.norm.{side}.weight", shape, role, f"norm.{side}", layer)
 

@@ -41,7 +41,7 @@ def factors(rule: Rule, role: Role, at: TensorRatios, scaling: Scaling, muon: bo
     """Return the factors of a scaling rule for a tensor.
 
     ``at`` contains the tensor's sizes divided by those of the same tensor in the base, and ``scaling`` the exponents.
-    ``muon`` says whether Muon updates the tensor.
+    ``muon``: whether Muon updates the tensor.
     """
 
     def product(*cells: Cell) -> float:

@@ -15,25 +15,27 @@ NAME`` prints one. All tables differ from the papers in these points:
 - **Decay of gains and biases.** Gains and biases have weight decay only if the hyperparameter ``decay_norm_and_bias``
   is true. The default is false, as in nanoGPT and OLMo 2: decay pulls a gain towards 0 and not towards its neutral
   value 1.
-- **Norms on a branch's output.** The papers have norms before branches only. With one behind a branch, a block adds
-  m g norm(y) to the stream, for the branch's output y, its multiplier m and the norm's gain g.
+- **Norms on a branch's output.** The papers only have norms before branches. With a norm on the output y of a branch,
+  the block adds m g norm(y) to the residual stream, where m is the branch's multiplier and g is the norm's gain.
 
-  - m is behind the norm, because a norm undoes every factor before it. The cell of m is the published one: each
-    block adds as much as before, and moves the stream as much.
-  - g has the cells of a gain before a branch. It starts at 1. Its gradient is a sum over tokens of m norm(y) times
-    the gradient of the stream, 1 / width, so it falls as width^-1 L^-alpha. L gains, each behind an m of L^-alpha,
-    move the stream by L x L^-alpha x lr, so lr has L^(alpha-1). Weight decay would shrink the branch itself.
-  - The scale of the matrices on which y depends linearly has no effect on the output, but on the step: Adam moves y
-    by lr x fan in x (size of the input), and the norm divides this by y, which is std x fan in^(1/2) x (size of the
-    input). So lr fan in^(1/2) / std decides. With the published cells, lr ~ I^-1 and variance ~ I^-1, it is the same
-    at every width. y then does not depend on the width, and the gradient has the published powers, so eps has, too.
-    (std and lr times c, eps and decay divided by c trains the same model: tests/scaling/test_invariance.py.)
+  - m is applied after the norm, because a norm undoes every factor before it. The cell of m is the published one:
+    what a block adds to the stream, and how much a step changes it, are the same as without the norm.
+  - g has the cells of a gain before a branch. It starts at 1. Its gradient is the sum over tokens of m norm(y) times
+    the gradient of the stream. The latter is proportional to 1 / width, so the gradient of g falls as width^-1
+    L^-alpha. A step of the L gains, each multiplied by an m of L^-alpha, changes the stream by L x L^-alpha x lr, so
+    the cell of lr is L^(alpha-1). Weight decay would shrink the branch itself.
+  - The scale of the matrices on which y depends linearly does not affect the output, but it affects the size of a
+    step: Adam changes y by lr x fan in x (size of the input), and the norm divides this by the size of y, which is
+    std x fan in^(1/2) x (size of the input). So lr fan in^(1/2) / std matters. With the published cells, lr ~ I^-1
+    and variance ~ I^-1, this ratio is the same at every width. Then y does not depend on the width, and the gradient
+    has the published exponents, so eps has them, too. (Multiplying std and lr by c, and dividing eps and decay by c,
+    trains the same model: tests/scaling/test_invariance.py.)
   - Decay of these matrices raises the step relative to the weights, until it is (2 lr decay)^(1/2) in equilibrium
-    (Kosson et al. 2025, arXiv 2510.19093). So decay ~ I, which keeps lr x decay. The reason for decay ~ I^(1/2), that
-    the gain of a branch must not change with the width (Fan et al. 2025, arXiv 2510.15262), does not apply behind a
-    norm, where g is the gain.
-  - Without a norm before the branch, its matrices read the stream itself. Its size does not depend on the width.
-    Over the depth it falls towards that of the embedding, as the sum of the branches does.
+    (Kosson et al. 2025, arXiv 2510.19093). So decay ~ I, which keeps lr x decay constant. The argument for decay ~
+    I^(1/2), that the ratio of a branch's output to its input must not change with the width (Fan et al. 2025, arXiv
+    2510.15262), does not apply if a norm follows, because then g sets this ratio.
+  - Without a norm before the branch, its matrices read the stream itself. The size of the stream does not depend on
+    the width. With more depth it falls towards the size of the embedding, because the sum of the branches falls.
 
 ``complete-d-p`` differs from Table 1 of its paper in one cell, the eps of the final norm, where the paper has 1. The
 gradient of this gain falls as 1 / width (measured exponent -1.05 at initialisation, -0.91 after 150 steps), so its
@@ -51,16 +53,17 @@ all four axes, so the cells are derived here:
 - Depth. The size of a step does not depend on the gradient's size, as with Adam. Each of L blocks changes the stream
   by L^-alpha x lr, in the same direction. So the sum is constant if lr is proportional to L^(alpha-1), as for Adam.
   The code of 2512.05620 has this with alpha = 1, that of 2603.28743 with alpha = 1/2.
-- Batch and tokens. In a step, the noise of the gradient has the norm of the orthogonal matrix, whatever its size, and
-  the signal is inversely proportional to the noise n of the momentum. A momentum that averages w steps of batch B has
-  n proportional to 1 / sqrt(w B), and repeats the same noise for w steps. So over K steps, noise moves a weight by lr
-  sqrt(K w), and signal by K lr sqrt(w B). With constant w these are the equations of Adam, and lr is proportional to
-  B^1/2 D^-t. If w grew with K, as Adam's half-lives do, the lr would have to change as B / D. So the momentum stays
-  as it is, like 0.95 in published runs. By their abstracts, 2603.15958 finds several pairs of momentum and batch
-  equally good, and 2510.03871 the rules of Adam for Scion. 2603.28743 has D^-0.32 (set ``token_exponent``).
-- Weight decay keeps lr x decay x steps constant, as for Adam. This is the most disputed cell. 2512.05620 has lr x
-  decay proportional to 1 / width, for models whose tokens grow with the width (then this product falls here, too,
-  with the steps). Published runs use 0.1 everywhere.
+- Batch and tokens. In a step, the noise always has the norm of the orthogonal matrix, however large the gradient's
+  noise is. The signal is inversely proportional to the noise n of the momentum. A momentum that averages w steps of
+  batch B has n proportional to 1 / sqrt(w B), and repeats the same noise for w steps. So over K steps, noise moves a
+  weight by lr sqrt(K w), and signal by K lr sqrt(w B). With constant w these are the equations of Adam, and lr is
+  proportional to B^1/2 D^-t. If w grew with K, as Adam's half-lives do, the lr would have to change as B / D. So the
+  rule does not change the momentum; published runs also use one value, 0.95. According to their abstracts, 2603.15958
+  finds several pairs of momentum and batch equally good, and 2510.03871 finds Adam's rules for Scion. 2603.28743 has
+  D^-0.32 (set ``token_exponent``).
+- Weight decay keeps lr x decay x steps constant, as for Adam. This is the most disputed cell. In 2512.05620, lr x
+  decay is proportional to 1 / width, for models whose tokens grow with the width. (With more tokens there are more
+  steps, so lr x decay falls under this rule, too.) Published runs use 0.1 everywhere.
 
 All other parameters have the cells of Adam. Measured at small widths, Muon is off by up to width^0.2
 (:mod:`leaven.verification.coordinates`); 2512.05620 reports such deviations, too.
@@ -92,8 +95,8 @@ class Rule:
     columns: Mapping[str, Cell] = field(default_factory=dict)
 
     def of(self, quantity: str, role: Role, muon: bool = False) -> tuple[Cell, ...]:
-        """Return the cells that are multiplied to get the factor on a quantity for a role. ``muon`` says whether Muon
-        updates the tensor."""
+        """Return the cells whose product is the factor on a quantity for a role. ``muon``: whether Muon updates the
+        tensor."""
         cell = self.muon[quantity] if muon and quantity in self.muon else self.cells[quantity][role]
         return (cell, self.columns[quantity]) if quantity in self.columns else (cell,)
 

@@ -31,15 +31,15 @@ class ParameterRow(Parameter):
     init_mean: float  # initial values are normal with this mean
     init_std: float
     lr: float  # at the peak of the schedule
-    # Factor on the steps of a matrix that Muon updates (``Muon.matching``). beta1 is then its momentum, and beta2 and
-    # eps are 0. With 0, Adam updates the parameter.
+    # For a matrix that Muon updates: the factor ``Muon.matching`` on its steps. beta1 is then the momentum, and beta2
+    # and eps are 0. For a parameter that Adam updates: 0.
     match: float = 0.0
     weight_decay: float
     beta1: float
     beta2: float
     eps: float
-    # factor on the output in the forward pass, for a branch end behind the norm of the branch's output; 1 for all but
-    # branch ends and unembedding
+    # Factor on the output in the forward pass. For the last matrix of a branch with a norm on its output, the factor
+    # is applied after this norm. It is 1 except for the last matrices of branches and the unembedding.
     multiplier: float
     ratios: TensorRatios = field(compare=False)  # ratios to the base, from which the rule computed the values
 
@@ -104,7 +104,8 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
 
 
 def adamw_rows(recipe: Recipe) -> tuple[ParameterRow, ...]:
-    """Return the rows of the parameter table as if AdamW updated all parameters, to compare them with Adam's."""
+    """Return the parameter table of the recipe with AdamW instead of Muon, to compare its values with values for
+    Adam."""
     return parameter_table(recipe.without_muon).rows
 
 
@@ -223,10 +224,10 @@ def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
     With the weights multiplied by these factors, a model without multipliers computes the same function. The result
     maps names of parameters to factors; factors of 1 are left out.
 
-    The multiplier of a residual branch goes into the norm on its output; without one, into its last matrix. The
-    multiplier of the attention
-    logits goes into the gain of the query norm; in a model without query norm, it goes into the query matrix. The
-    multiplier of the logits goes into the unembedding; in a model with tied embeddings, it goes into the final norm.
+    The multiplier of a residual branch goes into the norm on its output, or into its last matrix if there is no such
+    norm. The multiplier of the attention logits goes into the gain of the query norm; in a model without query norm,
+    it goes into the query matrix. The multiplier of the logits goes into the unembedding; in a model with tied
+    embeddings, it goes into the final norm.
     """
     rows = table.multipliers
     places = {"norm.final": rows.pop("embedding.weight")} if shape.tied_embeddings else {}

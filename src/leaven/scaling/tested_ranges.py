@@ -36,7 +36,7 @@ LARGE_INIT = 3.0
 # LARGE_INIT names had 1.43 (trained) and 2.15 (did not).
 LARGE_LOGITS = 1.5
 
-# Sizes of a model that no rule scales with.
+# Sizes of a model that do not affect any scaling rule.
 _UNSCALED = ("vocab_size", "seq_len")
 
 
@@ -64,8 +64,11 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
 
 
 def unlike(source: Mapping[str, int | None], recipe: Recipe) -> list[CautionRow]:
-    """Return a warning for each of ``vocab_size`` and ``seq_len`` in which ``recipe`` differs from the model that its
-    values are from. No rule scales with them. ``source`` has the sizes of that model; None is unknown."""
+    """Return warnings if ``vocab_size`` or ``seq_len`` differ from those of the model that the recipe's values are
+    from.
+
+    No rule scales with these sizes. ``source`` maps their names to the sizes of that model; None is unknown.
+    """
     rows = [(name, getattr(recipe.model, name), source[name]) for name in _UNSCALED if source.get(name)]
     return [_caution(name, value, there) for name, value, there in rows if there and value != there]
 
@@ -103,7 +106,8 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about another batch or number of tokens with Muon, whose values the rule then derives without a test."""
+    """Yield a warning if Muon's values are scaled far over batch or tokens, for which no test of the rule is
+    known."""
     for axis in ("batch", "tokens"):
         ratio = getattr(table.ratios, axis)
         if recipe.hyperparameters.muon and table.rule.columns and not 1 / MUON_FACTOR <= ratio <= MUON_FACTOR:

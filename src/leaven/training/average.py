@@ -1,4 +1,4 @@
-"""Keeps the average of a run's weights beside them (:class:`leaven.recipe.recipe.Average`)."""
+"""Keeps an average of a run's weights in addition to the weights (:class:`leaven.recipe.recipe.Average`)."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from leaven.distributed.sharded_model import ShardedModel
 from leaven.model.kernels import lerp_
 
 AVERAGE = "average"
-"""A checkpoint has the average of a parameter beside its moments, under this kind and the parameter's name."""
+"""The kind under which a checkpoint stores the average of a parameter, together with the parameter's name."""
 
 
 class WeightAverage:
@@ -27,7 +27,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def add(self, share: float) -> None:
-        """Give the current weights this share of the average. The first weights are the average themselves."""
+        """Update the average to (1 - ``share``) x average + ``share`` x current weights. The first call copies the
+        weights."""
         weights = [parameter.detach() for parameter in self._model.local_parameters]
         if self._average:
             lerp_(self._average, weights, share)
@@ -36,7 +37,7 @@ class WeightAverage:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Put the average into the model, and afterwards the weights back."""
+        """Swap the average into the model inside the ``with`` block, and restore the weights at its end."""
         self._exchange()
         try:
             yield
@@ -57,7 +58,7 @@ class WeightAverage:
         return {(AVERAGE, name): average for name, average in zip(names, self._average, strict=True)}
 
     def load_state_dict(self, state: Mapping[tuple[str, str], Tensor]) -> None:
-        """Restore the average. If ``state`` has none, it begins with the next weights."""
+        """Restore the average. If ``state`` contains none, the next call of :meth:`add` starts a new average."""
         self._average = [
             state[AVERAGE, each.row.name].to(each.local, copy=True)
             for each in self._model.parameters

@@ -90,7 +90,8 @@ class _Averages(Mapping[str, Tensor]):
 
 
 def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = False) -> LoadedRun:
-    """Read a run with the weights of a checkpoint, which is chosen as in :func:`load`, or with their average."""
+    """Return a run with the weights of a checkpoint, or with their average. The checkpoint is chosen as in
+    :func:`load`."""
     folder = RunFolder(Path(run).expanduser())
     if not folder.recipe_file.is_file():
         problem = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"

@@ -1,7 +1,7 @@
-"""Muon for the matrices inside the blocks, and AdamW for all other parameters, in one optimizer of torch.
+"""A torch optimizer that applies Muon to the matrices inside the blocks, and AdamW to all other parameters.
 
-torch.optim.Muon has the same steps (a test compares them bit by bit), but it needs whole matrices, always computes in
-bf16, and cannot skip a step without waiting for the device.
+torch.optim.Muon takes the same steps (a test compares them bit by bit), but it needs whole matrices, always computes
+in bf16, and cannot skip a step without synchronising with the device.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,17 +14,17 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The polynomial a s + b s^3 + c s^5 of Jordan et al. 2024. Each iteration applies it to the singular values s of a
 matrix. After five iterations, nearly all of them are between 0.7 and 1.2."""
 SMALLEST_NORM = 1e-7
-"""Matrices with a smaller Frobenius norm are divided by this number and not by their norm, as in torch.optim.Muon."""
+"""The smallest divisor when a matrix is divided by its Frobenius norm, as in torch.optim.Muon."""
 
 OnWhole = Callable[[Callable[[Tensor], Tensor], Iterable[str], Iterable[Tensor]], Iterator[Tensor]]
-"""Applies a function to whole matrices. The arguments are the function, the names of the matrices, and the block of
-each matrix that this process stores. Yields the same block of each result."""
+"""A callable that applies a function to whole matrices. Its arguments are the function, the names of the matrices,
+and the block of each matrix that this process stores. It yields the same block of each result."""
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """Return nearly the matrix U V^T, where U S V^T is the singular value decomposition of ``matrix``, (out, in).
+    """Return approximately U V^T, where U S V^T is the singular value decomposition of ``matrix`` (out, in).
 
-    Computes in the dtype of ``matrix``.
+    The computation runs in the dtype of ``matrix``.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.size(0) > matrix.size(1)
@@ -39,15 +39,15 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 def on_one_process(
     function: Callable[[Tensor], Tensor], names: Iterable[str], matrices: Iterable[Tensor]
 ) -> Iterator[Tensor]:
-    """Apply a function to matrices that this process stores whole (:data:`OnWhole`)."""
+    """Apply ``function`` to each matrix and yield the results, if this process stores whole (unsharded) matrices."""
     return map(function, matrices)
 
 
 class MuonWithAdamW(torch.optim.AdamW):
     """AdamW, with Muon for the parameters of groups that have the keys ``momentum`` and ``match``.
 
-    Muon's state of a parameter is ``momentum_buffer``, in the shape of the parameter. A step with ``found_inf`` = 1
-    (:func:`leaven.model.kernels.gate`) changes no parameter and no state.
+    The state of a parameter that Muon updates is ``momentum_buffer``, in the shape of the parameter. A step with
+    ``found_inf`` = 1 (:func:`leaven.model.kernels.gate`) changes neither parameters nor state.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class MuonWithAdamW(torch.optim.AdamW):
         on_whole: OnWhole = on_one_process,
         **how: Any,
     ) -> None:
-        """``dtype`` is the dtype in which matrices are made orthogonal; None for the dtype of the parameters."""
+        """``dtype`` is the dtype in which matrices are orthogonalised; None: the dtype of the parameters."""
         self.nesterov, self.ns_steps, self.dtype, self.on_whole = nesterov, ns_steps, dtype, on_whole
         super().__init__(groups, **how)
         for group in self._of_muon:  # torch has added the defaults of AdamW

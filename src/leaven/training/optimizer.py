@@ -26,8 +26,8 @@ from leaven.scaling.table import ParameterRow, ParameterTable, optimizer_groups
 from leaven.training.muon import MuonWithAdamW
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
-"""The names of the optimizer's state for a parameter: the step count of Adam, a scalar, and its two moments, or the
-momentum of Muon. Moments and momentum have the shape of the parameter."""
+"""The names of the optimizer's state for a parameter. Adam has a step count (a scalar) and two moments, Muon has a
+momentum. Moments and momentum have the shape of the parameter."""
 
 Moments = Mapping[tuple[str, str], Tensor]
 

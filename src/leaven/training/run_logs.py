@@ -1,6 +1,6 @@
-"""Read what other programs have logged: TensorBoard event files, and offline runs of W&B (Weights & Biases).
+"""Readers of the logs of other programs: TensorBoard event files, and offline runs of W&B (Weights & Biases).
 
-Files are read while they are written, so an incomplete last record is ignored.
+An incomplete last record is ignored, because another program may be writing the file.
 """
 
 import json
@@ -12,12 +12,12 @@ from typing import Any
 
 from leaven.errors import InputError
 
-_BLOCK, _HEADER = 32768, 7  # bytes of a block and of a record's header in the log of W&B
-_FULL, _FIRST, _LAST = 1, 2, 4  # types of records there
+_BLOCK, _HEADER = 32768, 7  # bytes of a block and of a record's header in a W&B file
+_FULL, _FIRST, _LAST = 1, 2, 4  # types of records in a W&B file
 
 
 def tensorboard_rows(file: Path, tag: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, values by tag) of everything in an event file of TensorBoard. Values of other tags are None."""
+    """Yield (step, {tag: value}) for each value in a TensorBoard event file; the value is None for other tags."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util.tensor_util import make_ndarray
 
@@ -28,7 +28,7 @@ def tensorboard_rows(file: Path, tag: str) -> Iterator[tuple[int, dict[str, Any]
 
 
 def wandb_rows(file: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield (step, values by name) of everything that was logged at once, from the file of an offline run of W&B.
+    """Yield (step, values by name) for each row of the history in the file of an offline run of W&B.
 
     Raises:
         InputError: if the file is damaged.
@@ -43,7 +43,7 @@ def wandb_rows(file: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _item(item: bytes) -> tuple[str, Any]:
-    """Return name and value of a HistoryItem, whose nested keys are joined by dots."""
+    """Return the name and value of a HistoryItem. The name joins nested keys with dots."""
     keys, value = [], None
     for field, content in _fields(item):
         if isinstance(content, bytes):
@@ -55,10 +55,10 @@ def _item(item: bytes) -> tuple[str, Any]:
 
 
 def log_records(log: bytes, name: str) -> Iterator[bytes]:
-    """Yield the records of a log in LevelDB's format, which W&B uses. ``name`` is that of its file.
+    """Yield the records of a log in LevelDB's format, which W&B uses. ``name`` is the file name, for messages.
 
-    Source: https://github.com/google/leveldb/blob/main/doc/log_format.md. W&B writes a header of 7 bytes first,
-    and plain CRC-32 as checksums.
+    Source: https://github.com/google/leveldb/blob/main/doc/log_format.md. W&B differs in two points: the file begins
+    with a header of 7 bytes, and the checksums are plain CRC-32.
 
     Raises:
         InputError: if a checksum is wrong.
@@ -82,7 +82,7 @@ def log_records(log: bytes, name: str) -> Iterator[bytes]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield (number, content) of the fields of a protobuf message.
+    """Yield (field number, content) for each field of a protobuf message.
 
     Source: https://protobuf.dev/programming-guides/encoding.
     """

@@ -1,12 +1,13 @@
-"""Train many recipes of one shape at once on one device: a stack of trials.
+"""A stack of trials: trains many recipes of one shape at once, as one batched model on one device.
 
-Every tensor has a leading dimension K, one entry a recipe, and every product is a batched one, so that models too
-small to fill a GPU fill it together. On CUDA the forward and backward pass is compiled and a step is one CUDA graph.
-The recipes share shape, batch and number of tokens. They may differ in hyperparameters, schedule and seed.
+Every tensor has a leading dimension K with one entry for each recipe, and every matrix product is batched. So models
+that are too small to fill a GPU fill it together. On CUDA, the forward and backward passes are compiled, and a step
+is one CUDA graph. The recipes have the same shape, batch and number of tokens. They may differ in hyperparameters,
+schedule and seed.
 
-This is a second trainer, because a stack of 48 small models on a GPU was 36 times as fast as eight processes
-(docs/log.md); on a processor nothing is gained. tests/training/test_stack.py compares its losses with those of
-leaven's engine. Shapes: K recipes, B sequences, T tokens, D d_model, H heads, E entries of a head, V vocabulary.
+This is a second trainer besides the engine, because a stack of 48 small models on a GPU was 36 times as fast as eight
+processes (docs/log.md). On a CPU it is not faster. tests/training/test_stack.py compares its losses with those of the
+engine. Sizes in comments: K recipes, B sequences, T tokens, P parameters.
 """
 
 import json
@@ -37,9 +38,9 @@ from leaven.training.outcome import Outcome, this_process
 from leaven.training.trial import TrialCheckpoint, checkpoint_folder
 
 VALUES = ("lr", "weight_decay", "beta1", "beta2", "eps")
-WARM = 3  # steps before the capture of a graph
-MOST = 64  # trials, the largest stack that was measured
-MEMORY = 0.5  # share of the free memory that a stack may need by the planner's formula
+WARM = 3  # warm-up steps before a CUDA graph is captured
+MOST = 64  # the largest number of trials in a stack: the largest that was measured
+MEMORY = 0.5  # the largest share of the free memory for a stack, as estimated by the planner's formula
 # The only values of these settings that a stack can train.
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "model.norm": ("rmsnorm",),
@@ -58,22 +59,23 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "data.documents": ("packed",),
     "start.folder": (None,),
     "precision.compute": ("fp32", "bf16"),
-    "stability.on_spike": ("rollback", "skip", "stop"),  # steps without a finite gradient are not skipped
+    "stability.on_spike": ("rollback", "skip", "stop"),  # a stack does not skip a step whose gradient is not finite
 }
 
 
 def refusal(recipe: Recipe) -> str | None:
-    """Return the first setting of a recipe that a stack cannot train, as text. Return None if there is none."""
+    """Return the first setting of a recipe that a stack cannot train, such as ``model.bias = True``, or None."""
     found = {path: attrgetter(path)(recipe) for path in SETTINGS}
     return next((f"{path} = {value}" for path, value in found.items() if value not in SETTINGS[path]), None)
 
 
 def most_trials(recipe: Recipe, free: float) -> int:
-    """Return how many trials fit into ``free`` bytes of a GPU, by the planner's formula, at most ``MOST`` (64)."""
+    """Return how many trials a stack may have on a GPU with ``free`` bytes: at most ``MOST``, and no more than fit
+    into the share ``MEMORY`` of these bytes by the planner's formula."""
     shape, tokens = recipe.model, recipe.batch.tokens
     windows = _integer(shape).itemsize * recipe.steps * tokens * (1 + 1 / shape.seq_len)
-    states = 4 * 3 * shape.params  # the weights, and the gradients once more in one buffer, before and after clipping
-    logits = 12 * tokens * shape.vocab_size  # all at once, in the compute dtype and in fp32, with their gradients
+    states = 4 * 3 * shape.params  # copies of weights and gradients beyond the planner's
+    logits = 12 * tokens * shape.vocab_size  # of all tokens at once, in two dtypes, with gradients
     each = needed_memory(recipe, tokens // shape.seq_len, "cuda") + states + logits + windows
     return min(MOST, int(MEMORY * free / each))
 
@@ -81,14 +83,15 @@ def most_trials(recipe: Recipe, free: float) -> int:
 def train_stack(
     recipes: Sequence[Recipe], size: int, *, checkpoint: Path | None = None, checkpoint_seconds: float = 60
 ) -> list[Outcome]:
-    """Train up to ``size`` recipes at once, and return their outcomes.
+    """Train up to ``size`` recipes at once, and return their outcomes in the same order.
 
-    A process keeps the last stack of a shape and size, because compiling its step takes longer than many trials. A
-    trial that diverges has no outcome earlier than the others, unless all diverge.
+    The process keeps the compiled stack for the next call, because compiling takes longer than many trials. A trial
+    that diverges ends with the others; if all diverge, training ends early.
 
     Args:
-        checkpoint: a folder for checkpoints, as in :func:`leaven.training.trial.train_trial`. They can be resumed
-            with the same recipes in the same order.
+        size: the number of places in the stack, at least the number of recipes.
+        checkpoint: a folder for checkpoints, as in :func:`leaven.training.trial.train_trial`. To resume from them,
+            pass the same recipes in the same order.
     """
     first = recipes[0]
     tokens = prepare(first.data, first.model.vocab_size)
@@ -135,20 +138,21 @@ def _integer(shape: ModelShape) -> torch.dtype:
     return torch.int16 if shape.vocab_size < 2**15 else torch.int32
 
 
-_kept: "dict[str, Stack]" = {}  # the last stack of this process
+_kept: "dict[str, Stack]" = {}  # the latest stack of this process, by what it was built for
 
 
 def _stack(like: Recipe, size: int, tokens: TokenSet) -> "Stack":
     parts = [like.model, like.batch, like.precision]
     key = json.dumps([*(part.model_dump(mode="json") for part in parts), size, tokens.fingerprint])
     if key not in _kept:
-        _kept.clear()  # before the memory of the next stack is allocated
+        _kept.clear()  # frees the memory of the latest stack before the next one is allocated
         _kept[key] = Stack(like, size, tokens, str(default_device()))
     return _kept[key]
 
 
 class Stack:
-    """The buffers and the compiled step for K recipes like ``like``, for any number of calls of :meth:`train`."""
+    """The buffers and the compiled step for K recipes with the shape and batch of ``like``. :meth:`train` can be
+    called any number of times."""
 
     def __init__(self, like: Recipe, size: int, tokens: TokenSet, device: str) -> None:
         assert refusal(like) is None, refusal(like)
@@ -186,31 +190,31 @@ class Stack:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.progress = Progress()  # tokens are those of one recipe
         self.trained = 0.0  # tokens of all recipes
-        self.seconds = 0.0  # without filling the buffers
+        self.seconds = 0.0  # time of training, without the time to fill the buffers
 
     def train(self, recipes: Sequence[Recipe]) -> list[float]:
-        """Return the validation loss of each recipe, nats per token; not finite if it diverged."""
+        """Train the recipes, and return the validation loss of each in nats per token, not finite if it diverged."""
         self.begin(recipes)
         self.seconds += self.all_steps()
         self.trained += len(recipes) * recipes[0].data.tokens
         return self.evaluate(recipes[0])[: len(recipes)]
 
     def begin(self, recipes: Sequence[Recipe]) -> None:
-        """Fill the buffers for up to ``size`` recipes. The last recipe fills the places that are left."""
+        """Fill the buffers for up to ``size`` recipes. The last recipe is repeated in the remaining places."""
         assert 0 < len(recipes) <= self.size
         self._fill([*recipes, *[recipes[-1]] * (self.size - len(recipes))], recipes[0].steps)
         self.step.zero_()
         self.progress = Progress()
 
     def all_steps(self) -> float:
-        """Train with what the buffers contain, and return the seconds."""
+        """Take all steps with the current content of the buffers, and return the seconds."""
         self.step.zero_()
         self.progress = Progress()
         self.advance(len(self.schedule))
         return self.progress.seconds
 
     def advance(self, steps: int) -> None:
-        """Take the next ``steps`` steps, or those that are left, and wait for them."""
+        """Take the next ``steps`` steps, or as many as are left, and wait until the device has finished them."""
         began, before = time.perf_counter(), self.progress
         last = min(before.step + steps, len(self.schedule))
         for _ in range(before.step, last):
@@ -228,12 +232,12 @@ class Stack:
         return self.progress.step == len(self.schedule)
 
     def losses_from(self, step: int) -> list[list[float]]:
-        """Return the training losses (steps, K) from a step, counted from 0, to the last one taken."""
+        """Return the training losses (steps, K) from ``step``, counted from 0, to the last step taken."""
         found: list[list[float]] = self.record[step : self.progress.step].tolist()
         return found
 
     def checkpoint(self, state: Mapping[str, Any] | None = None) -> Checkpoint:
-        """Return what a checkpoint saves."""
+        """Return a checkpoint of the weights, moments, losses and progress. ``state`` is stored with it."""
         moments = {"first": self.first, "second": self.second, "losses": self.record}
         return Checkpoint(self.progress, {"parameters": self.flat}, moments, state or {})
 
@@ -251,7 +255,7 @@ class Stack:
         tables = [parameter_table(recipe) for recipe in recipes]
         assert {table.attention_scale for table in tables} == {self.attention_scale}
         capture = self.device.type == "cuda" and (self.graph is None or len(self.schedule) != steps)
-        if len(self.schedule) != steps:  # the graph reads these by their address
+        if len(self.schedule) != steps:  # a captured graph has the addresses of the old buffers
             self.graph = None
             self.schedule, self.record = (torch.zeros(steps, self.size, device=self.device) for _ in range(2))
             windows = (self.size, steps, self.sequences, shape.seq_len + 1)
@@ -279,7 +283,7 @@ class Stack:
                 buffer[k] = torch.tensor([getattr(rows[name], value) for name in self.names], device=self.device)
         if capture:
             self._capture()
-            return self._fill(recipes, steps)  # the steps before the capture changed the state
+            return self._fill(recipes, steps)  # the warm-up steps have changed weights and moments
         self.first.zero_()
         self.second.zero_()
         return None
@@ -289,7 +293,7 @@ class Stack:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM):
-                self.step.zero_()  # a run may have fewer steps
+                self.step.zero_()  # a run may have fewer steps than WARM
                 self._one_step()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
@@ -307,8 +311,8 @@ class Stack:
 
     @torch.no_grad()
     def _update(self, gradient: Tensor, factor: Tensor) -> None:
-        """AdamW as torch has it, after clipping each recipe's gradient (K, P) by its norm. ``factor`` (K,) is that of
-        the schedule."""
+        """Take a step of AdamW, with torch's formulas, after clipping the gradient (K, P) of each recipe by its norm.
+        ``factor`` (K,) is the schedule's factor on the lr."""
         norm = gradient.square().sum(1).sqrt()
         g = gradient * (self.clip / (norm + 1e-6)).clamp(max=1.0)[:, None]
         count = (self.step + 1).double()
@@ -367,9 +371,9 @@ class Stack:
         return losses.view(k, b * t).mean(1)
 
     def evaluate(self, recipe: Recipe) -> list[float]:
-        """Return the validation loss of each recipe, nats per token.
+        """Return the validation loss of each recipe in nats per token.
 
-        The batches have the training's size, and gradients are kept, because the pass is compiled for both already.
+        Batches have the size of training batches, and require gradients, because the pass is compiled for that.
         """
         found = self.tokens.validation_windows(self.shape.seq_len, recipe.evaluation.tokens)
         windows = torch.from_numpy(found).to(self.device)
@@ -378,7 +382,7 @@ class Stack:
         for part in torch.split(windows, self.sequences):
             missing = part[:1].expand(self.sequences - len(part), -1)
             losses = self.losses(leaves, torch.cat((part, missing)).expand(self.size, -1, -1).contiguous()).detach()
-            if len(missing):  # of the whole mean
+            if len(missing):  # the last batch is filled up with its first window; subtract the loss of the copies
                 alone = self.losses(leaves, part[:1].expand(self.size, self.sequences, -1).contiguous()).detach()
                 total += losses.double() * self.sequences - alone.double() * len(missing)
             else:

@@ -52,13 +52,13 @@ NAME = r"[A-Za-z_][\w-]*"
 _PLACEHOLDER = re.compile(r"\{(\{[A-Za-z_][\w.\-\[\]]*\})\}|(?<!\$)\{([A-Za-z_][\w.\-\[\]]*)\}")
 _QUOTING = re.compile(rf"{_PLACEHOLDER.pattern}|\\[^{{]|['\"\n]|(?<![^\s;&|()])#")
 _NESTED = re.compile(r"`|<<|\$[('\"]|\$\{\w*[^\w}]")  # parts of a command in which quotes mean something else
-# A number is whole: it does not begin or end within another number or a word, and 1,234.5 is none.
+# A complete number: not a part of another number or of a word. 1,234.5 does not match.
 _BEFORE, _AFTER = r"(?<!\d)(?<!\d[.eE])(?<!\d[eE][-+])", r"(?!\.?\d|[eE][-+]?\d)"
 _DIGITS = rf"{_BEFORE}[-+]?(?:\d+(?![,_]\d)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?{_AFTER}"
 _NUMBER = rf"{_DIGITS}|[-+]?(?i:nan|inf(?:inity)?)(?!_?[^\W\d_]|\d)"
 _STEP = r"\d[\d,_]*"
 SOURCES = ("pattern", "jsonl", "tensorboard", "wandb")
-OF_MACHINE = ("timeout_seconds", "prune", "devices", "resume")  # what may change between commands on a study
+OF_MACHINE = ("timeout_seconds", "prune", "devices", "resume")  # keys that may differ between machines and resumes
 DIGITS = 6  # significant digits of a value
 
 
@@ -74,7 +74,7 @@ def _variables(environment: dict[str, str]) -> dict[str, str]:
     return environment
 
 
-Text = Annotated[str, AfterValidator(_text)]  # what a process or the name of a file may have
+Text = Annotated[str, AfterValidator(_text)]  # text that can be an argument of a process or a file name
 
 
 def _expression(pattern: str) -> str:
@@ -145,12 +145,12 @@ class Command(Part):
 
     command: Annotated[Text, Field(min_length=1)]  # run by the shell in the current folder
     loss: LossSource
-    environment: Annotated[dict[str, Text], AfterValidator(_variables)] = {}  # further environment variables
+    environment: Annotated[dict[str, Text], AfterValidator(_variables)] = {}  # additional environment variables
     config: Text | None = None  # the path of a text file that leaven fills in for every trial
     devices: Annotated[int, Field(gt=0)] | None = None  # GPUs of a run, in CUDA_VISIBLE_DEVICES; None: see --workers
     timeout_seconds: Annotated[float, Field(gt=0)] | None = None  # a run that takes longer has failed
     diverged: Annotated[str, AfterValidator(_expression)] | None = None  # a run with such an output has diverged
-    resume: bool = False  # whether a further attempt at a run gets the folder {out} of the earlier one as it is
+    resume: bool = False  # whether all attempts at a trial share the folder {out}, so that the command can resume
     prune: bool = True  # whether a run ends early if its losses are too far behind those of the best run
 
     @model_validator(mode="after")
@@ -232,7 +232,7 @@ class Command(Part):
         return fill(self.command, quoted)
 
     def line(self, values: Mapping[str, Value]) -> str:
-        """Return a line for the shell that runs the command with its environment, and makes its folder ``{out}``."""
+        """Return a shell command line that makes the folder ``{out}`` and runs the command in its environment."""
         line = self.filled(values)
         if self.environment:
             environment = [shlex.quote(f"{name}={fill(text, values)}") for name, text in self.environment.items()]
@@ -308,7 +308,7 @@ class SearchedValue(Part):
         )
         unit = "tenth" if self.unit == "tenth" else "octave"
         whole = isinstance(start, int)
-        scale = 10.0 if whole and unit == "tenth" else 1.0  # a smaller move would be rounded to the start
+        scale = 10.0 if whole and unit == "tenth" else 1.0  # a smaller distance would be rounded to the start
         return Dimension(name, float(start), low, high, scale, unit, ends=(below, above), whole=whole)
 
 
@@ -422,7 +422,7 @@ def _names(*texts: str) -> set[str]:
 
 
 def _in_quotes(command: str) -> set[str]:
-    """Return the names of the placeholders of a shell command that are inside quotes or a comment, or may be."""
+    """Return the names of the placeholders of a shell command that are, or may be, inside quotes or a comment."""
     if _NESTED.search(command):
         return _names(command)
     found, inside, at = set[str](), "", 0  # ``inside`` is a quote, or # in a comment
@@ -430,7 +430,7 @@ def _in_quotes(command: str) -> set[str]:
         text, at = token[0], token.end()
         if token[2]:
             found |= {token[2]} if inside or command[: token.start()].endswith("\\") else set()
-        elif text[0] == "\\" and inside in {"'", "#"}:  # it escapes nothing there
+        elif text[0] == "\\" and inside in {"'", "#"}:  # a backslash escapes nothing there
             at = token.start() + 1
         elif text == inside != "#" or (text == "\n" and inside == "#"):
             inside = ""

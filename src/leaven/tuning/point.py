@@ -41,8 +41,8 @@ GLOBAL = (*(f"hyperparameters.{quantity}" for quantity in QUANTITIES), WARM_UP, 
 OTHERS = (CLIP, DROPOUT, FLOOR, COOLDOWN, DECAY, OPTIMIZER)
 """Values of the whole recipe that ``global-full`` adds to ``global``."""
 MUON = ("hyperparameters.muon.lr", "hyperparameters.muon.weight_decay", "hyperparameters.muon.momentum")
-"""Values of Muon. Its lr and weight decay are searched only if the recipe sets them: otherwise they are those of
-AdamW, which move both."""
+"""Values of Muon. Its lr and weight decay are searched only if the recipe sets them; otherwise they follow those of
+AdamW."""
 WHOLE_RECIPE = (*GLOBAL, *OTHERS, *MUON, TOKENS)
 BETAS = ("beta1", "beta2", "momentum")
 POINTS = 3  # points of a searched depth profile: enough for a tilt and a bend

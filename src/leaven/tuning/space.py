@@ -367,7 +367,7 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
 
     - The matrices of queries and keys, if queries and keys are normalised. The norm removes the factor.
     - The last matrix of a residual branch, and other matrices on which the output of the branch depends linearly.
-      Dividing the branch's residual multiplier by c undoes the factor. A norm behind the branch removes it.
+      Dividing the branch's residual multiplier by c undoes the factor. A norm on the branch's output also removes it.
 
     The result is empty for a model with biases, because a factor on a matrix does not scale the bias with it.
     """

@@ -79,7 +79,8 @@ class Dimension:
     whole: bool = False  # whether all values are whole numbers
 
     def rounded(self, x: float, more: int = 0) -> float:
-        """Return the distance of the value that is run at the distance ``x``; of a whole number plus ``more``."""
+        """Return the distance of the value that is run at the distance ``x``. A whole number is increased by
+        ``more``."""
         if not self.whole:
             return x
         assert isinstance(self.centre, float)
@@ -252,7 +253,7 @@ class StudyDocument(Answer):
     command: str = ""  # the shell command of a trial, with placeholders; empty if leaven trained the trials
     loss_pattern: str = ""  # with --command: the regular expression for its losses
     best_command: str = ""  # the command with the best values
-    command_folder: str = ""  # with a command: the folder in which it runs, from that of the study
+    command_folder: str = ""  # the folder in which a command runs, relative to the study's folder
     progress: str = "tokens"  # what the curves are over: tokens, steps or losses (the number of losses so far)
 
     @property

@@ -50,7 +50,7 @@ class ActivationRecorder(TorchFunctionMode):
 
     - ``containers``: the labels of modules that computed a new output from the outputs of their children
     - ``matrices``: the labels of modules that have a matrix as a direct parameter, or that read the output of such a
-      module, like a norm on the output of a branch
+      module, such as a norm on the output of a branch
     - ``trained``: the labels of outputs that require a gradient
     - ``head_sizes``: the head dimension of attention logits, by label
     """

@@ -18,7 +18,7 @@ the first part of the run (:data:`FROM`). The check judges the largest deviation
 to the final losses of many sizes, but the final losses of two or three sizes do not determine L0. So the check uses
 the L0, from 0 to the lowest final loss, for which the sum of squared deviations is least, unless the user gives L0.
 On three of four families of the authors' own curves, both are the same within 2% (docs/log.md). If the lengths of the
-runs are not compute-optimal, curves may have one shape with a fitted L0 that is not the irreducible loss.
+runs are not compute-optimal, curves may have the same shape with a fitted L0 that is not the irreducible loss.
 
 Curves are averaged over intervals of the run, because the loss of one step is noisy; L(T) is the average over the
 last interval. A bootstrap over seeds gives a band that contains, with 95% probability, the errors of the deviations
@@ -207,7 +207,7 @@ def deviations(curves: Array, irreducible: Array) -> Array:
     falls = curves[..., int(FROM * curves.shape[-1]) :] - ends
     reducible = ends - irreducible[..., None, None]
     ratios = reducible[..., 1:, :] / reducible[..., :1, :]
-    with np.errstate(divide="ignore", invalid="ignore"):  # of a curve that does not fall
+    with np.errstate(divide="ignore", invalid="ignore"):  # a curve that does not fall divides by 0
         return np.asarray(difference(falls[..., 1:, :], ratios * falls[..., :1, :]) / falls[..., 1:, :1])
 
 

@@ -15,8 +15,8 @@ each residual branch by L^-alpha. Under a right rule, the RMS of these outputs m
 - Over depth, the residual stream: the sum of L branches falls as L^(1/2 - alpha), until the stream is almost only the
   embedding. Modules read the stream through a norm, so their outputs must not depend on the depth.
 - Over depth at alpha below 1, outputs of the matrices inside blocks: the rule lowers their lr as L^(alpha-1), so they
-  learn less. So do the outputs of norms that read these outputs, such as norms behind branches. The output of a norm
-  before a branch must not fall, because the norm passes on what the stream has learnt.
+  learn less. So do the outputs of norms that read these outputs, such as norms on the outputs of branches. The output
+  of a norm before a branch must not fall, because the norm passes on what the stream has learnt.
 
 If d grows, the attention logits *must* fall with the width at the start. This detects a model that divides
 query . key by sqrt(d), as is usual, instead of d. The logits of such a model have the same size at every d before
@@ -65,13 +65,14 @@ depth falls as low as -0.46.
 """
 
 MUON = {"width": (0.0, 0.1), "depth": (0.1, 0.0)}
-"""With Muon, how much larger the limits are after training steps, by axis: for falling and for growing slopes.
+"""By how much limits are wider after training steps with Muon, by axis: for falling and for growing slopes.
 
 A step of Muon on a matrix with more inputs than outputs moves only as many directions as it has outputs. The share of
-the inputs in these directions depends on the width compared with the number of tokens in the batch. Measured under
-the right rule (docs/log.md): slopes from -0.13 to 0.21 over width, the largest behind such matrices, and from -0.24
-to 0.07 over depth, also after one step, with a smaller lr and with more Newton-Schulz iterations. The other two
-limits stay, because a power of -1/2 too much over width gives slopes of only -0.17 to -0.24.
+the inputs in these directions depends on the ratio of the width to the number of tokens in the batch. Measured with a
+correct rule (docs/log.md): slopes from -0.13 to 0.21 over width, the largest at the outputs of such matrices, and
+from -0.24 to 0.07 over depth. They are similar after one step, with a smaller lr, and with more Newton-Schulz
+iterations. The other two limits are not wider, because an error of -1/2 in an exponent over width gives slopes of
+only -0.17 to -0.24.
 """
 
 INDEPENDENT = -0.5
@@ -106,9 +107,10 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     With a residual multiplier of 1, the branches would be as large as the embedding at depth 2, and modules between
     them would change less than at depth 4, by a factor of 2^0.25."""
     start_normed = CheckStart(hidden=1.0, residual=0.125, embedding_lr=4.0)
-    """The output of a branch that ends in a norm has RMS 1, so that its multiplier is smaller here. Its change is
-    larger, too: with the embedding's own lr, most of the change of the stream would come from the branches. At depth
-    2, the MLP of the middle block has three quarters of them before it, at depth 16 about one half."""
+    """The start for models whose branches end in a norm. The output of such a branch has RMS 1, so the multiplier is
+    smaller here. The output also changes more in a step: with the embedding's own lr, most of the change of the
+    stream would come from the branches. At depth 2, three quarters of the branches come before the MLP of the middle
+    block, at depth 16 about one half."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
         """Return the axes along which models grow.

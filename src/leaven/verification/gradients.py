@@ -14,7 +14,7 @@ properties of a scaling rule are judged:
 
 :mod:`leaven.verification.invariants` checks what follows from the optimizer's settings alone.
 
-Of matrices that Muon updates, only the second property is judged: Muon has no eps, and the coordinate check judges
+For matrices that Muon updates, only the second property is judged: Muon has no eps, and the coordinate check judges
 its lr.
 
 Gains of query and key norms are an exception over width. All heads share such a gain, so its gradient is a sum over
@@ -90,7 +90,8 @@ class GradientCheck(SizeCheck[GradientRecord]):
     """With these hidden weights, the branches of a few blocks are small compared with the embedding, as in deep
     models. So gradients inside blocks show the right exponent from depth 2 on."""
     start_normed = CheckStart(hidden=0.5, residual=0.125)
-    """The outputs of branches that end in a norm have RMS 1, so that a smaller multiplier makes them as small."""
+    """The start for models whose branches end in a norm. Outputs of such branches have RMS 1, so the multiplier is
+    smaller, to make the branches as small as those of other models."""
 
     def exact_rows(self) -> Sequence[VerdictRow]:
         return invariants(self.family, self.widths, self.depths)

@@ -58,8 +58,8 @@ def combinations(instance: ModelInstance, steps: float = 1.0) -> Combinations:
     """Return ``lr x eps x entries`` and the other combinations of a model's optimizer settings, for each parameter.
 
     ``steps`` is the number of steps of the run, divided by that of the run at the smallest scale. Parameters without
-    an eps in their optimizer group are left out, except those that Muon updates. These have no eps and betas: the
-    combinations with them are 0.
+    an eps in their optimizer group are left out, except those that Muon updates. Muon has neither eps nor betas, so
+    combinations that contain them are 0.
     """
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int]]] = {}

@@ -1,9 +1,9 @@
-"""Read runs that somebody has trained with any program, and check whether they transfer.
+"""Reads the results of runs that any program has trained, for the checks transfer and collapse.
 
-A row of a CSV or JSON lines file is one run (for the check transfer) or one point of a loss curve (for the check
-collapse). Its columns width, depth, batch and tokens say how large the run is. A folder with TensorBoard event files,
-and a .wandb file of an offline run of W&B, are one run, and the names of its folders, such as width256-lr0.004, say
-its size, its values and its seed. Run folders of leaven are read, too.
+A row of a CSV or JSON lines file is one run (for transfer) or one point of a loss curve (for collapse). The columns
+width, depth, batch and tokens are the size of the run. A folder with TensorBoard event files is one run, and so is a
+.wandb file of an offline W&B run. The size, hyperparameters and seed of such a run are read from the names of its
+folders, such as width256-lr0.004. Run folders of leaven are read, too.
 """
 
 import csv
@@ -26,20 +26,20 @@ from leaven.verification.optimum import LossGrid
 from leaven.verification.sweep import AXES, SWEPT, SweptValue, compare
 
 SUFFIXES = (".csv", ".jsonl", ".wandb")
-EVENTS = "tfevents"  # in the name of a TensorBoard event file
-TIMES = ("tokens", "step")  # columns with the progress of a run; the first that has values is used
+EVENTS = "tfevents"  # part of the name of every TensorBoard event file
+TIMES = ("tokens", "step")  # columns for the progress of a run; the first one with values is used
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-# A name and a number, maybe with a unit, in the name of a folder.
+# A name and a number with an optional unit, as part of a folder's name.
 NAMED = r"([a-z]+(?:_[a-z]+)*)[=_-]?(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?:([kmbt])(?![a-z]))?"
 LARGEST_LOSS = 1e6  # a run with a larger loss has diverged
 
 
 @dataclass(frozen=True)
 class LoggedRow:
-    """A row of a file."""
+    """A row of a file, or a point of a run that was logged by TensorBoard or W&B."""
 
-    place: str  # file and row number, for messages
-    values: Mapping[str, Any]  # by column
+    place: str  # path and row number, for messages
+    values: Mapping[str, Any]  # by column name
 
     def has(self, column: str) -> bool:
         return self.values.get(column) not in (None, "")
@@ -87,8 +87,8 @@ class LoggedRow:
 
 
 def data_files(path: Path) -> list[Path]:
-    """Return the CSV, JSON lines and .wandb files of a folder and its subfolders, and the folders with TensorBoard
-    event files; or the file itself.
+    """Return the files with logged runs in a folder and its subfolders: CSV, JSON lines and .wandb files. For
+    TensorBoard, return the folder of the event files. If ``path`` is a file, return only this file.
 
     Raises:
         InputError: if there is no such file.
@@ -114,11 +114,12 @@ def _is_one_run(path: Path) -> bool:
 
 
 def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
-    """Return the points of a run that was logged by TensorBoard or W&B, with the columns step and loss, and those of
-    the ``columns`` whose values are in the names of its folders below ``root``.
+    """Return the points of a run that was logged by TensorBoard or W&B, as rows with the columns step and loss.
+
+    The rows also have each of the ``columns`` whose value is in the names of the run's folders below ``root``.
 
     Raises:
-        InputError: if nothing has the name ``loss``.
+        InputError: if no logged value has the name ``loss``.
     """
     if path.is_dir():
         events = sorted(file for file in path.iterdir() if EVENTS in file.name)
@@ -139,7 +140,7 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
 
 
 def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
-    """Return the rows of a file or run, with ``loss`` as the column loss."""
+    """Return the rows of a file or logged run. The column named ``loss`` is renamed to "loss"."""
     if _is_one_run(path):
         return _rows_of_curve(path, root, loss, columns)
     rows = read_rows(path)
@@ -156,7 +157,7 @@ def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[L
 
 
 def read_rows(path: Path) -> list[LoggedRow]:
-    """Return the rows of a file, with columns in lower case. Rows are counted from 1, without the header of a CSV.
+    """Return the rows of a file, with column names in lower case. Rows are numbered from 1, without a header.
 
     Raises:
         InputError: if the file is no text or has no rows, or a row has the wrong form.
@@ -183,7 +184,7 @@ def read_rows(path: Path) -> list[LoggedRow]:
         if twice := [name for name in names if name and names.count(name) > 1]:
             raise InputError(f"{path} has two columns {twice[0]}; rename or remove one")
     rows = [
-        # Cells without a column are at None.
+        # csv.DictReader puts cells beyond the header under the key None.
         LoggedRow(f"{path}: row {number}", {column and column.strip().lower(): line[column] for column in line})
         for number, line in enumerate(found, start=1)
     ]
@@ -196,7 +197,7 @@ def read_rows(path: Path) -> list[LoggedRow]:
 
 
 def scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
-    """Return the scale of a row. Its batch and tokens are those of the row, and not ratios."""
+    """Return the scale of a row. Its batch and tokens are the numbers in the row, not ratios."""
     values = {axis: row.above_0(axis) for axis in axes}
     for axis in {"width", "depth"} & values.keys():
         if values[axis] % 1:
@@ -213,10 +214,10 @@ def scale_name(scale: RunScale, axes: Iterable[str]) -> str:
 def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> CheckDocument:
     """Check whether the best value of a hyperparameter is the same at all sizes of the runs in a file or folder.
 
-    If the folder has run folders of leaven, these are read; ``value`` is a hyperparameter of their recipes or the
-    path of any value. Otherwise a row is a run. Its columns are ``loss`` (nats per token), ``value``, one or more of
-    width, depth, batch and tokens, and maybe seed. Of a run that was logged by TensorBoard or W&B, the last ``loss``
-    counts. A loss that is not finite means that the run diverged.
+    If the folder contains run folders of leaven, only these are read, and ``value`` is the name of a hyperparameter
+    or a path in their recipes. Otherwise each row is a run, with the columns ``loss`` (nats per token), ``value``,
+    one or more of width, depth, batch and tokens, and optionally seed. For a run that was logged by TensorBoard or
+    W&B, the last ``loss`` is used. A loss that is not finite means that the run diverged.
 
     Values may have different numbers of runs. If several values at a size have runs with the same seeds, differences
     between seeds do not count as noise.
@@ -258,7 +259,7 @@ def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> Check
 def _runs_by_size(
     path: Path, folders: Sequence[Path], value: str, loss: str
 ) -> tuple[dict[RunScale, dict[float, dict[Hashable, float]]], list[ScaleAxis], list[str]]:
-    """Return the losses by size, value and seed; the axes of the sizes; and the columns of all rows."""
+    """Return (losses by size, value and seed; the axes along which sizes are given; the column names of all rows)."""
     if value.lower() in ("loss", "seed"):
         raise InputError(f"--value {value}: give the column of the swept hyperparameter, e.g. lr")
     if folders:
@@ -291,9 +292,10 @@ def _runs_by_size(
 
 
 def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
-    """Check that the logs of one size end at the same step. ``ends`` has the last point of each run.
+    """Check that all runs of a size end at the same step. ``ends`` are the last points of the runs.
 
-    Logs may end earlier if their loss is not finite, or if the swept ``value`` may change the number of steps.
+    A run may end earlier if its last loss is not finite. Nothing is checked if the swept ``value`` is an axis of size
+    such as batch, which may change the number of steps.
 
     Raises:
         InputError: if a run ends before another one of its size.
@@ -311,16 +313,17 @@ def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
 
 
 def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
-    """Return the loss curves in a folder or file: for each size by name, those of all seeds, the smallest size first.
+    """Return the loss curves in a folder or file: a list with a curve for each run, by the name of the size. The
+    smallest size is first.
 
-    If the folder has run folders of leaven, these are read. Otherwise, a row of a file is a point of a curve, with
-    the columns tokens or step, and ``loss``; rows without a loss are left out. The columns width, depth and batch say
-    which size it is, and seed which run; the rows of a size without a seed are one run for each file. Without size
-    columns, the name of the subfolder of a file or its own name says which size it is.
+    If the folder contains run folders of leaven, only these are read. Otherwise each row of a file is a point of a
+    curve, with the columns ``loss`` and tokens or step; rows without a loss are left out. The columns width, depth
+    and batch give the size, and the column seed distinguishes runs. Without the column seed, all rows of a size in a
+    file are one run. Without size columns, the size is the name of the file's subfolder, or else of the file.
 
     Raises:
         InputError: if there are no curves, a column is missing or contains no numbers, the size of a curve is not
-            clear, a run has not finished, or own runs of a size differ in more than the seed.
+            clear, a run has not finished, or leaven's run folders of one size differ in more than the seed.
     """
     if folders := _own_runs(path, loss):
         return _curves_of_own_runs(folders)
@@ -354,12 +357,14 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
             "give all files the same"
         )
     if len(found) > 1 and (unnamed := [name for name in found if not re.search(r"\d", name)]):
-        raise InputError(f"{path}: the name {unnamed[0]} says no size; name it by a number, e.g. 50m, or add width")
+        raise InputError(
+            f"{path}: the name {unnamed[0]} has no number for the size; rename it, e.g. 50m, or add width"
+        )
     return {name: found[name] for name in sorted(found, key=_by_numbers)}
 
 
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
-    """Return the points of a run. A run that was resumed may repeat steps, of which the last row counts.
+    """Return the points of a run. If a resumed run repeats steps, the last row of a step counts.
 
     Raises:
         InputError: if a time is not a number of at least 0, or the rows may be of two runs.
@@ -386,23 +391,23 @@ def _points(rows: Sequence[LoggedRow], time: str) -> Points:
 
 
 def _by_numbers(name: str) -> list[str | float]:
-    """Return a key that sorts the numbers in names by their value, in which 1k is 1000; see UNITS."""
+    """Return a sort key for a name that compares numbers in it by value; 1k is 1000 (see UNITS)."""
     texts = re.split(r"(\d+(?:\.\d+)?(?:e\d+)?)(?:([kmbt])(?![a-z]))?", name.lower())
     numbers = [float(number) * UNITS[unit or ""] for number, unit in zip(texts[1::3], texts[2::3], strict=True)]
     return [part for pair in zip(texts[::3], [*numbers, 0.0], strict=True) for part in pair]
 
 
 def _own_runs(path: Path, loss: str) -> list[Path]:
-    """Return the run folders of leaven in a folder."""
+    """Return the run folders of leaven in a folder and its subfolders."""
     recipes = path.rglob("recipe.toml") if path.is_dir() else ()
     folders = sorted(file.parent for file in recipes if (file.parent / "metrics.jsonl").exists())
     if folders and loss != "loss":
-        raise InputError(f"{path} has run folders of leaven, whose loss needs no name; remove --loss {loss}")
+        raise InputError(f"{path} contains run folders of leaven, which have one loss; remove --loss {loss}")
     return folders
 
 
 def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, Recipe, RunFolder]]:
-    """Return the size, recipe and folder of each run. Its batch and tokens are not ratios.
+    """Return the size, recipe and folder of each run. Batch and tokens of a size are absolute numbers, not ratios.
 
     Raises:
         InputError: if the recipes of a size differ in another value than those at the paths ``free``.

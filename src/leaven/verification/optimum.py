@@ -26,18 +26,19 @@ DRAWS = 1000  # bootstrap samples
 
 @dataclass(frozen=True)
 class LossGrid:
-    """The losses at the values of a hyperparameter. A value with a diverged run is left out."""
+    """The losses at the values of a hyperparameter. Values with a diverged run are left out of the fields but the
+    last."""
 
-    octaves: Array  # (values,), log2 of the values at which no run diverged
-    runs: tuple[Mapping[Hashable, float], ...]  # losses by seed, for each of these values
-    means: Array  # (..., values), mean losses; if values have different seeds, without the effects of the seeds
-    diverged: Array  # log2 of the values that are left out
+    octaves: Array  # (values,), log2 of the values
+    runs: tuple[Mapping[Hashable, float], ...]  # for each value, the losses by seed
+    means: Array  # (..., values), mean losses; effects of seeds are removed if values have different seeds
+    diverged: Array  # log2 of the values at which a run diverged
 
     @classmethod
     def of(cls, losses: Mapping[float, Mapping[Hashable, float] | Sequence[float]]) -> "LossGrid":
-        """Make a grid from the losses of all seeds at each value. A sequence has the losses of the seeds 0, 1, ...
+        """Return the grid for the losses of all seeds at each value. A sequence has the losses of the seeds 0, 1, ...
 
-        The loss of a diverged run is not finite.
+        The loss of a diverged run must be NaN or infinite.
         """
         runs: dict[float, Mapping[Hashable, float]] = {
             value: of if isinstance(of, Mapping) else {seed: loss for seed, loss in enumerate(of)}
@@ -77,8 +78,8 @@ class LossGrid:
 
     @property
     def following(self) -> float:
-        """The value to try next if the lowest mean loss is at an edge: a step beyond, or half of the way to the value
-        that diverged there."""
+        """The value to try next if the lowest mean loss is at an edge: one step beyond the edge, or halfway (in log2)
+        to the nearest diverged value beyond it."""
         last, before = self.octaves[[0, 1] if self.edge < 0 else [-1, -2]].tolist()
         there = [octave for octave in self.diverged.tolist() if (octave - last) * self.edge > 0]
         nearest = min(there, key=lambda octave: abs(octave - last), default=None)
@@ -146,15 +147,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Runs:
-    """The runs of a grid, N in all, as a linear model: loss = effect of the value + effect of the seed + noise.
+    """A linear model of the N runs of a grid: loss = effect of the value + effect of the seed + noise.
 
-    Seeds are in the model if it is ``paired`` and their effects can be determined.
+    The model has effects of seeds if it is ``paired`` and the runs determine these effects.
     """
 
     value: NDArray[np.int64]  # (N,), index of the value of each run
-    weights: Array  # (values, N), by which the losses are multiplied to get the mean losses
-    means: Array  # (values,)
-    noise: Array  # (N,), deviations from the fit, scaled to the size of the true ones; NaN if they are always 0
+    weights: Array  # (values, N); weights @ losses = means
+    means: Array  # (values,), mean losses without the effects of seeds
+    noise: Array  # (N,), residuals of the fit, scaled up to the size of the noise; NaN where a residual is always 0
     degrees: int  # degrees of freedom of the noise
 
     @classmethod
@@ -165,19 +166,19 @@ class _Runs:
         columns = (value[:, np.newaxis] == np.arange(len(runs))).astype(float)
         if paired and all(seeds.count(seed) > 1 for seed in seeds):
             of_seed = np.array([[seed == name for name in dict.fromkeys(seeds)] for seed in seeds], dtype=float)
-            both = np.hstack([columns, of_seed[:, :-1] - of_seed[:, -1:]])  # the effects of seeds add up to 0
+            both = np.hstack([columns, of_seed[:, :-1] - of_seed[:, -1:]])  # the effects of seeds sum to 0
             if np.linalg.matrix_rank(both) == both.shape[1]:
                 columns = both
         inverse = np.linalg.pinv(columns)
         fitted = inverse @ losses
-        freedom = 1 - (columns * inverse.T).sum(1)  # the variance of a deviation, as a share of that of the noise
+        freedom = 1 - (columns * inverse.T).sum(1)  # variance of a residual / variance of the noise
         with np.errstate(divide="ignore", invalid="ignore"):
             noise = np.where(freedom > 1e-9, (losses - columns @ fitted) / np.sqrt(freedom), np.nan)
         return cls(value, inverse[: len(runs)], fitted[: len(runs)], noise, len(losses) - columns.shape[1])
 
     def pools(self) -> list[Array]:
-        """Return, for each value, the deviations that a bootstrap draws: its own, or those of all values if it has
-        fewer than two."""
+        """Return, for each value, the residuals from which a bootstrap draws: those of the value, or those of all
+        values if the value has fewer than two."""
         known = np.isfinite(self.noise)
         own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]
         return [pool if len(pool) > 1 else self.noise[known] for pool in own]
@@ -188,14 +189,14 @@ def estimate(
 ) -> Estimate:
     """Return ``of(grids)`` with its 95% bootstrap interval over seeds.
 
-    The bootstrap draws as many runs as a value has, with replacement, independently for each value of the
-    hyperparameter. The deviations of the losses from their mean are scaled up, because with n seeds they are too
-    small by sqrt((n - 1) / n), and widened as Student's t distribution is wider than a normal one, because the noise
-    of few runs is uncertain. Values with one run draw from the deviations of all values of the grid.
+    For each value of the hyperparameter, independently, the bootstrap draws as many runs as the value has, with
+    replacement. It draws deviations of losses from their mean. A value with one run draws from the deviations of all
+    values of the grid. The deviations are scaled up for two reasons: with n seeds they are too small by the factor
+    sqrt((n - 1) / n), and the noise estimated from few runs is uncertain, so they are multiplied by the ratio of the
+    97.5% quantiles of Student's t distribution and the normal distribution.
 
-    ``paired`` says that ``of`` depends only on differences of losses within each grid. Then the effect of a seed,
-    which is the same at all values, is not noise. It is removed from the deviations if every seed has runs at several
-    values of the grid.
+    ``paired``: ``of`` depends only on differences of losses within each grid. Then the effect of a seed, which is the
+    same at all values, is not noise. It is removed from the deviations if every seed has runs at several values.
     """
     value = float(of(grids))
     fits = [_Runs.of(grid.runs, paired=paired) for grid in grids]

@@ -102,7 +102,7 @@ class RecipeFamily:
             "start": {},  # from scratch, because start weights have a fixed shape
         }
         own = getattr(recipe.hyperparameters.muon, setting.quantity, None)
-        if own is not None:  # the value of Muon keeps its ratio to that of AdamW
+        if own is not None:  # keep the ratio of Muon's value to AdamW's
             before = getattr(recipe.hyperparameters, setting.quantity)
             changes[f"hyperparameters.muon.{setting.quantity}"] = own * setting.value / before
         if not setting.ruled:

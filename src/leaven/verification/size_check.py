@@ -155,7 +155,8 @@ class SizeCheck(ABC, Generic[Measured]):
         return ()
 
     def _measure(self, scale: RunScale, seed: int, labels: set[str]) -> Mapping[str, Measured]:
-        """Return the measurements of a model. Its parameters need all labels of the first, which fills ``labels``."""
+        """Return the measurements of a model. The first model fills ``labels`` with the labels of its parameters;
+        later models must have all of them."""
         instance = self.family.build(scale, seed)
         found = {str(instance.label(name)) for name, _ in instance.model.named_parameters()}
         if not labels:

@@ -22,12 +22,12 @@ are compared with limits:
 - It fails if the lower end of the regret is above its limit, or the whole interval of the shift is beyond its limit.
 - Otherwise it is undecided, which does not count as passed.
 
-A value with a diverged run is left out at this scale, because the mean of its losses says nothing about the others.
-If the best value of the base diverges at another scale, the check fails.
+A value with a diverged run is left out at that scale, because the value then has no finite mean loss. If the best
+value of the base diverges at another scale, the check fails.
 
-If the best value of a scale is at the edge of its grid, the grid of this scale is extended by one step, or halfway to
-the value that diverged there, up to :data:`EXTENSIONS` times. If it still is at the edge, the check fails if the
-base's best value already costs too much at this scale; otherwise it is undecided.
+If the best value of a scale is at the edge of its grid, the grid is extended by one step, or halfway to a value
+beyond the edge that diverged. This is repeated up to :data:`EXTENSIONS` times. If the best value still is at the
+edge, the check fails if the base's best value already costs too much at this scale; otherwise it is undecided.
 """
 
 import math
@@ -135,7 +135,7 @@ def compare(
     """Return the document that compares the best value at the first scale with those at the other scales.
 
     ``names`` has a short name of each scale. ``ruled`` has the exponents with which the rule scales the value over
-    the batch and tokens. ``settings`` are those of the document; they contain at least rule and unit.
+    the batch and tokens. ``settings`` are the settings in the document, at least rule and unit.
     """
     base, *others = losses
     return verdict(
@@ -195,7 +195,7 @@ def losses_of(
 ) -> dict[RunScale, LossGrid]:
     """Train the runs that have no result yet. Return the losses on the grid of each scale.
 
-    Trials of checks that diverge end at the divergence limit.
+    A run whose loss reaches the divergence limit counts as diverged.
     """
     settings = {
         (scale, value): RunSetting(scale, value, quantity=quantity) for scale, grid in grids.items() for value in grid
@@ -277,7 +277,8 @@ def _curves(
 
 
 def _row(swept: SweptValue, pair: Mapping[str, LossGrid]) -> VerdictRow:
-    """Return the row that compares two scales. ``pair`` has the losses of the base, then of the other, by name."""
+    """Return the row that compares two scales. ``pair`` maps the names of the base and of the other scale, in this
+    order, to their losses."""
     limit, label, give = swept.shift_limit, swept.label, f"give {swept.option} around"
     row = partial(VerdictRow, module=f"best {label}, octaves", axis=" -> ".join(pair), limit=limit)
     (base, target), (_, name) = pair.values(), pair
@@ -303,11 +304,11 @@ def _row(swept: SweptValue, pair: Mapping[str, LossGrid]) -> VerdictRow:
         "noise": target.noise,
     }
     seeds = max(len(runs) for grid in pair.values() for runs in grid.runs)
-    # Beyond the target's grid, where runs may have diverged, the regret is extrapolated.
+    # Outside the target's grid the regret is extrapolated, and runs may diverge there.
     inside = bool(target.octaves[0] <= base.optimum() <= target.octaves[-1])
     passed, undecided, note, beyond = False, True, "", 0.0
     if target.edge and not base.edge and inside and octaves.low is not None and cheapest > REGRET_LIMIT:
-        # A better value beyond the edge makes the regret only larger.
+        # If there is a better value beyond the edge, the regret is even larger.
         undecided, beyond = False, max(abs(octaves.value) - limit, 0.0)
         note = f"the base's best value costs {regret.value:.2g} nats, and the best {label} of {name} is at the edge "
         note += "of the grid or beyond"

@@ -141,8 +141,8 @@ def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float
 
 
 def measured_axis(values: Iterable[float], spell: Spell, *, most: int = 8) -> Figure:
-    """Return a logarithmic axis with ticks at the ``values`` that were measured, or at every n-th of them if there
-    are more than ``most``."""
+    """Return a logarithmic axis with ticks at the measured ``values``. If there are more than ``most``, only every
+    n-th value has a tick."""
     places = sorted(set(values))
     shown = places[:: -(-len(places) // most)]
     return log_axis(places[0], places[-1], spell, tickvals=shown, ticktext=list(map(spell, shown)))

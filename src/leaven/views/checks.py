@@ -10,8 +10,8 @@ from leaven.views import numbers
 from leaven.views.tables import Cell, Column, Table
 
 SLOPES = ("coordinates", "gradients")
-SWEEPS = ("transfer", "duration", "batch", "decay", "init")  # they compare the best value of other scales with a base
-PAIRS = (*SWEEPS, "collapse")  # they compare other scales with a base
+SWEEPS = ("transfer", "duration", "batch", "decay", "init")  # checks that compare best values with those of a base
+PAIRS = (*SWEEPS, "collapse")  # checks that compare other scales with a base
 STYLES = {True: "green", False: "red", None: "dim"}  # the style of a verdict
 UNDECIDED = "yellow"
 # Numbers that have an interval, and the names of its two ends, which are printed in the number's column.

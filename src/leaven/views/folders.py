@@ -66,7 +66,7 @@ class StudyView(StudyDocument):
 
     centre: Recipe | CommandFile  # the recipe or the command file from which the search started
     best_recipe: Recipe | None  # None also if the search started from a command file
-    folder: str = "."  # of the study, from the folder in which its commands run
+    folder: str = "."  # the study's folder, relative to the folder in which its commands run
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
         """Return the values, by path, at these distances from the start."""

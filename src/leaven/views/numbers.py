@@ -67,7 +67,7 @@ def loss(number: float | None) -> str:
 
 
 def fixed(number: float, digits: int, sign: str = "") -> str:
-    """Return a number with ``digits`` decimals, and with ``sign="+"`` the sign of a positive number. A number that
+    """Return a number with ``digits`` decimals. With ``sign="+"``, a positive number has a plus sign. A number that
     rounds to 0 has no sign."""
     rounded = round(number, digits) + 0.0
     return f"{rounded:{sign if rounded else ''}.{digits}f}"

@@ -64,7 +64,8 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
 
 
 def window(study: StudyView) -> tuple[float, float]:
-    """Return the lowest and the highest loss that a chart shows: the answer's interval, and losses but outliers."""
+    """Return the lowest and highest loss of a chart, which shows the answer's interval and all losses but
+    outliers."""
     losses = sorted(trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None)
     low, median = losses[0], losses[len(losses) // 2]
     floor = study.noise_floor or 0.0

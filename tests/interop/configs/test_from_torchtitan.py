@@ -254,7 +254,12 @@ def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> No
         part[key] = before
 
     last = model["layers"][1]
-    fault(last["attention"], "n_heads", 1, "n_heads is 2 in block 0 and 1 in block 1; leaven's blocks have one shape")
+    fault(
+        last["attention"],
+        "n_heads",
+        1,
+        "n_heads is 2 in block 0 and 1 in block 1; in leaven all blocks",
+    )
     fault(last["attention"], "n_kv_heads", 2, "n_kv_heads is 1 in block 0 and 2 in block 1")
     fault(last["attention"]["qkv_linear"], "head_dim", 4, "d_head is 8 in block 0 and 4 in block 1")
     fault(last["feed_forward"]["w1"], "out_features", 8, "in block 0 and 8 in block 1")

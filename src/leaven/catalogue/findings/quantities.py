@@ -381,8 +381,8 @@ def init_std(check: Check, case: Case) -> Check | None:
 def residual_std(check: Check, case: Case) -> Check | None:
     """Compare the init std of the last matrices of the residual branches with that of the other matrices in blocks.
 
-    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2. A norm behind the branch
-    would undo the std.
+    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2. Nothing is
+    compared with norms on the outputs of branches, which undo the std.
     """
     if not case.init_std or case.recipe.model.norm_placement != "pre":
         return None

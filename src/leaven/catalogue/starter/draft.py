@@ -247,7 +247,7 @@ class StarterRecipes:
     tuning: TuningAdvice  # whether to tune a smaller model (a proxy) first
     proxy: Recipe | None = None
     compared: tuple[ComparedRow, ...] = ()  # values of the target compared with published runs
-    # Vocabulary and sequence length of the run or the tuned base whose values are used, if any.
+    # Vocabulary size and sequence length of the published run or tuned base whose values are used, if any.
     source: Mapping[str, int | None] = field(default_factory=dict)
 
     def document(self, path: Path, proxy_path: Path, fit: TimeFit | None = None) -> NewRecipe:

@@ -123,7 +123,7 @@ def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings, draft:
                 if value != first[key]:
                     raise InputError(
                         f"{draft.origin}: model_spec.model.layers: {key} is {first[key]} in block 0 and {value} in "
-                        f"block {number}; leaven's blocks have one shape"
+                        f"block {number}; in leaven all blocks have the same shape"
                     )
         shape = {
             "n_layers": len(blocks),
@@ -140,7 +140,7 @@ def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings, draft:
         draft.set("data.documents", "isolated", "torchtitan's language models do not attend across documents")
         scaling = blocks[0]["attention"]["rope"]["scaling"]
         if scaling != "none":
-            draft.unread.append(f"rope.scaling {scaling}: leaven has plain rotary positions")
+            draft.unread.append(f"rope.scaling {scaling}: leaven supports only plain rotary positions")
         _parameters(draft, draft.shape(), model, document["optimizer"]["param_groups"])
     except InputError:
         raise

@@ -100,7 +100,7 @@ class Axes:
     # Where laws expect the optimum: its octaves from the start point, and their standard deviation.
     expected: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     earlier: EarlierTrials | None = None  # trials of an earlier search
-    # The values that are whole numbers, of which a run has the nearest one; the start is at 0.
+    # The values that are rounded to whole numbers when they are run.
     whole: Mapping[str, Dimension] = field(default_factory=dict)
 
     @classmethod
@@ -174,15 +174,15 @@ class Axes:
         return self.rounded(found)
 
     def rounded(self, params: Mapping[str, float]) -> dict[str, float]:
-        """Return the params of the values that are run, of which some are rounded to whole numbers."""
+        """Return ``params`` after rounding the values that are whole numbers, as they are run."""
         return {name: self.whole[name].rounded(x) if name in self.whole else x for name, x in params.items()}
 
     def not_in(self, tried: Sequence[Mapping[str, float]], params: Mapping[str, float]) -> list[dict[str, float]]:
-        """Return ``params`` if they are not in ``tried``, else the nearest points that are not. Two points are
-        neighbours if one whole number differs by 1, or one choice.
+        """Return ``params`` if they are not in ``tried``, else the nearest points that are not in ``tried``. Two
+        points are neighbours if they differ by 1 in one whole number, or in one choice.
 
-        The result is empty if all points are in ``tried``. If no value is a whole number, or if there are values that
-        are neither whole numbers nor choices, the result is ``params`` in any case.
+        The result is empty if all points are in ``tried``. It is always ``params`` if no value is a whole number, or
+        if a value is neither a whole number nor a choice.
         """
         if not self.whole or any(
             not levels and name not in self.whole for name, levels in zip(self.limits, self.levels, strict=True)

@@ -1,16 +1,15 @@
-"""A study whose trials run a shell command: somebody else's trainer, or a job of a cluster.
+"""A study whose trials run a shell command, such as another trainer or a cluster job.
 
-Every attempt at a run has a folder ``trials/NUMBER`` in the study's folder, with the output of the command
-(``output.log``), the recipe, a folder ``config`` with the filled-in file, and an empty folder ``out``. If the command
-resumes, all attempts at a run share the folder of the first one. What the end of a command means:
+Every attempt at a trial has a folder ``trials/NUMBER`` in the study's folder. It contains the output of the command
+(``output.log``), the recipe, a folder ``config`` with the filled-in config file, and an empty folder ``out``. With
+``resume = true``, all attempts at a trial share the folder of the first attempt. How a trial ends:
 
-- It ends with exit code 0 and has reported a loss: the trial is complete.
-- A loss is NaN or infinite, or its output has the text ``diverged``: the trial has diverged. The command is
-  ended as soon as this is read.
-- Its losses are too far behind those of the best trial: the trial is pruned, and the command is ended.
-- It ends with another exit code, reports no loss, or takes longer than ``timeout_seconds``: the trial is run once
-  more, as if its process had died, and has then failed. But if this happens at the start of the search before any
-  other trial has a result, then the command itself is wrong, and the search ends.
+- Complete: the command ends with exit code 0 and has reported a loss.
+- Diverged: a loss is NaN or infinite, or the output matches the pattern ``diverged``. The command is ended at once.
+- Pruned: its losses are too far behind those of the best trial. The command is ended.
+- Failed: the command ends with another exit code, reports no loss, or takes longer than ``timeout_seconds``, and does
+  so again in a second attempt. There is no second attempt if the start of the search fails before any trial has a
+  result: then the command itself is wrong, and the search ends.
 """
 
 import math
@@ -42,20 +41,20 @@ from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import StudyDocument
 
 TRIALS, OUTPUT, BEST = "trials", "output.log", "best"
-FOLDER = "leaven:folder"  # an attribute of a study in a journal: the folder of its commands, from that of the study
-POLL = 0.25  # seconds between looks at a running command
-READING = 0.1  # the largest share of the time for reading losses while a command runs
-LAST_LINES, LAST_CHARACTERS = 4, 400  # of the output of a failed command that a message shows
+FOLDER = "leaven:folder"  # study attribute: the folder in which commands run, relative to the study's folder
+POLL = 0.25  # seconds between checks of a running command
+READING = 0.1  # the largest share of a command's running time that is spent on reading its losses
+LAST_LINES, LAST_CHARACTERS = 4, 400  # how much of a failed command's output a message shows
 
 
 class CommandTrainer:
     """The objective of a study over a command: runs it with the values of a proposal, and returns its loss.
 
     Args:
-        folder: the folder of the folders of trials.
-        devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; None if a worker may use all.
-        works: whether a run of the study has a result already.
-        stop: a function that returns true when the trials are to be released.
+        folder: the folder that contains a folder for each trial.
+        devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; None if a worker may use all GPUs.
+        works: whether a trial of the study already has a result.
+        stop: a function that returns whether to stop and release the trials.
         note: a function that shows a line to the user.
     """
 
@@ -110,7 +109,7 @@ class CommandTrainer:
         try:
             where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
             outcome = self._watch(process, proposal, folder / OUTPUT, where)
-        except InputError:  # it ends the search, so the other commands need not go on
+        except InputError:  # this ends the search, so end the other commands, too
             self._leaving.set()
             raise
         finally:
@@ -121,23 +120,25 @@ class CommandTrainer:
         return outcome
 
     def _wait_for(self, output: BinaryIO) -> None:
-        """Wait until the command of an earlier attempt, whose leaven was killed, has ended, and lock the file
-        ``output``. The next command inherits the lock."""
-        import fcntl  # Windows has none
+        """Wait until the command of an earlier attempt has ended, and lock the file ``output``.
+
+        That command may still run if its leaven was killed: it holds the lock, which each command inherits.
+        """
+        import fcntl  # not available on Windows
 
         while not (self._stop() or self._leaving.is_set()):
             try:
                 return fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 time.sleep(POLL)
-            except OSError:  # this disk has no locks
+            except OSError:  # the file system does not support locks
                 return
         raise TrialReleased
 
     def _watch(
         self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path
     ) -> Outcome | str:
-        """Return the outcome of a running command, or as text how it failed. ``where`` has the losses."""
+        """Wait for a command. Return its outcome, or as a text how it failed. ``where`` contains the losses."""
         command, began, next_look = self._command, time.monotonic(), 0.0
         baseline = proposal.baseline if command.prune else None
         while True:
@@ -152,7 +153,7 @@ class CommandTrainer:
                 if look < next_look:
                     continue
             found = read_losses(command.loss, where, complete=code is not None)
-            curve = tuple(sorted(found))  # a further attempt may have losses between those of the earlier one
+            curve = tuple(sorted(found))  # a resumed attempt may repeat steps of the attempt before
             ran = Outcome(
                 loss=found[-1][1] if found else math.nan,
                 tokens=curve[-1][0] if curve and command.loss.tokens_per_step else 0,
@@ -174,14 +175,14 @@ class CommandTrainer:
             return ran if curve else why_none(command.loss, where)
 
     def _failure(self, proposal: Proposal, output: Path, how: str) -> Exception:
-        """Return the exception for a command that failed, and tell the user about it."""
+        """Return the exception for a command that failed. If the search continues, show the failure to the user."""
         lines = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
         last = " | ".join(lines[-LAST_LINES:])[-LAST_CHARACTERS:] or "none"
-        told = f"{how}; the last lines of its output ({output}): {last}"
+        message = f"{how}; the last lines of its output ({output}): {last}"
         if not self._works and not any(proposal.values()):
             self._leaving.set()
-            return InputError(f"the first run of the command {told}")
-        self._note(f"trial {proposal.number} {told}")
+            return InputError(f"the first run of the command {message}")
+        self._note(f"trial {proposal.number} {message}")
         return WorkerDied()
 
 
@@ -224,9 +225,10 @@ class CommandStudy(BaseStudy):
     """A study over a command. See :class:`BaseStudy` for the other arguments.
 
     Raises:
-        InputError: if a placeholder is no value, a searched value has no placeholder, or the command has no
-            ``{seed}`` and the noise is not given as 0; see also :class:`BaseStudy`. Entering the context raises it if
-            the study is in its folder, and its earlier commands ran in another folder than the current one.
+        InputError: if a placeholder is not the name of a value, a searched value has no placeholder, or the command
+            has no ``{seed}`` and ``noise`` is not 0; see also :class:`BaseStudy`. Entering the context raises it if
+            earlier commands of the study ran in another folder than the current one. (This is not checked for a
+            study in a database.)
     """
 
     def __init__(
@@ -273,7 +275,7 @@ class CommandStudy(BaseStudy):
 
     def __enter__(self) -> Self:
         opened = super().__enter__()
-        if isinstance(self._where, Path):  # commands that share a database may have other folders
+        if isinstance(self._where, Path):  # the machines that share a database may use different folders
             here, study = self._about["command_folder"], self._stored.study
             if (there := study.user_attrs.get(FOLDER)) is None:
                 study.set_user_attr(FOLDER, there := here)
@@ -303,7 +305,7 @@ class CommandStudy(BaseStudy):
         return state.model_copy(update={"best_command": best})
 
     def save(self) -> StudyDocument:
-        """Write the results, and the filled-in files that the best command reads."""
+        """Write the results, and the files that the best command reads. Return the document."""
         state = super().save()
         if state.best is not None and {CONFIG, RECIPE} & self._command.used:
             make_folder(self.out / BEST)

@@ -39,7 +39,7 @@ def read_losses(source: LossSource, where: Path, *, complete: bool) -> Curve:
     try:
         for number, (step, loss) in enumerate(found, 1):
             at = times * (number if step is None else step)
-            before = curve.pop(at, loss)  # the last loss of a step counts, at its place in the order
+            before = curve.pop(at, loss)  # keep the last loss of a step, at the end of the order
             curve[at] = loss if math.isfinite(before) else before
     except OSError as error:
         if not complete:
@@ -83,7 +83,7 @@ def _of_rows(source: LossSource, where: Path) -> Losses:
 
 
 def _rows(source: LossSource, where: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield (step, values by name) of everything that was logged at once."""
+    """Yield (step, values by name) for each row that was logged."""
     if source.jsonl is not None:
         return ((line.get(source.step or ""), line) for line in storage.read_json_lines(where).documents)
     if source.tensorboard is not None:

@@ -20,11 +20,12 @@ from typing import BinaryIO
 import psutil
 
 # A command starts when the guard knows it. If leaven dies before, the pipe closes, and the shell ends.
-# What a command starts has its process id in the environment, in order to be found when the command itself is gone.
+# Every process that a command starts has the command's process id in its environment, so that it can be found
+# after the command has ended.
 MARK = "LEAVEN_COMMAND"
 START = f'read -r start && export {MARK}="${MARK}.$$" && exec /bin/sh -c "$0" </dev/null'
 # On Linux, a process whose parent has ended becomes a child of the command, not of process 1. So it is found even in
-# another session and without the environment. Python ignores two signals, which a shell should not.
+# another session and without the mark in its environment. Python ignores two signals; restore their defaults.
 ADOPT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(36, ctypes.c_ulong(1))  # PR_SET_CHILD_SUBREAPER; it outlasts exec, and is not inherited
@@ -58,7 +59,7 @@ class Commands:
             stderr=subprocess.STDOUT,
             env=os.environ | environment | {MARK: self._token},
             start_new_session=True,
-            pass_fds=[output.fileno()],  # a lock of the file lasts as long as the command, wherever it writes
+            pass_fds=[output.fileno()],  # keeps the file locked until the command ends
         )
         self._tell(f"{process.pid}\n")
         assert process.stdin is not None
@@ -79,7 +80,7 @@ class Commands:
 
 
 def end(leaders: Iterable[int], token: str) -> None:
-    """End the commands with these process ids, and everything that they have started. ``token`` is that of
+    """End the commands with these process ids and all processes that they started. ``token`` is the token of
     `Commands`.
 
     They are asked to end (SIGTERM), so that launchers such as torchrun can end what they have started. What is left
@@ -110,7 +111,7 @@ def _family(leaders: set[int], token: str) -> list[psutil.Process]:
 
 
 def _mark(process: psutil.Process) -> str | None:
-    with suppress(psutil.Error, OSError):  # it is another user's, or the system does not tell
+    with suppress(psutil.Error, OSError):  # a process of another user, or hidden by the system
         return process.environ().get(MARK)
     return None
 

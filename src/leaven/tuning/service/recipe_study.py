@@ -25,13 +25,13 @@ from leaven.tuning.service.search_plan import Budget, check_search, known_runs
 from leaven.tuning.service.study import CHECKPOINTS, BaseStudy
 from leaven.tuning.space import Space
 
-POLL = 0.25  # seconds between looks at whether to stop
-# At most 1/12 of the trials are trained at once, so that there are twelve rounds of proposals or more, because the
-# trials of a round are proposed without each other's losses. With larger rounds, the answer of a search of 48 trials
-# is clearly worse (benchmarks/parallel_trials.py, docs/log.md).
+POLL = 0.25  # seconds between checks of whether to stop
+# The smallest number of rounds of proposals: at most 1/12 of the trials are trained at once. Trials of a round are
+# proposed without knowing each other's losses. With larger rounds, the answer of a search of 48 trials is clearly
+# worse (benchmarks/parallel_trials.py, docs/log.md).
 ROUNDS = 12
-# FLOPs of a step of one trial. Up to this size, a stack on a GPU was measured to be faster than single trials: 256
-# wide, 4 blocks, 1,280 tokens a step (docs/log.md). A larger trial may fill a GPU alone.
+# The largest FLOPs of a step of one trial for which a stack on a GPU was measured to be faster than single trials:
+# width 256, 4 blocks, 1,280 tokens a step (docs/log.md). A larger trial may fill a GPU alone.
 MEASURED = 2.8e10
 
 
@@ -47,7 +47,7 @@ def check_request(
     noise: float | None,
     from_study: Path | None,
 ) -> None:
-    """Check what needs no tokens: the method, the budget of a study, and the earlier study that it uses.
+    """Check the arguments of a study that can be checked without tokens: method, budget and earlier study.
 
     The arguments are those of :class:`Study` and :meth:`Study.run`.
 
@@ -95,7 +95,7 @@ def stack_size(
 
     Args:
         trials: the number of trials in the budget, if it is known.
-        free: a function that returns the free bytes of a GPU.
+        free: a function that returns the number of free bytes on a GPU.
     """
     recipe, why = space.recipe, why_not_stacked(space, durations)
     if why is None and flops_per_token(recipe.model) * recipe.batch.tokens > MEASURED:
@@ -105,22 +105,21 @@ def stack_size(
     if (share := trials // (ROUNDS * gpus)) < 2:
         return 1, f"{trials} trials are too few for a stack"
     if (fitting := most_trials(recipe, free())) < 2:
-        return 1, "two do not fit into its memory"
+        return 1, "two trials do not fit into its memory"
     if fitting < share:
-        return fitting, f"a stack, of as many as {'were measured' if fitting == MOST else 'fit into its memory'}"
+        return fitting, f"a stack, the largest that {'was measured' if fitting == MOST else 'fits into its memory'}"
     return share, f"a stack, 1/{ROUNDS * gpus} of all trials"
 
 
 class TrialTrainer:
-    """The objective of a study: trains the recipe with the values of a proposal in a worker process, or with those
-    of several proposals at once.
+    """The objective of a study: trains the recipe in a worker process, with the values of one or several proposals.
 
     As a context manager it starts a process with one thread for each worker, and ends them at the end.
 
     Args:
         folder: the folder of checkpoints.
         devices: the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None if a worker may use all.
-        stop: a function that returns true when the trials are to be released.
+        stop: a function that returns whether to stop and release the trials.
         checkpoint_seconds: seconds between checkpoints of a trial.
         stack: number of trials that a worker trains at once. If it is above 1, no trial is pruned, because the others
             would not end earlier.
@@ -160,7 +159,7 @@ class TrialTrainer:
             TrialReleased: if the search is stopped during the training.
             WorkerDied: if the process died.
         """
-        recipes: dict[int, Recipe] = {}  # those that are valid, by index
+        recipes: dict[int, Recipe] = {}  # the valid recipes, by index of the proposal
         for k, proposal in enumerate(proposals):
             # An invalid recipe has lr x weight_decay above 1, or a warm-up beyond the shortest duration.
             with suppress(ValueError):
@@ -201,7 +200,7 @@ class TrialTrainer:
         """
         folder = self._folder / f"{proposal.origin:06d}-{proposal.number:06d}"
         for last in sorted(self._folder.glob(f"{proposal.origin:06d}-*"))[-1:]:
-            with suppress(OSError):  # another attempt has moved it, or it is gone: train from the start
+            with suppress(OSError):  # it was moved by another attempt or is gone: train from the start
                 last.rename(folder)
         return folder
 

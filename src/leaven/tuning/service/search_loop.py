@@ -83,7 +83,7 @@ Objectives = Callable[[Sequence[Proposal]], Sequence[float | Outcome]]  # of the
 class SearchLoop:
     """Runs the trials of a plan in threads, and writes their results to the store.
 
-    A thread runs ``stack`` trials at once. It gets fewer if the plan has no further run until a running trial ends.
+    A thread runs ``stack`` trials at once, or fewer if the plan has no other run until a running trial ends.
 
         with SearchLoop(...) as loop:
             for event in loop:
@@ -110,7 +110,7 @@ class SearchLoop:
         self._sampler = None if by_surrogate(plan.method) else SeededSampler(plan.method, plan.axes, plan.seed)
         self._leases = Leases(stored.store, stored.id, lease_seconds)
         self._pool, self._free = ThreadPoolExecutor(workers), list(reversed(range(workers)))
-        self._stack, self._next = stack, list[Proposal]()  # the proposals of the next free thread so far
+        self._stack, self._next = stack, list[Proposal]()  # proposals collected for the next free thread
         self._pending: dict[Future[Sequence[float | Outcome]], list[Proposal]] = {}
         self._error: Exception | None = None  # raised by the objective
         self._ended: list[int] = []  # numbers of trials that have ended since the last event
@@ -166,8 +166,8 @@ class SearchLoop:
         return sum(not job.startswith("retry:") for job in jobs_of(trials))
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
-        """Start a trial in a free thread, once there are ``stack`` of them. Return None if another command runs
-        it."""
+        """Add a trial to those of the next free thread, and start them once there are ``stack``. Return None if
+        another command runs the trial."""
         if (created := self._stored.create(request, self._leases.node, self._sampler)) is None:
             return None
         number, point = created

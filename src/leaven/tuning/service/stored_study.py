@@ -77,7 +77,7 @@ class Evaluation(StudyTrial):
     """A run of a search. The fields inherited from :class:`StudyTrial` are those of its last trial; ``values`` is
     empty."""
 
-    params: Params  # log2 multipliers, of whole numbers those of the values that were run
+    params: Params  # log2 multipliers; for whole numbers, those of the rounded values
     origin: int  # number of the run's first trial
     job: str | None = None  # name of the request that started the first trial
     final_of: str = ""  # the budget that ends with this run, such as "64 trials"; empty if this is no final run

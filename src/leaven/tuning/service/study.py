@@ -101,7 +101,7 @@ class BaseStudy(ABC):
         store: the URL of a database; by default the study is in an Optuna journal in the folder.
         noise: the standard deviation of the loss between seeds, in nats per token, if it is known.
         from_study: the folder of an earlier study, whose trials and noise are prior knowledge for this study.
-        shared: settings, besides the recipe if there is one, that all commands on the study must share.
+        shared: settings that must be equal in all commands on the study, in addition to the recipe.
         run_flops: FLOPs of a run, if they are known.
         about: further fields of the study's document.
 
@@ -253,8 +253,8 @@ class BaseStudy(ABC):
 
         Args:
             trials, flops, hours: see :class:`leaven.tuning.service.search_plan.Budget`.
-            workers: number of trials at once, or of stacks of trials.
-            devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; by default every worker may use all.
+            workers: number of workers; each trains one trial, or one stack of trials, at a time.
+            devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; by default each worker may use all.
             checkpoint_seconds: seconds between checkpoints of a trial.
 
         Raises:
