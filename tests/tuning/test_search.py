@@ -286,6 +286,13 @@ def test_the_last_proposal_is_the_predicted_minimum() -> None:
     np.testing.assert_allclose(list(found.trials[-1].params.values()), now.predicted)
 
 
+@pytest.mark.parametrize("trials", [2, 3, 4])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_short_search_runs_no_point_twice(trials: int, workers: int) -> None:
+    found = search(bowl, SPACE, trials=trials, workers=workers)
+    assert len({tuple(trial.params.values()) for trial in found.trials}) == trials
+
+
 def test_a_run_whose_process_died_is_retried_once_and_counts_once() -> None:
     def mortal(x: Proposal) -> float:
         deaths[x.origin] += 1

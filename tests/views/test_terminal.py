@@ -88,7 +88,7 @@ def test_a_check_prints_a_note_once_and_its_conclusion_last() -> None:
     lines = printed(check_screen(document), 80)
     assert lines[0] == "slope against width (limit 0.15; 3 steps, 3 seeds)"
     assert lines[2].split() == ["mlp.in", "0.30", "FAILED"]
-    assert [line.strip() for line in lines if "GROWS" in line] == ["GROWS: · mlp.in, mlp.out"]
+    assert [line.strip() for line in lines if "GROWS" in line] == ["GROWS: mlp.in, mlp.out"]
     assert lines[-2] == "the check trained small models and changed for this: d_head 16"
     assert lines[-1].startswith("FAILED: 2 of 2 rows, mlp.in most. ")
 

@@ -172,8 +172,20 @@ class LossRow(Entry):
 
     @property
     def text(self) -> str:
-        value = f"{self.value:.12g}" if isinstance(self.value, float) else f"{self.value}"
-        return f"{self.key} = {value}: {self.why}"
+        return f"{self.key} = {_spelled(self.value)}: {self.why}"
+
+
+def _spelled(value: Any) -> str:
+    """Return a value nearly as it is in a recipe: texts have no quotes."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case float():
+            return f"{value:.12g}"
+        case dict():
+            return "{" + ", ".join(f"{key} = {_spelled(inner)}" for key, inner in value.items()) + "}"
+        case _:
+            return f"{value}"
 
 
 class ConfigDocument(Document, schema="export-config/1"):

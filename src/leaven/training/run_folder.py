@@ -279,4 +279,4 @@ def recorded_changes(changes: list[Difference], recipe: Recipe) -> dict[str, Any
 
 
 def _brief(value: Any) -> str:
-    return "not set" if value is None else f"{value}"
+    return "not set" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"

@@ -101,8 +101,9 @@ class LossSource(Part):
     def _one_source(self) -> Self:
         given = [name for name in SOURCES if getattr(self, name) is not None]
         if len(given) != 1:
-            found = f"two sources of a loss, {given[0]} and {given[1]}; keep one" if given else "no source of a loss"
-            raise ValueError(f"{found}; give one of {', '.join(SOURCES)}")
+            if not given:
+                raise ValueError(f"no source of a loss; give one of {', '.join(SOURCES)}")
+            raise ValueError(f"two sources of a loss, {given[0]} and {given[1]}; keep one")
         if self.pattern is not None:
             if "{loss}" not in self.pattern:
                 raise ValueError(

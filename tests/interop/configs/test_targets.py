@@ -204,6 +204,13 @@ def test_megatrons_init_is_what_is_compared_with(tiny: Recipe) -> None:
     assert [loss.value for loss in export("megatron", tiny).losses] == ["0.1"]  # and would be 0.05
 
 
+def test_what_is_lost_is_spelled_as_in_a_recipe(tiny: Recipe) -> None:
+    changed = tiny.replace({"average.last": 0.5, "model.parallel_branches": True})
+    lines = {loss.key: loss.text for loss in export("torchtitan", changed).losses}
+    assert lines["average"].startswith("average = {last = 0.5}: would be none")
+    assert lines["model.parallel_branches"].startswith("model.parallel_branches = true: would be false")
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_muon_is_lost(tiny: Recipe, name: str) -> None:
     muon = {"match": "spectral", "lr": 0.02, "weight_decay": 0.3}

@@ -274,8 +274,11 @@ class SearchPlan:
     def _proposal(self, runs: Sequence[Evaluation], turn: int, last: bool) -> Params | None:
         """Return the point of the next run of the search. Return None if all points have been run."""
         region = self._region(runs)
-        point = self.axes.params(region.proposal(np.random.default_rng([self.seed, turn]), last=last))
-        new = self.axes.not_in(_searched(runs), point)
+        rng, tried = np.random.default_rng([self.seed, turn]), _searched(runs)
+        point = self.axes.params(region.proposal(rng, last=last))
+        if last and point in tried:  # too few trials for a prediction; the same run again would tell nothing
+            point = self.axes.params(region.proposal(rng))
+        new = self.axes.not_in(tried, point)
 
         def rank(params: Params) -> tuple[bool, float]:
             x = self.axes.octaves(params)[None]

@@ -253,7 +253,7 @@ def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes)
         state=state,
         loss=loss,
         seconds=seconds,
-        tokens_per_second=tokens / seconds if seconds else None,
+        tokens_per_second=tokens / seconds if tokens and seconds else None,
         octaves=dict(zip(axes.start, axes.octaves(params).tolist(), strict=True)) if drawn else None,
         purpose=str(ran.get(PURPOSE, "search")),
         confirms=bool(ran.get(CONFIRMS)),

@@ -12,6 +12,7 @@ from leaven.recipe.units import format_quantity
 from leaven.views import numbers
 from leaven.views.parameters import LayerGroup, groups
 from leaven.views.tables import Column, Fact, Facts, Table
+from leaven.views.terminal.findings import written
 
 
 def _number(header: str, unit: str = "", quantity: str = "") -> Column:
@@ -75,7 +76,7 @@ def recipe_screen(shown: ShowDocument) -> Iterator[RenderableType]:
     if shown.start is not None:
         facts.append(("start", (f"from the weights in {shown.start}, not from init std",)))
     if shown.blocks:
-        facts.append(("blocks", (" · ".join(f"{key} {value}" for key, value in shown.blocks.items()),)))
+        facts.append(("blocks", (" · ".join(f"{key} {written(value)}" for key, value in shown.blocks.items()),)))
     facts += [
         ("attention", (f"query . key x {numbers.value(shown.attention_scale)}",)),
         ("optimizer", (shown.optimizer["why"],)),
