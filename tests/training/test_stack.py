@@ -18,7 +18,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
 from leaven.training import device, stack
 from leaven.training.outcome import Outcome
-from leaven.training.stack import MOST, Stack, most_trials, refusal, train_stack
+from leaven.training.stack import MOST, TrialStack, most_trials, refusal, train_stack
 from leaven.training.trial import train_trial
 from leaven.tuning.service import recipe_study
 from leaven.tuning.service.recipe_study import MEASURED, Study, stack_size
@@ -83,7 +83,7 @@ def test_trials_that_diverge_leave_the_others_alone(short: Recipe) -> None:
 
 
 def test_a_stack_trains_again_from_the_start(short: Recipe, tokens: TokenSet) -> None:
-    stacked = Stack(short, 2, tokens, "cpu")
+    stacked = TrialStack(short, 2, tokens, "cpu")
     others = [short.replace({LR: lr}) for lr in (0.001, 0.02)]
     first = stacked.train([short])
     assert first not in stacked.train(others)
@@ -97,15 +97,15 @@ def test_a_killed_stack_resumes_from_its_checkpoint(
 ) -> None:
     recipes, steps = [short.replace({LR: lr}) for lr in (0.003, 0.01, 3.0)], list[int]()
     whole = train_stack(recipes, 3)
-    advance = Stack.advance
+    advance = TrialStack.advance
 
-    def counted(self: Stack, count: int) -> None:
+    def counted(self: TrialStack, count: int) -> None:
         if len(steps) == 9:
             raise KeyboardInterrupt
         advance(self, count)
         steps.append(self.progress.step)
 
-    monkeypatch.setattr(Stack, "advance", counted)
+    monkeypatch.setattr(TrialStack, "advance", counted)
     with pytest.raises(KeyboardInterrupt):
         train_stack(recipes, 3, checkpoint=tmp_path, checkpoint_seconds=0)
     stack._kept.clear()  # as in another process
@@ -116,7 +116,7 @@ def test_a_killed_stack_resumes_from_its_checkpoint(
         assert (found.loss, found.tokens, found.curve) == (expected.loss, expected.tokens, expected.curve)
     assert steps[0] == 10
     steps.clear()
-    monkeypatch.setattr(Stack, "advance", advance)
+    monkeypatch.setattr(TrialStack, "advance", advance)
     others = [recipes[1], recipes[0], recipes[2]]
     assert [found.loss for found in train_stack(others, 3, checkpoint=tmp_path)] == [
         whole[1].loss,
@@ -135,7 +135,7 @@ def test_ids_of_a_large_vocabulary(short: Recipe) -> None:
             return np.full((count, self.seq_len + 1), 2**15 + 7)
 
     large = short.replace({"model.vocab_size": 2**15 + 10})
-    stacked = Stack(large, 1, Tokens(), "cpu")  # type: ignore[arg-type]
+    stacked = TrialStack(large, 1, Tokens(), "cpu")  # type: ignore[arg-type]
     stacked.begin([large])
     assert set(stacked.windows.unique().tolist()) == {2**15 + 7}
 

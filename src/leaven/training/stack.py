@@ -135,19 +135,19 @@ def _integer(shape: ModelShape) -> torch.dtype:
     return torch.int16 if shape.vocab_size < 2**15 else torch.int32
 
 
-_kept: "dict[str, Stack]" = {}  # the last stack of this process
+_kept: "dict[str, TrialStack]" = {}  # the last stack of this process
 
 
-def _stack(like: Recipe, size: int, tokens: TokenSet) -> "Stack":
+def _stack(like: Recipe, size: int, tokens: TokenSet) -> "TrialStack":
     parts = [like.model, like.batch, like.precision]
     key = json.dumps([*(part.model_dump(mode="json") for part in parts), size, tokens.fingerprint])
     if key not in _kept:
         _kept.clear()  # before the memory of the next stack is allocated
-        _kept[key] = Stack(like, size, tokens, str(default_device()))
+        _kept[key] = TrialStack(like, size, tokens, str(default_device()))
     return _kept[key]
 
 
-class Stack:
+class TrialStack:
     """The buffers and the compiled step for K recipes like ``like``, for any number of calls of :meth:`train`."""
 
     def __init__(self, like: Recipe, size: int, tokens: TokenSet, device: str) -> None:
