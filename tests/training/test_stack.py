@@ -125,6 +125,35 @@ def test_a_killed_stack_resumes_from_its_checkpoint(
     ]
 
 
+def test_a_checkpoint_is_resumed_by_a_stack_of_its_size_only(
+    short: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(self: TrialStack, count: int) -> None:
+        if self.progress.step:
+            raise KeyboardInterrupt
+        advance(self, count)
+
+    advance = TrialStack.advance
+    with monkeypatch.context() as patch:
+        patch.setattr(TrialStack, "advance", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            train_stack([short], 2, checkpoint=tmp_path, checkpoint_seconds=-1)
+    assert list(tmp_path.rglob("*.safetensors")) or list(tmp_path.rglob("*.json"))
+    alike(train_stack([short], 3, checkpoint=tmp_path)[0], train_trial(short, checkpoint=tmp_path))
+
+
+def test_a_process_trains_stacks_that_differ_in_more_than_their_shape(short: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("\n\n".join(f"line {i} of another text" for i in range(2_000)))
+    names = (short.data.source, str(tmp_path / "other.txt"))
+    scaled = {"scaling.rule": "mup", "scaling.base": {"width": 8, "depth": 2, "d_head": 4}}
+    scaled["scaling.base"] |= {"batch_tokens": 256, "tokens": 4_000}  # type: ignore[operator]
+    for weights in ((3.0, 1.0), (1.0, 3.0)):
+        sources = [{"source": name, "weight": weight} for name, weight in zip(names, weights, strict=True)]
+        mixed = short.replace({"data.source": sources})
+        for recipe in (mixed, mixed.replace(scaled)):
+            alike(train_stack([recipe], 2)[0], train_trial(recipe))
+
+
 def test_ids_of_a_large_vocabulary(short: Recipe) -> None:
     class Tokens:
         def stream(self, seq_len: int, seed: int) -> "Tokens":
@@ -265,6 +294,21 @@ def test_a_point_that_is_no_recipe_is_left_out_of_its_stack(
     assert stacks == [3]
 
 
+def test_a_stack_that_does_not_fit_into_the_memory(
+    tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pool(recipe_study.WorkerPool):
+        def submit(self, *_: Any, **__: Any) -> "Future[Any]":  # type: ignore[override]
+            future: Future[Any] = Future()
+            future.set_exception(torch.OutOfMemoryError("CUDA out of memory"))
+            return future
+
+    monkeypatch.setattr(recipe_study, "WorkerPool", Pool)
+    verb = ["tune", str(tiny_file), "--study", str(tmp_path / "study"), "--trials", "6", "--space", LR]
+    done = CliRunner().invoke(app, [*verb, "--workers", "1", "--stack", "99"])  # no more than there are trials
+    assert "6 trials at once need more memory than is free; give a --stack below 6" in str(done.exception)
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_what_leaven_tune_says_of_stacks(
     tiny_file: Path, tmp_path: Path, stacks: list[int], monkeypatch: pytest.MonkeyPatch
@@ -280,6 +324,10 @@ def test_what_leaven_tune_says_of_stacks(
     text = re.sub(r"\s+", " ", done.stderr)
     assert "each worker trains one trial at a time: a stack cannot train model.activation = gelu" in text
     assert stacks == [3, 3]
+    both = ["--space", f"{LR},batch.tokens", "--study", str(tmp_path / "both")]
+    done = CliRunner().invoke(app, [*verb, *short, *gelu, "--stack", "3", *both])
+    assert done.exit_code == 0, done.output
+    assert "not searched" not in done.stderr  # because the trials are not stacked
 
 
 def test_what_workers_auto_says(tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

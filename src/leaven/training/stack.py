@@ -88,7 +88,7 @@ def train_stack(
 
     Args:
         checkpoint: a folder for checkpoints, as in :func:`leaven.training.trial.train_trial`. They can be resumed
-            with the same recipes in the same order.
+            with the same recipes in the same order and the same size.
     """
     first = recipes[0]
     tokens = prepare(first.data, first.model.vocab_size)
@@ -96,7 +96,7 @@ def train_stack(
     stack.begin(recipes)
     saving = None
     if checkpoint is not None:
-        folder = checkpoint_folder(checkpoint, recipes, tokens)
+        folder = checkpoint_folder(checkpoint / f"stack-{size}", recipes, tokens)
         saving = TrialCheckpoint(stack, folder, checkpoint_seconds, [])
         saving.resume()
     at_once = first.stability.on_spike != "off"
@@ -140,10 +140,12 @@ _kept: "dict[str, TrialStack]" = {}  # the last stack of this process
 
 def _stack(like: Recipe, size: int, tokens: TokenSet) -> "TrialStack":
     parts = [like.model, like.batch, like.precision]
-    key = json.dumps([*(part.model_dump(mode="json") for part in parts), size, tokens.fingerprint])
+    scale = parameter_table(like).attention_scale
+    key = json.dumps([*(part.model_dump(mode="json") for part in parts), size, scale])
     if key not in _kept:
         _kept.clear()  # before the memory of the next stack is allocated
         _kept[key] = TrialStack(like, size, tokens, str(default_device()))
+    _kept[key].tokens = tokens
     return _kept[key]
 
 
@@ -168,7 +170,8 @@ class TrialStack:
         parts = torch.split(self.flat, counts, 1)
         self.parameters = {name: part.view(size, *sizes[name]) for name, part in zip(self.names, parts, strict=True)}
         self.owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(self.device)
-        self.values = {value: zeros(size, len(counts)) for value in VALUES}
+        # In fp32, a beta near 1 is 1.
+        self.values = {value: zeros(size, len(counts), dtype=torch.float64) for value in VALUES}
         branches = [f"layers.{i}.{end}.out.weight" for i in range(shape.n_layers) for end in ("attention", "mlp")]
         self.readout = "embedding" if shape.tied_embeddings else "unembedding"
         self.multipliers = {name: zeros(size, 1, 1, 1) for name in (*branches, f"{self.readout}.weight")}
@@ -276,7 +279,7 @@ class TrialStack:
                     self.multipliers[row.name][k] = row.multiplier
             rows = {row.name: row for row in table.rows}
             for value, buffer in self.values.items():
-                buffer[k] = torch.tensor([getattr(rows[name], value) for name in self.names], device=self.device)
+                buffer[k] = torch.tensor([getattr(rows[name], value) for name in self.names], dtype=buffer.dtype)
         if capture:
             self._capture()
             return self._fill(recipes, steps)  # the steps before the capture changed the state
@@ -311,9 +314,8 @@ class TrialStack:
         the schedule."""
         norm = gradient.square().sum(1).sqrt()
         g = gradient * (self.clip / (norm + 1e-6)).clamp(max=1.0)[:, None]
-        count = (self.step + 1).double()
         beta1, beta2 = self.values["beta1"], self.values["beta2"]
-        correction1, correction2 = (1 - (beta.double() ** count) for beta in (beta1, beta2))
+        correction1, correction2 = (1 - beta ** (self.step + 1) for beta in (beta1, beta2))
         rate = self.values["lr"] * factor[:, None]
 
         def each(value: Tensor) -> Tensor:
