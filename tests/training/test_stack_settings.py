@@ -8,7 +8,7 @@ import pytest
 
 from leaven.recipe.base import Part
 from leaven.recipe.recipe import Recipe
-from leaven.training.stack import SETTINGS, refusal, train_stack
+from leaven.training.stack import refusal, train_stack
 from leaven.training.trial import train_trial
 
 HYPER = "hyperparameters."

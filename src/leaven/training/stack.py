@@ -314,8 +314,9 @@ class TrialStack:
         the schedule."""
         norm = gradient.square().sum(1).sqrt()
         g = gradient * (self.clip / (norm + 1e-6)).clamp(max=1.0)[:, None]
+        count = (self.step + 1).double()
         beta1, beta2 = self.values["beta1"], self.values["beta2"]
-        correction1, correction2 = (1 - beta ** (self.step + 1) for beta in (beta1, beta2))
+        correction1, correction2 = (1 - beta**count for beta in (beta1, beta2))
         rate = self.values["lr"] * factor[:, None]
 
         def each(value: Tensor) -> Tensor:
