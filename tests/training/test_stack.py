@@ -79,6 +79,8 @@ def test_trials_that_diverge_leave_the_others_alone(short: Recipe) -> None:
     assert [outcome.diverged for outcome in found] == [False, True, True, False]
     for k in (0, 3):
         alike(found[k], alone[k])
+    assert [outcome.tokens for outcome in found] == [outcome.tokens for outcome in alone]
+    assert [outcome.flops for outcome in found] == [outcome.flops for outcome in alone]
     assert found[2].tokens < short.data.tokens
 
 

@@ -101,7 +101,7 @@ def train_stack(
         saving.resume()
     at_once = first.stability.on_spike != "off"
     monitors = [DivergenceMonitor(first.model.vocab_size, first.data.tokens, at_once) for _ in recipes]
-    diverged, seen = set[int](), 0
+    diverged, seen = dict[int, int](), 0  # the tokens after which a trial diverged
     while True:
         for losses in stack.losses_from(seen):
             seen += 1
@@ -111,7 +111,7 @@ def train_stack(
                     if k not in diverged:
                         monitor.after_step(result)
                 except Diverged:
-                    diverged.add(k)
+                    diverged[k] = result.tokens
         if seen and saving is not None:
             saving.after_step(result)
         if stack.finished or len(diverged) == len(recipes):
@@ -121,8 +121,8 @@ def train_stack(
     return [
         Outcome(
             loss=loss if math.isfinite(loss) and k not in diverged else math.inf,
-            tokens=monitor.done,
-            flops=monitor.done * flops_per_token(first.model),
+            tokens=(trained := diverged.get(k, monitor.done)),
+            flops=trained * flops_per_token(first.model),
             seconds=stack.progress.seconds,
             curve=monitor.curve,
             worker=this_process(),
