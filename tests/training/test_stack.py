@@ -4,8 +4,10 @@ import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -156,6 +158,22 @@ def test_a_process_trains_stacks_that_differ_in_more_than_their_shape(short: Rec
             alike(train_stack([recipe], 2)[0], train_trial(recipe))
 
 
+def test_a_capture_that_fails_leaves_no_graph(
+    short: Recipe, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    stacked = TrialStack(short, 1, tokens, "cpu")
+    stacked.begin([short])
+    fakes = {"Stream": MagicMock, "current_stream": MagicMock, "stream": nullcontext, "CUDAGraph": MagicMock}
+    for name, fake in {**fakes, "graph": full}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    with pytest.raises(torch.OutOfMemoryError):
+        stacked._capture()
+    assert stacked.graph is None
+
+
 def test_ids_of_a_large_vocabulary(short: Recipe) -> None:
     class Tokens:
         def stream(self, seq_len: int, seed: int) -> "Tokens":
@@ -197,6 +215,7 @@ def test_how_many_trials_a_gpu_trains_at_once(tiny: Recipe) -> None:
     few = lambda: 3e7  # noqa: E731
     fitting = most_trials(tiny, few())
     assert 1 < fitting < 100
+    assert most_trials(tiny.replace({"layout.recompute": "full"}), few()) == fitting
     assert stack_size(searched, (), 1_000, 1, few) == (fitting, "a stack, of as many as fit into its memory")
     assert stack_size(searched, (), 23, 1, room) == (1, "23 trials are too few for a stack")
     assert stack_size(searched, (), 48, 1, lambda: 1e6) == (1, "two do not fit into its memory")

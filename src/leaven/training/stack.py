@@ -74,7 +74,8 @@ def most_trials(recipe: Recipe, free: float) -> int:
     windows = _integer(shape).itemsize * recipe.steps * tokens * (1 + 1 / shape.seq_len)
     states = 4 * 3 * shape.params  # the weights, and the gradients once more in one buffer, before and after clipping
     logits = 12 * tokens * shape.vocab_size  # all at once, in the compute dtype and in fp32, with their gradients
-    each = needed_memory(recipe, tokens // shape.seq_len, "cuda") + states + logits + windows
+    keeping = recipe.replace({"layout.recompute": "none"})  # a stack recomputes no activations
+    each = needed_memory(keeping, tokens // shape.seq_len, "cuda") + states + logits + windows
     return min(MOST, int(MEMORY * free / each))
 
 
@@ -295,9 +296,10 @@ class TrialStack:
                 self.step.zero_()  # a run may have fewer steps
                 self._one_step()
         torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             self._one_step()
+        self.graph = graph  # not before: a capture may run out of memory
 
     def _one_step(self) -> None:
         windows = self.windows.index_select(1, self.step)[:, 0].long()
