@@ -20,7 +20,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
 from leaven.training import device, stack
 from leaven.training.outcome import Outcome
-from leaven.training.stack import MOST, TrialStack, most_trials, refusal, train_stack
+from leaven.training.stack import MOST, TrialStack, most_trials, train_stack
 from leaven.training.trial import train_trial
 from leaven.tuning.service import recipe_study
 from leaven.tuning.service.recipe_study import MEASURED, Study, stack_size
@@ -187,24 +187,6 @@ def test_ids_of_a_large_vocabulary(short: Recipe) -> None:
     stacked = TrialStack(large, 1, Tokens(), "cpu")  # type: ignore[arg-type]
     stacked.begin([large])
     assert set(stacked.windows.unique().tolist()) == {2**15 + 7}
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"model.norm": "layernorm"}, "model.norm = layernorm"),
-        ({"model.dropout": 0.1}, "model.dropout = 0.1"),
-        ({f"{HYPER}optimizer": "adam"}, "hyperparameters.optimizer = adam"),
-        ({f"{HYPER}grad_clip": {"mode": "running"}}, "hyperparameters.grad_clip.mode = running"),
-        ({"model.window": 8}, "model.window = 8"),
-        ({f"{HYPER}z_loss": 1e-4}, "hyperparameters.z_loss = 0.0001"),
-        ({"precision.compute": "fp16"}, "precision.compute = fp16"),
-        ({"batch.ramp": {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 512}}, "batch.ramp = "),
-    ],
-)
-def test_what_a_stack_cannot_train(short: Recipe, change: dict[str, object], said: str) -> None:
-    assert refusal(short) is None
-    assert (refusal(short.replace(change)) or "").startswith(said)
 
 
 def test_how_many_trials_a_gpu_trains_at_once(tiny: Recipe) -> None:

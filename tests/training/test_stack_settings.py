@@ -8,7 +8,7 @@ import pytest
 
 from leaven.recipe.base import Part
 from leaven.recipe.recipe import Recipe
-from leaven.training.stack import refusal, train_stack
+from leaven.training.stack import SETTINGS, refusal, train_stack
 from leaven.training.trial import train_trial
 
 HYPER = "hyperparameters."
@@ -144,7 +144,18 @@ def short(tiny: Recipe) -> Recipe:
 @pytest.mark.parametrize("path", REFUSED)
 def test_a_stack_refuses(short: Recipe, path: str) -> None:
     assert refusal(short) is None
-    assert refusal(short.replace(REFUSED[path]))
+    said = refusal(short.replace(REFUSED[path])) or ""
+    assert said.partition(" = ")[0] in SETTINGS
+    if path in SETTINGS:
+        assert said.startswith(next(iter(REFUSED[path])))
+
+
+def test_the_words_of_a_refusal(short: Recipe) -> None:
+    assert refusal(short.replace({"model.window": 8})) == "model.window = 8"
+
+
+def test_no_refusal_is_untested() -> None:
+    assert set(SETTINGS) - {"start.folder"} <= set(REFUSED)
 
 
 @pytest.mark.parametrize("path", HONOURED)
