@@ -19,7 +19,7 @@ from leaven.data.tokens import TokenSet, prepare
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
-from leaven.training.stack import Stack
+from leaven.training.stack import TrialStack
 
 PROXY = Path(__file__).parent / "tuning" / "proxy.toml"
 CHECKED = 20  # steps of the short runs
@@ -40,7 +40,7 @@ def recipe_at(width: int, depth: int, sequences: int, steps: int, dtype: str) ->
 def difference(recipe: Recipe, tokens: TokenSet, device: str) -> float:
     """Return the largest difference of the final loss between stack and engine, in nats per token."""
     recipes = [recipe.replace({"hyperparameters.lr": lr}) for lr in (0.004, 0.008, 0.016)]
-    stacked = Stack(recipe, len(recipes), tokens, device).train(recipes)
+    stacked = TrialStack(recipe, len(recipes), tokens, device).train(recipes)
     alone = []
     for each in recipes:
         training = Training(each, tokens, device)
@@ -65,7 +65,7 @@ def engine_speed(recipe: Recipe, tokens: TokenSet, device: str, compiled: bool) 
 
 
 def stack_speed(recipe: Recipe, size: int, tokens: TokenSet, device: str) -> Callable[[], float]:
-    stack = Stack(recipe, size, tokens, device)
+    stack = TrialStack(recipe, size, tokens, device)
     stack.train([recipe] * size)
 
     def measure() -> float:

@@ -42,7 +42,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
 from leaven.storage import write_text
 from leaven.training.outcome import Outcome
-from leaven.training.stack import Stack
+from leaven.training.stack import TrialStack
 from leaven.tuning.point import BATCH, recipe_at
 from leaven.tuning.service.recipe_study import Study
 from leaven.tuning.service.search_loop import Proposal
@@ -160,7 +160,7 @@ def serve(folder: Path, tokens: TokenSet, proxy: Recipe, asked: argparse.Namespa
         there.close()  # so that the death of a process ends its pipe
         ends.append(here)
         processes.append(process)
-    stack: Stack | None = None
+    stack: TrialStack | None = None
     pending: list[tuple[Connection, int, Recipe]] = []
     waited, full, rounds = 0.0, WORKERS * len(ends), 0
     while ends or pending:
@@ -182,7 +182,7 @@ def serve(folder: Path, tokens: TokenSet, proxy: Recipe, asked: argparse.Namespa
                 pending.append((end, message[0], Recipe.model_validate(message[1])))
         if pending and (not ready or len(pending) >= full):
             some, pending = pending[:full], pending[full:]
-            stack = stack or Stack(some[0][2], full, tokens, asked.device)
+            stack = stack or TrialStack(some[0][2], full, tokens, asked.device)
             for (end, number, _), loss in zip(some, stack.train([recipe for *_, recipe in some]), strict=True):
                 end.send((number, loss if math.isfinite(loss) else math.inf))
             rounds += 1
@@ -269,7 +269,7 @@ def train(folder: Path, part: str, tokens: TokenSet, asked: argparse.Namespace) 
         group = list(some)
         size = -(-len(group) // -(-len(group) // asked.stack))  # stacks of equal size
         recipes = [recipe_of(run, chosen[run.search][run.arm], asked.more_tokens) for run in group]
-        stack = Stack(recipes[0], size, tokens, asked.device)
+        stack = TrialStack(recipes[0], size, tokens, asked.device)
         for first in range(0, len(group), size):
             losses = stack.train(recipes[first : first + size])
             with (folder / "runs.jsonl").open("a") as file:

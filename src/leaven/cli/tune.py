@@ -193,9 +193,9 @@ def tune(
         study_of.check_budget(trials, hours)
     else:
         given["durations"] = durations or ()
-        if (stack or 1) > 1:
+        if stack is not None and stack > 1:
             require_alone(context, "--stack", "durations")
-            around = _as_of_stacks(around)
+            around, stack = _as_of_stacks(around, stack if trials is None else min(stack, trials))
         gpus = len(devices) if asked == AUTO and stack is None else 0
         study_of = _study_of_recipe(around, method, folder, url, {"trials": trials, **budget}, stack, gpus, given)
     try:
@@ -275,15 +275,11 @@ def _at_once(searched: "Space", durations: Sequence[int], trials: int | None, st
     ``gpus`` is the number of GPUs if leaven is to choose the number of trials, otherwise 0.
     """
     from leaven.training.device import default_device, free_memory
-    from leaven.tuning.service.recipe_study import stack_size, why_not_stacked
+    from leaven.tuning.service.recipe_study import stack_size
 
     device = default_device()
-    if stack is not None and stack > 1:
-        if why := "mps has no float64" if device.type == "mps" else why_not_stacked(searched, durations):
-            errors.print(f"each worker trains one trial at a time: {why}")
-        return 1 if why else stack
     if not gpus or device.type != "cuda":
-        return 1
+        return stack or 1
     size, why = stack_size(searched, durations, trials, gpus, lambda: free_memory(device))
     number = "one trial at a time" if size == 1 else f"{size} trials at once"
     errors.print(f"each GPU trains {number}: {why}")
@@ -335,14 +331,20 @@ def _with_laws(space: "Space") -> "Space":
     return informed
 
 
-def _as_of_stacks(space: "Space") -> "Space":
-    """Return the search space of a study with --stack.
+def _as_of_stacks(space: "Space", stack: int) -> "tuple[Space, int]":
+    """Return the search space of a study with --stack, and how many trials a worker trains at once.
 
     It does not contain batch size, duration and dropout, because all trials of a stack have one batch size, one
-    duration and no dropout.
+    duration and no dropout. If a stack cannot train the study, the space is unchanged, and the reason is printed.
     """
+    from leaven.training.device import default_device
     from leaven.tuning.point import BATCH, DROPOUT, TOKENS
+    from leaven.tuning.service.recipe_study import why_not_stacked
 
+    narrowed = space
     for path, need in ((BATCH, "the same batch size"), (TOKENS, "the same duration"), (DROPOUT, "no dropout")):
-        space = space.without(path, f"stacked trials must have {need}")
-    return space
+        narrowed = narrowed.without(path, f"stacked trials must have {need}")
+    if why := "mps has no float64" if default_device().type == "mps" else why_not_stacked(narrowed, ()):
+        errors.print(f"each worker trains one trial at a time: {why}")
+        return space, 1
+    return narrowed, stack

@@ -76,7 +76,8 @@ def most_trials(recipe: Recipe, free: float) -> int:
     windows = _integer(shape).itemsize * recipe.steps * tokens * (1 + 1 / shape.seq_len)
     states = 4 * 3 * shape.params  # copies of weights and gradients beyond the planner's
     logits = 12 * tokens * shape.vocab_size  # of all tokens at once, in two dtypes, with gradients
-    each = needed_memory(recipe, tokens // shape.seq_len, "cuda") + states + logits + windows
+    keeping = recipe.replace({"layout.recompute": "none"})  # a stack recomputes no activations
+    each = needed_memory(keeping, tokens // shape.seq_len, "cuda") + states + logits + windows
     return min(MOST, int(MEMORY * free / each))
 
 
@@ -91,7 +92,7 @@ def train_stack(
     Args:
         size: the number of places in the stack, at least the number of recipes.
         checkpoint: a folder for checkpoints, as in :func:`leaven.training.trial.train_trial`. To resume from them,
-            pass the same recipes in the same order.
+            pass the same recipes in the same order, and the same size.
     """
     first = recipes[0]
     tokens = prepare(first.data, first.model.vocab_size)
@@ -99,12 +100,12 @@ def train_stack(
     stack.begin(recipes)
     saving = None
     if checkpoint is not None:
-        folder = checkpoint_folder(checkpoint, recipes, tokens)
+        folder = checkpoint_folder(checkpoint / f"stack-{size}", recipes, tokens)
         saving = TrialCheckpoint(stack, folder, checkpoint_seconds, [])
         saving.resume()
     at_once = first.stability.on_spike != "off"
     monitors = [DivergenceMonitor(first.model.vocab_size, first.data.tokens, at_once) for _ in recipes]
-    diverged, seen = set[int](), 0
+    diverged, seen = dict[int, int](), 0  # the tokens after which a trial diverged
     while True:
         for losses in stack.losses_from(seen):
             seen += 1
@@ -114,7 +115,7 @@ def train_stack(
                     if k not in diverged:
                         monitor.after_step(result)
                 except Diverged:
-                    diverged.add(k)
+                    diverged[k] = result.tokens
         if seen and saving is not None:
             saving.after_step(result)
         if stack.finished or len(diverged) == len(recipes):
@@ -124,8 +125,8 @@ def train_stack(
     return [
         Outcome(
             loss=loss if math.isfinite(loss) and k not in diverged else math.inf,
-            tokens=monitor.done,
-            flops=monitor.done * flops_per_token(first.model),
+            tokens=(trained := diverged.get(k, monitor.done)),
+            flops=trained * flops_per_token(first.model),
             seconds=stack.progress.seconds,
             curve=monitor.curve,
             worker=this_process(),
@@ -138,19 +139,21 @@ def _integer(shape: ModelShape) -> torch.dtype:
     return torch.int16 if shape.vocab_size < 2**15 else torch.int32
 
 
-_kept: "dict[str, Stack]" = {}  # the latest stack of this process, by what it was built for
+_kept: "dict[str, TrialStack]" = {}  # the latest stack of this process, by what it was built for
 
 
-def _stack(like: Recipe, size: int, tokens: TokenSet) -> "Stack":
+def _stack(like: Recipe, size: int, tokens: TokenSet) -> "TrialStack":
     parts = [like.model, like.batch, like.precision]
-    key = json.dumps([*(part.model_dump(mode="json") for part in parts), size, tokens.fingerprint])
+    scale = parameter_table(like).attention_scale
+    key = json.dumps([*(part.model_dump(mode="json") for part in parts), size, scale])
     if key not in _kept:
         _kept.clear()  # frees the memory of the latest stack before the next one is allocated
-        _kept[key] = Stack(like, size, tokens, str(default_device()))
+        _kept[key] = TrialStack(like, size, tokens, str(default_device()))
+    _kept[key].tokens = tokens
     return _kept[key]
 
 
-class Stack:
+class TrialStack:
     """The buffers and the compiled step for K recipes with the shape and batch of ``like``. :meth:`train` can be
     called any number of times."""
 
@@ -172,7 +175,8 @@ class Stack:
         parts = torch.split(self.flat, counts, 1)
         self.parameters = {name: part.view(size, *sizes[name]) for name, part in zip(self.names, parts, strict=True)}
         self.owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(self.device)
-        self.values = {value: zeros(size, len(counts)) for value in VALUES}
+        # In fp32, a beta near 1 is 1.
+        self.values = {value: zeros(size, len(counts), dtype=torch.float64) for value in VALUES}
         branches = [f"layers.{i}.{end}.out.weight" for i in range(shape.n_layers) for end in ("attention", "mlp")]
         self.readout = "embedding" if shape.tied_embeddings else "unembedding"
         self.multipliers = {name: zeros(size, 1, 1, 1) for name in (*branches, f"{self.readout}.weight")}
@@ -280,7 +284,7 @@ class Stack:
                     self.multipliers[row.name][k] = row.multiplier
             rows = {row.name: row for row in table.rows}
             for value, buffer in self.values.items():
-                buffer[k] = torch.tensor([getattr(rows[name], value) for name in self.names], device=self.device)
+                buffer[k] = torch.tensor([getattr(rows[name], value) for name in self.names], dtype=buffer.dtype)
         if capture:
             self._capture()
             return self._fill(recipes, steps)  # the warm-up steps have changed weights and moments
@@ -296,9 +300,10 @@ class Stack:
                 self.step.zero_()  # a run may have fewer steps than WARM
                 self._one_step()
         torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             self._one_step()
+        self.graph = graph  # not before: a capture may run out of memory
 
     def _one_step(self) -> None:
         windows = self.windows.index_select(1, self.step)[:, 0].long()
@@ -317,7 +322,7 @@ class Stack:
         g = gradient * (self.clip / (norm + 1e-6)).clamp(max=1.0)[:, None]
         count = (self.step + 1).double()
         beta1, beta2 = self.values["beta1"], self.values["beta2"]
-        correction1, correction2 = (1 - (beta.double() ** count) for beta in (beta1, beta2))
+        correction1, correction2 = (1 - beta**count for beta in (beta1, beta2))
         rate = self.values["lr"] * factor[:, None]
 
         def each(value: Tensor) -> Tensor:

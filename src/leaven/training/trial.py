@@ -42,7 +42,7 @@ from leaven.training.outcome import Baseline, Curve, Outcome, curve_of, this_pro
 from leaven.training.run_folder import checkpoints
 
 if TYPE_CHECKING:
-    from leaven.training.stack import Stack
+    from leaven.training.stack import TrialStack
 
 Result = TypeVar("Result")
 
@@ -195,7 +195,7 @@ class TrialCheckpoint(Callback):
     a new checkpoint."""
 
     def __init__(
-        self, training: "Training | Stack", folder: Path, every_seconds: float, callbacks: Sequence[Callback]
+        self, training: "Training | TrialStack", folder: Path, every_seconds: float, callbacks: Sequence[Callback]
     ) -> None:
         self._training, self._folder, self._every, self._callbacks = training, folder, every_seconds, callbacks
         self._last = time.monotonic()

@@ -138,6 +138,8 @@ class Draft:
             guess("batch.tokens", *likely_batch(shape, tokens))
         if "hyperparameters.lr" not in self.values:
             guess("hyperparameters.lr", *likely_lr(shape, tokens))
+        if "schedule.warmup_tokens" not in self.values:
+            guess("schedule.warmup_tokens", *likely_warmup(shape, tokens))
         self.unknown.append("data.source: any text of your own; the default is used")
         # A configuration describes a model at its own scale, where no rule changes anything.
         self.values.setdefault("scaling.rule", "standard")
@@ -275,3 +277,14 @@ def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
     neighbour = next(run for run, _ in nearest(shape.params, tokens, limit=99) if run.peak_lr is not None)
     assert neighbour.peak_lr is not None
     return neighbour.peak_lr, f"the peak of {neighbour.id}, the published run nearest in size"
+
+
+def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
+    """Return the warm-up in tokens with the share of the run that the nearest published run in size has, and the
+    reason."""
+    neighbour = next(run for run, _ in nearest(shape.params, tokens, limit=99) if run.warmup_fraction is not None)
+    assert neighbour.warmup_fraction is not None
+    share = neighbour.warmup_fraction
+    return round(
+        share * tokens
+    ), f"the share of {neighbour.id}, {share:.2g} of the run, the published run nearest in size"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from leaven.data.tokens import TokenSet
-from leaven.errors import InputError
+from leaven.errors import InputError, out_of_memory
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import check_trainable
@@ -156,6 +156,7 @@ class TrialTrainer:
         """Train the proposals of a worker and return their outcomes.
 
         Raises:
+            InputError: if a stack does not fit into the memory.
             TrialReleased: if the search is stopped during the training.
             WorkerDied: if the process died.
         """
@@ -189,6 +190,12 @@ class TrialTrainer:
             found: Outcome | list[Outcome] = future.result()
         except BrokenProcessPool:
             raise WorkerDied from None
+        except Exception as error:
+            if self._stack == 1 or not out_of_memory(error):
+                raise
+            raise InputError(
+                f"{self._stack} trials at once need more memory than is free; give a --stack below {self._stack}"
+            ) from None
         return found if isinstance(found, list) else [found]
 
     def _checkpoint(self, proposal: Proposal) -> Path:
