@@ -287,7 +287,7 @@ CONFIG = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "i
 def test_config_json_with_and_without_training_arguments(tmp_path: Path) -> None:
     alone = from_transformers.read(folder(tmp_path, CONFIG) / "config.json", "x")
     assert {line.split(":")[0] for line in alone.unknown} == {
-        "data.tokens", "batch.tokens", "hyperparameters.lr", "data.source",
+        "data.tokens", "batch.tokens", "hyperparameters.lr", "schedule.warmup_tokens", "data.source",
     }  # fmt: skip
     assert alone.recipe.why["model.d_model"] == "hidden_size of config.json"
     arguments = {"max_steps": 100, "per_device_train_batch_size": 4, "learning_rate": 1e-4, "warmup_steps": 0.1,

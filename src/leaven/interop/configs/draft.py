@@ -280,11 +280,10 @@ def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
 
 
 def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
-    """Return the warm-up in tokens with the share of the run that the nearest published run in size has, and the
-    reason."""
+    """Return the warm-up in tokens, as the same share of the run as in the published run that is nearest in size, and
+    the reason.
+    """
     neighbour = next(run for run, _ in nearest(shape.params, tokens, limit=99) if run.warmup_fraction is not None)
     assert neighbour.warmup_fraction is not None
     share = neighbour.warmup_fraction
-    return round(
-        share * tokens
-    ), f"the share of {neighbour.id}, {share:.2g} of the run, the published run nearest in size"
+    return round(share * tokens), f"{share:.2g} of the run, as in {neighbour.id}, the published run nearest in size"
