@@ -26,6 +26,7 @@ from leaven.distributed.pipeline import MicroBatch, Pipeline, stage_numbers
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.distributed.tensor_parallel import shard_tensors
 from leaven.distributed.whole_matrices import WholeMatrices
+from leaven.model.experts import MixtureOfExperts
 from leaven.model.initialisation import fill
 from leaven.model.kernels import norms, widened
 from leaven.model.loss import ZLoss
@@ -168,6 +169,22 @@ class ShardedModel:
         """Return the z-loss of the last step, summed over the tokens of all processes, or None without a z-loss."""
         return self.total(torch.as_tensor(self._z_loss.total, device=self.device)) if self._z_loss else None
 
+    @property
+    def mixtures(self) -> dict[int, MixtureOfExperts]:
+        """The mixtures of experts of this process, by layer of the whole model."""
+        layers = (pair for stage in self.stages for pair in enumerate(stage.model.layers))
+        return {layer: block.mlp for layer, block in layers if block is not None and block.routed}  # type: ignore[union-attr,misc]
+
+    def total_tally(self, tally: Tensor) -> Tensor:
+        """Add what the routers did in this step, summed over the tokens of all processes, to ``tally``, (layers of the
+        model, experts + 1): the load of each expert, and the balance loss. Begin a new tally."""
+        for layer, mixture in self.mixtures.items():
+            if self.group.rank_along("tp") == 0:  # all tensor-parallel ranks route the same tokens
+                tally[layer, :-1] += mixture.tally.load_E
+                tally[layer, -1] += mixture.tally.balance
+            mixture.tally.load_E = mixture.tally.balance = 0.0
+        return tally if self.group is SINGLE_PROCESS else self.group.all_reduce_(tally)
+
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
         """Return one tensor for each of ``groups``, with a 2-norm for each parameter in the order of the parameter
         table. Each norm covers the blocks of all processes.
@@ -275,7 +292,7 @@ def build_stage(
     have no values yet."""
     first, last = layers
     with torch.device("meta"):
-        model = Transformer(shape, table.multipliers, table.attention_scale)
+        model = Transformer(shape, table.multipliers, table.attention_scale, table.router_losses)
         stage = Stage(model, first, last, dtype, splits_backward=layout.schedule == "zero-bubble")
     if layout.tp > 1:
         assert group.mesh is not None
@@ -315,6 +332,8 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
     if lower is None:
         matrices = others
     for block in stage.layers:
+        if block.routed:  # routers choose in fp32
+            fully_shard(block.mlp.router, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=others)  # type: ignore[union-attr,arg-type]
         for name in _MATRICES:
             module = getattr(block, name)
             fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=matrices)

@@ -47,7 +47,9 @@ class LoadedRun:
     def model(self) -> Transformer:
         """The model, on the CPU, in fp32 and in evaluation mode."""
         with torch.device("meta"):
-            model = Transformer(self.recipe.model, self.table.multipliers, self.table.attention_scale)
+            model = Transformer(
+                self.recipe.model, self.table.multipliers, self.table.attention_scale, self.table.router_losses
+            )
         model.load_state_dict(self.weights, assign=True)
         return model.eval()
 
