@@ -68,6 +68,30 @@ MUON = {
     "hyperparameters.muon": {"lr": 0.02, "match": "spectral"},
     "hyperparameters.modules": {"attention.query": {"lr": 0.5}},
 }
+EXPERTS = {
+    "model.n_kv_heads": 4,
+    "model.experts": {
+        "number": 4,
+        "active": 2,
+        "d_expert": 8,
+        "shared": 1,
+        "dense_layers": 1,
+        "balance_loss": 0.1,
+        "router_z_loss": 0.01,
+    },
+    "model.n_layers": 3,
+    "hyperparameters.depth": {},
+}
+BIASED = EXPERTS | {
+    "model.experts": {
+        "number": 4,
+        "active": 2,
+        "d_expert": 8,
+        "router": "sigmoid",
+        "balance": "bias",
+        "bias_step": 0.05,
+    },
+}
 ONE = {"batch.micro_batch": 1}  # as many micro-batches as a pipeline of two needs
 
 
@@ -139,6 +163,18 @@ CASES = {
     "muon dp4 zero3 on two nodes": layout(dp=4, zero=3, dp_replicate=2) | ONE | MUON,
     "muon dp2 tp2 pp2 zero2": layout(dp=2, tp=2, pp=2, zero=2) | TIED | PER_MODULE | ONE | MUON,
     "muon dp2 pp2 zero3 interleaved": layout(dp=2, pp=2, zero=3, **INTERLEAVED) | ONE | FOUR_LAYERS | MUON,
+    "experts dp2": layout(dp=2) | EXPERTS | AVERAGE,
+    "experts dp3 zero3": layout(dp=3, zero=3) | BIASED | ISOLATED,
+    "experts tp2": layout(tp=2) | EXPERTS | FULL,
+    "experts pp2 interleaved": layout(pp=2, **INTERLEAVED) | BIASED | FOUR_LAYERS | ONE,
+    "experts dp2 ep2": layout(dp=2, ep=2) | EXPERTS,
+    "experts dp2 ep2 zero2": layout(dp=2, ep=2, zero=2) | BIASED | FULL,
+    "experts dp4 ep2 zero3": layout(dp=4, ep=2, zero=3) | EXPERTS | AVERAGE,
+    "experts dp4 ep4 zero3 on two nodes": layout(dp=4, ep=4, zero=3, dp_replicate=2) | BIASED | ONE,
+    "experts dp2 ep2 tp2 zero1": layout(dp=2, ep=2, tp=2, zero=1) | EXPERTS | PER_MODULE,
+    "experts dp2 ep2 tp2 pp2 zero2": layout(dp=2, ep=2, tp=2, pp=2, zero=2) | BIASED | ONE,
+    "experts muon dp2 ep2 zero2": layout(dp=2, ep=2, zero=2) | EXPERTS | MUON,
+    "experts muon dp2 tp2 zero3": layout(dp=2, tp=2, zero=3) | EXPERTS | MUON | ONE,
 }
 SLOW = {"tp4", "pp4", "dp2 pp2 zero1 zero-bubble", "dp4 pp2 zero3 on two nodes"}
 SLOW |= {"muon dp2", "muon dp4 zero3 on two nodes", "muon dp2 pp2 zero3 interleaved"}

@@ -19,7 +19,7 @@ from leaven.recipe.shape import Activation, ModelShape
 
 
 def activated(activation: Activation, h: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Return the hidden values of an MLP, given those before the activation and, in a gated MLP, those of the gate."""
+    """Return the hidden values of an MLP from the outputs of ``in`` and, in a gated MLP, of ``gate``."""
     match activation:
         case "swiglu":
             assert gate is not None
@@ -82,27 +82,14 @@ class RoutedExperts(nn.Module):
         for name in ("gate", "in") if shape.gated else ("in",):
             self.add_module(name, ExpertMatrices(experts.number, experts.d_expert, shape.d_model))
         self.out = ExpertMatrices(experts.number, shape.d_model, experts.d_expert)
-        self.activation = shape.activation
+        self.activation, self.gated = shape.activation, shape.gated
 
     def forward(self, x_RD: Tensor, load_E: Tensor) -> Tensor:
         """Return the outputs (R, D) of the experts. Rows are sorted by expert, and ``load_E`` are the numbers of rows
         of each expert."""
-        own = {name: child.weight for name, child in self.named_children()}
-        return expert_outputs(x_RD, load_E, own["in"], own["out"], own.get("gate"), self.activation)
-
-
-def expert_outputs(
-    x_RD: Tensor,
-    load_E: Tensor,
-    in_EFD: Tensor,
-    out_EDF: Tensor,
-    gate_EFD: Tensor | None,
-    activation: Activation,
-) -> Tensor:
-    """Return the outputs of expert MLPs, (R, D)."""
-    gate_RF = None if gate_EFD is None else grouped_linear(x_RD, gate_EFD, load_E)
-    h_RF = activated(activation, grouped_linear(x_RD, in_EFD, load_E), gate_RF)
-    return grouped_linear(h_RF, out_EDF, load_E)
+        gate_RF = grouped_linear(x_RD, self.gate.weight, load_E) if self.gated else None
+        h_RF = activated(self.activation, grouped_linear(x_RD, getattr(self, "in").weight, load_E), gate_RF)
+        return grouped_linear(h_RF, self.out.weight, load_E)
 
 
 class MixtureOfExperts(nn.Module):
@@ -130,6 +117,7 @@ class MixtureOfExperts(nn.Module):
             self.shared = shared
         self.has_shared, self.shared_multiplier = shared is not None, shared_multiplier
         self.losses = losses
+        self.counts_losses = True  # False if another rank adds the gradients of the losses for the same tokens
         self.bias_E: Tensor | None = None
         self.tally = RouterTally()
 
@@ -141,8 +129,8 @@ class MixtureOfExperts(nn.Module):
         return y_BTD
 
     def _route(self, x_BTD: Tensor, sequences: SequenceWeights | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the chosen experts of each token, their weights, and the number of tokens that each sequence sends to
-        each expert."""
+        """Return the chosen experts of each token, their weights, and the number of tokens that each sequence sends
+        to each expert."""
         settings, k = self.settings, self.settings.active
         logits_BTE = self.router(x_BTD)
         scores_BTE = logits_BTE.softmax(-1) if settings.router == "softmax" else logits_BTE.sigmoid()
@@ -155,7 +143,7 @@ class MixtureOfExperts(nn.Module):
             weights_BTk = weights_BTk * settings.weight_scale
         rows_BR = chosen_BTk.flatten(1)
         load_BE = rows_BR.new_zeros(len(rows_BR), settings.number).scatter_add_(1, rows_BR, torch.ones_like(rows_BR))
-        if sequences is not None and torch.is_grad_enabled():
+        if sequences is not None and self.counts_losses and torch.is_grad_enabled():
             weights_BTk = self._with_losses(weights_BTk, logits_BTE, scores_BTE, load_BE, sequences)
         return chosen_BTk, weights_BTk, load_BE
 
@@ -169,7 +157,7 @@ class MixtureOfExperts(nn.Module):
         shares_BTE = scores_BTE
         if self.settings.router == "sigmoid":
             shares_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
-        # For each sequence E x sum over experts of (share of the choices) x (mean score), which is 1 if all are alike.
+        # For each sequence E x sum over experts of (share of the choices) x (mean score); 1 if all are alike.
         choices = self.settings.active * logits_BTE.shape[1]
         even_B = self.settings.number * (load_BE / choices * shares_BTE.mean(1)).sum(-1)
         loss = balance * (even_B * targets_B).sum()
@@ -177,7 +165,10 @@ class MixtureOfExperts(nn.Module):
             loss = loss + z_loss * (logits_BTE.logsumexp(-1).square().mean(1) * targets_B).sum()
         load_E = (load_BE * (targets_B > 0)[:, None]).sum(0)
         seen = even_B.detach() @ targets_B
-        return _AlsoMinimise.apply(weights_BTk, loss * sequences.factor, self.tally, load_E, seen)  # type: ignore[no-any-return, no-untyped-call]
+        same_BTk: Tensor = _AlsoMinimise.apply(  # type: ignore[no-untyped-call]
+            weights_BTk, loss * sequences.factor, self.tally, (load_E, seen)
+        )
+        return same_BTk
 
     def _experts(self, x_BTD: Tensor, chosen_BTk: Tensor, weights_BTk: Tensor, load_E: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, (B, T, D)."""
@@ -186,19 +177,24 @@ class MixtureOfExperts(nn.Module):
         place_R = torch.empty_like(by_expert_R).scatter_(
             0, by_expert_R, torch.arange(len(by_expert_R), device=by_expert_R.device)
         )
-        x_RD = Rows.apply(x_BTD.flatten(0, 1), by_expert_R, place_R, k)  # type: ignore[no-untyped-call]
+        x_RD = copied_rows(x_BTD.flatten(0, 1), by_expert_R, place_R, k)
         y_RD = self.experts(x_RD, load_E)
-        y_BTkD = Rows.apply(y_RD, place_R, by_expert_R, 1).view(*chosen_BTk.shape, -1)  # type: ignore[no-untyped-call]
-        return (y_BTkD * weights_BTk.to(y_BTkD.dtype)[..., None]).sum(-2)
+        y_BTkD = copied_rows(y_RD, place_R, by_expert_R).view(*chosen_BTk.shape, -1)
+        y_BTD: Tensor = (y_BTkD * weights_BTk.to(y_BTkD.dtype)[..., None]).sum(-2)
+        return y_BTD
 
 
-class Rows(torch.autograd.Function):
-    """Copies row ``order[i] // copies`` to row i.
+def copied_rows(x_ND: Tensor, order_R: Tensor, inverse_R: Tensor, copies: int = 1) -> Tensor:
+    """Return R = copies x N rows; row i is a copy of row ``order_R[i] // copies``.
 
-    ``order`` is a permutation of ``copies`` x as many numbers as there are rows, and ``inverse`` is its inverse. The
-    gradient is gathered as well, in a fixed order: a sum by scattered additions would differ from run to run on a GPU.
+    ``order_R`` is a permutation of the numbers below R, and ``inverse_R`` is its inverse. The gradient is gathered as
+    well, in a fixed order: on a GPU, scattered additions would differ from run to run.
     """
+    x_RD: Tensor = _Rows.apply(x_ND, order_R, inverse_R, copies)  # type: ignore[no-untyped-call]
+    return x_RD
 
+
+class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_R: Tensor, inverse_R: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(inverse_R)
@@ -214,18 +210,19 @@ class Rows(torch.autograd.Function):
 
 
 class _AlsoMinimise(torch.autograd.Function):
-    """Returns ``x`` unchanged; its backward pass adds the gradient of ``loss``, a scalar, and adds to a tally."""
+    """Returns ``x`` unchanged. Its backward pass adds the gradient of ``loss``, a scalar, and adds ``counted``, loads
+    and balance loss, to a tally."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, tally: RouterTally, load_E: Tensor, balance: Tensor) -> Tensor:
-        ctx.tally = tally
-        ctx.save_for_backward(load_E, balance, torch.ones_like(loss))
+    def forward(ctx: Any, x: Tensor, loss: Tensor, tally: RouterTally, counted: tuple[Tensor, Tensor]) -> Tensor:
+        ctx.tally, ctx.counted = tally, counted
+        ctx.save_for_backward(torch.ones_like(loss))
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        load_E, balance, one = ctx.saved_tensors
-        ctx.tally.load_E = ctx.tally.load_E + load_E
-        ctx.tally.balance = ctx.tally.balance + balance
-        return g, one, None, None, None
+        (one,) = ctx.saved_tensors
+        ctx.tally.load_E = ctx.tally.load_E + ctx.counted[0]
+        ctx.tally.balance = ctx.tally.balance + ctx.counted[1]
+        return g, one, None, None

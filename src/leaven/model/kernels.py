@@ -79,10 +79,14 @@ def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, sizes_E: Tensor) -> Tensor:
     if device == "cuda" and compute == torch.bfloat16 and even:
         ends_E = sizes_E.cumsum(0).to(torch.int32)
         return F.grouped_mm(x_ND.to(compute), weight_EFD.to(compute).mT, offs=ends_E)
-    if x_ND.is_meta:  # the sizes are not known, but only the shape of the result matters
-        return F.linear(x_ND, weight_EFD[0])
-    rows = x_ND.split(sizes_E.tolist())
+    rows = torch.split(x_ND, on_host(sizes_E, len(x_ND)))
     return torch.cat([F.linear(part, weight) for part, weight in zip(rows, weight_EFD.unbind(), strict=True)])
+
+
+def on_host(sizes: Tensor, total: int) -> list[int]:
+    """Return the elements of ``sizes``, whose sum is ``total``. On a GPU, the host waits for them."""
+    found: list[int] = sizes.tolist()
+    return found
 
 
 def causal_attention(

@@ -150,14 +150,14 @@ class Block(nn.Module):
             return multipliers.get(f"layers.{layer}.{end}.weight", 1.0)
 
         self.attention_multiplier = multiplier("attention.out")
-        self.routed = shape.has_experts(layer)
-        self.mlp_multiplier = multiplier("mlp.experts.out" if self.routed else "mlp.out")
         self.mlp: MLP | MixtureOfExperts
-        if self.routed and shape.experts is not None:
+        if shape.experts is not None and shape.has_experts(layer):
+            self.mlp_multiplier = multiplier("mlp.experts.out")
             shared = MLP(shape, shape.experts.shared * shape.experts.d_expert) if shape.experts.shared else None
             relative = multiplier("mlp.shared.out") / self.mlp_multiplier
             self.mlp = MixtureOfExperts(shape, shared, relative, router_losses)
         else:
+            self.mlp_multiplier = multiplier("mlp.out")
             self.mlp = MLP(shape, shape.d_ff)
 
     def forward(self, x_BTD: Tensor, positions: "Positions") -> Tensor:
@@ -166,7 +166,8 @@ class Block(nn.Module):
         x_BTD = torch.add(x_BTD, branch_BTD, alpha=self.attention_multiplier)
         if not self.parallel:
             y_BTD = self._input("mlp", x_BTD)
-        branch_BTD = self._output("mlp", self.mlp(y_BTD, *([positions.sequences] if self.routed else [])))
+        mixture = isinstance(self.mlp, MixtureOfExperts)
+        branch_BTD = self._output("mlp", self.mlp(y_BTD, positions.sequences) if mixture else self.mlp(y_BTD))
         return torch.add(x_BTD, branch_BTD, alpha=self.mlp_multiplier)
 
     def _input(self, branch: str, x_BTD: Tensor) -> Tensor:
@@ -183,8 +184,8 @@ class Transformer(nn.Module):
     """A decoder-only transformer from tokens to logits.
 
     ``multipliers`` maps parameter names to factors on the outputs of the parameters; the default is 1.
-    ``attention_scale`` multiplies query . key; the default is 1 / sqrt(d_head). ``router_losses`` are the coefficients
-    of the balance loss and of the router's z-loss. The parameters have no useful values until a function of
+    ``attention_scale`` multiplies query . key; the default is 1 / sqrt(d_head). ``router_losses`` are the
+    coefficients of the routers' balance loss and z-loss. The parameters have no useful values until a function of
     :mod:`leaven.model.initialisation` sets them.
     """
 
@@ -411,8 +412,8 @@ class Stage(nn.Module):
         self.z_loss: ZLoss | None = None
 
     @property
-    def layers(self) -> list[nn.Module]:
-        return list(self.model.layers.children())
+    def layers(self) -> list[Block]:
+        return [block for block in self.model.layers.children() if isinstance(block, Block)]
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
         """Run the layers of this stage.

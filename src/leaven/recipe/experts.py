@@ -32,11 +32,13 @@ class Experts(Part):
     # mean load and falls after others (Wang et al. 2024, arXiv 2408.15664). none: not at all.
     balance: Literal["loss", "bias", "none"] = "loss"
     # Coefficient of the balance loss of a sequence (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20), which is 1 at
-    # a uniform load. It is averaged over sequences and summed over layers. Rules with depth scale it as they scale the
+    # an even load. It is averaged over sequences and summed over layers. Rules with depth scale it as they scale the
     # branches, so that its share of the router's gradient does not change.
     balance_loss: float = Field(default=0.01, ge=0)
     bias_step: float = Field(default=0.001, gt=0)  # change of a bias in a step; only with balance = "bias"
-    router_z_loss: float = Field(default=0.0, ge=0)  # coefficient of log^2 of the sum of the exponentials of the logits
+    router_z_loss: float = Field(
+        default=0.0, ge=0
+    )  # coefficient of log^2 of the sum of the exponentials of the logits
 
     @model_validator(mode="after")
     def _validate(self) -> "Experts":
@@ -44,7 +46,7 @@ class Experts(Part):
             raise ValueError(f"active {self.active} is more than number {self.number}; lower active, or raise number")
         if self.active == self.number and self.balance != "none":
             raise ValueError(
-                f"all {self.number} experts are active, so their load is always balanced; set balance = \"none\", or "
+                f'all {self.number} experts are active, so their load is always balanced; set balance = "none", or '
                 "lower active"
             )
         return self

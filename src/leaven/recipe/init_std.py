@@ -71,7 +71,9 @@ class Init:
     def formula(self, parameter: Parameter, gated: bool) -> Formula:
         if parameter.module in self.modules:
             return self.modules[parameter.module]
-        gated_in = self.gated_in and gated and parameter.module.startswith("mlp.") and parameter.module.endswith(".in")
+        gated_in = (
+            self.gated_in and gated and parameter.module.startswith("mlp.") and parameter.module.endswith(".in")
+        )
         if parameter.module in BRANCH_ENDS or gated_in:
             return self.outputs
         if parameter.module == "embedding" and parameter.role is Role.EMBEDDING:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -341,8 +341,8 @@ class ModelShape(Part):
         """Return this shape at another width and depth.
 
         The head dimension, d_ff / d_model and the number of query heads per key-value head are kept, unless
-        ``d_head``, ``d_ff`` or ``n_kv_heads`` is given. d_attention / d_model and d_expert / d_ff are always kept, and
-        the number of experts is.
+        ``d_head``, ``d_ff`` or ``n_kv_heads`` is given. d_attention / d_model and d_expert / d_ff are always kept,
+        and so is the number of experts.
 
         Raises:
             ValueError: if the width is not a multiple of d_head x n_heads / n_kv_heads, or if another size is not a
@@ -367,7 +367,7 @@ class ModelShape(Part):
             )
         heads = width * together // (self.d_model * d_head)
         d_ff = d_ff or self.d_ff * width // self.d_model
-        changes = {
+        changes: dict[str, Any] = {
             "d_attention": heads * d_head if self.d_attention else None,
             "n_layers": depth,
             "d_model": width,

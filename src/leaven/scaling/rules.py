@@ -42,9 +42,9 @@ gradient of this gain falls as 1 / width (measured exponent -1.05 at initialisat
 eps must fall, too. The difference is small as long as eps is much smaller than the gradient.
 
 **Experts.** The base has as many experts as the target, and d_expert grows with the width. Then each expert is an MLP
-that reads its share of the tokens, and this share does not change. So the matrices of experts have the cells of hidden
-weights. (According to the abstract of Peng et al. 2026, arXiv 2605.23893, the lr does not change to first order even
-if this share changes. Malasnicki et al. 2025, arXiv 2508.09752, derive a rule for width, too.)
+that reads its share of the tokens, and this share does not change. So the matrices of experts have the cells of
+hidden weights. (According to the abstract of Peng et al. 2026, arXiv 2605.23893, the lr does not change to first order
+even if this share changes. Malasnicki et al. 2025, arXiv 2508.09752, derive a rule for width, too.)
 
 The router turns the width into as many logits as there are experts, which is a fixed number:
 
@@ -60,8 +60,8 @@ The router turns the width into as many logits as there are experts, which is a 
 - The balance loss acts on the logits directly. Its coefficient is multiplied by L^-alpha, so that its share of the
   router's gradient does not change with depth.
 
-**Muon.** With ``optimizer = "muon"``, hidden weights and the matrices of experts have the cells of ``Rule.muon``. No paper below has a rule for
-all four axes, so the cells are derived here:
+**Muon.** With ``optimizer = "muon"``, hidden weights and the matrices of experts have the cells of ``Rule.muon``. No
+paper below has a rule for all four axes, so the cells are derived here:
 
 - Width. A step of Muon is lr x M x (orthogonal matrix), where the factor M depends on the shape (``Muon.matching``).
   So its largest singular value is lr x M. Outputs change by the same amount at every width if this value is

@@ -38,8 +38,8 @@ class LoadBalance:
         return balance
 
     def measure(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the routers did in this step: the loads of the experts, (layers, experts), the balance loss, and
-        the largest load of an expert divided by the mean load of its layer.
+        """Return what the routers did in this step: the loads of the experts, (layers, experts), the balance loss,
+        and the largest load of an expert divided by the mean load of its layer.
 
         The balance loss is the mean over layers, without its coefficient, times the number of targets of the step; it
         is this number of targets if the load is even.

@@ -46,8 +46,8 @@ class Step(StepResult):
     modules: dict[str, tuple[float, float]]  # by module: norms of (update, parameters) over all blocks
     noise_scale: float | None = None  # gradient noise scale, tokens; None if not measured or not positive
     z_loss: float | None = None  # z-loss in nats per token, which is not part of ``loss``; None without a z-loss
-    # Of models with experts, else None: the balance loss without its coefficient, which is 1 at an even load (mean over
-    # layers), and the highest load of an expert divided by the mean load of its layer.
+    # Of models with experts, else None: the balance loss without its coefficient (mean over layers; 1 at an even
+    # load), and the highest load of an expert divided by the mean load of its layer.
     balance_loss: float | None = None
     max_load: float | None = None
 
@@ -113,7 +113,9 @@ class Telemetry:
             if began is not None and ready is not None:
                 ready.synchronize()
                 seconds = began.elapsed_time(ready) / 1000
-            loss, grad_norm, applied, scale, noise_scale, z_loss, balance, load, update_norm, *by_module = values.tolist()
+            loss, grad_norm, applied, scale, noise_scale, z_loss, balance, load, update_norm, *by_module = (
+                values.tolist()
+            )
             speed, count = batch_tokens / seconds, len(self._modules)
             flops = speed * self._flops_per_token / self._model.group.size  # of one device
             norms_by_module = zip(by_module[:count], by_module[count:], strict=True)

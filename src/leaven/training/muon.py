@@ -22,8 +22,8 @@ and the block of each matrix that this process stores. It yields the same block 
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """Return approximately U V^T, where U S V^T is the singular value decomposition of ``matrix``, (out, in), or of each
-    matrix in (experts, out, in).
+    """Return approximately U V^T, where U S V^T is the singular value decomposition of ``matrix``, (out, in), or
+    of each matrix of experts, (experts, out, in).
 
     The computation runs in the dtype of ``matrix``.
     """

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from leaven.distributed import sharded_model
 from leaven.distributed.compat import pretend
-from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup, mesh_of
+from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.distributed.sharded_model import build_stage
 from leaven.model import transformer
 from leaven.model.loss import CHUNK_ELEMENTS
@@ -49,7 +49,7 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
     layout, group = recipe.layout, SINGLE_PROCESS
     if layout.ranks > 1:
         pretend(rank, layout.ranks)
-        group = ProcessGroup(rank, layout.ranks, mesh_of(layout, torch.device("cpu")))
+        group = ProcessGroup.arranged(rank, layout, torch.device("cpu"))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     tracker = AllocationTracker()
 
