@@ -74,7 +74,7 @@ def test_parameters_are_those_of_the_shape(changes: dict[str, object]) -> None:
 def test_tensor_parallel_products_of_a_rank() -> None:
     assert Matmul("in", 4096, 14_336, "column").on_rank(8) == (4096, 1792)
     assert Matmul("out", 14_336, 4096, "row").on_rank(8) == (1792, 4096)
-    assert Matmul("router", 4096, 64, "none").on_rank(8) == (4096, 64)
+    assert Matmul("mlp.router", 4096, 64, "none").on_rank(8) == (4096, 64)
     assert blueprint(LLAMA_8B).tensor_unit == 8
     assert blueprint(gpt(48, 6144, 64)).tensor_unit == 64
 
@@ -95,8 +95,8 @@ def test_latent_attention_and_experts_of_deepseek_v3() -> None:
     sparse = found.blocks[-1]
     assert sparse.core == Core(128, 128, 192, 128)
     rows = {row.name: row for row in sparse.matmuls}
-    assert (rows["experts.in"].stored, rows["experts.in"].passed) == (256, 8)
-    assert (rows["shared.out"].stored, rows["shared.out"].routed) == (1, False)
+    assert (rows["mlp.experts.in"].stored, rows["mlp.experts.in"].passed) == (256, 8)
+    assert (rows["mlp.shared.out"].stored, rows["mlp.shared.out"].routed) == (1, False)
 
 
 def test_a_shape_that_is_not_published_in_full_is_refused_with_what_is_missing() -> None:

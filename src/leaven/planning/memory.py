@@ -294,17 +294,17 @@ def operators_kept(
     tensors = _MLP_TENSORS[block.activation]
     # Parallel branches have the same input, of which tensor-parallel ranks gather a copy for each branch.
     parallel = "attention" in block.norms and "mlp" not in block.norms and gathered == stretch
-    if ("mlp.in" in rows or "shared.in" in rows) and not parallel:
+    if ("mlp.in" in rows or "mlp.shared.in" in rows) and not parallel:
         found["mlp.inputs"] = e * d / gathered
-    for mlp in ("mlp", "shared"):
+    for mlp in ("mlp", "mlp.shared"):
         if f"{mlp}.in" in rows:
             found[mlp] = e * tensors * rows[f"{mlp}.in"].n / tp
-    if "experts.in" in rows:
-        experts = rows["experts.in"]
-        found["router"] = 4 * experts.stored / stretch
-        found["experts.inputs"] = e * experts.passed * d / gathered
-        found["experts"] = e * tensors * experts.passed * experts.n / tp
-        found["experts.outputs"] = e * experts.passed * d / stretch  # for the gradients of the router's weights
+    if "mlp.experts.in" in rows:
+        experts = rows["mlp.experts.in"]
+        found["mlp.router"] = 4 * experts.stored / stretch
+        found["mlp.experts.inputs"] = e * experts.passed * d / gathered
+        found["mlp.experts"] = e * tensors * experts.passed * experts.n / tp
+        found["mlp.experts.outputs"] = e * experts.passed * d / stretch  # for the gradients of the router's weights
     if block.dropout:
         found["dropout"] = 2 * d / stretch
     return found
@@ -334,7 +334,7 @@ def block_kept(
     # The peak is in the MLP (gradients of its tensors and of its gathered output) or, without a flash kernel, in
     # attention (gradients of scores and probabilities). At that time, the saved tensors of the MLP are already free.
     e = code.element
-    mlp = sum(by_operator.get(name, 0.0) for name in ("mlp", "shared", "experts", "experts.inputs"))
+    mlp = sum(by_operator.get(name, 0.0) for name in ("mlp", "mlp.shared", "mlp.experts", "mlp.experts.inputs"))
     widths = sum(row.n * row.passed for row in block.matmuls if row.name.endswith((".in", ".gate")))
     gradients = e * widths / tp + e * d_model
     scores = 0.0 if code.flash_attention else 2 * e * block.core.heads * seq_len / tp
