@@ -43,8 +43,8 @@ eps must fall, too. The difference is small as long as eps is much smaller than 
 
 **Experts.** The base has as many experts as the target, and d_expert grows with the width. Then each expert is an MLP
 that reads its share of the tokens, and this share does not change. So the matrices of experts have the cells of
-hidden weights. (According to the abstract of Peng et al. 2026, arXiv 2605.23893, the lr does not change to first order
-even if this share changes. Malasnicki et al. 2025, arXiv 2508.09752, derive a rule for width, too.)
+hidden weights. (According to the abstract of Peng et al. 2026, arXiv 2605.23893, the lr does not change to first
+order even if this share changes. Malasnicki et al. 2025, arXiv 2508.09752, derive a rule for width, too.)
 
 The router turns the width into as many logits as there are experts, which is a fixed number:
 
