@@ -10,6 +10,9 @@ from leaven.distributed.sharded_model import ShardedModel
 from leaven.model.kernels import wide
 from leaven.recipe.shape import ModelShape
 
+BIASES = "router.bias"
+"""Name of the biases in a checkpoint."""
+
 
 @dataclass
 class LoadBalance:
@@ -59,8 +62,8 @@ class LoadBalance:
             self.bias_LE.add_(wanted_LE * applied, alpha=self.bias_step)  # in place: the routers have views of it
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"router.bias": self.bias_LE.clone()} if self.bias_step else {}
+        return {BIASES: self.bias_LE.clone()} if self.bias_step else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if self.bias_step and "router.bias" in state:
-            self.bias_LE.copy_(state["router.bias"])
+        if self.bias_step:
+            self.bias_LE.copy_(state[BIASES])
