@@ -170,7 +170,7 @@ CASES = {
     "muon dp2 pp2 zero3 interleaved": layout(dp=2, pp=2, zero=3, **INTERLEAVED) | ONE | FOUR_LAYERS | MUON,
     "experts dp2": layout(dp=2) | EXPERTS | AVERAGE,
     "experts dp3 zero3": layout(dp=3, zero=3) | BIASED | ISOLATED,
-    "experts tp2": layout(tp=2) | EXPERTS | FULL,
+    "experts tp2": layout(tp=2) | EXPERTS | FULL | {"model.parallel_branches": True},
     "experts pp2 interleaved": layout(pp=2, **INTERLEAVED) | BIASED | FOUR_LAYERS | ONE,
     "experts dp2 ep2": layout(dp=2, ep=2) | EXPERTS,
     "experts dp2 ep2 zero2": layout(dp=2, ep=2, zero=2) | BIASED | FULL,
