@@ -211,6 +211,17 @@ class ModelShape(Part):
         return self.experts is not None and layer >= self.experts.dense_layers
 
     @property
+    def branch_ends(self) -> tuple[str, ...]:
+        """Return which of :data:`BRANCH_ENDS` this model has."""
+        experts = self.experts
+        found = {
+            "mlp.out": not experts or bool(experts.dense_layers),
+            "mlp.experts.out": bool(experts),
+            "mlp.shared.out": bool(experts and experts.shared),
+        }
+        return tuple(end for end in BRANCH_ENDS if found.get(end, True))
+
+    @property
     def block_norms(self) -> tuple[str, ...]:
         """Return the names of the norms over the width in a block, in the order of the forward pass.
 
