@@ -160,7 +160,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
         if stage == 0 and not table.tied:
             gathered -= code.gathered_ends * table.embedding / t
     if code.autocast and layout.ranks == 1:
-        gathered = code.compute_copy * (dense - ends + table.embedding)
+        gathered = code.compute_copy * (dense - ends + experts + table.embedding)
         if layout.recompute == "full":
             units, gathered = code.compute_copy * unit, code.compute_copy * table.embedding
     stays, once = _per_token(table, layout, stage, code)
@@ -301,10 +301,13 @@ def operators_kept(
             found[mlp] = e * tensors * rows[f"{mlp}.in"].n / tp
     if "mlp.experts.in" in rows:
         experts = rows["mlp.experts.in"]
-        found["mlp.router"] = 4 * experts.stored / stretch
+        # The scores in fp32, indices and weights for each copy of a token, and the input, if it has to be cast to the
+        # dtype of the router's matrix.
+        cast = code.weights * d if code.autocast and code.weights > e else 0
+        found["mlp.router"] = (4 * experts.stored + 30 * experts.passed + cast) / gathered
         found["mlp.experts.inputs"] = e * experts.passed * d / gathered
         found["mlp.experts"] = e * tensors * experts.passed * experts.n / tp
-        found["mlp.experts.outputs"] = e * experts.passed * d / stretch  # for the gradients of the router's weights
+        found["mlp.experts.outputs"] = e * experts.passed * d / gathered  # for the gradients of the router's weights
     if block.dropout:
         found["dropout"] = 2 * d / stretch
     return found
