@@ -139,7 +139,9 @@ MIXED = {
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        pytest.param(name, MIXED[name], id=name, marks=[pytest.mark.slow] * (name not in {"tp=1", "dp=8,ep=4,zero=1"}))
+        pytest.param(
+            name, MIXED[name], id=name, marks=[pytest.mark.slow] * (name not in {"tp=1", "dp=8,ep=4,zero=1"})
+        )
         for name in MIXED
     ],
 )
@@ -154,7 +156,9 @@ def test_the_planner_predicts_the_dry_run_of_a_mixture_of_experts(
 def test_a_dry_run_finds_the_memory_of_real_experts(ranks: Pool, tiny: Recipe) -> None:
     """Every expert is active, so their real load is even, as in a dry run."""
     experts = EXPERTS | {"active": 8, "balance": "none", "dense_layers": 0}
-    recipe = rehearsal(with_layout(tiny.replace(SMALL | {"model.n_layers": 1, "model.experts": experts}), "dp=2,ep=2"))
+    recipe = rehearsal(
+        with_layout(tiny.replace(SMALL | {"model.n_layers": 1, "model.experts": experts}), "dp=2,ep=2")
+    )
     real, dry = ranks(2, taken, recipe)[1], fresh(recipe, 1, "cpu")
     assert dry.stays.total() == pytest.approx(real.stays.total(), rel=LIMITS["between steps"])
     assert dry.peak.total() == pytest.approx(real.peak.total(), rel=LIMITS["peak"])

@@ -135,6 +135,8 @@ class ClusterPlan:
         return PlanDocument(
             cluster=str(cluster),
             gpus=cluster.gpus,
+            params=table.params,
+            params_active=table.active_params,
             layout=how.to_json(),
             memory=MemoryPlan(
                 gib=chosen.memory.total / GIB,
