@@ -82,8 +82,10 @@ def named(row: PublishedRow) -> dict[str, Any]:
 
 
 def shape_of(row: PublishedRow) -> Model:
-    """The shape of the model: that of a named model with experts, or else a dense one. With ``ffn`` a gated model without biases (Llama), else a GPT with 4h and learned
-    positions; if both fit, the one with the printed number of parameters.
+    """The shape of the model: that of a named model with experts, or else a dense one.
+
+    With ``ffn`` a gated model without biases (Llama), else a GPT with 4h and learned positions; if both fit, the one
+    with the printed number of parameters.
     """
     experts = with_experts(row)
     if experts is not None:
