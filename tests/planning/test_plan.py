@@ -205,6 +205,7 @@ def test_a_recipe_with_experts_is_planned_and_expert_parallelism_is_explained() 
     assert "dp 64 · tp 1 · pp 1 · ep 8 · zero 1" in screen
     assert "exchange in blocks" in screen
     assert "all-reduce" not in screen
+    assert "published mixtures of experts" in screen
     dense = plan(LLAMA_8B, Batch(tokens=4_194_304, micro_batch=1), "64xH100-80GB", "dp=64,zero=3").document()
     assert "used by a token" not in shown(dense)
     # the experts of a rank are an eighth, and its gradients and weights with them

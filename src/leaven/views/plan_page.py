@@ -9,7 +9,7 @@ from leaven.planning.accelerators import CONFIDENCE, Accelerator
 from leaven.planning.arrangement import Arrangement, bubble, scheduled
 from leaven.planning.explain import part_name
 from leaven.planning.layouts import USABLE, Job
-from leaven.planning.plan import ACCURACY, ClusterPlan
+from leaven.planning.plan import ACCURACY, ACCURACY_OF_EXPERTS, ClusterPlan
 from leaven.planning.schedule import timeline
 from leaven.views import numbers, plan_charts
 from leaven.views.charts import Figure
@@ -75,7 +75,7 @@ def plan_page(
         tensor_hues=plan_charts.tensor_hues(drawn),
         choices=choices,
         degrees=["dp", "tp", "pp", *(key for key in ("cp", "ep") if any(each.layout[key] > 1 for each in choices))],
-        accuracy=ACCURACY,
+        accuracy=ACCURACY if document.params == document.params_active else ACCURACY_OF_EXPERTS,
         sources=_sources(cluster.accelerator),
     )
 

@@ -9,7 +9,7 @@ from leaven.documents.planning import BudgetDocument, CandidateRow, Explanation,
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.explain import part_name
 from leaven.planning.layouts import EQUAL
-from leaven.planning.plan import ACCURACY
+from leaven.planning.plan import ACCURACY, ACCURACY_OF_EXPERTS
 from leaven.recipe.units import format_quantity, format_seconds
 from leaven.views.numbers import LEAST_GIB, costs, duration
 from leaven.views.tables import Cell, Column, Fact, Facts, Table, under
@@ -28,7 +28,8 @@ def plan_screen(plan: PlanDocument) -> Iterator[RenderableType]:
         ("ramp", _ramp(plan)),
         *under("next best", [_alternative(other, plan) for other in plan.alternatives[:ALTERNATIVES]]),
     ]
-    if plan.params_active != plan.params:
+    has_experts = plan.params_active != plan.params
+    if has_experts:
         sizes = (plan.params, "parameters"), (plan.params_active, "used by a token")
         facts.insert(0, ("model", [f"{format_quantity(number)} {what}" for number, what in sizes]))
     if plan.untrained is not None:
@@ -41,7 +42,7 @@ def plan_screen(plan: PlanDocument) -> Iterator[RenderableType]:
     facts += under("caution", plan.cautions)
     if plan.calibration is not None:
         facts.append(("calibrated", [f"time {plan.calibration.says}"]))
-    yield Facts([*facts, ("accuracy", [ACCURACY])])
+    yield Facts([*facts, ("accuracy", [ACCURACY_OF_EXPERTS if has_experts else ACCURACY])])
 
 
 def _memory(plan: PlanDocument) -> list[Cell]:
