@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "planner-accuracy.md"
 PICTURE = PAGE.with_suffix(".svg")
 _FENCE = re.compile(r"```\n\$ python benchmarks/planner_accuracy\.py\n.*?```", re.DOTALL)
 _BARS = re.compile(r"\| what \| bar \| result \|\n(?:\|.*\n)+")
-_BLIND_TABLE = re.compile(r"\| rows \| memory \| blind \|.*\n(?:\|.*\n)+")
+_BLIND_TABLE = re.compile(r"\| table \| rows with memory \|.*\n(?:\|.*\n)+")
 # Mean errors (memory, time) of the first run on each table of the blind test. Faults were searched in the tables of
 # ``SEARCHED`` alone; this was decided before the first run.
 BLIND: dict[str, tuple[float | None, float]] = {
@@ -69,7 +69,7 @@ def blind_test(verdicts: list[TableVerdict]) -> str:
     cells = ["**all rows that were not searched**"]
     for rows, first, today in sums.values():
         cells += [f"{rows:.0f}", f"{first / rows:.1%}", f"{today / rows:.1%}"]
-    head = "| rows | memory | blind | today | time | blind | today |\n|---|---|---|---|---|---|---|\n"
+    head = "| table | rows with memory | first run | today | rows with time | first run | today |\n|---|---|---|---|---|---|---|\n"
     return head + "".join(f"| {' | '.join(each)} |\n" for each in [*lines, cells])
 
 
