@@ -69,7 +69,8 @@ def blind_test(verdicts: list[TableVerdict]) -> str:
     cells = ["**all rows that were not searched**"]
     for rows, first, today in sums.values():
         cells += [f"{rows:.0f}", f"{first / rows:.1%}", f"{today / rows:.1%}"]
-    head = "| table | rows with memory | first run | today | rows with time | first run | today |\n|---|---|---|---|---|---|---|\n"
+    head = "| table | rows with memory | first run | today | rows with time | first run | today |\n"
+    head += "|---|---|---|---|---|---|---|\n"
     return head + "".join(f"| {' | '.join(each)} |\n" for each in [*lines, cells])
 
 
