@@ -76,11 +76,16 @@ def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, sizes_E: Tensor) -> Tensor:
     device = x_ND.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
     even = not (weight_EFD.shape[1] % 8 or weight_EFD.shape[2] % 8)  # the kernel needs rows of whole 16 bytes
-    if device == "cuda" and compute == torch.bfloat16 and even:
+    if has_grouped_kernel(device) and compute == torch.bfloat16 and even:
         ends_E = sizes_E.cumsum(0).to(torch.int32)
         return F.grouped_mm(x_ND.to(compute), weight_EFD.to(compute).mT, offs=ends_E)
     rows = torch.split(x_ND, on_host(sizes_E, len(x_ND)))
     return torch.cat([F.linear(part, weight) for part, weight in zip(rows, weight_EFD.unbind(), strict=True)])
+
+
+def has_grouped_kernel(device: str) -> bool:
+    """Return whether torch has a kernel for products with a matrix of each group on this type of device."""
+    return device == "cuda"
 
 
 def on_host(sizes: Tensor, total: int) -> list[int]:
