@@ -6,9 +6,9 @@ combination, the check computes the exponent with which the combination changes 
 compares this exponent with that of a correct rule. The result is exact, because nothing is trained.
 
 - ``lr x eps x entries`` is constant, where entries is the number of weights of the module in all layers, as if every
-  layer had it (a dense MLP before layers with experts is in a fixed number of layers). This follows from two facts. First, a step of Adam changes the loss by lr x the sum of absolute gradients, and a correct rule
-  keeps this change constant. Second, a correct rule makes eps proportional to the gradients, which is tested by the
-  gradient check.
+  layer had it (dense MLPs before layers with experts are in a fixed number of layers). This follows from two facts.
+  First, a step of Adam changes the loss by lr x the sum of absolute gradients, and a correct rule keeps this change
+  constant. Second, a correct rule makes eps proportional to the gradients, which is tested by the gradient check.
 - ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If alpha is below 1 (the rule
   multiplies residual branches by L^-alpha, where L is the depth), this share may fall as L^(alpha - 1).
 - ``beta1`` and ``beta2``: each moment of Adam has a half-life, and the half-life / the length of the run is constant.
