@@ -10,13 +10,13 @@ from benchmarks.planner.tables import PublishedRow
 from pydantic import ValidationError
 
 from leaven.planning.arrangement import Arrangement
+from leaven.planning.blueprint import Model
 from leaven.planning.hardware import Cluster
 from leaven.planning.layouts import USABLE
 from leaven.planning.memory import GIB, worst_stage
 from leaven.planning.timing import step_time
 from leaven.planning.training_codes import TRAINING_CODES
 from leaven.recipe.layout import Layout, Recompute
-from leaven.recipe.shape import ModelShape
 
 MEGATRON_CODES = [TRAINING_CODES[name] for name in ("megatron", "megatron-flash", "megatron-2021")]
 
@@ -28,7 +28,7 @@ class PlannerCase:
     """
 
     row: PublishedRow
-    shape: ModelShape
+    shape: Model
     how: Arrangement
     cluster: Cluster
     stack: RowStack
@@ -67,7 +67,10 @@ def case_of(row: PublishedRow, recompute: Recompute | None = None) -> PlannerCas
     dp = dp or gpus // (tp * pp * cp)
     if not dp:
         raise Unused(f"{gpus} GPUs are fewer than tp {tp} x pp {pp} x cp {cp}")
-    layout = _layout(row, stack, {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": row.whole("ep") or 1}, recompute)
+    ep = row.whole("ep") or 1
+    if row.whole("etp") == 1 and ep > 1:  # Megatron spreads whole experts over ep ranks, the planner over ep x tp
+        ep //= tp
+    layout = _layout(row, stack, {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep}, recompute)
     if layout.pp * layout.stages_per_rank > shape.n_layers + 2:  # the two ends may be stages of their own
         raise Unused(f"{shape.n_layers} layers do not fill pp {layout.pp} x {layout.stages_per_rank} stages")
     if layout.zero == 3 and stack.code in MEGATRON_CODES:  # DeepSpeed's, which Megatron was compared with
@@ -86,7 +89,7 @@ def fits(needed: float, cluster: Cluster) -> bool:
     return needed <= USABLE * cluster.accelerator.memory_gib * GIB
 
 
-def _fastest(shape: ModelShape, layout: Layout, sequences: int, cluster: Cluster, stack: RowStack) -> Arrangement:
+def _fastest(shape: Model, layout: Layout, sequences: int, cluster: Cluster, stack: RowStack) -> Arrangement:
     """The fastest micro-batch that fits among powers of two that divide a rank's sequences; 1 if none fits."""
     sizes = (2**power for power in range(sequences.bit_length()) if sequences % 2**power == 0)
     ways = [Arrangement(layout, size, sequences // size) for size in sizes]

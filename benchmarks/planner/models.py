@@ -8,6 +8,11 @@ from benchmarks.planner.stacks import Unused, stack_of
 from benchmarks.planner.tables import PublishedRow, number
 from pydantic import ValidationError
 
+from leaven.catalogue.groups import PublishedArchitecture
+from leaven.catalogue.runs import find_run
+from leaven.errors import InputError
+from leaven.planning.blueprint import Model
+from leaven.planning.published import published_blueprint
 from leaven.recipe.shape import ModelShape
 
 # Shapes that a name stands for. Llama 3.1: arXiv 2407.21783, table 3. Heads of MPT: llm-foundry,
@@ -33,6 +38,29 @@ _GPTS = {
     530: {"L": 105, "h": 20_480, "a": 128},
     1008: {"L": 128, "h": 25_600, "a": 160},
 }
+# Models with experts that are not in the catalogue.
+_EXPERTS = {
+    "qwen3-235b-a22b": PublishedArchitecture(
+        n_layers=94, d_model=4096, n_heads=64, n_kv_heads=4, d_head=128, d_ff=12_288, vocab_size=151_936,
+        activation="swiglu", gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=True,
+        bias=False, n_dense_layers=0, n_experts=128, experts_per_token=8, n_shared_experts=0, d_expert=1536,
+        source="yanring/Megatron-MoE-ModelZoo: model_configs/benchmarking/Qwen3-235B-A22B.yaml", confidence="file",
+    ),
+}  # fmt: skip
+
+
+def with_experts(row: PublishedRow) -> Model | None:
+    """The model of a row that names one with experts, or None; its numbers of layers may be the row's own."""
+    name = str(row.get("model_name") or "").strip().lower()
+    try:
+        arch = _EXPERTS.get(name) or find_run(name).arch
+    except InputError:
+        return None
+    if not arch.n_experts:
+        return None
+    given = {"n_layers": row.whole("L"), "n_dense_layers": row.whole("n_dense_layers")}
+    arch = arch.model_copy(update={key: value for key, value in given.items() if value is not None})
+    return published_blueprint(arch, row.whole("seq_len") or 0)
 
 
 def named(row: PublishedRow) -> dict[str, Any]:
@@ -53,10 +81,15 @@ def named(row: PublishedRow) -> dict[str, Any]:
     return found or next((gpt for known, gpt in _GPTS.items() if size and abs(size / known - 1) < 0.005), {})
 
 
-def shape_of(row: PublishedRow) -> ModelShape:
-    """The shape of the model. With ``ffn`` a gated model without biases (Llama), else a GPT with 4h and learned
-    positions; if both fit, the one with the printed number of parameters.
+def shape_of(row: PublishedRow) -> Model:
+    """The shape of the model: that of a named model with experts, or else a dense one.
+
+    With ``ffn`` a gated model without biases (Llama), else a GPT with 4h and learned positions; if both fit, the one
+    with the printed number of parameters.
     """
+    experts = with_experts(row)
+    if experts is not None:
+        return experts
     known = named(row)
 
     def size(name: str) -> int | None:

@@ -30,8 +30,13 @@ class RowStack:
 
 # Words of a table's source and optimizer, and what ran it; the first that is found. Llama 3: the 126 blocks and the
 # two ends of the 405B are 128 = 16 ranks x 8 stages. ZeRO where nothing is said: torchtitan's and llm-foundry's FSDP
-# shares out everything, Megatron's examples (--use-distributed-optimizer) and Llama 3 the optimizer alone.
+# shares out everything, Megatron's examples (--use-distributed-optimizer) and Llama 3 the optimizer alone. SimuMax's
+# launchers of Megatron switch its overlaps off, NVIDIA's recipes overlap the exchange of gradients.
+_MEGATRON = TRAINING_CODES["megatron-2026"]
 STACKS: dict[str, RowStack] = {
+    "simumax": RowStack(_MEGATRON, zero=1),
+    "megatron-bridge": RowStack(replace(_MEGATRON, overlap=True), zero=1),
+    "megatron-moe-modelzoo": RowStack(replace(_MEGATRON, overlap=True), zero=1),
     "nanotron": RowStack(TRAINING_CODES["nanotron"], gb=GIB, first_rank=True),
     "torchtitan": RowStack(TRAINING_CODES["torchtitan"], stages=2, zero=3, split_batch=True),
     "llm-foundry": RowStack(TRAINING_CODES["llm-foundry"], zero=3),

@@ -28,6 +28,19 @@ def test_show_lists_what_blocks_have(leaven: Verb, tiny_file: Path) -> None:
     assert document(leaven("show", tiny_file, "--json"))["blocks"] == {}
 
 
+def test_show_lists_the_experts_and_counts_what_a_token_uses(leaven: Verb, tiny_file: Path) -> None:
+    experts = ("--set", "model.experts={number = 4, active = 1, d_expert = 32}")
+    plain = document(leaven("show", tiny_file, "--json"))["totals"]
+    totals = document(leaven("show", tiny_file, *experts, "--json"))["totals"]
+    router, expert = 2 * 4 * 16, 2 * 3 * 16 * 32  # of both layers
+    assert totals["params"] == plain["params"] + router + 3 * expert
+    assert totals["params_active"] == plain["params"] + router
+    code, out, _ = leaven("show", tiny_file, *experts)
+    assert code == 0
+    assert "used by a token" in out
+    assert "number 4 · active 1 · d_expert 32 · shared 0" in " ".join(out.split())
+
+
 def test_show_has_no_beta2_and_eps_of_muon(leaven: Verb, tiny_file: Path) -> None:
     code, out, _ = leaven("show", tiny_file, "--set", "hyperparameters.optimizer=muon")
     rows = {words[0]: words[-3:-1] for words in map(str.split, out.splitlines()) if len(words) > 8}

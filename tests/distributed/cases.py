@@ -54,6 +54,7 @@ def train(recipe: Recipe, tokens: TokenSet, steps: int, dtype: str = "float64") 
     return {
         "losses": [step.loss for step in done],
         "z_losses": [step.z_loss or 0.0 for step in done],
+        "loads": [(step.max_load or 0.0, step.balance_loss or 0.0) for step in done],
         "grad_norms": [step.grad_norm for step in done],
         "update_norms": [step.update_norm for step in done],
         "modules": [step.modules for step in done],

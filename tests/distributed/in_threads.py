@@ -47,7 +47,7 @@ def together(size: int, body: Callable[[ProcessGroup], T], store: Any = None) ->
 
     def run(rank: int) -> T:
         try:
-            return body(InThread(rank, size, None, store, rendezvous))
+            return body(InThread(rank, size, store=store, rendezvous=rendezvous))
         except BaseException:
             rendezvous.barrier.abort()
             raise

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, _redistribute
 
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "leaven.training.engine"]
 TIMEOUT = 300.0
@@ -67,6 +68,10 @@ class Pool:
         self._ranks = []
 
 
+# The fast path's cache is newer than torch 2.11.
+_clear_fast_path: Callable[[], None] = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)
+
+
 def _start() -> None:
     torch.set_num_threads(1)
     gc.freeze()  # so that a collection between cases looks only at the objects of a case
@@ -88,8 +93,12 @@ def _release_threads() -> None:
     """End the threads of a case's process groups: twelve for each case, which would stay until the process ends.
 
     A group ends its threads when nothing refers to it. Reference cycles of the model keep destroyed groups, and so do
-    the caches of DTensor, which keep device meshes; a mesh without a registry looks a group up by its name.
+    the caches of DTensor, which keep device meshes; a mesh without a registry looks a group up by its name. With an
+    emptied registry such a mesh must not be found again, so that the caches are emptied as well.
     """
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+    _clear_fast_path()
+    _redistribute._gen_transform_infos.cache_clear()
     gc.collect()
     for mesh in gc.get_objects():
         if type(mesh) is DeviceMesh:

@@ -10,7 +10,7 @@ import torch
 from tests.distributed.pool import Pool
 
 from leaven.distributed.compat import pretend
-from leaven.distributed.process_group import ProcessGroup, mesh_of
+from leaven.distributed.process_group import ProcessGroup
 from leaven.distributed.sharded_model import ShardedModel
 from leaven.planning.stages import stage_layers
 from leaven.planning.trainable import require_trainable
@@ -46,7 +46,7 @@ def held(recipe: Recipe, among: tuple[int, ...]) -> Held:
     rank of one layout only."""
     layout, rank = recipe.layout, among[int(os.environ["RANK"])]
     pretend(rank, layout.ranks)
-    group = ProcessGroup(rank, layout.ranks, mesh_of(layout, torch.device("cpu")))
+    group = ProcessGroup.arranged(rank, layout, torch.device("cpu"))
     device, table = torch.device("meta"), parameter_table(recipe)
     model = ShardedModel(recipe.model, table, seed=0, dtype=torch.bfloat16, device=device, layout=layout, group=group)
     if model._pipeline is not None:

@@ -68,6 +68,32 @@ MUON = {
     "hyperparameters.muon": {"lr": 0.02, "match": "spectral"},
     "hyperparameters.modules": {"attention.query": {"lr": 0.5}},
 }
+EXPERTS: dict[str, Any] = {
+    "model.n_kv_heads": 4,
+    "model.experts": {
+        "number": 4,
+        "active": 2,
+        "d_expert": 8,
+        "shared": 1,
+        "dense_layers": 1,
+        "balance_loss": 0.1,
+        "router_z_loss": 0.01,
+    },
+    "model.n_layers": 3,
+    "hyperparameters.depth": {},
+}
+# Six: three for each of two expert-parallel ranks, which two ranks of ZeRO cannot share alike.
+SIX_EXPERTS = EXPERTS | {"model.experts": EXPERTS["model.experts"] | {"number": 6}}
+BIASED = EXPERTS | {
+    "model.experts": {
+        "number": 4,
+        "active": 2,
+        "d_expert": 8,
+        "router": "sigmoid",
+        "balance": "bias",
+        "bias_step": 0.05,
+    },
+}
 ONE = {"batch.micro_batch": 1}  # as many micro-batches as a pipeline of two needs
 
 
@@ -96,7 +122,8 @@ def differences(
     many = ranks(laid_out.layout.ranks, train, laid_out, tokens, steps, dtype)
     for rank in many[1:]:  # the same bits on all ranks, because decisions depend on them
         assert all(
-            rank[key] == many[0][key] for key in ("losses", "z_losses", "grad_norms", "update_norms", "modules")
+            rank[key] == many[0][key]
+            for key in ("losses", "z_losses", "loads", "grad_norms", "update_norms", "modules")
         )
         assert rank["validation"] == many[0]["validation"]
         assert rank["averaged"] == many[0]["averaged"]
@@ -105,7 +132,9 @@ def differences(
     assert found.keys() == expected.keys()
     norms = [(first[key], one[key]) for key in ("grad_norms", "update_norms")]
     return {
-        "loss": max(float(np.abs(np.subtract(first[key], one[key])).max()) for key in ("losses", "z_losses")),
+        "loss": max(
+            float(np.abs(np.subtract(first[key], one[key])).max()) for key in ("losses", "z_losses", "loads")
+        ),
         "validation": max(abs(first[key] - one[key]) for key in ("validation", "averaged")),
         "norm": max(float(np.abs(np.divide(mine, theirs) - 1).max()) for mine, theirs in norms),
         "parameter": max(float(np.abs(found[name] - expected[name]).max()) for name in found),
@@ -139,8 +168,21 @@ CASES = {
     "muon dp4 zero3 on two nodes": layout(dp=4, zero=3, dp_replicate=2) | ONE | MUON,
     "muon dp2 tp2 pp2 zero2": layout(dp=2, tp=2, pp=2, zero=2) | TIED | PER_MODULE | ONE | MUON,
     "muon dp2 pp2 zero3 interleaved": layout(dp=2, pp=2, zero=3, **INTERLEAVED) | ONE | FOUR_LAYERS | MUON,
+    "experts dp2": layout(dp=2) | EXPERTS | AVERAGE,
+    "experts dp3 zero3": layout(dp=3, zero=3) | BIASED | ISOLATED,
+    "experts tp2": layout(tp=2) | EXPERTS | FULL | {"model.parallel_branches": True},
+    "experts pp2 interleaved": layout(pp=2, **INTERLEAVED) | BIASED | FOUR_LAYERS | ONE,
+    "experts dp2 ep2": layout(dp=2, ep=2) | EXPERTS,
+    "experts dp2 ep2 zero2": layout(dp=2, ep=2, zero=2) | BIASED | FULL,
+    "experts dp4 ep2 zero3": layout(dp=4, ep=2, zero=3) | SIX_EXPERTS | AVERAGE,
+    "experts dp4 ep4 zero3 on two nodes": layout(dp=4, ep=4, zero=3, dp_replicate=2) | BIASED | ONE,
+    "experts dp2 ep2 tp2 zero1": layout(dp=2, ep=2, tp=2, zero=1) | EXPERTS | PER_MODULE,
+    "experts dp2 ep2 tp2 pp2 zero2": layout(dp=2, ep=2, tp=2, pp=2, zero=2) | BIASED | ONE,
+    "experts muon dp2 ep2 zero2": layout(dp=2, ep=2, zero=2) | EXPERTS | MUON,
+    "experts muon dp2 tp2 zero3": layout(dp=2, tp=2, zero=3) | EXPERTS | MUON | ONE,
 }
 SLOW = {"tp4", "pp4", "dp2 pp2 zero1 zero-bubble", "dp4 pp2 zero3 on two nodes"}
+SLOW |= {"experts dp4 ep4 zero3 on two nodes", "experts dp2 ep2 zero2", "experts muon dp2 tp2 zero3"}
 SLOW |= {"muon dp2", "muon dp4 zero3 on two nodes", "muon dp2 pp2 zero3 interleaved"}
 """Cases for `make test-slow`: larger numbers of ranks, and products of features that the other cases have."""
 

@@ -12,6 +12,7 @@ from tests.distributed.cut_up import whole_checkpoint
 from tests.distributed.pool import Pool
 from tests.distributed.test_layouts import (
     AVERAGE,
+    BIASED,
     COMMON,
     FOUR_LAYERS,
     GPT,
@@ -35,6 +36,10 @@ CHAINS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "2x2x2, one process, dp3": (TIED | AVERAGE, [ALL, layout(), layout(dp=3, zero=1)]),
     "one process, 2x2x2 zero3, pp2": (RUNNING | SCALED, [layout(), ALL | {"layout.zero": 3}, layout(pp=2)]),
     "muon: dp3, 2x2x2 zero2, one process": (MUON, [layout(dp=3, zero=1), ALL, layout()]),
+    "experts: 2x2x2 ep2, one process, dp4 ep2 zero3, dp3": (
+        BIASED,
+        [ALL | {"layout.ep": 2}, layout(), layout(dp=4, zero=3, ep=2), layout(dp=3, zero=2)],
+    ),
     "pp2 zero-bubble, tp2": (FOUR_LAYERS, [layout(pp=2, **ZERO_BUBBLE), layout(tp=2)]),
     "pp4, tp4, dp2 zero3": (GPT | FOUR_LAYERS, [layout(pp=4), layout(tp=4), layout(dp=2, zero=3)]),
     "dp4 zero3 on two nodes, dp2 zero0, dp3 zero2": (
@@ -48,6 +53,7 @@ QUICK = {
     "2x2x2, one process, dp3",
     "one process, 2x2x2 zero3, pp2",
     "muon: dp3, 2x2x2 zero2, one process",
+    "experts: 2x2x2 ep2, one process, dp4 ep2 zero3, dp3",
 }  # `make test-slow` runs all
 
 

@@ -15,7 +15,7 @@ from tests.distributed.test_layouts import layout
 
 from leaven.distributed.compat import pretend
 from leaven.distributed.pipeline import SCHEDULES
-from leaven.distributed.process_group import ProcessGroup, join_process_group, mesh_of
+from leaven.distributed.process_group import ProcessGroup, join_process_group
 from leaven.distributed.sharded_model import build_stage
 from leaven.errors import InputError
 from leaven.model.transformer import Stage
@@ -94,7 +94,7 @@ def schedules_built(recipe: Recipe) -> list[int]:
     """Return the numbers of micro-batches that are used when 1 to 40 are asked for. torch accepts each of them."""
     sizes = recipe.layout
     pretend(0, sizes.ranks)
-    group = ProcessGroup(0, sizes.ranks, mesh_of(sizes, torch.device("cpu")))
+    group = ProcessGroup.arranged(0, sizes, torch.device("cpu"))
     model = sharded(recipe, group, torch.device("meta"))
     assert model._pipeline is not None
     taken = sorted({model.schedulable(count) for count in range(1, 41)})

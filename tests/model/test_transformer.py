@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from leaven.model.experts import MixtureOfExperts
 from leaven.model.initialisation import build_model, fill
-from leaven.model.transformer import Transformer, alibi_slopes
+from leaven.model.transformer import Block, Transformer, alibi_slopes
 from leaven.recipe.init_std import INITS
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
@@ -75,6 +76,37 @@ FAMILIES = {
         "norm": "layernorm",
         "bias": True,
     },
+    "mixtral": {"experts": {"number": 4, "active": 2, "d_expert": 40}},
+    "olmoe": {
+        "experts": {"number": 8, "active": 3, "d_expert": 12, "normalise": False},
+        "qk_norm": True,
+        "qk_norm_whole": True,
+    },
+    "deepseek-v3's experts": {
+        "experts": {
+            "number": 6,
+            "active": 2,
+            "d_expert": 16,
+            "shared": 2,
+            "dense_layers": 1,
+            "router": "sigmoid",
+            "weight_scale": 2.5,
+            "balance": "bias",
+        }
+    },
+    "one active expert, relu, parallel": {
+        "experts": {"number": 3, "active": 1, "d_expert": 20, "shared": 1, "normalise": False},
+        "activation": "relu",
+        "parallel_branches": True,
+        "tied_embeddings": True,
+    },
+}
+MULTIPLIERS = {
+    "layers.0.attention.out.weight": 0.7,
+    "layers.1.mlp.out.weight": 1.3,
+    "layers.1.mlp.experts.out.weight": 1.3,
+    "layers.1.mlp.shared.out.weight": 0.6,
+    "unembedding.weight": 0.4,
 }
 families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
@@ -85,16 +117,14 @@ def shape(family: dict[str, object]) -> ModelShape:
 
 def random_model(family: dict[str, object]) -> Transformer:
     """Return a float64 model with random gains and biases too, so that a missing one shows."""
-    multipliers = {
-        "layers.0.attention.out.weight": 0.7,
-        "layers.1.mlp.out.weight": 1.3,
-        "unembedding.weight": 0.4,
-        "embedding.weight": 0.4 if family.get("tied_embeddings") else 1.0,
-    }
+    multipliers = MULTIPLIERS | {"embedding.weight": 0.4 if family.get("tied_embeddings") else 1.0}
     model = Transformer(shape(family), multipliers, attention_scale=0.3).double()
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.5, generator=generator)
+    for block in model.layers:
+        if isinstance(block.mlp, MixtureOfExperts) and block.mlp.settings.balance == "bias":
+            block.mlp.bias_E = torch.randn(block.mlp.settings.number, generator=generator, dtype=torch.float64)
     return model
 
 
@@ -138,16 +168,34 @@ def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:  # noqa: PL
     def capped(x: np.ndarray, cap: float | None) -> np.ndarray:
         return x if cap is None else cap * np.tanh(x / cap)
 
-    def act(layer: str, x: np.ndarray) -> np.ndarray:
-        h = linear(f"{layer}.in", x)
+    def mlp(layer: str, x: np.ndarray, expert: int | None = None) -> np.ndarray:
+        def product(side: str, x: np.ndarray) -> np.ndarray:
+            return linear(f"{layer}.{side}", x) if expert is None else w[f"{layer}.{side}.weight"][expert] @ x
+
+        h = product("in", x)
         if s.activation == "swiglu":
-            gate = linear(f"{layer}.gate", x)
-            return gate / (1 + np.exp(-gate)) * h
-        if s.activation == "geglu":
-            return gelu(linear(f"{layer}.gate", x)) * h
-        if s.activation == "gelu":
-            return gelu(h)
-        return np.maximum(h, 0) ** (2 if s.activation == "squared_relu" else 1)
+            gate = product("gate", x)
+            h = gate / (1 + np.exp(-gate)) * h
+        elif s.activation == "geglu":
+            h = gelu(product("gate", x)) * h
+        elif s.activation == "gelu":
+            h = gelu(h)
+        else:
+            h = np.maximum(h, 0) ** (2 if s.activation == "squared_relu" else 1)
+        return product("out", h)
+
+    def mixture(layer: str, block: Block, x: np.ndarray) -> np.ndarray:
+        """The sum of the outputs of the chosen experts times the branch's multiplier, and of the shared experts."""
+        e, logits = s.experts, w[f"{layer}.router.weight"] @ x
+        scores = 1 / (1 + np.exp(-logits)) if e.router == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
+        bias = np.zeros(e.number) if block.mlp.bias_E is None else block.mlp.bias_E.numpy()
+        chosen = sorted(range(e.number), key=lambda expert: -(scores + bias)[expert])[: e.active]
+        total = sum(scores[expert] for expert in chosen) if e.normalise else 1.0
+        y = sum(scores[expert] / total * mlp(f"{layer}.experts", x, expert) for expert in chosen)
+        y = y * e.weight_scale * MULTIPLIERS.get(f"{layer}.experts.out.weight", 1.0)
+        if e.shared:
+            y = y + mlp(f"{layer}.shared", x) * MULTIPLIERS.get(f"{layer}.shared.out.weight", 1.0)
+        return y
 
     xs = [w["embedding.weight"][token].copy() for token in tokens]
     if s.embedding_norm:
@@ -185,11 +233,14 @@ def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:  # noqa: PL
                 weights /= weights.sum()
                 heads.append(sum(weight * values[j][group] for j, weight in enumerate(weights)))
             branch = norm(f"{at}.norm.attention_out", linear(f"{at}.attention.out", np.concatenate(heads)))
-            xs[place] = xs[place] + block.attention_multiplier * branch
+            xs[place] = xs[place] + MULTIPLIERS.get(f"{at}.attention.out.weight", 1.0) * branch
         for place, x in enumerate(xs):
             y = norm(f"{at}.norm.attention", before[place]) if s.parallel_branches else norm(f"{at}.norm.mlp", x)
-            branch = norm(f"{at}.norm.mlp_out", linear(f"{at}.mlp.out", act(f"{at}.mlp", y)))
-            xs[place] = x + block.mlp_multiplier * branch
+            if s.has_experts(layer):
+                xs[place] = x + mixture(f"{at}.mlp", block, y)
+            else:
+                branch = norm(f"{at}.norm.mlp_out", mlp(f"{at}.mlp", y))
+                xs[place] = x + MULTIPLIERS.get(f"{at}.mlp.out.weight", 1.0) * branch
     readout = w["embedding.weight" if s.tied_embeddings else "unembedding.weight"]
     logits = np.stack([readout @ norm("norm.final", x) for x in xs]) * model.logit_multiplier
     return capped(logits, s.logit_softcap)

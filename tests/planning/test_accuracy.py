@@ -9,7 +9,7 @@ from benchmarks.planner.tables import read
 from benchmarks.planner.verdict import BARS, TableVerdict
 from benchmarks.planner_accuracy import PUBLISHED, accuracy_line, lines
 
-from leaven.planning.plan import ACCURACY
+from leaven.planning.plan import ACCURACY, ACCURACY_OF_EXPERTS
 
 TABLES = {
     "korthikanti2022_table5": 4,
@@ -20,9 +20,23 @@ TABLES = {
     "megatron_llama3_fp8_h100": 3,
     "mpt_fsdp_bf16": 61,
     "bloom_layout_search": 70,
+    "simumax_b200_deepseek_v2": 6,
+    "simumax_b200_deepseek_v3": 6,
+    "simumax_b200_llama3_70b": 12,
+    "simumax_b200_llama3_405b": 12,
+    "simumax_b200_long_context": 7,
+    "megatron_experts_h100": 5,
+    "megatron_bridge_experts": 4,
 }
 # (table, limit) that the planner exceeds, and why
-MISSED = {("bloom_layout_search", "oom_called_fit"): "line 957 ran out of memory; its twin, line 939, ran with 67 GB"}
+_SUSTAINED = "large products of this B200 have 70 to 75% of the rate of its fastest, and the planner expects 90%"
+MISSED = {
+    ("bloom_layout_search", "oom_called_fit"): "line 957 ran out of memory; its twin, line 939, ran with 67 GB",
+    ("simumax_b200_deepseek_v3", "time_err_mean"): _SUSTAINED,
+    ("simumax_b200_llama3_70b", "time_err_mean"): _SUSTAINED,
+    ("simumax_b200_llama3_405b", "time_err_mean"): _SUSTAINED,
+    ("megatron_experts_h100", "time_err_mean"): "DeepEP sends a token once to each node and hides the exchange",
+}
 
 
 @cache
@@ -54,13 +68,14 @@ def test_bars(table: str, bar: str, request: pytest.FixtureRequest) -> None:
 
 
 def test_identities_hold_in_every_row_without_an_anomaly() -> None:
-    assert sum(verdict.identities for verdict in verdicts().values()) == 105
+    assert sum(verdict.identities for verdict in verdicts().values()) == 158
     assert not any(verdict.broken for verdict in verdicts().values())
     assert len(verdicts()["bloom_layout_search"].anomalies) == 4
 
 
 def test_leaven_plan_quotes_the_errors_on_the_published_rows() -> None:
     assert accuracy_line(list(verdicts().values())) == ACCURACY
+    assert accuracy_line(list(verdicts().values()), experts=True) == ACCURACY_OF_EXPERTS
 
 
 def test_the_page_and_its_picture_are_up_to_date() -> None:

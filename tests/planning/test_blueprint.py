@@ -5,6 +5,7 @@ from tests.planning.shapes import LLAMA_8B, gpt
 from leaven.catalogue.runs import PublishedRun, find_run, load_runs
 from leaven.errors import InputError
 from leaven.planning.blueprint import Blueprint, Core, Matmul, blueprint
+from leaven.planning.flops import flops_per_token
 from leaven.planning.published import published_blueprint
 from leaven.recipe.shape import ModelShape
 
@@ -74,7 +75,7 @@ def test_parameters_are_those_of_the_shape(changes: dict[str, object]) -> None:
 def test_tensor_parallel_products_of_a_rank() -> None:
     assert Matmul("in", 4096, 14_336, "column").on_rank(8) == (4096, 1792)
     assert Matmul("out", 14_336, 4096, "row").on_rank(8) == (1792, 4096)
-    assert Matmul("router", 4096, 64, "none").on_rank(8) == (4096, 64)
+    assert Matmul("mlp.router", 4096, 64, "none").on_rank(8) == (4096, 64)
     assert blueprint(LLAMA_8B).tensor_unit == 8
     assert blueprint(gpt(48, 6144, 64)).tensor_unit == 64
 
@@ -95,8 +96,8 @@ def test_latent_attention_and_experts_of_deepseek_v3() -> None:
     sparse = found.blocks[-1]
     assert sparse.core == Core(128, 128, 192, 128)
     rows = {row.name: row for row in sparse.matmuls}
-    assert (rows["experts.in"].stored, rows["experts.in"].passed) == (256, 8)
-    assert (rows["shared.out"].stored, rows["shared.out"].routed) == (1, False)
+    assert (rows["mlp.experts.in"].stored, rows["mlp.experts.in"].passed) == (256, 8)
+    assert (rows["mlp.shared.out"].stored, rows["mlp.shared.out"].routed) == (1, False)
 
 
 def test_a_shape_that_is_not_published_in_full_is_refused_with_what_is_missing() -> None:
@@ -104,3 +105,32 @@ def test_a_shape_that_is_not_published_in_full_is_refused_with_what_is_missing()
         arch = find_run(run).arch.model_copy(update={name: None})
         with pytest.raises(InputError, match=f"{name} is not known"):
             published_blueprint(arch, 4096)
+
+
+@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize("dense_layers", [0, 3])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_a_recipes_experts_have_the_parameters_of_its_shape(activation: str, dense_layers: int, shared: int) -> None:
+    experts = {"number": 16, "active": 4, "d_expert": 1408, "dense_layers": dense_layers, "shared": shared}
+    shape = ModelShape.model_validate(LLAMA_8B.model_dump() | {"activation": activation, "experts": experts})
+    found = blueprint(shape)
+    assert (found.params, found.active_params) == (shape.params, shape.params_active)
+    assert found.experts == 16
+    # The matrices of a block have the names of the model's modules.
+    names = {row.name for block in found.blocks for row in block.matmuls}
+    assert names == {name for name in shape.modules if name.startswith(("attention.", "mlp."))}
+    # 6 per weight that a token uses: all but the embedding and the gains of norms; and attention.
+    weights = shape.params_active - shape.vocab_size * 4096 - (2 * 32 + 1) * 4096
+    attention = 12 * 32 * 4096 * shape.seq_len
+    assert flops_per_token(shape) == pytest.approx(6 * weights + attention, rel=1e-12)
+
+
+def test_olmoe_from_a_recipe_and_from_the_catalogue_are_the_same_model() -> None:
+    run = table(find_run("olmoe-1b-7b"))
+    experts = {"number": 64, "active": 8, "d_expert": 1024, "balance": "loss"}
+    shape = ModelShape.model_validate(
+        {"n_layers": 16, "d_model": 2048, "n_heads": 16, "n_kv_heads": 16, "d_head": 128, "d_ff": 1024}
+        | {"vocab_size": run.vocab_size, "seq_len": run.seq_len, "qk_norm": True, "experts": experts}
+    )
+    for ours, theirs in zip(blueprint(shape).blocks, run.blocks, strict=True):
+        assert (ours.matmuls, ours.core) == (theirs.matmuls, theirs.core)

@@ -66,9 +66,9 @@ def test_experts_count_for_the_tokens_that_are_sent_to_them_and_latent_attention
     for block in model.blocks:
         found.update({row.name: 3 * row.flops for row in block.matmuls})
     assert sum(found.values()) + 6 * model.embedding == flops_per_token(model)
-    assert found["experts.in"] == 6 * 58 * 8 * 7168 * 2048
-    assert found["shared.in"] == 6 * 58 * 7168 * 2048
-    assert found["router"] == 6 * 58 * 7168 * 256
+    assert found["mlp.experts.in"] == 6 * 58 * 8 * 7168 * 2048
+    assert found["mlp.shared.in"] == 6 * 58 * 7168 * 2048
+    assert found["mlp.router"] == 6 * 58 * 7168 * 256
     assert found["mlp.in"] == 6 * 3 * 7168 * 18_432
     assert found["attention.core"] == 6 * 61 * 128 * (192 + 128) * 4096
     assert found["attention.key_value"] == 6 * 61 * 512 * 128 * (128 + 128)

@@ -1,11 +1,13 @@
 import json
 import re
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from tests.planning.shapes import LLAMA_8B, LLAMA_405B, SMALL, plan
 
 from leaven.documents.planning import PlanDocument
@@ -23,7 +25,9 @@ from leaven.recipe.batch import Batch, BatchStage
 from leaven.recipe.files import read_recipe
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
-from leaven.recipe.shape import Role
+from leaven.recipe.shape import ModelShape, Role
+from leaven.recipe.units import format_quantity
+from leaven.views.terminal.plan import plan_screen
 
 
 def test_layouts_are_parsed() -> None:
@@ -178,6 +182,36 @@ def test_a_published_run_with_experts_is_planned_by_its_id() -> None:
         plan_run("olmo-1b-7b", "64xH100")
     with pytest.raises(InputError, match="ep=3: 64 experts are not divisible by 3"):
         plan_run("olmoe-1b-7b", "48xH100-80GB", "ep=3")
+
+
+def shown(document: PlanDocument) -> str:
+    """The terminal screen of a plan."""
+    out = Console(width=120, record=True, file=StringIO(), soft_wrap=True)
+    for part in plan_screen(document):
+        out.print(part)
+    return out.export_text()
+
+
+def test_a_recipe_with_experts_is_planned_and_expert_parallelism_is_explained() -> None:
+    experts = {"number": 64, "active": 8, "d_expert": 1024}
+    shape = ModelShape.model_validate(
+        LLAMA_8B.model_dump() | {"n_layers": 16, "d_model": 2048, "d_head": 64, "experts": experts}
+    )
+    found = plan(shape, Batch(tokens=4_194_304, micro_batch=1), "64xH100-80GB", "dp=64,ep=8,zero=1")
+    document = found.document()
+    assert (document.params, document.params_active) == (shape.params, shape.params_active)
+    screen = shown(document)
+    assert f"{format_quantity(shape.params)} parameters · {format_quantity(shape.params_active)} used by a" in screen
+    assert "dp 64 · tp 1 · pp 1 · ep 8 · zero 1" in screen
+    assert "exchange in blocks" in screen
+    assert "all-reduce" not in screen
+    assert "published mixtures of experts" in screen
+    dense = plan(LLAMA_8B, Batch(tokens=4_194_304, micro_batch=1), "64xH100-80GB", "dp=64,zero=3").document()
+    assert "used by a token" not in shown(dense)
+    # the experts of a rank are an eighth, and its gradients and weights with them
+    one = plan(shape, Batch(tokens=4_194_304, micro_batch=1), "64xH100-80GB", "dp=64,zero=1")
+    routed = 16 * 64 * 3 * 2048 * 1024
+    assert one.chosen.memory.grads - found.chosen.memory.grads == pytest.approx(4 * routed * 7 / 8)
 
 
 def test_fp32_is_slower_larger_and_refused_where_no_peak_is_known(tiny: Recipe) -> None:

@@ -174,7 +174,7 @@ def test_experts_are_reached_by_an_all_to_all_there_and_back_and_it_is_slower_be
     routed = sum(count for block, count in model.kinds if any(row.routed for row in block.matmuls)) / model.n_layers
     message = 2 * 4096 * 7168 * 8  # every token goes to eight experts
     inside = 7 / 8 * message / (450e9 * LINK_SHARE) + LINK_LATENCY
-    between = 15 / 16 * message / (50e9 * LINK_SHARE) + NETWORK_LATENCY
+    between = 8 / 16 * message / (50e9 * LINK_SHARE) + NETWORK_LATENCY  # half of the ranks are in the other node
     assert exchanged(1) == 0
     assert exchanged(8) == pytest.approx(routed * 2 * 2 * inside)
     assert exchanged(16) == pytest.approx(routed * 2 * 2 * between)
@@ -183,6 +183,28 @@ def test_experts_are_reached_by_an_all_to_all_there_and_back_and_it_is_slower_be
         block_time(model, Arrangement(Layout(dp=64, ep=ep), 4, 1), parse_cluster("64xH100")).forward for ep in (8, 64)
     )
     assert few == pytest.approx(many, rel=0.2)
+
+
+def test_an_all_to_all_uses_link_and_network_at_once() -> None:
+    # 16 ranks on 4 nodes: 3 of the 15 others are in the same node, 12 are not
+    assert all_to_all(1e9, 16, 1, ROUND) == pytest.approx(12 / 16 * 1e9 / (10e9 * LINK_SHARE) + NETWORK_LATENCY)
+    # a slow link is what the ranks wait for
+    slow = replace(ROUND, link_gb_s=1)
+    assert all_to_all(1e9, 16, 1, slow) == pytest.approx(3 / 16 * 1e9 / (1e9 * LINK_SHARE) + LINK_LATENCY)
+
+
+def test_tokens_are_copied_for_their_experts_and_sorted_again_on_other_ranks() -> None:
+    block = published_blueprint(find_run("deepseek-v3").arch, 4096).blocks[-1]
+
+    def sorting(**how: int) -> float:
+        found = block_operators(block, Work(4096, 4096, 7168, **how), ROUND, TrainingCode())
+        return next(each.forward for each in found if each.name == "sorting")
+
+    token = 2 * 4096 * 7168 / (1e12 * STREAMED)  # seconds to read every token once, in 16 bits
+    assert sorting() == pytest.approx((1 + 8 + 8 + 1) * token)
+    assert sorting(ep=8) == pytest.approx((1 + 8 + 4 * 8 + 8 + 1) * token)
+    dense = block_operators(blueprint(LLAMA_8B).blocks[0], Work(4096, 4096, 4096), ROUND, TrainingCode())
+    assert "sorting" not in {each.name for each in dense}
 
 
 def test_what_is_in_no_block_is_exchanged_after_the_backward_pass_and_in_a_pipeline_everything_is() -> None:

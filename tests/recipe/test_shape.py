@@ -63,7 +63,7 @@ def test_newer_keys_are_written_only_with_another_value_than_their_default() -> 
     """Runs and studies are identified by hashes of their recipes, which must stay as they are."""
     shape = ModelShape.model_validate(LLAMA_1B)
     newer = shape.added_defaults()
-    assert len(newer) == 9
+    assert len(newer) == 10
     assert not newer.keys() & shape.model_dump().keys()
     assert ModelShape.model_validate(LLAMA_1B | newer).model_dump_json() == shape.model_dump_json()
     other = ModelShape.model_validate(LLAMA_1B | {"norm_placement": "output", "window": 8})

@@ -12,7 +12,7 @@ from leaven.scaling.rules import COMPLETE_D_P, QUANTITIES, RULES, Rule
 
 N, L, B, D = 4.0, 8.0, 2.0, 32.0
 AT = Ratios(width=N, depth=L, batch=B, tokens=D)
-DECAYED = (Role.EMBEDDING, Role.HIDDEN_WEIGHT, Role.UNEMBEDDING, Role.TIED_EMBEDDING)
+DECAYED = (Role.EMBEDDING, Role.HIDDEN_WEIGHT, Role.EXPERT_WEIGHT, Role.ROUTER, Role.UNEMBEDDING, Role.TIED_EMBEDDING)
 # Shapes at the base; the target is N times wider by more heads of the same size.
 SHAPES = {
     Role.EMBEDDING: ((100, 16), (100, 64)),
@@ -25,6 +25,8 @@ SHAPES = {
     Role.QK_NORM: ((8,), (8,)),
     Role.FINAL_NORM: ((16,), (64,)),
     Role.FINAL_BIAS: ((16,), (64,)),
+    Role.EXPERT_WEIGHT: ((8, 48, 16), (8, 192, 64)),
+    Role.ROUTER: ((8, 16), (8, 64)),
     Role.UNEMBEDDING: ((100, 16), (100, 64)),
     Role.UNEMBEDDING_BIAS: ((100,), (100,)),
     Role.TIED_EMBEDDING: ((100, 16), (100, 64)),
@@ -48,6 +50,7 @@ BLOCK_EPS = lambda a: L**-a / N  # noqa: E731
 # Not in the printed tables; the embedding's row, whose gradient theirs moves with.
 INPUT = dict.fromkeys((Role.EMBEDDING_NORM, Role.EMBEDDING_BIAS), (ONE, ONE, PER_N, 1, 1))
 HIDDEN = (PER_N, lambda a: L ** (a - 1) / N, BLOCK_EPS, N, 1)
+ROUTER = (lambda a: N**-2, lambda a: L ** (a - 1) / N, lambda a: L**-a, N, 1)
 PRINTED_COMPLETE_D_P = {  # arXiv 2512.22382, Table 1
     Role.EMBEDDING: (ONE, ONE, PER_N, 1, 1),
     **INPUT,
@@ -58,6 +61,8 @@ PRINTED_COMPLETE_D_P = {  # arXiv 2512.22382, Table 1
     Role.QK_NORM: (ONE, BLOCK_LR, lambda a: L**-a, 1, 1),
     Role.FINAL_NORM: (ONE, ONE, ONE, 1, 1),
     Role.FINAL_BIAS: (ONE, ONE, ONE, 1, 1),
+    Role.EXPERT_WEIGHT: HIDDEN,  # derived, as are the router's: the papers have no experts
+    Role.ROUTER: ROUTER,
     Role.UNEMBEDDING: (lambda a: N**-2, PER_N, ONE, N, 1),
     Role.UNEMBEDDING_BIAS: (ONE, ONE, ONE, 1, 1),
     Role.TIED_EMBEDDING: (ONE, ONE, PER_N, 1, 1 / N),  # derived by the symmetry tested below
@@ -68,7 +73,8 @@ ROWS = {
     "mup": {
         Role.EMBEDDING: (ONE, ONE, PER_N, 1, 1),
         **INPUT,
-        Role.HIDDEN_WEIGHT: (PER_N, PER_N, PER_N, N, 1),
+        **dict.fromkeys((Role.HIDDEN_WEIGHT, Role.EXPERT_WEIGHT), (PER_N, PER_N, PER_N, N, 1)),
+        Role.ROUTER: (lambda a: N**-2, PER_N, ONE, N, 1),
         Role.HIDDEN_BIAS: (ONE, ONE, PER_N, 1, 1),
         Role.HIDDEN_NORM: (ONE, ONE, PER_N, 1, 1),
         Role.OUTPUT_NORM: (ONE, ONE, PER_N, 1, 1),
@@ -84,7 +90,8 @@ ROWS = {
         Role.EMBEDDING: (ONE, ONE, ONE, 1, 1),
         Role.EMBEDDING_NORM: (ONE, ONE, ONE, 1, 1),
         Role.EMBEDDING_BIAS: (ONE, ONE, ONE, 1, 1),
-        Role.HIDDEN_WEIGHT: HIDDEN,
+        **dict.fromkeys((Role.HIDDEN_WEIGHT, Role.EXPERT_WEIGHT), HIDDEN),
+        Role.ROUTER: ROUTER,
         Role.HIDDEN_BIAS: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),
         Role.HIDDEN_NORM: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),
         Role.OUTPUT_NORM: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),
@@ -167,7 +174,7 @@ def test_initial_variance_lr_and_decay_follow_the_fan_in_and_eps_the_fan_out() -
 
 @pytest.mark.parametrize("shape", [(64,), (64, 64, 3)])
 def test_a_matrix_must_have_two_dimensions(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=f"but this tensor has {len(shape)} dimensions"):
+    with pytest.raises(ValueError, match=f"a tensor of 2 dimensions, and this one has {len(shape)}"):
         tensor_ratios(Role.HIDDEN_WEIGHT, shape, shape, Ratios())
 
 

@@ -88,6 +88,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "model.logit_softcap": {"model.logit_softcap": 30.0},
     "model.window": {"model.window": 8},
     "model.global_every": {"model.window": 8, "model.global_every": 2},
+    "model.experts": {"model.experts": {"number": 4, "active": 2, "d_expert": 16}},
     f"{HYPER}optimizer": {f"{HYPER}optimizer": "adam"},
     f"{HYPER}grad_clip.mode": {f"{HYPER}grad_clip": {"mode": "running"}},
     f"{HYPER}z_loss": {f"{HYPER}z_loss": 1e-4},

@@ -43,7 +43,8 @@ def weights(
     ] = None,
     tokens: TokensOption = None,
     averaged: Annotated[
-        bool, typer.Option("--averaged", help="Write the averaged weights of a run with a table [average].")
+        bool,
+        typer.Option("--averaged", help=r"Write the averaged weights of a run that has \[average] in its recipe."),
     ] = False,
     json_output: JsonOption = False,
 ) -> None:

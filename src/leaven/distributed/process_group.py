@@ -1,6 +1,7 @@
 """Defines the group of processes of a run: how processes join it, and the collectives outside the model."""
 
 import json
+import math
 import os
 import time
 import traceback
@@ -25,6 +26,10 @@ AXES = ("pp", "replicate", "shard", "tp")
 """The axes of the device mesh, from the slowest link to the fastest. Data parallelism has two axes: ranks along
 "replicate" have the same pieces of parameters and optimizer states, ranks along "shard" have different pieces."""
 
+EXPERT_AXES = ("pp", "replicate", "shard", "ep", "tp")
+"""The axes of the device mesh of routed experts. The data-parallel ranks are divided again: ranks along "ep" have
+different experts, and ranks along "replicate" and "shard" have the same experts."""
+
 STORE_POLL_SECONDS = 0.02  # pause between two polls of the store
 
 T = TypeVar("T")
@@ -38,6 +43,13 @@ class ProcessGroup:
     size: int = 1
     mesh: DeviceMesh | None = None  # device mesh with the axes in :data:`AXES`; None for a single process
     store: "dist.Store | None" = None  # type: ignore[name-defined]  # key-value store, for use from any thread
+    expert_mesh: DeviceMesh | None = None  # the same processes with the axes in EXPERT_AXES; None if ep is 1
+
+    @classmethod
+    def arranged(cls, rank: int, layout: Layout, device: torch.device, store: Any = None) -> "ProcessGroup":
+        """Return the group of all processes, arranged by a layout."""
+        experts = expert_mesh_of(layout, device) if layout.ep > 1 else None
+        return cls(rank, layout.ranks, mesh_of(layout, device), store, experts)
 
     @property
     def is_first(self) -> bool:
@@ -50,7 +62,8 @@ class ProcessGroup:
 
     def degree(self, axis: str) -> int:
         """Return the number of processes along an axis of the mesh."""
-        return self.mesh.size(AXES.index(axis)) if self.mesh is not None else 1
+        mesh, axes = (self.expert_mesh, EXPERT_AXES) if axis == "ep" else (self.mesh, AXES)
+        return mesh.size(axes.index(axis)) if mesh is not None else 1
 
     @property
     def dp_rank(self) -> int:
@@ -141,7 +154,7 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
         world_size=size,
         timeout=timeout,
     )
-    group = ProcessGroup(rank, size, mesh_of(layout, device), store)
+    group = ProcessGroup.arranged(rank, layout, device, store)
     try:
         yield group
         group.barrier()  # the first process may serve the store, which others may still read
@@ -214,6 +227,15 @@ def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
     replicas = layout.dp if layout.zero == 0 else layout.dp_replicate
     sizes = (layout.pp, replicas, layout.dp // replicas, layout.tp)
     return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+
+
+def expert_mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
+    """Return the device mesh of the routed experts. Consecutive data-parallel ranks have different experts. The
+    parameters of an expert are sharded over the ranks that have it, but over no more than other parameters are."""
+    shards = layout.dp // (layout.dp if layout.zero == 0 else layout.dp_replicate)
+    shards //= math.gcd(shards, layout.ep)
+    sizes = (layout.pp, layout.dp // layout.ep // shards, shards, layout.ep, layout.tp)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=EXPERT_AXES)
 
 
 def world_size() -> int:

@@ -17,15 +17,18 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from leaven.distributed.expert_parallel import distribute_experts
 from leaven.distributed.pieces import Piece, piece_of
 from leaven.distributed.pipeline import MicroBatch, Pipeline, stage_numbers
-from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from leaven.distributed.process_group import AXES, SINGLE_PROCESS, ProcessGroup
 from leaven.distributed.tensor_parallel import shard_tensors
 from leaven.distributed.whole_matrices import WholeMatrices
+from leaven.model.experts import MixtureOfExperts
 from leaven.model.initialisation import fill
 from leaven.model.kernels import norms, widened
 from leaven.model.loss import ZLoss
@@ -168,6 +171,22 @@ class ShardedModel:
         """Return the z-loss of the last step, summed over the tokens of all processes, or None without a z-loss."""
         return self.total(torch.as_tensor(self._z_loss.total, device=self.device)) if self._z_loss else None
 
+    @property
+    def mixtures(self) -> dict[int, MixtureOfExperts]:
+        """The mixtures of experts of this process, by layer of the whole model."""
+        layers = (pair for stage in self.stages for pair in enumerate(stage.model.layers))
+        mlps = ((layer, getattr(block, "mlp", None)) for layer, block in layers)
+        return {layer: mlp for layer, mlp in mlps if isinstance(mlp, MixtureOfExperts)}
+
+    def total_tally(self, tally: Tensor) -> Tensor:
+        """Add what the routers did in this step, summed over the tokens of all processes, to ``tally``, (layers of
+        the model, experts + 1): the load of each expert, and the balance loss. Begin a new tally."""
+        for layer, mixture in self.mixtures.items():
+            tally[layer, :-1] += mixture.tally.load_E
+            tally[layer, -1] += mixture.tally.balance
+            mixture.tally.load_E = mixture.tally.balance = 0.0
+        return tally if self.group is SINGLE_PROCESS else self.group.all_reduce_(tally)
+
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
         """Return one tensor for each of ``groups``, with a 2-norm for each parameter in the order of the parameter
         table. Each norm covers the blocks of all processes.
@@ -275,22 +294,27 @@ def build_stage(
     have no values yet."""
     first, last = layers
     with torch.device("meta"):
-        model = Transformer(shape, table.multipliers, table.attention_scale)
+        model = Transformer(shape, table.multipliers, table.attention_scale, table.router_losses)
         stage = Stage(model, first, last, dtype, splits_backward=layout.schedule == "zero-bubble")
     if layout.tp > 1:
         assert group.mesh is not None
         shard_tensors(stage, group.mesh["tp"])
+    distribute_experts(stage, group)
     if layout.recompute == "full":
         for block in stage.layers:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = forward  # type: ignore[method-assign]
     if layout.compile:
         for block in stage.layers:
-            if layout.tp == 1:
+            experts = isinstance(
+                block.mlp, MixtureOfExperts
+            )  # not compiled: their numbers of rows change all the time
+            if layout.tp == 1 and not experts:
                 block.compile()
                 continue
             # FSDP's hooks on attention and MLP are not compiled, and a DTensor that passes through one of these hooks
             # inside a compiled block loses the layout of its gradient.
-            for name in _MATRICES:
+            for name in ("attention",) if experts else _MATRICES:
                 module = getattr(block, name)
                 module.forward = torch.compile(module.forward)
     if group.mesh is not None:
@@ -308,13 +332,21 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
     never averaged.
     """
     assert group.mesh is not None
-    mesh = group.mesh["replicate", "shard"] if group.degree("replicate") > 1 else group.mesh["shard"]
+    mesh = replicas(group.mesh)
     lower = None if stage.dtype == torch.float32 else stage.dtype
     matrices = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32, cast_forward_inputs=False)
     others = MixedPrecisionPolicy(cast_forward_inputs=False)
     if lower is None:
         matrices = others
     for block in stage.layers:
+        if isinstance(block.mlp, MixtureOfExperts):
+            # The router chooses in fp32.
+            router, experts = block.mlp.router, block.mlp.experts
+            fully_shard(router, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=others)
+            if group.expert_mesh is not None:
+                fully_shard(
+                    experts, mesh=replicas(group.expert_mesh), reshard_after_forward=zero == 3, mp_policy=matrices
+                )
         for name in _MATRICES:
             module = getattr(block, name)
             fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=matrices)
@@ -327,6 +359,11 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
         # Sum gradients without dividing. Gloo cannot divide in the same operation.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def replicas(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the part of a mesh over which data parallelism replicates and shards parameters."""
+    return mesh["replicate", "shard"] if mesh.size(AXES.index("replicate")) > 1 else mesh["shard"]
 
 
 def units(stage: nn.Module) -> list[FSDPModule]:

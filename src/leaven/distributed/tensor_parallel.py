@@ -8,6 +8,7 @@ sequence. The forward pass of a layer has two all-gathers (into attention and in
 reduce-scatters.
 """
 
+from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,7 @@ from torch.distributed.tensor.parallel import (
 from torch.func import functional_call
 
 from leaven.distributed.compat import all_gather, quiet_about_views, reduce_scatter
+from leaven.model.experts import MixtureOfExperts
 from leaven.model.loss import IGNORED, WholeVocabulary, ZLoss, cross_entropy
 from leaven.model.transformer import Stage
 
@@ -81,31 +83,60 @@ class VocabularySlice(ParallelStyle):
         return module
 
 
-class LocalNorm(ParallelStyle):
-    """The parallel style of a norm that each rank computes on plain tensors for its part of the activations.
-    ``gains`` is Replicate if all ranks have the same gains (their gradients are summed over the ranks), or Shard(0)
-    if each head has separate gains.
+class Local(ParallelStyle):
+    """The parallel style of a module that each rank computes on plain tensors: its parts of the parameters.
+
+    ``placements`` has the placements of each parameter, by name. The gradients of replicated parameters are summed
+    over the ranks.
 
     torch's own parallel style for norms computes on DTensors. On a CPU, a norm of a DTensor is decomposed into small
     operations, whose results are all kept for the backward pass.
     """
 
-    def __init__(self, gains: Placement) -> None:
-        self.gains = gains
+    def __init__(self, placements: Mapping[str, Sequence[Placement]]) -> None:
+        self.placements = placements
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        alone, summed = deepcopy(module), [Partial() if self.gains.is_replicate() else self.gains]
+        alone, summed = deepcopy(module), {}
         for name, parameter in list(module.named_parameters()):
-            module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [self.gains])))
+            placements = self.placements[name]
+            inside, _, last = name.rpartition(".")
+            distributed = nn.Parameter(distribute_tensor(parameter, mesh, placements))
+            module.get_submodule(inside).register_parameter(last, distributed)
+            summed[name] = [Partial() if how.is_replicate() else how for how in placements]
 
-        def forward(x: Tensor) -> Any:
+        def forward(*inputs: Tensor) -> Any:
             own = {
-                name: gains.to_local(grad_placements=summed)  # type: ignore[attr-defined]
-                for name, gains in module.named_parameters()
+                name: parameter.to_local(grad_placements=summed[name])  # type: ignore[attr-defined]
+                for name, parameter in module.named_parameters()
             }
-            return functional_call(alone, own, x)
+            return functional_call(alone, own, inputs)
 
         module.forward = forward
+        return module
+
+
+REPLICATED = Local({"weight": [Replicate()], "bias": [Replicate()]})
+"""The style of a module with the same parameters on all ranks, each of which has another part of the result."""
+
+
+class LocalBranch(ParallelStyle):
+    """The parallel style of a branch that computes on plain tensors. The input is gathered over the sequence. The
+    output and the gradient of the input are the sums of all ranks' results, of which each rank gets its part of the
+    sequence."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def gathered(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            x_BtD = DTensor.from_local(inputs[0], mesh, [Shard(SEQUENCE)], run_check=False)
+            x_BTD = x_BtD.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+            return (x_BTD, *inputs[1:])
+
+        def scattered(_: nn.Module, __: Any, y_BTD: Tensor) -> Tensor:
+            y_BTD = DTensor.from_local(y_BTD, mesh, [Partial()], run_check=False)
+            return y_BTD.redistribute(mesh, [Shard(SEQUENCE)]).to_local()
+
+        module.register_forward_pre_hook(gathered)
+        module.register_forward_hook(scattered)
         return module
 
 
@@ -119,28 +150,35 @@ def _gathered_first(arguments: int) -> ParallelStyle:
 
 
 BLOCK: dict[str, ParallelStyle] = {
-    "norm.attention": LocalNorm(Replicate()),
+    "norm.attention": REPLICATED,
     "attention": _gathered_first(3),
     "attention.query": ColwiseParallel(),
     "attention.key": ColwiseParallel(),
     "attention.value": ColwiseParallel(),
     "attention.out": RowwiseParallel(output_layouts=Shard(SEQUENCE)),
-    "norm.query": LocalNorm(Replicate()),
-    "norm.key": LocalNorm(Replicate()),
-    "norm.attention_out": LocalNorm(Replicate()),
-    "norm.mlp": LocalNorm(Replicate()),
-    "norm.mlp_out": LocalNorm(Replicate()),
+    "norm.query": REPLICATED,
+    "norm.key": REPLICATED,
+    "norm.attention_out": REPLICATED,
+    "norm.mlp": REPLICATED,
+    "norm.mlp_out": REPLICATED,
     "mlp": _gathered_first(1),
     "mlp.gate": ColwiseParallel(),
     "mlp.in": ColwiseParallel(),
     "mlp.out": RowwiseParallel(output_layouts=Shard(SEQUENCE)),
 }
 
+# The MLP of a block with experts. The routed experts are split by leaven.distributed.expert_parallel.
+MIXTURE: dict[str, ParallelStyle] = {
+    "mlp": LocalBranch(),
+    "mlp.router": REPLICATED,
+    "mlp.shared": Local({"gate.weight": [Shard(0)], "in.weight": [Shard(0)], "out.weight": [Shard(1)]}),
+}
+
 ENDS: dict[str, ParallelStyle] = {
     "embedding": VocabularySlice(),
     "positions": PositionTable(),
-    "norm.embedding": LocalNorm(Replicate()),
-    "norm.final": LocalNorm(Replicate()),
+    "norm.embedding": REPLICATED,
+    "norm.final": REPLICATED,
     "unembedding": ColwiseParallel(),  # splits the rows, that is, the vocabulary, as the loss expects
 }
 
@@ -150,9 +188,18 @@ def shard_tensors(stage: Stage, mesh: DeviceMesh) -> None:
     on the meta device."""
     quiet_about_views()
     model = stage.model
-    by_head = dict.fromkeys(("norm.query", "norm.key"), LocalNorm(Shard(0))) if model.shape.qk_norm_per_head else {}
+    per_head = Local({"weight": [Shard(0)]})
+    by_head = dict.fromkeys(("norm.query", "norm.key"), per_head) if model.shape.qk_norm_per_head else {}
     for block in stage.layers:
-        _apply(block, mesh, BLOCK | by_head)
+        if isinstance(block.mlp, MixtureOfExperts):
+            _apply(
+                block,
+                mesh,
+                {name: how for name, how in BLOCK.items() if not name.startswith("mlp")} | MIXTURE | by_head,
+            )
+            block.mlp.counts_losses = mesh.get_local_rank() == 0
+        else:
+            _apply(block, mesh, BLOCK | by_head)
         if model.shape.positions == "alibi":
             _slice_bias(block, mesh)
     _apply(model, mesh, ENDS)

@@ -161,6 +161,8 @@ class PlanDocument(Document, schema="plan/1"):
 
     cluster: str
     gpus: int
+    params: int  # number of parameters, embeddings included
+    params_active: int  # number of parameters that one token uses (fewer than params in a mixture of experts)
     layout: Layout
     memory: MemoryPlan
     speed: SpeedPlan  # speed at the full batch size

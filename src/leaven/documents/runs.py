@@ -34,6 +34,7 @@ class ParameterValues(Entry):
 
 class Totals(Entry):
     params: int
+    params_active: int  # number of parameters that one token uses (fewer than params in a mixture of experts)
     params_non_embedding: int
     flops_per_token: Number
 

@@ -23,7 +23,7 @@ def build_model(
 ) -> Transformer:
     """Build a model in fp32 with the multipliers and initial values that its parameter table defines."""
     with torch.device("meta"):
-        model = Transformer(shape, table.multipliers, table.attention_scale)
+        model = Transformer(shape, table.multipliers, table.attention_scale, table.router_losses)
     model.to_empty(device=device)
     parameters = dict(model.named_parameters())
     assert parameters.keys() == table.multipliers.keys(), "the model and the table have different parameters"
@@ -46,7 +46,8 @@ def fill(
     """Fill ``piece`` with normally distributed values.
 
     By default, ``piece`` is a whole parameter. With ``shape`` and ``offset``, it is a block of a parameter: ``shape``
-    is the shape of the whole parameter, and ``offset`` is the index of the block's first element.
+    is the shape of the whole parameter, and ``offset`` is the index of the block's first element. The matrices of
+    experts, (experts, fan out, fan in), are drawn one by one, each by its own name.
 
     Values are drawn in fp32 and then cast, so that models of different dtypes have the same values up to rounding.
     """
@@ -54,6 +55,10 @@ def fill(
         piece.fill_(mean)
         return
     shape, offset = shape or piece.shape, offset or (0,) * piece.dim()
+    if len(shape) == 3:
+        for expert, matrix in enumerate(piece, offset[0]):
+            fill(matrix, f"{name}.{expert}", mean, std, seed, shape=shape[1:], offset=offset[1:])
+        return
     end = offset[0] + len(piece)
     for first in range(offset[0] // BLOCK_ROWS * BLOCK_ROWS, end if piece.numel() else 0, BLOCK_ROWS):
         generator = torch.Generator().manual_seed(name_seed(seed, name, first // BLOCK_ROWS))

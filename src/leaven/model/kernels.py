@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
@@ -64,6 +65,33 @@ def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
     A skipped step does not increase Adam's step count. ``skip`` is a scalar on the device of the parameters.
     """
     adam.found_inf = skip.float()  # type: ignore[attr-defined]
+
+
+def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, sizes_E: Tensor) -> Tensor:
+    """Multiply consecutive rows by the matrix of their group, and return (N, F).
+
+    The first ``sizes_E[0]`` rows are multiplied by ``weight_EFD[0]``, the next ``sizes_E[1]`` by ``weight_EFD[1]``,
+    and so on. On a GPU, bf16 products are one kernel, and the host does not wait for the sizes.
+    """
+    device = x_ND.device.type
+    compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
+    even = not (weight_EFD.shape[1] % 8 or weight_EFD.shape[2] % 8)  # the kernel needs rows of whole 16 bytes
+    if has_grouped_kernel(device) and compute == torch.bfloat16 and even:
+        ends_E = sizes_E.cumsum(0).to(torch.int32)
+        return F.grouped_mm(x_ND.to(compute), weight_EFD.to(compute).mT, offs=ends_E)
+    rows = torch.split(x_ND, on_host(sizes_E, len(x_ND)))
+    return torch.cat([F.linear(part, weight) for part, weight in zip(rows, weight_EFD.unbind(), strict=True)])
+
+
+def has_grouped_kernel(device: str) -> bool:
+    """Return whether torch has a kernel for products with a matrix of each group on this type of device."""
+    return device == "cuda"
+
+
+def on_host(sizes: Tensor, total: int) -> list[int]:
+    """Return the elements of ``sizes``, whose sum is ``total``. On a GPU, the host waits for them."""
+    found: list[int] = sizes.tolist()
+    return found
 
 
 def causal_attention(

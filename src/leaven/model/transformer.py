@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from leaven.model.experts import MixtureOfExperts, SequenceWeights, activated
 from leaven.model.kernels import causal_attention, rms_norm, rotate
-from leaven.model.loss import ZLoss, cross_entropy
+from leaven.model.loss import IGNORED, ZLoss, cross_entropy
 from leaven.recipe.shape import ModelShape
 
 
@@ -104,27 +105,16 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     gate: nn.Linear  # only in a gated MLP
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, width: int) -> None:
         super().__init__()
         for name in ("gate", "in") if shape.gated else ("in",):  # "in" is a Python keyword: no attribute name
-            self.add_module(name, nn.Linear(shape.d_model, shape.d_ff, shape.bias))
-        self.out = nn.Linear(shape.d_ff, shape.d_model, shape.bias)
-        self.activation = shape.activation
+            self.add_module(name, nn.Linear(shape.d_model, width, shape.bias))
+        self.out = nn.Linear(width, shape.d_model, shape.bias)
+        self.activation, self.gated = shape.activation, shape.gated
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        h_BTF: Tensor = getattr(self, "in")(x_BTD)
-        match self.activation:
-            case "swiglu":
-                h_BTF = F.silu(self.gate(x_BTD)) * h_BTF
-            case "geglu":
-                h_BTF = F.gelu(self.gate(x_BTD), approximate="tanh") * h_BTF
-            case "gelu":
-                h_BTF = F.gelu(h_BTF, approximate="tanh")
-            case "relu":
-                h_BTF = F.relu(h_BTF)
-            case "squared_relu":
-                h_BTF = F.relu(h_BTF).square()
-        branch_BTD: Tensor = self.out(h_BTF)
+        gate_BTF = self.gate(x_BTD) if self.gated else None
+        branch_BTD: Tensor = self.out(activated(self.activation, getattr(self, "in")(x_BTD), gate_BTF))
         return branch_BTD
 
 
@@ -136,7 +126,12 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, shape: ModelShape, multipliers: Mapping[str, float], attention_scale: float, layer: int
+        self,
+        shape: ModelShape,
+        multipliers: Mapping[str, float],
+        attention_scale: float,
+        layer: int,
+        router_losses: tuple[float, float],
     ) -> None:
         super().__init__()
         norms = {name: _norm(shape, shape.d_model) for name in shape.block_norms}
@@ -149,10 +144,21 @@ class Block(nn.Module):
             norms |= {side: _norm(shape, shape.d_head, bias=False) for side in ("query", "key")}
         self.norm = nn.ModuleDict(norms)
         self.attention = Attention(shape, attention_scale, shape.window_of(layer))
-        self.mlp = MLP(shape)
         self.dropout, self.parallel = shape.dropout, shape.parallel_branches
-        self.attention_multiplier = multipliers.get(f"layers.{layer}.attention.out.weight", 1.0)
-        self.mlp_multiplier = multipliers.get(f"layers.{layer}.mlp.out.weight", 1.0)
+
+        def multiplier(end: str) -> float:
+            return multipliers.get(f"layers.{layer}.{end}.weight", 1.0)
+
+        self.attention_multiplier = multiplier("attention.out")
+        self.mlp: MLP | MixtureOfExperts
+        if shape.experts is not None and shape.has_experts(layer):
+            self.mlp_multiplier = multiplier("mlp.experts.out")
+            shared = MLP(shape, shape.experts.shared * shape.experts.d_expert) if shape.experts.shared else None
+            relative = multiplier("mlp.shared.out") / self.mlp_multiplier
+            self.mlp = MixtureOfExperts(shape, shared, relative, router_losses)
+        else:
+            self.mlp_multiplier = multiplier("mlp.out")
+            self.mlp = MLP(shape, shape.d_ff)
 
     def forward(self, x_BTD: Tensor, positions: "Positions") -> Tensor:
         y_BTD = self._input("attention", x_BTD)
@@ -160,7 +166,8 @@ class Block(nn.Module):
         x_BTD = torch.add(x_BTD, branch_BTD, alpha=self.attention_multiplier)
         if not self.parallel:
             y_BTD = self._input("mlp", x_BTD)
-        branch_BTD = self._output("mlp", self.mlp(y_BTD))
+        mixture = isinstance(self.mlp, MixtureOfExperts)
+        branch_BTD = self._output("mlp", self.mlp(y_BTD, positions.sequences) if mixture else self.mlp(y_BTD))
         return torch.add(x_BTD, branch_BTD, alpha=self.mlp_multiplier)
 
     def _input(self, branch: str, x_BTD: Tensor) -> Tensor:
@@ -177,8 +184,9 @@ class Transformer(nn.Module):
     """A decoder-only transformer from tokens to logits.
 
     ``multipliers`` maps parameter names to factors on the outputs of the parameters; the default is 1.
-    ``attention_scale`` multiplies query . key; the default is 1 / sqrt(d_head). The parameters have torch's initial
-    values until a function of :mod:`leaven.model.initialisation` sets them.
+    ``attention_scale`` multiplies query . key; the default is 1 / sqrt(d_head). ``router_losses`` are the
+    coefficients of the routers' balance loss and z-loss. The parameters have no useful values until a function of
+    :mod:`leaven.model.initialisation` sets them.
     """
 
     def __init__(
@@ -186,6 +194,7 @@ class Transformer(nn.Module):
         shape: ModelShape,
         multipliers: Mapping[str, float] | None = None,
         attention_scale: float | None = None,
+        router_losses: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         super().__init__()
         multipliers = multipliers or {}
@@ -195,7 +204,9 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(shape.vocab_size, shape.d_model)
         if shape.positions == "learned":
             self.positions = nn.Embedding(shape.seq_len, shape.d_model)
-        self.layers = nn.ModuleList(Block(shape, multipliers, scale, layer) for layer in range(shape.n_layers))
+        self.layers = nn.ModuleList(
+            Block(shape, multipliers, scale, layer, router_losses) for layer in range(shape.n_layers)
+        )
         ends = ("embedding", "final") if shape.embedding_norm else ("final",)
         self.norm = nn.ModuleDict({end: _norm(shape, shape.d_model) for end in ends})
         if not shape.tied_embeddings:
@@ -253,9 +264,19 @@ class Transformer(nn.Module):
             x_BTD = x_BTD + self.positions(places(documents_BT, tokens_BT))
         return F.dropout(x_BTD, self.shape.dropout, self.training)
 
-    def through_layers(self, x_BTD: Tensor, length: int, documents_BT: Tensor | None = None) -> Tensor:
-        """Run all blocks on sequences of ``length`` tokens, and return the input of the final norm, (B, T, D)."""
+    def through_layers(
+        self,
+        x_BTD: Tensor,
+        length: int,
+        documents_BT: Tensor | None = None,
+        sequences: SequenceWeights | None = None,
+    ) -> Tensor:
+        """Run all blocks on sequences of ``length`` tokens, and return the input of the final norm, (B, T, D).
+
+        With ``sequences``, the backward pass adds the gradients of the routers' losses.
+        """
         positions = Positions(self.shape, length, x_BTD, documents_BT)
+        positions.sequences = sequences
         for block in self.layers.children():
             x_BTD = block(x_BTD, positions)
         return x_BTD
@@ -271,6 +292,7 @@ class Positions:
 
     def __init__(self, shape: ModelShape, length: int, like: Tensor, documents_BT: Tensor | None = None) -> None:
         self.bias_HTT: Tensor | None = None
+        self.sequences: SequenceWeights | None = None  # for the routers of experts
         self.cos_TE = self.sin_TE = None
         device = torch.device("cpu") if like.device.type == "mps" else like.device  # mps lacks float64
         places_T = torch.arange(length, device=device, dtype=torch.float64)
@@ -390,8 +412,8 @@ class Stage(nn.Module):
         self.z_loss: ZLoss | None = None
 
     @property
-    def layers(self) -> list[nn.Module]:
-        return list(self.model.layers.children())
+    def layers(self) -> list[Block]:
+        return [block for block in self.model.layers.children() if isinstance(block, Block)]
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
         """Run the layers of this stage.
@@ -404,7 +426,10 @@ class Stage(nn.Module):
         with torch.autocast(x.device.type, self.dtype, enabled=lower):
             if self.begins:
                 x = model.embed(x, documents_BT)
-            x_BTD = model.through_layers(x, model.shape.seq_len, documents_BT)
+            sequences = None
+            if model.shape.experts and targets_BT is not None:
+                sequences = SequenceWeights((targets_BT != IGNORED).sum(1), self.factor)
+            x_BTD = model.through_layers(x, model.shape.seq_len, documents_BT, sequences)
             if not self.ends:
                 return x_BTD
             hidden_BTD = model.norm["final"](x_BTD)

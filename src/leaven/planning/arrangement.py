@@ -188,6 +188,7 @@ def _cut_by_tensor_ranks(model: Model, tp: int) -> str:
         if model.qk_norm_whole:
             return "qk_norm_whole normalises all heads together, and a rank would have only some of them"
         sizes = f"{model.n_heads} heads, {model.n_kv_heads} kv heads, d_ff {model.d_ff}"
+        sizes += f", d_expert {model.experts.d_expert}" if model.experts else ""
     sizes += f", a vocabulary of {model.vocab_size} and seq_len {model.seq_len}"
     return f"{sizes} are not all divisible by {tp}"
 

@@ -216,6 +216,17 @@ def mlp_rows(
     ]
 
 
+def expert_rows(d: int, width: int, experts: tuple[int, int], shared: int, *, gated: bool) -> list[Matmul]:
+    """Return the matrix products of a mixture of experts: the router, the routed experts, and the shared experts as
+    one wider MLP. ``experts`` are the numbers of routed experts in a layer and of those that a token uses."""
+    stored, passed = experts
+    return [
+        Matmul("mlp.router", d, stored, "none"),
+        *mlp_rows("mlp.experts", d, width, gated=gated, stored=stored, passed=passed),
+        *(mlp_rows("mlp.shared", d, width * shared, gated=gated) if shared else ()),
+    ]
+
+
 @cache
 def blueprint(model: Model) -> Blueprint:
     """Return a model as a :class:`Blueprint`; a blueprint is returned unchanged."""
@@ -227,9 +238,16 @@ def blueprint(model: Model) -> Blueprint:
     biases = {"bias": model.has_bias("attention.out"), "qkv_bias": model.has_bias("attention.query")}
     rows = attention_rows(d, heads, kv_heads, d_head, **biases)
     shared = 0 if per_head or not model.qk_norm else heads + kv_heads if model.qk_norm_whole else 2
-    windows = {
-        window: BlockTable(
-            (*rows, *mlp_rows("mlp", d, model.d_ff, gated=model.gated, bias=model.bias)),
+
+    @cache
+    def block(window: int | None, has_experts: bool) -> BlockTable:
+        mlp = mlp_rows("mlp", d, model.d_ff, gated=model.gated, bias=model.bias)
+        if model.experts and has_experts:
+            experts = model.experts
+            used = experts.number, experts.active
+            mlp = expert_rows(d, experts.d_expert, used, experts.shared, gated=model.gated)
+        return BlockTable(
+            (*rows, *mlp),
             Core(heads, kv_heads, d_head, d_head, window),
             len(model.block_norms) * norm + shared * d_head,
             (heads + kv_heads) * d_head if per_head else 0,
@@ -238,13 +256,12 @@ def blueprint(model: Model) -> Blueprint:
             dropout=model.dropout > 0,
             norms=model.block_norms,
         )
-        for window in {model.window, None}
-    }
+
     return Blueprint(
         model.seq_len,
         d,
         model.vocab_size,
-        tuple(windows[model.window_of(layer)] for layer in range(model.n_layers)),
+        tuple(block(model.window_of(layer), model.has_experts(layer)) for layer in range(model.n_layers)),
         model.tied_embeddings,
         positions=model.seq_len * d if model.positions == "learned" else 0,
         embedding_norm=model.embedding_norm,

@@ -62,9 +62,15 @@ def _nodes(ranks: int, stride: int, accelerator: Accelerator) -> int:
 def all_to_all(size: float, ranks: int, stride: int, accelerator: Accelerator) -> float:
     """Return the seconds of an all-to-all of ``size`` bytes per rank.
 
-    Each of n ranks sends (n - 1)/n of its bytes, in equal parts, to the other ranks.
+    Each of n ranks sends (n - 1)/n of its bytes, in equal parts, to the other ranks. Bytes for the rank's own node go
+    over the link at the same time as bytes for other nodes go over the network.
     """
-    return hop((ranks - 1) / ranks * size, ranks * stride, accelerator) if ranks > 1 else 0.0
+    if ranks == 1:
+        return 0.0
+    near = min(ranks, max(1, accelerator.node_size // stride))  # ranks of the group in a node
+    inside = hop((near - 1) / ranks * size, near * stride, accelerator) if near > 1 else 0.0
+    across = hop((ranks - near) / ranks * size, ranks * stride, accelerator) if ranks > near else 0.0
+    return max(inside, across)
 
 
 def hop(size: float, span: int, accelerator: Accelerator) -> float:

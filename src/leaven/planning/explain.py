@@ -23,6 +23,13 @@ PARTS = {
     "data_parallel": "gradient exchange",
     "optimizer": "optimizer",
 }
+
+
+def part_name(part: str, ep: int = 1) -> str:
+    """Return the name of a part of a step in messages; ``ep`` is the number of expert-parallel ranks."""
+    return "exchange in blocks" if part == "tensor_parallel" and ep > 1 else PARTS[part]
+
+
 # At most so many neighbours of the chosen layout are listed, if they are slower by more than this share.
 _N_NOT = 4
 _SLOWER = 0.03
@@ -45,7 +52,7 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
     job = exploration.job if micro_batch is None else exploration.job.with_micro_batch(micro_batch)
     notes = _unsearched(job, fixed)
     if job.by_leaven:  # layouts that leaven cannot train are searched on request only
-        fixed = {"cp": 1, "ep": 1} | fixed
+        fixed = {"cp": 1} | fixed
     if fixed.get("zero", 0) > 1 and not {"pp", "schedule", "stages_per_rank"} & {*fixed}:
         fixed["pp"] = 1
     found, line = None, _refusal(job, fixed)
@@ -88,7 +95,7 @@ def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
     }
     names = " and ".join(name for name, asked in left_out.items() if asked)
     notes = f"; the search leaves out {names}" if names else ""
-    if job.by_leaven and max(fixed.get("cp", 1), fixed.get("ep", 1)) > 1:
+    if job.by_leaven and fixed.get("cp", 1) > 1:
         notes += "; leaven can plan and export this but cannot train with it"
     return notes
 
@@ -169,7 +176,7 @@ def _reason(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
         again = found.arrangement.layout.recompute
         how = "" if again in {"none", chosen.arrangement.layout.recompute} else " with recomputation"
         return f"{found.time.compute / chosen.time.compute - 1:.0%} more compute{how}"
-    return f"{PARTS[part]} {share:.0%} of the step"
+    return f"{part_name(part, found.arrangement.layout.ep)} {share:.0%} of the step"
 
 
 def memory_and_limit(candidate: LayoutCandidate) -> str:
@@ -219,7 +226,7 @@ def _nothing_fits(least: LayoutCandidate) -> str:
 
 def _any_fits(job: Job) -> bool:
     """Return whether any layout that leaven may choose fits into memory."""
-    fixed = {"stages_per_rank": 1} | ({"cp": 1, "ep": 1} if job.by_leaven else {})
+    fixed = {"stages_per_rank": 1} | ({"cp": 1} if job.by_leaven else {})
     for layout in reversed([*layouts(job, fixed)]):  # from the least memory
         try:
             smallest = job.arrangements(layout)[0]  # larger micro-batches need more memory

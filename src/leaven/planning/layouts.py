@@ -126,8 +126,8 @@ class LayoutCandidate:
 
     @property
     def trained(self) -> bool:
-        """Whether leaven can train the arrangement, which needs cp = ep = 1."""
-        return self.arrangement.layout.cp == self.arrangement.layout.ep == 1
+        """Whether leaven can train the arrangement, which needs cp = 1."""
+        return self.arrangement.layout.cp == 1
 
     def row(self) -> CandidateRow:
         return CandidateRow(

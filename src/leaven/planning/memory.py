@@ -70,6 +70,7 @@ class _States:
     update: float  # temporary memory of the optimizer update
     stays: float  # activations saved until the backward pass, in bytes per token
     once: float  # activations that exist for only one micro-batch and one block at a time, in bytes per token
+    freed: float  # part of ``stays`` and ``once`` that a block has freed when its gradients are exchanged
 
 
 def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16) -> Memory:
@@ -100,7 +101,7 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
             if layout.tp > 1:
                 logits += code.element * (unembedding + 3 * tokens * table.d_model)
         activations += tokens * table.d_model * at_end / (layout.tp if code.sequence_parallel else 1)
-    in_block = max(0.0, inside + rank.exchange + rank.units - logits)
+    in_block = max(0.0, max(inside, inside - tokens * rank.freed + rank.exchange) + rank.units - logits)
     exchange = min(rank.exchange, in_block)
     units = min(rank.units, in_block - exchange)
     gathered = rank.gathered + units
@@ -148,22 +149,23 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
     of_matrices = code.optimizer if code.optimizer_of_matrices is None else code.optimizer_of_matrices
     optimizer = held(code.optimizer, 1, dense - matrices, 0) + held(of_matrices, 1, matrices, experts)
     copy = code.compute_copy or code.weights
-    unit = max(block.whole + (block.cut + block.experts / layout.ep) / t for block, _ in blocks)
+    # The largest FSDP unit and the two units after one another that are the largest.
+    unit, two_units = _units(tuple(block for block, _ in blocks), layout, code)
     # Under ZeRO 3, weights are gathered by unit: one unit is in use and the next is prefetched.
     # Leaven's ranks that share a replica use a gathered copy of their weights, also in fp32.
     whole_copy = copy if code.autocast and sharers > 1 else code.compute_copy
-    units, gathered = 0.0, 2 * unit * copy if layout.zero == 3 else whole_copy * (dense + experts)
+    units, gathered = 0.0, two_units * copy if layout.zero == 3 else whole_copy * (dense + experts)
     if code.gathered_ends and layout.ranks > 1:
         gathered += ends * (code.gathered_ends - (whole_copy if layout.zero < 3 else 0))
     if code.autocast and layout.zero == 3:
-        units, gathered = 2 * unit * copy, gathered - 2 * unit * copy
+        units, gathered = two_units * copy, gathered - two_units * copy
         if stage == 0 and not table.tied:
             gathered -= code.gathered_ends * table.embedding / t
     if code.autocast and layout.ranks == 1:
-        gathered = code.compute_copy * (dense - ends + table.embedding)
+        gathered = code.compute_copy * (dense - ends + experts + table.embedding)
         if layout.recompute == "full":
-            units, gathered = code.compute_copy * unit, code.compute_copy * table.embedding
-    stays, once = _per_token(table, layout, stage, code)
+            units, gathered = code.compute_copy * two_units, code.compute_copy * table.embedding
+    stays, once, freed = _per_token(table, layout, stage, code)
     return _States(
         weights=held(code.weights, code.shards_weights_from, dense, experts),
         grads=held(code.grads, 2, dense, experts),
@@ -176,11 +178,32 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
         update=held(code.update_copy, 1, dense, experts),
         stays=stays,
         once=once,
+        freed=freed,
     )
 
 
-def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> tuple[float, float]:
-    """Return the fields ``stays`` and ``once`` of :class:`_States`."""
+def _units(blocks: tuple[BlockTable, ...], layout: Layout, code: TrainingCode) -> tuple[float, float]:
+    """Return the parameters on a rank of the largest FSDP unit, and of the largest two units after one another.
+
+    A unit is a block, or, if a block has two units, its attention or its MLP.
+    """
+    t, ep = layout.tp, layout.ep
+    whole = max(block.whole + (block.cut + block.experts / ep) / t for block in blocks)
+    if code.units != 2:
+        return whole, 2 * whole
+    mlps = (
+        sum(
+            row.size / ((t if row.split != "none" else 1) * (ep if row.routed else 1))
+            for row in block.matmuls
+            if row.name.startswith("mlp.")
+        )
+        for block in blocks
+    )
+    return max(mlps), whole
+
+
+def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> tuple[float, float, float]:
+    """Return the fields ``stays``, ``once`` and ``freed`` of :class:`_States`."""
     t, last = layout.tp, stage == layout.pp - 1
     stretch = t if code.sequence_parallel else 1
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
@@ -199,7 +222,10 @@ def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode)
     # Context parallelism: keys, values and their gradients that are passed around the ring, the current and the next.
     pairs = max(block.core.kv_heads * (block.core.d_qk + block.core.d_v) for block, _ in blocks)
     ring = 2 * 2 * code.element * pairs / t if layout.cp > 1 else 0.0
-    return stays, max(each.once + each.gradients for each, _ in kept) + ring
+    most, _ = max(kept, key=lambda each: each[0].once + each[0].gradients)
+    # Units of a block are exchanged one by one by leaven's trainer, where this was measured.
+    freed = most.mlp + most.gradients if code.units == 2 else 0.0
+    return stays, most.once + most.gradients + ring, freed
 
 
 def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16) -> Memory:
@@ -251,6 +277,7 @@ class Kept:
     stays: float  # activations saved until the backward pass of the micro-batch
     once: float  # activations that exist only while the block is recomputed
     gradients: float  # peak memory of the gradients of activations within the block
+    mlp: float  # activations of the MLP, which are free when its gradients are exchanged
 
 
 @cache
@@ -294,17 +321,20 @@ def operators_kept(
     tensors = _MLP_TENSORS[block.activation]
     # Parallel branches have the same input, of which tensor-parallel ranks gather a copy for each branch.
     parallel = "attention" in block.norms and "mlp" not in block.norms and gathered == stretch
-    if ("mlp.in" in rows or "shared.in" in rows) and not parallel:
+    if ("mlp.in" in rows or "mlp.shared.in" in rows) and not parallel:
         found["mlp.inputs"] = e * d / gathered
-    for mlp in ("mlp", "shared"):
+    for mlp in ("mlp", "mlp.shared"):
         if f"{mlp}.in" in rows:
             found[mlp] = e * tensors * rows[f"{mlp}.in"].n / tp
-    if "experts.in" in rows:
-        experts = rows["experts.in"]
-        found["router"] = 4 * experts.stored / stretch
-        found["experts.inputs"] = e * experts.passed * d / gathered
-        found["experts"] = e * tensors * experts.passed * experts.n / tp
-        found["experts.outputs"] = e * experts.passed * d / stretch  # for the gradients of the router's weights
+    if "mlp.experts.in" in rows:
+        experts = rows["mlp.experts.in"]
+        # The scores in fp32, indices and weights for each copy of a token, and the input, if it has to be cast to the
+        # dtype of the router's matrix.
+        cast = code.weights * d if code.autocast and code.weights > e else 0
+        found["mlp.router"] = (4 * experts.stored + 30 * experts.passed + cast) / gathered
+        found["mlp.experts.inputs"] = e * experts.passed * d / gathered
+        found["mlp.experts"] = e * tensors * experts.passed * experts.n / tp
+        found["mlp.experts.outputs"] = e * experts.passed * d / gathered  # for the gradients of the router's weights
     if block.dropout:
         found["dropout"] = 2 * d / stretch
     return found
@@ -334,8 +364,8 @@ def block_kept(
     # The peak is in the MLP (gradients of its tensors and of its gathered output) or, without a flash kernel, in
     # attention (gradients of scores and probabilities). At that time, the saved tensors of the MLP are already free.
     e = code.element
-    mlp = sum(by_operator.get(name, 0.0) for name in ("mlp", "shared", "experts", "experts.inputs"))
+    mlp = sum(by_operator.get(name, 0.0) for name in ("mlp", "mlp.shared", "mlp.experts", "mlp.experts.inputs"))
     widths = sum(row.n * row.passed for row in block.matmuls if row.name.endswith((".in", ".gate")))
     gradients = e * widths / tp + e * d_model
     scores = 0.0 if code.flash_attention else 2 * e * block.core.heads * seq_len / tp
-    return Kept(stays, everything - stays, max(gradients, scores - mlp))
+    return Kept(stays, everything - stays, max(gradients, scores - mlp), mlp)

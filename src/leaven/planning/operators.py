@@ -103,6 +103,7 @@ def block_operators(
     found = [_product(rows, work, accelerator, code) for rows in _together(block)]
     found += [_attention(block, work, accelerator, code), _norms(block, work, accelerator, code)]
     found.append(_activation(block, work, accelerator, code))
+    found += _sorting(block, work, accelerator, code)
     if not block.dropout:  # rotary positions: fused, queries and keys are read and written once, otherwise four times
         heads = (block.core.heads + block.core.kv_heads) / work.tp
         moved = 2 * code.element * work.tokens * heads * block.core.d_qk * (1 if work.fused else 4)
@@ -188,3 +189,19 @@ def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: T
         stream_seconds(each * (entering + leaving + twice), accelerator),
         stream_seconds(each * (2 * entering + leaving + 1.5 * twice), accelerator),
     )
+
+
+def _sorting(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> list[Operator]:
+    """Return the copies of tokens for their experts as one operator, or nothing in a block without experts.
+
+    A copy of a token for each of its experts is written, and the outputs of the experts are read and summed. With
+    expert parallelism, the rows are sorted once more on the ranks of the experts, before and after the experts. The
+    backward pass does the same with gradients.
+    """
+    copies = max((row.passed for row in block.matmuls if row.routed), default=0)
+    if not copies:
+        return []
+    rows = work.tokens / (work.tp if code.sequence_parallel else 1)
+    moved = 2 * (1 + copies) + (4 * copies if work.ep > 1 else 0)
+    seconds = stream_seconds(code.element * rows * work.width * moved, accelerator)
+    return [Operator("sorting", seconds, seconds)]

@@ -27,6 +27,10 @@ ACCURACY = (
     "memory 3% over 33 rows of BLOOM (worst -13%), 4% over 13 rows of nanotron (worst -11%), 5% over 18 "
     "rows of torchtitan (worst -16%); see docs/evidence/planner-accuracy.md"
 )
+ACCURACY_OF_EXPERTS = (
+    "mean error on published mixtures of experts: time 18% over 6 rows of DeepSeek-V3 (worst -22%), 60% over 5 rows "
+    "of Qwen3 (worst +98%); memory 2% over 6 rows of DeepSeek-V3 (worst -2%); see docs/evidence/planner-accuracy.md"
+)
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,8 @@ class ClusterPlan:
         return PlanDocument(
             cluster=str(cluster),
             gpus=cluster.gpus,
+            params=table.params,
+            params_active=table.active_params,
             layout=how.to_json(),
             memory=MemoryPlan(
                 gib=chosen.memory.total / GIB,

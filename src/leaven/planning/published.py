@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from leaven.catalogue.groups import LayerwiseScaling, PublishedArchitecture
 from leaven.catalogue.runs import find_run, load_runs
 from leaven.errors import InputError
-from leaven.planning.blueprint import BlockTable, Blueprint, Core, Matmul, attention_rows, mlp_rows
+from leaven.planning.blueprint import BlockTable, Blueprint, Core, Matmul, attention_rows, expert_rows, mlp_rows
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Job
 from leaven.planning.plan import ClusterPlan, plan
@@ -184,12 +184,9 @@ def _block(arch: PublishedArchitecture, layer: LayerWidths) -> BlockTable:
             split_gains = (heads + kv_heads) * head * gain
     if d_ff is not None:
         matmuls += mlp_rows("mlp", d, d_ff, gated=gated, bias=bias)
-    else:  # the router, the routed experts, and the shared experts as one wider MLP
+    else:
         width, routed, passed = (_known(arch, name) for name in ("d_expert", "n_experts", "experts_per_token"))
-        matmuls.append(Matmul("router", d, routed, "none"))
-        matmuls += mlp_rows("experts", d, width, gated=gated, stored=routed, passed=passed)
-        if arch.n_shared_experts:
-            matmuls += mlp_rows("shared", d, width * arch.n_shared_experts, gated=gated)
+        matmuls += expert_rows(d, width, (routed, passed), arch.n_shared_experts or 0, gated=gated)
     activation = arch.activation or ("swiglu" if gated else "gelu")
     return BlockTable(tuple(matmuls), core, gains, split_gains, activation, qk_norm=qk_norm)
 

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from importlib.metadata import version
 from itertools import product
+from math import gcd
 
 from pydantic import ValidationError
 
@@ -14,18 +15,17 @@ from leaven.recipe.recipe import Recipe
 
 def require_trainable(recipe: Recipe, processes: int) -> None:
     """Raise InputError if leaven cannot train a recipe in its layout on this number of processes."""
-    for key in ("cp", "ep"):
-        if getattr(recipe.layout, key) > 1:
-            raise InputError(
-                f"[layout] {key} above 1: leaven can plan and export this layout but not train with it; "
-                f"use --set layout.{key}=1"
-            )
+    if recipe.layout.cp > 1:
+        raise InputError(
+            "[layout] cp above 1: leaven can plan and export this layout but not train with it; use --set layout.cp=1"
+        )
     _require_ranks(recipe, processes)
     micro_batch = 1 if recipe.batch.micro_batch == "auto" else recipe.batch.micro_batch
     refusal = (
         shape_refusal(recipe.model, recipe.layout)
         or pipeline_refusal(recipe.layout, recipe.model.seq_len, recipe.batch.smallest_tokens, micro_batch)
         or _torch_refusal(recipe)
+        or _experts_refusal(recipe)
     )
     if refusal:
         raise InputError(f"[layout] {refusal}")
@@ -41,7 +41,7 @@ def resized(recipe: Recipe, processes: int) -> Recipe:
     if rest or not dp or dp == layout.dp:
         return recipe
     replicate = layout.dp_replicate if dp % layout.dp_replicate == 0 else 1
-    return recipe.replace({"layout.dp": dp, "layout.dp_replicate": replicate})
+    return recipe.replace({"layout.dp": dp, "layout.dp_replicate": replicate, "layout.ep": gcd(layout.ep, dp)})
 
 
 def _require_ranks(recipe: Recipe, processes: int) -> None:
@@ -94,6 +94,16 @@ def _noise_refusal(recipe: Recipe) -> str | None:
         return (
             f"needs at least two micro-batches per step, and a rank's {each} sequences fit into one of {size}; "
             f"use --set batch.micro_batch={each // 2}, or {off}"
+        )
+    return None
+
+
+def _experts_refusal(recipe: Recipe) -> str | None:
+    """Return why a model with experts cannot be trained in its layout, or None if it can."""
+    if recipe.model.experts and recipe.layout.schedule == "zero-bubble":
+        return (
+            'schedule = "zero-bubble" computes the gradients of weights in a second backward pass, which would count '
+            'the loads of the experts twice; use "1f1b" or "interleaved"'
         )
     return None
 

@@ -154,7 +154,7 @@ class Hyperparameters(Part):
 
     def muon_of(self, role: Role) -> Muon | None:
         """Return the settings of Muon if it updates parameters of this role, else None."""
-        return self.muon if role is Role.HIDDEN_WEIGHT else None
+        return self.muon if role.in_branches else None
 
     @property
     def ns_steps(self) -> int:
@@ -229,7 +229,7 @@ class Hyperparameters(Part):
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
             return f"{where}: no module {module!r} in this model; {hint}"
         if quantity == "residual" and module not in BRANCH_ENDS:
-            ends = " and ".join(BRANCH_ENDS)
+            ends = " and ".join(end for end in BRANCH_ENDS if end in known)
             return (
                 f"{where}: {module} has no residual multiplier; only the last matrices of branches have one: {ends}"
             )

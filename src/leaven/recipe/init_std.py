@@ -71,8 +71,10 @@ class Init:
     def formula(self, parameter: Parameter, gated: bool) -> Formula:
         if parameter.module in self.modules:
             return self.modules[parameter.module]
-        outputs = (*BRANCH_ENDS, "mlp.in") if self.gated_in and gated else BRANCH_ENDS
-        if parameter.module in outputs:
+        gated_in = (
+            self.gated_in and gated and parameter.module.startswith("mlp.") and parameter.module.endswith(".in")
+        )
+        if parameter.module in BRANCH_ENDS or gated_in:
             return self.outputs
         if parameter.module == "embedding" and parameter.role is Role.EMBEDDING:
             return self.embedding or self.inputs
@@ -82,7 +84,7 @@ class Init:
 
     def std(self, parameter: Parameter, n_layers: int, gated: bool) -> float:
         """Return the initial standard deviation of one matrix in a model with ``n_layers`` blocks."""
-        out, into = parameter.shape
+        out, into = parameter.shape[-2:]
         width = out if parameter.module in BRANCH_ENDS else into
         return self.formula(parameter, gated).std(MatrixPlace(width, n_layers, parameter.layer or 0, into, out))
 

@@ -18,7 +18,7 @@ class Layout(Part):
     tp: int = Field(default=1, gt=0)  # tensor-parallel degree
     pp: int = Field(default=1, gt=0)  # pipeline-parallel degree
     cp: int = Field(default=1, gt=0)  # context-parallel degree; for ``leaven plan`` and exports, not for training
-    ep: int = Field(default=1, gt=0)  # expert-parallel degree within dp x cp; for ``leaven plan`` and exports only
+    ep: int = Field(default=1, gt=0)  # expert-parallel degree: the dp x cp ranks that share the experts of a layer
     zero: int = Field(default=0, ge=0, le=3)  # ZeRO stage
     # Number of replicas (HSDP); ZeRO shards each replica over dp / dp_replicate ranks.
     dp_replicate: int = Field(default=1, gt=0)

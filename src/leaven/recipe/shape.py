@@ -8,11 +8,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
 from leaven.recipe.base import Part
+from leaven.recipe.experts import Experts
 
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "output", "sandwich"]
@@ -20,9 +21,9 @@ AttentionBias = Literal["none", "qkv", "all"]
 Activation = Literal["swiglu", "geglu", "gelu", "relu", "squared_relu"]
 Positions = Literal["rope", "learned", "alibi"]
 _BRANCHES = ("attention", "mlp")
-# The last matrices of the two residual branches of a block. Their output is added to the residual stream, after a
-# norm if ``norm_placement`` is not "pre".
-BRANCH_ENDS = ("attention.out", "mlp.out")
+# The last matrices of the residual branches of a block. Their output is added to the residual stream, after a norm if
+# ``norm_placement`` is not "pre". A block has attention.out, and either mlp.out or those of its experts.
+BRANCH_ENDS = ("attention.out", "mlp.out", "mlp.experts.out", "mlp.shared.out")
 
 
 class Role(StrEnum):
@@ -43,6 +44,8 @@ class Role(StrEnum):
     QK_NORM = "qk_norm"  # gain of queries or keys over d_head, shared by all heads
     FINAL_NORM = "final_norm"  # gain over the width, after the last block
     FINAL_BIAS = "final_bias"  # bias of the final norm
+    EXPERT_WEIGHT = "expert_weight"  # width -> width, a matrix for each routed expert of a block
+    ROUTER = "router"  # width -> fixed: the logits of the experts, inside a block
     UNEMBEDDING = "unembedding"  # width -> fixed
     UNEMBEDDING_BIAS = "unembedding_bias"  # bias over the vocabulary; leaven's own models have none
     TIED_EMBEDDING = "tied_embedding"  # embedding and unembedding in one matrix
@@ -50,7 +53,19 @@ class Role(StrEnum):
     @property
     def is_matrix(self) -> bool:
         """Return whether parameters with this role are matrices, not gains or biases."""
-        return self in {Role.EMBEDDING, Role.HIDDEN_WEIGHT, Role.UNEMBEDDING, Role.TIED_EMBEDDING}
+        return self in {
+            Role.EMBEDDING,
+            Role.HIDDEN_WEIGHT,
+            Role.EXPERT_WEIGHT,
+            Role.ROUTER,
+            Role.UNEMBEDDING,
+            Role.TIED_EMBEDDING,
+        }
+
+    @property
+    def in_branches(self) -> bool:
+        """Return whether parameters with this role are the matrices that turn width into width inside a block."""
+        return self in {Role.HIDDEN_WEIGHT, Role.EXPERT_WEIGHT}
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,8 @@ class Parameter:
     """A parameter tensor of the model, without its values."""
 
     name: str
-    shape: tuple[int, ...]  # (fan out, fan in) for a matrix
+    # (fan out, fan in) for a matrix; (experts, fan out, fan in) for the matrices of the routed experts
+    shape: tuple[int, ...]
     role: Role
     module: str  # the module NAME in ``hyperparameters.modules.NAME``, where multipliers are set
     layer: int | None = None  # index of the block; None outside the blocks
@@ -103,6 +119,7 @@ class ModelShape(Part):
     logit_softcap: float | None = Field(default=None, gt=0)  # logits become cap tanh(logit / cap) (Gemma 2)
     window: int | None = Field(default=None, gt=0)  # number of tokens a token attends to, itself included (Mistral)
     global_every: int = Field(default=0, ge=0)  # every n-th layer ignores ``window`` (Gemma 2: 2); 0: no layer does
+    experts: Experts | None = None  # a mixture of experts in place of the MLPs
 
     added: ClassVar = (
         "norm_placement",
@@ -114,6 +131,7 @@ class ModelShape(Part):
         "logit_softcap",
         "window",
         "global_every",
+        "experts",
     )
 
     @model_validator(mode="after")
@@ -154,6 +172,21 @@ class ModelShape(Part):
             raise ValueError(f"rotary positions need an even d_head, not {self.d_head}; set an even d_head")
         return self
 
+    @model_validator(mode="after")
+    def _validate_experts(self) -> "ModelShape":
+        if self.experts is None:
+            return self
+        if self.bias:
+            raise ValueError('experts have no biases; set bias = false, and attention_bias = "all" for attention')
+        if self.norm_placement != "pre":
+            raise ValueError('experts need norm_placement = "pre"; set it, or remove [model.experts]')
+        if self.experts.dense_layers >= self.n_layers:
+            raise ValueError(
+                f"experts.dense_layers {self.experts.dense_layers} leaves no layer of {self.n_layers} with experts; "
+                "lower it, or remove [model.experts]"
+            )
+        return self
+
     @property
     def gated(self) -> bool:
         return self.activation in {"swiglu", "geglu"}
@@ -172,6 +205,21 @@ class ModelShape(Part):
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a layer (counted from 0), or None if it attends to all earlier tokens."""
         return None if self.global_every and (layer + 1) % self.global_every == 0 else self.window
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer (counted from 0) has experts in place of one MLP."""
+        return self.experts is not None and layer >= self.experts.dense_layers
+
+    @property
+    def branch_ends(self) -> tuple[str, ...]:
+        """Return which of :data:`BRANCH_ENDS` this model has."""
+        experts = self.experts
+        found = {
+            "mlp.out": not experts or bool(experts.dense_layers),
+            "mlp.experts.out": bool(experts),
+            "mlp.shared.out": bool(experts and experts.shared),
+        }
+        return tuple(end for end in BRANCH_ENDS if found.get(end, True))
 
     @property
     def block_norms(self) -> tuple[str, ...]:
@@ -196,14 +244,11 @@ class ModelShape(Part):
             yield from self._norm("", "embedding", None)
         if self.positions == "learned":
             yield Parameter("positions.weight", (self.seq_len, d), Role.EMBEDDING, "positions")
-        matrices = {
+        attention = {
             "attention.query": (d_q, d),
             "attention.key": (d_kv, d),
             "attention.value": (d_kv, d),
             "attention.out": (d, d_q),
-            **({"mlp.gate": (self.d_ff, d)} if self.gated else {}),
-            "mlp.in": (self.d_ff, d),
-            "mlp.out": (d, self.d_ff),
         }
         for layer in range(self.n_layers):
             for branch in _BRANCHES:
@@ -211,17 +256,32 @@ class ModelShape(Part):
                     yield from self._norm(f"layers.{layer}.", branch, layer)
                 if branch == "attention" and self.qk_norm:
                     yield from self._qk_norms(layer)
+                matrices = attention if branch == "attention" else self._mlp(layer)
                 for module, shape in matrices.items():
-                    if module.startswith(branch):
-                        name = f"layers.{layer}.{module}"
-                        yield Parameter(f"{name}.weight", shape, Role.HIDDEN_WEIGHT, module, layer)
-                        if self.has_bias(module):
-                            yield Parameter(f"{name}.bias", shape[:1], Role.HIDDEN_BIAS, "biases", layer)
+                    name = f"layers.{layer}.{module}"
+                    yield Parameter(f"{name}.weight", shape, _role(module), module, layer)
+                    if self.has_bias(module):
+                        yield Parameter(f"{name}.bias", shape[:1], Role.HIDDEN_BIAS, "biases", layer)
                 if f"{branch}_out" in self.block_norms:
                     yield from self._norm(f"layers.{layer}.", f"{branch}_out", layer)
         yield from self._norm("", "final", None)
         if not self.tied_embeddings:
             yield Parameter("unembedding.weight", (self.vocab_size, d), Role.UNEMBEDDING, "unembedding")
+
+    def _mlp(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the matrices of a layer's MLP, or of its router and its experts, by module."""
+
+        def mlp(prefix: str, width: int, *experts: int) -> dict[str, tuple[int, ...]]:
+            sides = ("gate", "in") if self.gated else ("in",)
+            inputs = {f"{prefix}.{side}": (*experts, width, self.d_model) for side in sides}
+            return {**inputs, f"{prefix}.out": (*experts, self.d_model, width)}
+
+        experts = self.experts
+        if experts is None or not self.has_experts(layer):
+            return mlp("mlp", self.d_ff)
+        shared = mlp("mlp.shared", experts.shared * experts.d_expert) if experts.shared else {}
+        routed = mlp("mlp.experts", experts.d_expert, experts.number)
+        return {"mlp.router": (experts.number, self.d_model), **routed, **shared}
 
     def _qk_norms(self, layer: int) -> Iterator[Parameter]:
         for side, heads in (("query", self.n_heads), ("key", self.n_kv_heads)):
@@ -263,10 +323,22 @@ class ModelShape(Part):
         return sum(parameter.size for parameter in self.parameters())
 
     @property
+    def params_active(self) -> int:
+        """Return the number of parameters that one token uses; without experts, all parameters."""
+        return sum(self._used(parameter) for parameter in self.parameters())
+
+    @property
     def params_non_embedding(self) -> int:
-        """Return the number of parameters without token embedding, position embedding and unembedding."""
+        """Return the number of parameters that one token uses, without token embedding, position embedding and
+        unembedding."""
         outside = {Role.EMBEDDING, Role.TIED_EMBEDDING, Role.UNEMBEDDING}
-        return sum(parameter.size for parameter in self.parameters() if parameter.role not in outside)
+        return sum(self._used(parameter) for parameter in self.parameters() if parameter.role not in outside)
+
+    def _used(self, parameter: Parameter) -> int:
+        """Return how many elements of a parameter one token uses."""
+        if self.experts is None or parameter.role is not Role.EXPERT_WEIGHT:
+            return parameter.size
+        return parameter.size * self.experts.active // self.experts.number
 
     def scaled(
         self,
@@ -280,7 +352,8 @@ class ModelShape(Part):
         """Return this shape at another width and depth.
 
         The head dimension, d_ff / d_model and the number of query heads per key-value head are kept, unless
-        ``d_head``, ``d_ff`` or ``n_kv_heads`` is given. d_attention / d_model is always kept.
+        ``d_head``, ``d_ff`` or ``n_kv_heads`` is given. d_attention / d_model and d_expert / d_ff are always kept,
+        and so is the number of experts.
 
         Raises:
             ValueError: if the width is not a multiple of d_head x n_heads / n_kv_heads, or if another size is not a
@@ -304,16 +377,32 @@ class ModelShape(Part):
                 f"choose a d_ff that is a simple multiple of d_model"
             )
         heads = width * together // (self.d_model * d_head)
-        changes = {
+        d_ff = d_ff or self.d_ff * width // self.d_model
+        changes: dict[str, Any] = {
             "d_attention": heads * d_head if self.d_attention else None,
             "n_layers": depth,
             "d_model": width,
             "n_heads": heads,
             "n_kv_heads": n_kv_heads or heads // group,
             "d_head": d_head,
-            "d_ff": d_ff or self.d_ff * width // self.d_model,
+            "d_ff": d_ff,
         }
+        if self.experts is not None:
+            if self.experts.d_expert * d_ff % self.d_ff:
+                raise ValueError(
+                    f"width {width} makes experts.d_expert = {self.experts.d_expert} x {d_ff} / {self.d_ff} not a "
+                    "whole number; choose a d_expert that is a simple fraction of d_ff"
+                )
+            d_expert = self.experts.d_expert * d_ff // self.d_ff
+            changes["experts"] = self.experts.model_dump() | {"d_expert": d_expert}
         try:
             return ModelShape.model_validate(self.model_dump() | changes)
         except ValidationError as error:
             raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+
+
+def _role(module: str) -> Role:
+    """Return the role of a matrix inside a block."""
+    if module.startswith("mlp.experts."):
+        return Role.EXPERT_WEIGHT
+    return Role.ROUTER if module == "mlp.router" else Role.HIDDEN_WEIGHT

@@ -66,31 +66,38 @@ def tensor_ratios(
 
     Args:
         shape, base_shape: the tensor's shapes at target and base: (fan out, fan in) for matrices, as in
-            ``nn.Linear``, and (vocabulary or positions, width) for embeddings and unembedding. A gain or bias has fan
-            in 1, and its number of elements as fan out.
+            ``nn.Linear``, (experts, fan out, fan in) for the matrices of experts, (experts, fan in) for a router, and
+            (vocabulary or positions, width) for embeddings and unembedding. A gain or bias has fan in 1, and its
+            number of elements as fan out.
         at: the ratios of the run, from which the result takes depth, batch and tokens.
         head: the ratio of the head dimensions, target / base.
 
     Raises:
-        ValueError: if the role is that of a matrix, but the tensor is not a matrix, as with stacked experts or
-            convolutions.
+        ValueError: if the role is that of a matrix, but the tensor has another number of dimensions, as with
+            convolutions, or if target and base have different numbers of experts.
     """
     assert len(shape) == len(base_shape), f"{shape} and {base_shape} are not the same tensor at two scales"
-    if role.is_matrix and len(shape) != 2:
+    sides = 3 if role is Role.EXPERT_WEIGHT else 2
+    if role.is_matrix and len(shape) != sides:
         raise ValueError(
-            f"the role {role} needs a matrix (fan out, fan in), but this tensor has {len(shape)} dimensions; no rule "
-            "covers mixtures of experts or convolutions"
+            f"the role {role} needs a tensor of {sides} dimensions, and this one has {len(shape)}; no rule covers "
+            "convolutions"
+        )
+    if role in {Role.EXPERT_WEIGHT, Role.ROUTER} and shape[0] != base_shape[0]:
+        raise ValueError(
+            f"the target has {shape[0]} experts and the base has {base_shape[0]}; no rule covers this, so give both "
+            "the same number"
         )
     ratio = [side / base_side for side, base_side in zip(shape, base_shape, strict=True)]
     match role:
         case Role.EMBEDDING:
             fan_in, fan_out = 1.0, ratio[1]
-        case Role.UNEMBEDDING:
+        case Role.UNEMBEDDING | Role.ROUTER:
             fan_in, fan_out = ratio[1], 1.0
         case Role.TIED_EMBEDDING:
             fan_in, fan_out = ratio[1], ratio[1]
-        case Role.HIDDEN_WEIGHT:
-            fan_in, fan_out = ratio[1], ratio[0]
+        case Role.HIDDEN_WEIGHT | Role.EXPERT_WEIGHT:
+            fan_in, fan_out = ratio[-1], ratio[-2]
         case Role.UNEMBEDDING_BIAS:
             fan_in, fan_out = 1.0, 1.0
         case _:

@@ -101,6 +101,7 @@ def describe(
         ratios=asdict(table.ratios),
         totals=Totals(
             params=model.params,
+            params_active=model.params_active,
             params_non_embedding=model.params_non_embedding,
             flops_per_token=flops_per_token,
         ),

@@ -41,8 +41,27 @@ NAME`` prints one. All tables differ from the papers in these points:
 gradient of this gain falls as 1 / width (measured exponent -1.05 at initialisation, -0.91 after 150 steps), so its
 eps must fall, too. The difference is small as long as eps is much smaller than the gradient.
 
-**Muon.** With ``optimizer = "muon"``, hidden weights have the cells of ``Rule.muon``. No paper below has a rule for
-all four axes, so the cells are derived here:
+**Experts.** The base has as many experts as the target, and d_expert grows with the width. Then each expert is an MLP
+that reads its share of the tokens, and this share does not change. So the matrices of experts have the cells of
+hidden weights. (According to the abstract of Peng et al. 2026, arXiv 2605.23893, the lr does not change to first
+order even if this share changes. Malasnicki et al. 2025, arXiv 2508.09752, derive a rule for width, too.)
+
+The router turns the width into as many logits as there are experts, which is a fixed number:
+
+- A step changes a logit by lr x fan in x (size of the input), so lr ~ I^-1. Each of L blocks changes the stream by
+  L^-alpha times the change of its weights, in the same direction, so lr ~ L^(alpha-1), as for hidden weights.
+- The gradient of a logit is the product of an expert's output and the gradient of the stream, summed over the width.
+  Its entries do not grow, but once the output is aligned with the gradient, their sum does not fall with the width
+  either. The router sends this gradient back to the stream through its own weights. All other gradients there fall as
+  1 / width, so the initial weights must, too: variance ~ I^-2, as for an unembedding. (With I^-1, the router's part
+  would exceed the others by width^(1/2).)
+- The gradient of the router's weights is that of the logits times the input. It is constant over the width and
+  falls as L^-alpha with depth, as the branch does, so eps ~ L^-alpha.
+- The balance loss acts on the logits directly. Its coefficient is multiplied by L^-alpha, so that its share of the
+  router's gradient does not change with depth.
+
+**Muon.** With ``optimizer = "muon"``, hidden weights and the matrices of experts have the cells of ``Rule.muon``. No
+paper below has a rule for all four axes, so the cells are derived here:
 
 - Width. A step of Muon is lr x M x (orthogonal matrix), where the factor M depends on the shape (``Muon.matching``).
   So its largest singular value is lr x M. Outputs change by the same amount at every width if this value is
@@ -90,7 +109,7 @@ class Rule:
     residual: Cell  # multiplies each residual branch
     attention: Cell  # multiplies the scale of the attention logits, 1 / sqrt(d_head)
     half_life: Cell  # multiplies the half-life of Adam's moments in steps; to first order it divides 1 - beta
-    muon: Mapping[str, Cell]  # by quantity: cells of hidden weights that Muon updates, instead of those in ``cells``
+    muon: Mapping[str, Cell]  # by quantity: cells of matrices that Muon updates, instead of those in ``cells``
     # Factors for batch and tokens, by quantity; they multiply the cells of all roles.
     columns: Mapping[str, Cell] = field(default_factory=dict)
 
@@ -122,6 +141,7 @@ class Rule:
         )
 
 
+_HIDDEN = (Role.HIDDEN_WEIGHT, Role.EXPERT_WEIGHT)
 _HIDDEN_GAINS = (Role.HIDDEN_NORM, Role.QK_NORM, Role.OUTPUT_NORM)
 _INPUT = (Role.EMBEDDING_NORM, Role.EMBEDDING_BIAS)
 _FINAL = (Role.FINAL_NORM, Role.FINAL_BIAS)
@@ -137,6 +157,7 @@ _STARTS = "derived: not in the table; the gain starts at 1, the bias at 0"
 _BEHIND = (
     "derived: as a gain before a branch (top of scaling/rules.py); measured: tests/verification/test_placements.py"
 )
+_ROUTED = "derived: width to a fixed number of logits, inside a branch (top of scaling/rules.py)"
 _STREAM = "derived: not in the table; like the embedding, it acts on the residual stream before all blocks"
 _SAME = "practice: the same value at every scale"
 _DIVIDED = Cell("H^-1/2", "Yang et al. 2022, arXiv 2203.03466, definition 4.1: logits q.k / d, constant kept at base")
@@ -175,7 +196,8 @@ MUP = Rule(
             ),
             **_rows("1", _BEHIND, Role.OUTPUT_NORM),
             **_rows("1", f"{_TP5}biases", Role.UNEMBEDDING_BIAS),
-            **_rows("I^-1", f"{_TP5}hidden weights", Role.HIDDEN_WEIGHT),
+            **_rows("I^-1", f"{_TP5}hidden weights", *_HIDDEN),
+            **_rows("I^-2", _ROUTED, Role.ROUTER),
             **_rows("I^-2", f"{_TP5}output weights", Role.UNEMBEDDING),
             **_rows("1", _TIED, Role.TIED_EMBEDDING),
         },
@@ -187,7 +209,8 @@ MUP = Rule(
             ),
             **_rows("1", _BEHIND, Role.OUTPUT_NORM),
             **_rows("1", f"{_TP5}biases", Role.UNEMBEDDING_BIAS),
-            **_rows("I^-1", f"{_TP5}hidden weights", Role.HIDDEN_WEIGHT),
+            **_rows("I^-1", f"{_TP5}hidden weights", *_HIDDEN),
+            **_rows("I^-1", _ROUTED, Role.ROUTER),
             **_rows("I^-1", f"{_TP5}output weights", Role.UNEMBEDDING),
             **_rows("1", _TIED, Role.TIED_EMBEDDING),
         },
@@ -195,12 +218,13 @@ MUP = Rule(
             **_rows(
                 "O^-1",
                 f"{_MUP}AdamW eps: Hidden weights/biases/norms",
-                Role.HIDDEN_WEIGHT,
+                *_HIDDEN,
                 Role.HIDDEN_BIAS,
                 Role.HIDDEN_NORM,
             ),
             **_rows("O^-1", _BEHIND, Role.OUTPUT_NORM),
             **_rows("O^-1", "derived: NA in the muP column; as in complete-d-p", Role.QK_NORM),
+            **_rows("1", _ROUTED, Role.ROUTER),
             **_rows("O^-1", f"{_MUP}AdamW eps: Input emb.", Role.EMBEDDING),
             **_rows("O^-1", _STREAM, *_INPUT),
             **_rows(
@@ -213,7 +237,8 @@ MUP = Rule(
             **_rows("O^-1", _TIED, Role.TIED_EMBEDDING),
         },
         "weight_decay": {
-            **_rows("I", f"{_MUP}weight decay: Hidden weights", Role.HIDDEN_WEIGHT),
+            **_rows("I", f"{_MUP}weight decay: Hidden weights", *_HIDDEN),
+            **_rows("I", _ROUTED, Role.ROUTER),
             **_rows("I", f"{_MUP}weight decay: Unemb. weights", Role.UNEMBEDDING),
             **_rows("1", f"{_MUP}weight decay: Rest", Role.EMBEDDING, *_GAINS_AND_BIASES),
             **_rows("1", _TIED, Role.TIED_EMBEDDING),
@@ -242,7 +267,8 @@ COMPLETE_P = Rule(
         "init_variance": {
             **_rows("1", f"{_DEY}initial variance: embedding", Role.EMBEDDING, Role.TIED_EMBEDDING),
             **_rows("1", _STARTS, *_INPUT),
-            **_rows("I^-1", f"{_DEY}initial variance: hidden weights", Role.HIDDEN_WEIGHT),
+            **_rows("I^-1", f"{_DEY}initial variance: hidden weights", *_HIDDEN),
+            **_rows("I^-2", _ROUTED, Role.ROUTER),
             **_rows("1", f"{_DEY}initial variance: pre-LN", Role.HIDDEN_NORM),
             **_rows("1", "derived: not in the table; as the pre-LN", Role.QK_NORM),
             **_rows("1", _BEHIND, Role.OUTPUT_NORM),
@@ -253,7 +279,8 @@ COMPLETE_P = Rule(
         "lr": {
             **_rows("1", f"{_DEY}lr: embedding", Role.EMBEDDING, Role.TIED_EMBEDDING),
             **_rows("1", _STREAM, *_INPUT),
-            **_rows("I^-1 L^(alpha-1)", f"{_DEY}lr: hidden weights", Role.HIDDEN_WEIGHT),
+            **_rows("I^-1 L^(alpha-1)", f"{_DEY}lr: hidden weights", *_HIDDEN),
+            **_rows("I^-1 L^(alpha-1)", _ROUTED, Role.ROUTER),
             **_rows("L^(alpha-1)", f"{_DEY}lr: hidden biases", Role.HIDDEN_BIAS),
             **_rows("L^(alpha-1)", f"{_DEY}lr: pre-LN", Role.HIDDEN_NORM),
             **_rows("L^(alpha-1)", "derived: not in the table; as the pre-LN", Role.QK_NORM),
@@ -267,16 +294,18 @@ COMPLETE_P = Rule(
             **_rows(
                 "O^-1 L^-alpha",
                 f"{_DEY}AdamW eps: residual blocks",
-                Role.HIDDEN_WEIGHT,
+                *_HIDDEN,
                 Role.HIDDEN_BIAS,
                 Role.HIDDEN_NORM,
             ),
             **_rows("O^-1 L^-alpha", "derived: not in the table; as in complete-d-p", Role.QK_NORM),
             **_rows("O^-1 L^-alpha", _BEHIND, Role.OUTPUT_NORM),
+            **_rows("L^-alpha", _ROUTED, Role.ROUTER),
         },
         "weight_decay": {
             **_rows("1", f"{_DEY}weight decay: hidden weights only", *Role),
-            **_rows("I L^w", f"{_DEY}weight decay: hidden weights; L^w derived", Role.HIDDEN_WEIGHT),
+            **_rows("I L^w", f"{_DEY}weight decay: hidden weights; L^w derived", *_HIDDEN),
+            **_rows("I L^w", _ROUTED, Role.ROUTER),
         },
         "forward": {
             **_rows("1", f"{_DEY}forward: unembedding only", *Role),
@@ -298,7 +327,8 @@ COMPLETE_D_P = Rule(
         "init_variance": {
             **_rows("1", f"{_T1}init variances: Input emb.", Role.EMBEDDING),
             **_rows("1", _STARTS, *_INPUT),
-            **_rows("I^-1", f"{_T1}init variances: Hidden weights", Role.HIDDEN_WEIGHT),
+            **_rows("I^-1", f"{_T1}init variances: Hidden weights", *_HIDDEN),
+            **_rows("I^-2", _ROUTED, Role.ROUTER),
             **_rows("1", f"{_T1}init variances: Hidden biases/norms", Role.HIDDEN_BIAS, *_HIDDEN_GAINS),
             **_rows("1", _BEHIND, Role.OUTPUT_NORM),
             **_rows("1", f"{_T1}init variances: Unemb. LN", *_FINAL),
@@ -309,7 +339,8 @@ COMPLETE_D_P = Rule(
         "lr": {
             **_rows("1", f"{_T1}learning rates: Input emb.", Role.EMBEDDING),
             **_rows("1", _STREAM, *_INPUT),
-            **_rows("I^-1 L^(alpha-1)", f"{_T1}learning rates: Hidden weights", Role.HIDDEN_WEIGHT),
+            **_rows("I^-1 L^(alpha-1)", f"{_T1}learning rates: Hidden weights", *_HIDDEN),
+            **_rows("I^-1 L^(alpha-1)", _ROUTED, Role.ROUTER),
             **_rows("L^(alpha-1)", f"{_T1}learning rates: Hidden biases/norm", Role.HIDDEN_BIAS, Role.HIDDEN_NORM),
             **_rows("L^(alpha-1)", "derived: a hidden norm; Table 1 has no row for it", Role.QK_NORM),
             **_rows("L^(alpha-1)", _BEHIND, Role.OUTPUT_NORM),
@@ -322,7 +353,7 @@ COMPLETE_D_P = Rule(
             **_rows(
                 "O^-1 L^-alpha",
                 f"{_T1}AdamW eps: Hidden weights/biases/norms",
-                Role.HIDDEN_WEIGHT,
+                *_HIDDEN,
                 Role.HIDDEN_BIAS,
                 Role.HIDDEN_NORM,
             ),
@@ -332,6 +363,7 @@ COMPLETE_D_P = Rule(
                 Role.QK_NORM,
             ),
             **_rows("O^-1 L^-alpha", _BEHIND, Role.OUTPUT_NORM),
+            **_rows("L^-alpha", _ROUTED, Role.ROUTER),
             **_rows("O^-1", f"{_T1}AdamW eps: Input emb.", Role.EMBEDDING),
             **_rows("O^-1", f"{_STREAM}; measured: width -0.94 to -1.03, depth 0.00 to -0.08", *_INPUT),
             **_rows("1", f"{_T1}AdamW eps: Output weights/biases/norms", Role.UNEMBEDDING, Role.UNEMBEDDING_BIAS),
@@ -342,7 +374,8 @@ COMPLETE_D_P = Rule(
             **_rows("O^-1", _TIED, Role.TIED_EMBEDDING),
         },
         "weight_decay": {
-            **_rows("I L^w", f"{_T1}weight decay: Hidden weights; L^w derived", Role.HIDDEN_WEIGHT),
+            **_rows("I L^w", f"{_T1}weight decay: Hidden weights; L^w derived", *_HIDDEN),
+            **_rows("I L^w", _ROUTED, Role.ROUTER),
             **_rows("I", f"{_T1}weight decay: Unemb. weights", Role.UNEMBEDDING),
             **_rows("1", f"{_T1}weight decay: Rest", Role.EMBEDDING, *_GAINS_AND_BIASES),
             **_rows("1", _TIED, Role.TIED_EMBEDDING),

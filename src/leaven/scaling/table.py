@@ -53,6 +53,8 @@ class ParameterTable:
     rows: tuple[ParameterRow, ...]
     attention_scale: float  # factor on the dot products of queries and keys
     beta2: float  # beta2 of a module without multipliers
+    # Coefficients of the losses of a router, after scaling: the balance loss, and the z-loss.
+    router_losses: tuple[float, float] = (0.0, 0.0)
 
     def __getitem__(self, name: str) -> ParameterRow:
         return next(row for row in self.rows if row.name == name)
@@ -94,12 +96,17 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
             )
         )
     shared = factors(rule, Role.HIDDEN_WEIGHT, rows[0].ratios, recipe.scaling)
+    losses = (0.0, 0.0)
+    if model.experts:
+        balance = model.experts.balance_loss if model.experts.balance == "loss" else 0.0
+        losses = (balance * shared.residual, model.experts.router_z_loss * shared.residual)
     return ParameterTable(
         rule,
         at,
         tuple(rows),
         attention_scale=1 / math.sqrt(model.d_head) * shared.attention,
         beta2=shared.beta(recipe.hyperparameters.beta2),
+        router_losses=losses,
     )
 
 
@@ -150,7 +157,7 @@ def parameter_row(
     module = base.modules.get(parameter.module, Multipliers())
     muon, match = base.muon_of(role), 0.0
     if muon is not None:
-        out, into = parameter.shape
+        out, into = parameter.shape[-2:]
         match = muon.matching(out, into)
         at = replace(at, match=match / muon.matching(out / at.fan_out, into / at.fan_in))
     moved = factors(RULES[scaling.rule], role, at, scaling, muon is not None)
@@ -237,8 +244,9 @@ def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
         query = "norm.query" if shape.qk_norm else "attention.query"
         places[f"layers.{layer}.{query}"] = table.attention_scale / (1 / math.sqrt(shape.d_head))
         for end in BRANCH_ENDS:
-            behind = f"norm.{end.replace('.', '_')}" if shape.norm_placement != "pre" else end
-            places[f"layers.{layer}.{behind}"] = rows.pop(f"layers.{layer}.{end}.weight")
+            if f"layers.{layer}.{end}.weight" in rows:
+                behind = f"norm.{end.replace('.', '_')}" if shape.norm_placement != "pre" else end
+                places[f"layers.{layer}.{behind}"] = rows.pop(f"layers.{layer}.{end}.weight")
     assert all(multiplier == 1 for multiplier in rows.values()), "a multiplier would be lost"
     names = {parameter.name for parameter in shape.parameters()}
     both = {f"{place}.{kind}": factor for place, factor in places.items() for kind in ("weight", "bias")}

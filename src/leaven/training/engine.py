@@ -32,6 +32,7 @@ from leaven.training.average import AVERAGE, WeightAverage
 from leaven.training.checkpoint import Checkpoint, Progress
 from leaven.training.checkpoint_tensors import part
 from leaven.training.device import DTYPES, default_device, keep_freed_memory, require_device
+from leaven.training.load_balance import LoadBalance
 from leaven.training.loop import Diverged, passes
 from leaven.training.metrics import Step, Telemetry
 from leaven.training.micro_batch import even, rule_of_thumb
@@ -94,7 +95,9 @@ class Training:
         self.clipper = Clipper.build(recipe.hyperparameters.grad_clip, self.sharded, table)
         self.loss_scale = LossScale.build(self.device) if recipe.precision.compute == "fp16" else None
         self.noise = NoiseScale.build(recipe.stability.noise_scale_every_tokens, self.sharded)
-        self._stateful = [part for part in (self.clipper, self.loss_scale, self.noise) if part is not None]
+        self.load_balance = LoadBalance.build(recipe.model, self.sharded)
+        stateful = (self.clipper, self.loss_scale, self.noise, self.load_balance)
+        self._stateful = [part for part in stateful if part is not None]
         self.average = WeightAverage(self.sharded) if recipe.average else None
         self.stream = tokens.stream(recipe.model.seq_len, recipe.data.seed)
         self.validation = tokens.validation_windows(recipe.model.seq_len, recipe.evaluation.tokens)
@@ -184,6 +187,7 @@ class Training:
         loss = self.sharded.total(self.sharded.forward_backward(batch.micro_batches, factor, after_first))
         loss = loss if scale is None else loss / scale
         z_loss = self.sharded.total_z_loss()
+        loads, *routed = self.load_balance.measure() if self.load_balance else (None, None, None)
 
         # The state changes only from here on: a step that is abandoned earlier leaves no trace.
         ramp, longer = ramp_factors(recipe, start.step)
@@ -194,6 +198,8 @@ class Training:
         noise_scale = noise.after_all(batch.targets, grad_norm, scale) if noise else None
         applied = (loss < self.limits.loss) & (grad_norm < self.limits.grad_norm)  # False for nan
 
+        if self.load_balance and loads is not None:
+            self.load_balance.update(loads, applied)
         self.telemetry.remember_parameters()
         multiplier = recipe.schedule.multiplier(tokens, recipe.data.tokens) * lr_factor(self.rewinds, tokens)
         self.optimizer.step(multiplier, skip=~applied, ramp=ramp)
@@ -204,7 +210,8 @@ class Training:
             if share:
                 self.average.add(share)
         self.progress = Progress(start.step + 1, tokens, start.seconds)
-        measured = (loss, grad_norm, applied, scale, noise_scale, None if z_loss is None else z_loss / batch.targets)
+        of_tokens = [None if value is None else value / batch.targets for value in (z_loss, routed[0])]
+        measured = (loss, grad_norm, applied, scale, noise_scale, *of_tokens, routed[1])
         read = self.telemetry.measure_later(self.progress, batch.tokens, multiplier * ramp.lr, measured)
 
         def result() -> Step:

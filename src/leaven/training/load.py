@@ -15,6 +15,7 @@ from leaven.documents.runs import SampleRow
 from leaven.errors import InputError
 from leaven.interop.architectures import Architecture, holding
 from leaven.interop.weights import model_card, write_huggingface
+from leaven.model.experts import MixtureOfExperts
 from leaven.model.generate import Sampling, generate
 from leaven.model.initialisation import name_seed
 from leaven.model.transformer import Transformer
@@ -23,6 +24,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable, parameter_table
 from leaven.training.average import AVERAGE
 from leaven.training.checkpoint import Checkpoint, read_checkpoint
+from leaven.training.load_balance import BIASES
 from leaven.training.rewind import rewinds_of
 from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
 
@@ -42,13 +44,22 @@ class LoadedRun:
     tokens: int  # number of tokens trained up to the checkpoint
     damaged: tuple[str, ...]  # names of newer checkpoints that are damaged
     averaged: bool = False  # whether ``weights`` are the averaged weights
+    # The biases with which the routers choose experts, (layers, experts); only with experts.balance = "bias". They
+    # are those of the last step, also beside averaged weights.
+    router_bias_LE: Tensor | None = None
 
     @cached_property
     def model(self) -> Transformer:
         """The model, on the CPU, in fp32 and in evaluation mode."""
         with torch.device("meta"):
-            model = Transformer(self.recipe.model, self.table.multipliers, self.table.attention_scale)
+            model = Transformer(
+                self.recipe.model, self.table.multipliers, self.table.attention_scale, self.table.router_losses
+            )
         model.load_state_dict(self.weights, assign=True)
+        if self.router_bias_LE is not None:
+            for block, bias_E in zip(model.layers, self.router_bias_LE, strict=True):
+                if isinstance(block.mlp, MixtureOfExperts):
+                    block.mlp.bias_E = bias_E
         return model.eval()
 
     @property
@@ -137,6 +148,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         tokens=checkpoint.progress.tokens,
         damaged=tuple(path.name for path in damaged),
         averaged=averaged,
+        router_bias_LE=checkpoint.optimizer.get(BIASES),
     )
 
 

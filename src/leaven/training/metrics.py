@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Step(StepResult):
     """The metrics of a step: a line of metrics.jsonl. The norms cover all parameters."""
 
-    lr: float  # lr of the hidden weights (mlp.out of the first block)
+    lr: float  # lr of the hidden weights (attention.out of the first block)
     grad_norm: float
     update_norm: float
     tokens_per_second: float
@@ -46,6 +46,10 @@ class Step(StepResult):
     modules: dict[str, tuple[float, float]]  # by module: norms of (update, parameters) over all blocks
     noise_scale: float | None = None  # gradient noise scale, tokens; None if not measured or not positive
     z_loss: float | None = None  # z-loss in nats per token, which is not part of ``loss``; None without a z-loss
+    # Of models with experts, else None: the balance loss without its coefficient (mean over layers; 1 at an even
+    # load), and the highest load of an expert divided by the mean load of its layer.
+    balance_loss: float | None = None
+    max_load: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -68,7 +72,7 @@ class Telemetry:
         self._model, self._device = model, model.device
         self.peak: Peak | None = None  # peak speed of the device; without it, the MFU is not computed
         self._flops_per_token = flops_per_token(recipe.model)
-        self._shown_lr = table["layers.0.mlp.out.weight"].lr
+        self._shown_lr = table["layers.0.attention.out.weight"].lr
         self._modules = list(dict.fromkeys(row.module for row in table.rows))
         owners = [self._modules.index(row.module) for row in table.rows]
         self._owners = torch.tensor(owners, device=self._device)
@@ -93,8 +97,8 @@ class Telemetry:
         measured: Sequence[Tensor | None],
     ) -> Callable[[], Step]:
         """Start copying the measurements of a step to the host: the norms of parameters and updates, and the scalars
-        in ``measured`` (loss, gradient norm, whether the step was applied, loss scale, noise scale, z-loss). Return a
-        function that waits for them and returns the metrics."""
+        in ``measured`` (loss, gradient norm, whether the step was applied, loss scale, noise scale, z-loss, balance
+        loss, highest load). Return a function that waits for them and returns the metrics."""
         subtract_(self._before, self._model.local_parameters)
         updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.local_parameters))
         self._before = []
@@ -109,7 +113,9 @@ class Telemetry:
             if began is not None and ready is not None:
                 ready.synchronize()
                 seconds = began.elapsed_time(ready) / 1000
-            loss, grad_norm, applied, scale, noise_scale, z_loss, update_norm, *by_module = values.tolist()
+            loss, grad_norm, applied, scale, noise_scale, z_loss, balance, load, update_norm, *by_module = (
+                values.tolist()
+            )
             speed, count = batch_tokens / seconds, len(self._modules)
             flops = speed * self._flops_per_token / self._model.group.size  # of one device
             norms_by_module = zip(by_module[:count], by_module[count:], strict=True)
@@ -130,6 +136,8 @@ class Telemetry:
                 modules=dict(zip(self._modules, norms_by_module, strict=True)),
                 noise_scale=noise_scale if math.isfinite(noise_scale) else None,
                 z_loss=z_loss if math.isfinite(z_loss) else None,
+                balance_loss=balance if math.isfinite(balance) else None,
+                max_load=load if math.isfinite(load) else None,
             )
 
         return read
@@ -184,6 +192,8 @@ class StepLog(Callback):
             del line["noise_scale"]
         if not self.training.recipe.hyperparameters.z_loss:
             del line["z_loss"]
+        if not self.training.recipe.model.experts:
+            del line["balance_loss"], line["max_load"]
         self.trainer.run.record(line)
         values = {key: value for key, value in line.items() if key not in {"step", "tokens", "modules"}}
         scalars = {f"train/{key}": float(value) for key, value in values.items() if value is not None}

@@ -22,18 +22,20 @@ and the block of each matrix that this process stores. It yields the same block 
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """Return approximately U V^T, where U S V^T is the singular value decomposition of ``matrix`` (out, in).
+    """Return approximately U V^T, where U S V^T is the singular value decomposition of ``matrix``, (out, in), or
+    of each matrix of experts, (experts, out, in).
 
     The computation runs in the dtype of ``matrix``.
     """
     a, b, c = COEFFICIENTS
-    tall = matrix.size(0) > matrix.size(1)
-    x = matrix.T if tall else matrix
-    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    tall = matrix.size(-2) > matrix.size(-1)
+    x = matrix.mT if tall else matrix
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=SMALLEST_NORM)
+    multiply_add = torch.addmm if matrix.dim() == 2 else torch.baddbmm
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        gram = x @ x.mT
+        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 def on_one_process(

@@ -26,6 +26,7 @@ from torch import Tensor
 from leaven.data.tokens import TokenSet, prepare
 from leaven.model.initialisation import fill
 from leaven.planning.flops import flops_per_token
+from leaven.recipe.base import Part
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.scaling.table import parameter_table
@@ -64,9 +65,11 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 def refusal(recipe: Recipe) -> str | None:
-    """Return the first setting of a recipe that a stack cannot train, such as ``model.bias = True``, or None."""
+    """Return the first setting or table that a stack cannot train, such as ``model.bias = True``, or None."""
     found = {path: attrgetter(path)(recipe) for path in SETTINGS}
-    return next((f"{path} = {value}" for path, value in found.items() if value not in SETTINGS[path]), None)
+    refused = {path: value for path, value in found.items() if value not in SETTINGS[path]}
+    said = (path if isinstance(value, Part) else f"{path} = {value}" for path, value in refused.items())
+    return next(said, None)
 
 
 def most_trials(recipe: Recipe, free: float) -> int:

@@ -1,7 +1,8 @@
 """Run two training steps of one rank of any parallel layout on a single CPU, to measure the rank's memory.
 
 The model, its layout, the optimizer and the step are the same as in real training. But tensors have shapes and no
-values (torch's fake tensors), and collectives return without other ranks (torch's fake process group).
+values (torch's fake tensors), and collectives return without other ranks (torch's fake process group). The load of
+experts, which would need values, is even.
 """
 
 from collections.abc import Callable
@@ -20,9 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from leaven.distributed import sharded_model
 from leaven.distributed.compat import pretend
-from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup, mesh_of
+from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.distributed.sharded_model import build_stage
-from leaven.model import transformer
+from leaven.model import kernels, transformer
 from leaven.model.loss import CHUNK_ELEMENTS
 from leaven.model.transformer import Stage
 from leaven.recipe.recipe import Recipe
@@ -49,7 +50,7 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
     layout, group = recipe.layout, SINGLE_PROCESS
     if layout.ranks > 1:
         pretend(rank, layout.ranks)
-        group = ProcessGroup(rank, layout.ranks, mesh_of(layout, torch.device("cpu")))
+        group = ProcessGroup.arranged(rank, layout, torch.device("cpu"))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     tracker = AllocationTracker()
 
@@ -66,10 +67,11 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
         ):
             text: Any = NoText(recipe.model.vocab_size)
             training = Training(recipe, text, device="cpu", group=group)
-        with fake, tracker, ExitStack() as kernels:
+        with fake, tracker, patch.object(kernels, "on_host", _even), ExitStack() as of_device:
             if device != "cpu":
-                kernels.enter_context(patch.object(transformer, "causal_attention", _flash))
-                kernels.enter_context(patch.dict(CHUNK_ELEMENTS, cpu=CHUNK_ELEMENTS[device]))
+                of_device.enter_context(patch.object(transformer, "causal_attention", _flash))
+                of_device.enter_context(patch.object(kernels, "has_grouped_kernel", lambda _: device == "cuda"))
+                of_device.enter_context(patch.dict(CHUNK_ELEMENTS, cpu=CHUNK_ELEMENTS[device]))
             return two_steps(training, tracker, training.issue)
     finally:
         if dist.is_initialized():
@@ -123,6 +125,12 @@ class NoText:
 
     def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
         return self.stream(seq_len, 0).batch(0, 1)
+
+
+def _even(sizes: Tensor, total: int) -> list[int]:
+    """Return as many sizes as ``sizes`` has, as equal as possible, whose sum is ``total``."""
+    count = len(sizes)
+    return [total * (place + 1) // count - total * place // count for place in range(count)]
 
 
 def _flash(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, **how: Any) -> Tensor:

@@ -5,10 +5,10 @@ betas and weight decay of each module at two scales, and combines these settings
 combination, the check computes the exponent with which the combination changes from one scale to the other, and
 compares this exponent with that of a correct rule. The result is exact, because nothing is trained.
 
-- ``lr x eps x entries`` is constant, where entries is the number of weights of the module in all layers. This follows
-  from two facts. First, a step of Adam changes the loss by lr x the sum of absolute gradients, and a correct rule
-  keeps this change constant. Second, a correct rule makes eps proportional to the gradients, which is tested by the
-  gradient check.
+- ``lr x eps x entries`` is constant, where entries is the number of weights of the module in all layers, as if every
+  layer had it (dense MLPs before layers with experts are in a fixed number of layers). This follows from two facts.
+  First, a step of Adam changes the loss by lr x the sum of absolute gradients, and a correct rule keeps this change
+  constant. Second, a correct rule makes eps proportional to the gradients, which is tested by the gradient check.
 - ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If alpha is below 1 (the rule
   multiplies residual branches by L^-alpha, where L is the depth), this share may fall as L^(alpha - 1).
 - ``beta1`` and ``beta2``: each moment of Adam has a half-life, and the half-life / the length of the run is constant.
@@ -54,20 +54,22 @@ Combinations = dict[str, list[dict[str, float]]]
 """The combinations of each parameter, from the first layer to the last, by the label that the layers share."""
 
 
-def combinations(instance: ModelInstance, steps: float = 1.0) -> Combinations:
+def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:
     """Return ``lr x eps x entries`` and the other combinations of a model's optimizer settings, for each parameter.
 
-    ``steps`` is the number of steps of the run, divided by that of the run at the smallest scale. Parameters without
-    an eps in their optimizer group are left out, except those that Muon updates. Muon has neither eps nor betas, so
-    combinations that contain them are 0.
+    ``n_layers`` is the number of blocks of the model. ``steps`` is the number of steps of the run, divided by that of
+    the run at the smallest scale. Parameters without an eps in their optimizer group are left out, except those that
+    Muon updates. Muon has neither eps nor betas, so combinations that contain them are 0.
     """
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
-    found: dict[str, list[tuple[dict[str, Any], int]]] = {}
+    found: dict[str, list[tuple[dict[str, Any], int, bool]]] = {}
     for name, parameter in instance.model.named_parameters():
         label = instance.label(name)
         group = groups.get(parameter, {})
         if label is not None and ("eps" in group or "match" in group):
-            found.setdefault(label, []).append(({"eps": 0.0, "betas": (0.0, 0.0)} | group, parameter.numel()))
+            inside = _numbers(name) > _numbers(label)  # a label has no number of a layer
+            settings = {"eps": 0.0, "betas": (0.0, 0.0)} | group
+            found.setdefault(label, []).append((settings, parameter.numel(), inside))
 
     def half_life(beta: float) -> float:
         return -math.log(2) / math.log(beta) / steps if beta else 0.0
@@ -75,16 +77,20 @@ def combinations(instance: ModelInstance, steps: float = 1.0) -> Combinations:
     return {
         label: [
             {
-                "lr x eps x entries": group["lr"] * group["eps"] * (numel * len(layers)),
+                "lr x eps x entries": group["lr"] * group["eps"] * (numel * (n_layers if inside else 1)),
                 "lr x decay x steps": group["lr"] * group["weight_decay"] * steps,
                 "beta1": half_life(group["betas"][0]),
                 "beta2": half_life(group["betas"][1]),
                 "lr": group["lr"],
             }
-            for group, numel in layers
+            for group, numel, inside in layers
         ]
         for label, layers in found.items()
     }
+
+
+def _numbers(name: str) -> int:
+    return sum(part.isdigit() for part in name.split("."))
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depth
     wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})
 
     def at(w: int, d: int) -> Combinations:
-        return combinations(family.build(RunScale(w, d), 0))
+        return combinations(family.build(RunScale(w, d), 0), d)
 
     base = at(width, depth)
     changes = [ScaleChange("width", w / width, at(w, depth)) for w in wider]
@@ -116,8 +122,8 @@ def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depth
     ignored = []
     for axis, steps in (("batch", 1 / FACTOR), ("tokens", FACTOR)) if family.takes_ratios else ():
         instance = family.build(RunScale(width, depth, **{axis: FACTOR}), 0)
-        if combinations(instance) != base:
-            changes.append(ScaleChange(axis, FACTOR, combinations(instance, steps)))
+        if combinations(instance, depth) != base:
+            changes.append(ScaleChange(axis, FACTOR, combinations(instance, depth, steps)))
         else:
             note = f"the rule changes nothing with the {axis}"
             ignored.append(VerdictRow(module=axis, axis=AXIS, slope=None, limit=None, passed=None, note=note))

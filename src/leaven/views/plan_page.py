@@ -7,9 +7,9 @@ from typing import Any
 from leaven.documents.planning import PlanDocument
 from leaven.planning.accelerators import CONFIDENCE, Accelerator
 from leaven.planning.arrangement import Arrangement, bubble, scheduled
-from leaven.planning.explain import PARTS
+from leaven.planning.explain import part_name
 from leaven.planning.layouts import USABLE, Job
-from leaven.planning.plan import ACCURACY, ClusterPlan
+from leaven.planning.plan import ACCURACY, ACCURACY_OF_EXPERTS, ClusterPlan
 from leaven.planning.schedule import timeline
 from leaven.views import numbers, plan_charts
 from leaven.views.charts import Figure
@@ -69,13 +69,13 @@ def plan_page(
         stages=stages,
         fullest=max(range(len(stages)), key=lambda rank: sum(stages[rank].values())),
         part_hues=plan_charts.part_hues(stages),
-        times={PARTS[part]: s for part, s in document.time.items() if s},
+        times={part_name(part, how.layout.ep): s for part, s in document.time.items() if s},
         pipeline=pipeline,
         drawn=len(drawn),
         tensor_hues=plan_charts.tensor_hues(drawn),
         choices=choices,
         degrees=["dp", "tp", "pp", *(key for key in ("cp", "ep") if any(each.layout[key] > 1 for each in choices))],
-        accuracy=ACCURACY,
+        accuracy=ACCURACY if document.params == document.params_active else ACCURACY_OF_EXPERTS,
         sources=_sources(cluster.accelerator),
     )
 

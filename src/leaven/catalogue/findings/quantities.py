@@ -17,7 +17,7 @@ from leaven.catalogue.neighbours import FACTOR, ratio, size_ratio
 from leaven.catalogue.runs import PublishedRun, find_run, load_runs
 from leaven.recipe.data import STDLIB_TOKENS
 from leaven.recipe.init_std import usual_std
-from leaven.recipe.shape import BRANCH_ENDS, Role
+from leaven.recipe.shape import Role
 
 _CHINCHILLA = 20  # tokens per parameter
 _STEPS_OF_WARMUP = 2000  # usual for runs of any length
@@ -395,7 +395,9 @@ def residual_std(check: Check, case: Case) -> Check | None:
 
     ends, share = 2 * case.recipe.model.n_layers, case.residual_std / case.init_std
     value, modules = share * math.sqrt(ends), case.recipe.hyperparameters.modules
-    written = {module: modules[module].init_std if module in modules else 1.0 for module in BRANCH_ENDS}
+    written = {
+        module: modules[module].init_std if module in modules else 1.0 for module in case.recipe.model.branch_ends
+    }
     other = {
         f"hyperparameters.modules.{module}.init_std": float(f"{std / value:.2g}") for module, std in written.items()
     }

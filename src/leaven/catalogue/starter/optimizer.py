@@ -9,7 +9,6 @@ from leaven.catalogue.starter.draft import Evidence, RunSize, StarterDraft
 from leaven.catalogue.terms import term
 from leaven.errors import InputError
 from leaven.recipe.init_std import INITS, usual_std
-from leaven.recipe.shape import BRANCH_ENDS
 from leaven.recipe.units import format_quantity
 
 LR_SIZE_EXPONENT = -1 / 3
@@ -207,6 +206,6 @@ def _choose_init(draft: StarterDraft, at: RunSize) -> float:
     draft.decide("hyperparameters.init", "rule")
     draft.decide("hyperparameters.init_std", float(f"{std:.3g}"), message, **facts)
     ends = "end of a branch as the reference" if run and run.init_std and pre_norm else "end of a branch"
-    for module in BRANCH_ENDS if residual != 1 else ():
+    for module in model.branch_ends if residual != 1 else ():
         draft.decide(f"hyperparameters.modules.{module}.init_std", float(f"{residual:.4g}"), ends, **facts)
     return float(f"{residual:.4g}")

@@ -18,6 +18,7 @@ from typing import Any
 
 from leaven.documents.runs import LossRow
 from leaven.errors import InputError
+from leaven.recipe.base import Part
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape, Role
 from leaven.scaling.table import folding, parameter_table
@@ -200,6 +201,11 @@ def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str,
     return text(ours, digits), text(theirs, digits)
 
 
+def as_written(value: Any) -> Any:
+    """Return a value of a recipe, or, if it is a table, the settings in it that are not the defaults."""
+    return value.model_dump(exclude_defaults=True) if isinstance(value, Part) else value
+
+
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[LossRow]]:
     """Return a model shape that a target supports, and one row for each value that is lost because it was replaced.
 
@@ -216,7 +222,7 @@ def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -
     losses = [
         LossRow(
             key=f"model.{key}",
-            value=getattr(shape, key),
+            value=as_written(getattr(shape, key)),
             why=f"would be {'left out' if default is None else json.dumps(default)}: no export to {target} has it",
         )
         for key, default in changes.items()

@@ -22,7 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from leaven.documents.runs import LossRow
 from leaven.errors import InputError
 from leaven.interop.architectures import nearest
-from leaven.interop.configs.compare import SAME, SAME_START, ResolvedRecipe, compare, fitted
+from leaven.interop.configs.compare import SAME, SAME_START, ResolvedRecipe, as_written, compare, fitted
 from leaven.interop.configs.per_parameter import CANDIDATES, Candidate, identifier
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
@@ -92,7 +92,11 @@ def export(name: str, recipe: Recipe) -> Export:
         shape = ModelShape.model_validate(recipe.model.model_dump() | changes)
         why = f"all that {architecture.name} has"
         losses = [
-            LossRow(key=f"model.{key}", value=getattr(recipe.model, key), why=f"would be {json.dumps(value)}: {why}")
+            LossRow(
+                key=f"model.{key}",
+                value=as_written(getattr(recipe.model, key)),
+                why=f"would be {'left out' if value is None else json.dumps(value)}: {why}",
+            )
             for key, value in changes.items()
         ]
     else:

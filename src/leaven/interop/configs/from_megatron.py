@@ -18,7 +18,7 @@ from leaven.interop.architectures import validated
 from leaven.interop.configs.draft import Draft, Imported, Settings, as_number
 from leaven.interop.configs.export import target
 from leaven.recipe.batch import Batch, BatchSchedule
-from leaven.recipe.shape import BRANCH_ENDS
+from leaven.recipe.shape import ModelShape
 
 TABLE = tomllib.loads((Path(__file__).parent / "targets/megatron_flags.toml").read_text(encoding="utf-8"))
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -41,7 +41,7 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
     _kind(given, draft)
     given.copy_to(draft)
     shape = draft.shape()
-    _modules(given, draft, shape.n_layers, tied=shape.tied_embeddings, learned=shape.positions == "learned")
+    _modules(given, draft, shape)
     _batch_and_duration(given, shape.seq_len, draft)
     _schedule(given, shape.seq_len, draft)
     _layout(given, draft, ranks)
@@ -138,7 +138,7 @@ def _kind(given: Settings, draft: Draft) -> None:
     draft.set("precision.compute", compute, given.why("bf16", "fp16"))
 
 
-def _modules(given: Settings, draft: Draft, n_layers: int, *, tied: bool, learned: bool) -> None:
+def _modules(given: Settings, draft: Draft, shape: ModelShape) -> None:
     """Set the modules' multipliers in the draft: of the init std for the last matrices of branches and, with
     --embedding-init-method-std, for embeddings; with --decoupled-lr, of the lr for embedding and unembedding."""
 
@@ -146,13 +146,14 @@ def _modules(given: Settings, draft: Draft, n_layers: int, *, tied: bool, learne
         for module in modules:
             draft.set(f"hyperparameters.modules.{module}.{quantity}", value, why)
 
-    multiply("init_std", BRANCH_ENDS, 1 / math.sqrt(2 * n_layers), "Megatron divides this std by sqrt(2 n_layers)")
+    why = "Megatron divides this std by sqrt(2 n_layers)"
+    multiply("init_std", shape.branch_ends, 1 / math.sqrt(2 * shape.n_layers), why)
     if "embedding-init-method-std" in given:
         relative = given["embedding-init-method-std"] / given["init-method-std"]
-        modules = ["embedding", "positions"] if learned else ["embedding"]
+        modules = ["embedding", "positions"] if shape.positions == "learned" else ["embedding"]
         multiply("init_std", modules, relative, "--embedding-init-method-std / --init-method-std")
     if "lr" in given and "decoupled-lr" in given:
-        modules = ["embedding"] if tied else ["embedding", "unembedding"]
+        modules = ["embedding"] if shape.tied_embeddings else ["embedding", "unembedding"]
         multiply("lr", modules, given["decoupled-lr"] / given["lr"], "--decoupled-lr / --lr")
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from leaven.errors import InputError
 from leaven.interop.architectures import read_config, read_json
 from leaven.interop.configs.draft import Draft, Imported, Settings, as_number
-from leaven.recipe.shape import BRANCH_ENDS
 
 CONFIG, ARGUMENTS, STATE, PICKLE = "config.json", "training_args.json", "trainer_state.json", "training_args.bin"
 TABLE = tomllib.loads((Path(__file__).parent / "targets/transformers_arguments.toml").read_text(encoding="utf-8"))
@@ -37,7 +36,7 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
     architecture, shape = model.architecture, model.shape
     draft.set_architecture(model, CONFIG)
     if architecture.scaled_branch_ends:
-        for module in BRANCH_ENDS:
+        for module in shape.branch_ends:
             why = f"{architecture.name} draws this matrix with initializer_range / sqrt(2 n_layers)"
             draft.set(f"hyperparameters.modules.{module}.init_std", 1 / math.sqrt(2 * shape.n_layers), why)
     state_path = config_path.parent / STATE

@@ -7,9 +7,9 @@ from rich.text import Text
 
 from leaven.documents.planning import BudgetDocument, CandidateRow, Explanation, Layout, PlanDocument, RampChoice
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.explain import PARTS
+from leaven.planning.explain import part_name
 from leaven.planning.layouts import EQUAL
-from leaven.planning.plan import ACCURACY
+from leaven.planning.plan import ACCURACY, ACCURACY_OF_EXPERTS
 from leaven.recipe.units import format_quantity, format_seconds
 from leaven.views.numbers import LEAST_GIB, costs, duration
 from leaven.views.tables import Cell, Column, Fact, Facts, Table, under
@@ -28,6 +28,10 @@ def plan_screen(plan: PlanDocument) -> Iterator[RenderableType]:
         ("ramp", _ramp(plan)),
         *under("next best", [_alternative(other, plan) for other in plan.alternatives[:ALTERNATIVES]]),
     ]
+    has_experts = plan.params_active != plan.params
+    if has_experts:
+        sizes = (plan.params, "parameters"), (plan.params_active, "used by a token")
+        facts.insert(0, ("model", [f"{format_quantity(number)} {what}" for number, what in sizes]))
     if plan.untrained is not None:
         untrained = "leaven can plan and export this layout, but not train it"
         facts.append(("not trained", [_alternative(plan.untrained, plan), untrained]))
@@ -38,7 +42,7 @@ def plan_screen(plan: PlanDocument) -> Iterator[RenderableType]:
     facts += under("caution", plan.cautions)
     if plan.calibration is not None:
         facts.append(("calibrated", [f"time {plan.calibration.says}"]))
-    yield Facts([*facts, ("accuracy", [ACCURACY])])
+    yield Facts([*facts, ("accuracy", [ACCURACY_OF_EXPERTS if has_experts else ACCURACY])])
 
 
 def _memory(plan: PlanDocument) -> list[Cell]:
@@ -66,7 +70,7 @@ def _speed(plan: PlanDocument) -> list[Cell]:
 def _time(plan: PlanDocument) -> list[Cell]:
     """Return the parts of a step with their shares of its time, as text. Parts up to 0.5% are left out."""
     shares = {part: seconds / plan.speed.step_seconds for part, seconds in plan.time.items()}
-    return [f"{PARTS[part]} {share:.0%}" for part, share in shares.items() if share > 0.005]
+    return [f"{part_name(part, plan.layout['ep'])} {share:.0%}" for part, share in shares.items() if share > 0.005]
 
 
 def _ramp(plan: PlanDocument) -> list[Cell]:
@@ -126,10 +130,11 @@ def _explained(explained: Explanation, step_seconds: float) -> list[Cell]:
 
     Parts whose times differ by less than 1% of the step are left out.
     """
+    ep = explained.layout["ep"] if explained.layout else 1
     return [
         f"{explained.asked}: {explained.line}",
         *(
-            f"{PARTS[part]} {duration(each.asked)} against {duration(each.chosen)}"
+            f"{part_name(part, ep)} {duration(each.asked)} against {duration(each.chosen)}"
             for part, each in explained.seconds.items()
             if abs(each.asked - each.chosen) >= 0.01 * step_seconds
         ),

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from leaven.documents.runs import RuleDocument, ShowDocument
+from leaven.documents.runs import RuleDocument, ShowDocument, Totals
 from leaven.recipe.init_std import COMPARED, INITS
 from leaven.recipe.units import format_quantity
 from leaven.views import numbers
@@ -46,11 +46,18 @@ def parameters_screen(shown: ShowDocument) -> Iterator[RenderableType]:
     scale = " ".join(f"{axis} x{shown.ratios[axis]:.3g}" for axis in ("width", "depth", "batch", "tokens"))
     yield Facts(
         [
-            (shown.name, (f"{format_quantity(shown.totals.params)} parameters", f"rule {shown.rule}")),
+            (shown.name, (_size(shown.totals), f"rule {shown.rule}")),
             ("", (f"{scale} of the base",)),
         ]
     )
     yield Table.of(_PARAMETERS, groups(shown.parameters))
+
+
+def _size(totals: Totals) -> str:
+    text = f"{format_quantity(totals.params)} parameters"
+    if totals.params_active == totals.params:
+        return text
+    return f"{text} · {format_quantity(totals.params_active)} used by a token"
 
 
 def transfer_screen(shown: ShowDocument) -> Iterator[RenderableType]:
@@ -75,8 +82,11 @@ def recipe_screen(shown: ShowDocument) -> Iterator[RenderableType]:
     facts: list[Fact] = []
     if shown.start is not None:
         facts.append(("start", (f"from the weights in {shown.start}, not from init std",)))
-    if shown.blocks:
-        facts.append(("blocks", (" · ".join(f"{key} {written(value)}" for key, value in shown.blocks.items()),)))
+    experts = shown.blocks.get("experts") or {}
+    blocks = {key: value for key, value in shown.blocks.items() if key != "experts"}
+    for label, settings in (("blocks", blocks), ("experts", experts)):
+        if settings:
+            facts.append((label, (" · ".join(f"{key} {written(value)}" for key, value in settings.items()),)))
     facts += [
         ("attention", (f"query . key x {numbers.value(shown.attention_scale)}",)),
         ("optimizer", (shown.optimizer["why"],)),

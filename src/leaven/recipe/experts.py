@@ -1,0 +1,52 @@
+"""The experts of a mixture-of-experts model: their number and sizes, the router, and how its load is balanced."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from leaven.recipe.base import Part
+
+
+class Experts(Part):
+    """The mixture of experts that replaces the MLP of a block.
+
+    A router chooses ``active`` of ``number`` experts for each token, and the output is the sum of their outputs times
+    the router's weights. No token is dropped, whatever the load of an expert. Shared experts read every token; their
+    outputs are added without a weight.
+    """
+
+    number: int = Field(gt=1)  # number of routed experts in a block
+    active: int = Field(gt=0)  # number of routed experts that each token uses
+    # Intermediate size of one expert. d_ff / d_expert is the granularity (Krajewski et al. 2024, arXiv 2402.07871).
+    d_expert: int = Field(gt=0)
+    shared: int = Field(default=0, ge=0)  # number of shared experts; together they are one MLP of shared x d_expert
+    dense_layers: int = Field(default=0, ge=0)  # the first layers have an MLP of size d_ff instead of experts
+    # How the router turns its logits into scores. softmax: over all experts (Mixtral, Qwen3, OLMoE); sigmoid: of each
+    # expert by itself (DeepSeek-V3). The experts with the highest scores are chosen.
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    # Whether the scores of the chosen experts are divided by their sum (Mixtral, Qwen3, DeepSeek-V3; not OLMoE).
+    normalise: bool = True
+    weight_scale: float = Field(default=1.0, gt=0)  # factor on the weights of the chosen experts (DeepSeek-V3: 2.5)
+    # How the load is balanced. loss: a loss that is small if each sequence uses all experts alike. bias: a bias on
+    # each expert's score, used for the choice only, which rises after a step in which the expert had less than the
+    # mean load and falls after others (Wang et al. 2024, arXiv 2408.15664). none: not at all.
+    balance: Literal["loss", "bias", "none"] = "loss"
+    # Coefficient of the balance loss of a sequence (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20), which is 1 at
+    # an even load. It is averaged over sequences and summed over layers. Rules with depth scale it as they scale the
+    # branches, so that its share of the router's gradient does not change.
+    balance_loss: float = Field(default=0.01, ge=0)
+    bias_step: float = Field(default=0.001, gt=0)  # change of a bias in a step; only with balance = "bias"
+    router_z_loss: float = Field(
+        default=0.0, ge=0
+    )  # coefficient of log^2 of the sum of the exponentials of the logits
+
+    @model_validator(mode="after")
+    def _validate(self) -> "Experts":
+        if self.active > self.number:
+            raise ValueError(f"active {self.active} is more than number {self.number}; lower active, or raise number")
+        if self.active == self.number and self.balance != "none":
+            raise ValueError(
+                f'all {self.number} experts are active, so their load is always balanced; set balance = "none", or '
+                "lower active"
+            )
+        return self

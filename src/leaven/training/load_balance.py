@@ -1,0 +1,69 @@
+"""Balances the load of experts by biases, and measures the load."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from leaven.distributed.sharded_model import ShardedModel
+from leaven.model.kernels import wide
+from leaven.recipe.shape import ModelShape
+
+BIASES = "router.bias"
+"""Name of the biases in a checkpoint."""
+
+
+@dataclass
+class LoadBalance:
+    """The loads of the experts in a step and, with ``balance = "bias"``, the biases on their scores.
+
+    Every process has the biases of all layers. After a step that is applied, the bias of an expert rises by
+    ``bias_step`` if the expert had less than the mean load of its layer, and falls by it if it had more (Wang et al.
+    2024, arXiv 2408.15664). The load is that of the whole batch, whatever the layout.
+    """
+
+    model: ShardedModel
+    bias_step: float  # 0 without biases
+    bias_LE: Tensor  # by layer of the model and expert; the rows of layers without experts stay 0
+
+    @classmethod
+    def build(cls, shape: ModelShape, model: ShardedModel) -> "LoadBalance | None":
+        """Return the balance of a run, or None if its model has no experts."""
+        experts = shape.experts
+        if experts is None:
+            return None
+        step = experts.bias_step if experts.balance == "bias" else 0.0
+        balance = cls(model, step, torch.zeros(shape.n_layers, experts.number, device=model.device))
+        if step:
+            for layer, mixture in model.mixtures.items():
+                mixture.bias_E = balance.bias_LE[layer]
+        return balance
+
+    def measure(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the routers did in this step: the loads of the experts, (layers, experts), the balance loss,
+        and the largest load of an expert divided by the mean load of its layer.
+
+        The balance loss is the mean over layers, without its coefficient, times the number of targets of the step; it
+        is this number of targets if the load is even.
+        """
+        tally = torch.zeros(len(self.bias_LE), self.bias_LE.shape[1] + 1, dtype=wide(self.model.device))
+        tally = self.model.total_tally(tally.to(self.model.device))
+        load_LE, balance_L = tally[:, :-1], tally[:, -1]
+        mean_L = load_LE.mean(1)
+        with_experts = mean_L > 0
+        highest = (load_LE.amax(1) / mean_L.clamp(min=1)).amax()
+        return load_LE, balance_L.sum() / with_experts.sum().clamp(min=1), highest
+
+    def update(self, load_LE: Tensor, applied: Tensor) -> None:
+        """Move the biases towards an even load, if the step was applied."""
+        if self.bias_step:
+            wanted_LE = (load_LE.mean(1, keepdim=True) - load_LE).sign().to(self.bias_LE.dtype)
+            self.bias_LE.add_(wanted_LE * applied, alpha=self.bias_step)  # in place: the routers have views of it
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {BIASES: self.bias_LE.clone()} if self.bias_step else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if self.bias_step:
+            self.bias_LE.copy_(state[BIASES])
