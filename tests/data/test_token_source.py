@@ -438,6 +438,9 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path, prepare: Any) -> None:
     small = str(word_tokenizer(tmp_path / "tokenizer.json", 280))
     with refused("a.bin has the token id 299", "0 to 279", "data.tokenizer"):
         prepare(ids, tokenizer=small)
+    np.arange(1, 101, dtype="<u2").tofile(tmp_path / "even.bin")
+    with refused("even.bin has the token id", "or dtype, now uint32, to that of the file"):
+        prepare(one(f"{tmp_path}/even.bin", dtype="uint32"))
 
 
 def test_32_bit_files_are_read_with_their_dtype(tmp_path: Path, prepare: Any) -> None:

@@ -183,6 +183,8 @@ class TokenReader:
                     "set vocab_size in [model], and data.tokenizer if there is one, to those with which the file was "
                     "written"
                 )
+                if source.dtype:
+                    suggestion += f", or dtype, now {source.dtype}, to that of the file"
                 if wrong < 0:
                     suggestion = "give inputs, not labels or padding"
                 raise InputError(

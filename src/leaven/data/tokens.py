@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from leaven import storage
 from leaven.data.corpus import Corpus, Meter, OnProgress, open_corpora
 from leaven.data.hub import SCHEME
+from leaven.data.readers import File
 from leaven.data.shards import ShardedTokens, Shards, shards
-from leaven.data.sources import SourceParts, source_parts
+from leaven.data.sources import SourceParts, TextPart, source_parts
 from leaven.data.stream import Mixture, Stream, validation_windows
 from leaven.data.token_source import TokenReader, refuse_two_uses, uses
 from leaven.data.tokenizer import Encoder, given_tokenizer, train_tokenizer
@@ -122,6 +123,7 @@ def prepare(
     parts = {source.source: source_parts(source) for source in data.sources}
     of_ids = {name: found for name, found in parts.items() if found.ids}
     _validate(data, vocab_size, of_ids)
+    _refuse_two_sources({name: found.texts for name, found in parts.items()})
     cache = cache or cache_folder()
     texts = [source for source in data.sources if source.source not in of_ids]
     given = given_tokenizer(data.tokenizer, vocab_size) if texts or data.tokenizer != "bpe" else None
@@ -190,6 +192,20 @@ def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) ->
                 f"end_of_text {data.end_of_text:,} is not below vocab_size {vocab_size:,}; give the id of a token"
             )
     refuse_two_uses((part.identity, part, use) for found in of_ids.values() for part, use in uses(found))
+
+
+def _refuse_two_sources(texts: Mapping[str, Sequence[TextPart]]) -> None:
+    """Check that no file belongs to two sources. Each source chooses its validation documents by itself, so that a
+    document could be trained on in one and validated in the other. ``texts`` has the parts of each source."""
+    owner: dict[Path, str] = {}
+    for source, parts in texts.items():
+        for path in {part.path.resolve() for part in parts if isinstance(part, File)}:
+            if path in owner:
+                raise InputError(
+                    f"{path} belongs to two sources, {owner[path]!r} and {source!r}, so that its documents could be "
+                    "trained on and validated; change the patterns so that each file belongs to one source"
+                )
+            owner[path] = source
 
 
 def _tokenizer(
