@@ -5,7 +5,11 @@ The file parses the options, calls the library, and prints the document (typed r
 
 import errno
 import os
+import platform
+import shlex
 import sys
+import tempfile
+import traceback
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -14,7 +18,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from leaven import __version__
-from leaven.errors import InputError, ProcessLost, out_of_memory
+from leaven.errors import InputError, ProcessLost, out_of_memory, shown
 from leaven.views.terminal.console import console, errors
 
 # The commands ("verbs") and their lines in `leaven --help`. The file of a verb is imported when the verb is called.
@@ -83,9 +87,16 @@ EXTRAS = {
     "postgresql": "psycopg",
 }
 
-FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 75
+FAILED, WRONG_INPUT, BUG, INTERRUPTED = 1, 2, 70, 75
+DEBUG = "LEAVEN_DEBUG"  # environment variable: if it is set, an error gives a traceback
 _CTRL_C = 130  # typer's exit code for a KeyboardInterrupt
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# What to do about an error of the file system. Any other one about a named file is a fault of the disk or of leaven.
+_ADVICE = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "use another path, or allow leaven to read and write it"),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP), "check this path"),
+    errno.ENAMETOOLONG: "use a shorter path",
+}
 
 
 # The text that `leaven` prints without arguments.
@@ -113,7 +124,8 @@ def _no_verb(
 
 
 def main() -> None:
-    """Run the command line. Wrong input gives one line on standard error and exit code 2, never a traceback."""
+    """Run the command line. An error gives one line on standard error, never a traceback: exit code 2 for wrong input,
+    and 70 for a bug, whose line names a file with the traceback."""
     if "RANK" not in os.environ:
         sys.exit(_run())
     console.quiet = errors.quiet = os.environ["RANK"] != "0"  # only the first process prints
@@ -132,17 +144,17 @@ def _run() -> int:
         sys.stderr.close()
         return FAILED
     except ProcessLost as error:
-        sys.stderr.write(f"error: {error}\n")  # each process prints its own message
+        sys.stderr.write(f"error: {shown(str(error))}\n")  # each process prints its own message
         return FAILED
     except Exception as error:
+        if os.environ.get(DEBUG):
+            raise
         if errors.quiet and getattr(error, "__notes__", None):
             errors.quiet = False  # no other process prints this error
             errors.print(Text(f"{error.__notes__[0]}: ", style="bold red"), end="")
         message = error_message(error)
-        if message is None:
-            raise
-        errors.print(Text.assemble(("error: ", "bold red"), " ".join(message.split())))
-        return FAILED if out_of_memory(error) else WRONG_INPUT
+        errors.print(Text.assemble(("error: ", "bold red"), " ".join((message or bug_message(error)).split())))
+        return BUG if message is None else FAILED if out_of_memory(error) else WRONG_INPUT
     if code == _CTRL_C:
         errors.print("interrupted; run the same command again to resume")
         return INTERRUPTED
@@ -150,7 +162,7 @@ def _run() -> int:
 
 
 def error_message(error: Exception) -> str | None:
-    """Return the message of an error for the user, or None for a bug, which is shown as a traceback."""
+    """Return the message of an error for the user, or None for a bug."""
     if isinstance(error, InputError):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
@@ -163,12 +175,29 @@ def error_message(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in _DISK_FULL:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}; free some space and run the same command again; finished work is kept"
+    if isinstance(error, OSError) and error.errno in _ADVICE and error.filename:
+        return f"{os.fsdecode(error.filename)}: {os.strerror(error.errno).lower()}; {_ADVICE[error.errno]}"
     if out_of_memory(error):
         return (
             f"out of memory ({str(error) or type(error).__name__}); to train with less memory, lower micro_batch in "
             '[batch] or set it to "auto"'
         )
     return usage_message(error)
+
+
+def bug_message(error: Exception) -> str:
+    """Write the traceback of a bug to a file that only this user can read, and return a message that names the file."""
+    what = f"a bug in leaven: {type(error).__name__}: {f'{error}'[:200]}"
+    about = (
+        f"leaven {__version__}, Python {platform.python_version()}, {platform.platform()}\n"
+        f"{shlex.join(['leaven', *sys.argv[1:]])}\n\n{''.join(traceback.format_exception(error))}"
+    )
+    try:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="leaven-", suffix=".txt", delete=False) as file:
+            file.write(shown(about))
+    except OSError:
+        return f"{what}; to report it, run the command again with {DEBUG}=1, which shows the traceback"
+    return f"{what}; please report it with the file {file.name}, after removing from it what is private"
 
 
 def usage_message(error: Any) -> str | None:
