@@ -1,14 +1,17 @@
 """Write and lock files so that they survive kills, power cuts and full disks.
 
-leaven writes all its permanent files with this module. If replacing a file raises OSError, the old file is unchanged.
+leaven writes all its permanent files with this module, and reads the files of others with :func:`open_file` or
+:func:`read`, which refuse a pipe or a device, because reading it may never end. If replacing a file raises OSError, the old file is unchanged.
 Four functions are for paths that a user has given, and raise InputError instead: :func:`write_text`,
 :func:`make_folder`, :func:`require_free` and :func:`written_folder`.
 """
 
+import errno
 import json
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +23,44 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from leaven.errors import InputError
+
+LARGEST = 2**30
+"""Limit on the bytes of a file that is read whole, such as a recipe, a tokenizer or a document of a study."""
+
+
+def open_file(path: Path | str) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Raises:
+        OSError: if it is missing or anything else, such as a pipe, which might never answer.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    file = os.fdopen(descriptor, "rb", closefd=True) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+    if file is None:
+        folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        os.close(descriptor)
+        if folder:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise OSError(errno.EINVAL, "a pipe or a device, not a regular file", str(path))
+    return file
+
+
+def read(path: Path | str, most: int = LARGEST) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        OSError: if it cannot be read, or has more than ``most`` bytes.
+    """
+    with open_file(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EINVAL, f"larger than {most:,} bytes", str(path))
+    return content
+
+
+def require_file(path: Path | str) -> None:
+    """Raise OSError if a path is no regular file that can be read. For libraries that open the path themselves."""
+    open_file(path).close()
 
 
 @contextmanager
@@ -238,7 +279,7 @@ def read_json_lines(path: Path) -> JsonLines:
     documents: list[dict[str, Any]] = []
     damaged: list[int] = []
     try:
-        *lines, tail = path.read_bytes().split(b"\n")
+        *lines, tail = _whole(path).split(b"\n")
     except FileNotFoundError:
         lines, tail = [], b""
     for number, line in enumerate(lines, start=1):
@@ -249,6 +290,11 @@ def read_json_lines(path: Path) -> JsonLines:
             damaged.append(number)
     last = json_object(tail)  # a last line without a newline counts if it is complete
     return JsonLines(documents if last is None else [*documents, last], damaged)
+
+
+def _whole(path: Path) -> bytes:
+    with open_file(path) as file:
+        return file.read()
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:

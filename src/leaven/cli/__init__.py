@@ -93,7 +93,9 @@ _CTRL_C = 130  # typer's exit code for a KeyboardInterrupt
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # What to do about an error of the file system. Any other one about a named file is a fault of the disk or of leaven.
 _ADVICE = {
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "use another path, or allow leaven to read and write it"),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS), "use another path, or allow leaven to read and write it"
+    ),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP), "check this path"),
     errno.ENAMETOOLONG: "use a shorter path",
 }
@@ -177,6 +179,8 @@ def error_message(error: Exception) -> str | None:
         return f"{error.strerror}{where}; free some space and run the same command again; finished work is kept"
     if isinstance(error, OSError) and error.errno in _ADVICE and error.filename:
         return f"{os.fsdecode(error.filename)}: {os.strerror(error.errno).lower()}; {_ADVICE[error.errno]}"
+    if isinstance(error, MemoryError):
+        return "out of memory; use smaller files or sizes, or a machine with more memory"
     if out_of_memory(error):
         return (
             f"out of memory ({str(error) or type(error).__name__}); to train with less memory, lower micro_batch in "
@@ -193,7 +197,9 @@ def bug_message(error: Exception) -> str:
         f"{shlex.join(['leaven', *sys.argv[1:]])}\n\n{''.join(traceback.format_exception(error))}"
     )
     try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="leaven-", suffix=".txt", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", prefix="leaven-", suffix=".txt", delete=False
+        ) as file:
             file.write(shown(about))
     except OSError:
         return f"{what}; to report it, run the command again with {DEBUG}=1, which shows the traceback"

@@ -63,7 +63,9 @@ def sample(
                 max_tokens=max_tokens,
                 seed=seed,
                 number=number,
-                on_text=lambda piece: None if json_output else typer.echo(shown(piece) if sys.stdout.isatty() else piece, nl=False),
+                on_text=lambda piece: (
+                    None if json_output else typer.echo(shown(piece) if sys.stdout.isatty() else piece, nl=False)
+                ),
             )
         )
         if not json_output:

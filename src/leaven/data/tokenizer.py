@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from leaven import storage
 from leaven.data.corpus import Corpus, Meter, OnProgress, TextDocument
 from leaven.data.hub import SCHEME, fetch_tokenizer
 from leaven.errors import InputError
@@ -101,7 +102,7 @@ def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
         return None
     path = fetch_tokenizer(tokenizer) if tokenizer.startswith(SCHEME) else Path(tokenizer).expanduser()
     try:
-        raw = path.read_text(encoding="utf-8")
+        raw = storage.read(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"data.tokenizer {tokenizer!r} cannot be read ({getattr(error, 'strerror', None) or error}); "

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from leaven import storage
 from leaven.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.shape import ModelShape
@@ -335,7 +336,7 @@ def read_json(path: Path) -> dict[str, Any]:
         InputError: if the file is missing or damaged, or is not a JSON object.
     """
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(storage.read(path))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; give a folder that save_pretrained of transformers wrote") from None
     except (OSError, ValueError, RecursionError) as error:

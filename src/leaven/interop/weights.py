@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from leaven import __version__
+from leaven import __version__, storage
 from leaven.data.tokenizer import given_tokenizer
 from leaven.distributed.pieces import Piece, cut
 from leaven.errors import InputError
@@ -313,13 +313,20 @@ def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
     files, index = ["model.safetensors"], plain.folder / "model.safetensors.index.json"
     if index.exists():
         places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-            raise InputError(f"{index}: weight_map must map tensors to files; save the model again")
+        # A name of a file, not a path, which might lead out of the folder.
+        if not isinstance(places, dict) or not all(
+            isinstance(file, str) and file.endswith(".safetensors") and not {"/", "\\", "\0"} & set(file)
+            for file in places.values()
+        ):
+            raise InputError(
+                f"{index}: weight_map must map tensors to .safetensors files beside it; save the model again"
+            )
         files = sorted(set(places.values()))
     tensors = {}
     with ExitStack() as stack:
         for file in files:
             try:
+                storage.require_file(plain.folder / file)
                 opened: Any = stack.enter_context(safe_open(plain.folder / file, "pt"))
             except FileNotFoundError:
                 raise InputError(

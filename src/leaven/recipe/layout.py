@@ -11,19 +11,26 @@ Recompute = Literal["none", "selective", "full"]
 Pipeline = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
+MOST_RANKS = 2**24  # per dimension; more accelerators than there are in any cluster, and a plan of them ends
+
+
 class Layout(Part):
     """The parallelism of a run over dp x cp x tp x pp ranks, and its options to save memory or time."""
 
-    dp: int = Field(default=1, gt=0)  # data-parallel degree
-    tp: int = Field(default=1, gt=0)  # tensor-parallel degree
-    pp: int = Field(default=1, gt=0)  # pipeline-parallel degree
-    cp: int = Field(default=1, gt=0)  # context-parallel degree; for ``leaven plan`` and exports, not for training
-    ep: int = Field(default=1, gt=0)  # expert-parallel degree: the dp x cp ranks that share the experts of a layer
+    dp: int = Field(default=1, gt=0, le=MOST_RANKS)  # data-parallel degree
+    tp: int = Field(default=1, gt=0, le=MOST_RANKS)  # tensor-parallel degree
+    pp: int = Field(default=1, gt=0, le=MOST_RANKS)  # pipeline-parallel degree
+    cp: int = Field(
+        default=1, gt=0, le=MOST_RANKS
+    )  # context-parallel degree; for ``leaven plan`` and exports, not for training
+    ep: int = Field(
+        default=1, gt=0, le=MOST_RANKS
+    )  # expert-parallel degree: the dp x cp ranks that share the experts of a layer
     zero: int = Field(default=0, ge=0, le=3)  # ZeRO stage
     # Number of replicas (HSDP); ZeRO shards each replica over dp / dp_replicate ranks.
-    dp_replicate: int = Field(default=1, gt=0)
+    dp_replicate: int = Field(default=1, gt=0, le=MOST_RANKS)
     schedule: Pipeline = "1f1b"
-    stages_per_rank: int = Field(default=1, gt=0)  # pipeline stages on each rank
+    stages_per_rank: int = Field(default=1, gt=0, le=MOST_RANKS)  # pipeline stages on each rank
     recompute: Recompute = "none"  # activation checkpointing: which activations the backward pass recomputes
     compile: bool = False  # torch.compile for each block: costs a minute, speeds up steps, changes the last bits
     timeout_seconds: int = Field(default=600, gt=0)  # the run ends if a process does not answer for this long

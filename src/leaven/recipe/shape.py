@@ -84,18 +84,25 @@ class Parameter:
         return math.prod(self.shape)
 
 
+# Bounds on sizes, ten times or more what any published model has. Beyond them a list of parameters takes minutes, a
+# tokenizer's training aborts the process, and sizes overflow 64 bits.
+MOST_LAYERS, WIDEST, LARGEST_VOCABULARY, LONGEST_SEQUENCE = 2_000, 2**20, 2**22, 2**30
+
+
 class ModelShape(Part):
     """The shape of a decoder-only transformer: its sizes and architecture options."""
 
-    n_layers: int = Field(gt=0, le=2_000)
-    d_model: int = Field(gt=0)
-    n_heads: int = Field(gt=0)
-    n_kv_heads: int = Field(gt=0)
-    d_head: int = Field(gt=0)
-    d_attention: int | None = Field(default=None, gt=0)  # n_heads x d_head, if not d_model (most Qwen3 models)
-    d_ff: int = Field(gt=0)
-    vocab_size: int = Field(gt=1)
-    seq_len: int = Field(gt=0)
+    n_layers: int = Field(gt=0, le=MOST_LAYERS)
+    d_model: int = Field(gt=0, le=WIDEST)
+    n_heads: int = Field(gt=0, le=WIDEST)
+    n_kv_heads: int = Field(gt=0, le=WIDEST)
+    d_head: int = Field(gt=0, le=WIDEST)
+    d_attention: int | None = Field(
+        default=None, gt=0, le=WIDEST
+    )  # n_heads x d_head, if not d_model (most Qwen3 models)
+    d_ff: int = Field(gt=0, le=4 * WIDEST)
+    vocab_size: int = Field(gt=1, le=LARGEST_VOCABULARY)
+    seq_len: int = Field(gt=0, le=LONGEST_SEQUENCE)
     norm: Norm = "rmsnorm"
     norm_eps: float = Field(default=1e-6, gt=0)
     activation: Activation = "swiglu"
@@ -149,7 +156,7 @@ class ModelShape(Part):
             divisors = [k for k in range(1, self.n_heads + 1) if self.n_heads % k == 0]
             raise ValueError(
                 f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}; set n_kv_heads to "
-                f"{' or '.join(map(str, divisors))}"
+                f"{' or '.join(map(str, divisors[:12]))}{' or another divisor' if len(divisors) > 12 else ''}"
             )
         if self.qk_norm_per_head and not self.qk_norm:
             raise ValueError("qk_norm_per_head needs qk_norm; set qk_norm = true")

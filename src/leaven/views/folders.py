@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from leaven import storage
 from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import DemoDocument
 from leaven.errors import InputError
@@ -194,7 +195,9 @@ def read_check(folder: Path) -> CheckDocument:
 
 def _document(path: Path, kind: type[Kind]) -> Kind:
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(storage.read(path))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except ValidationError as error:
         fault = error.errors()[0]
         where = "".join(f"{key}: " for key in fault["loc"])
