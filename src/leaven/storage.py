@@ -67,10 +67,16 @@ def require_file(path: Path | str) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file that replaces ``path`` when the block ends, so that ``path`` is never half written.
 
-    A device or a pipe, for example ``/dev/null``, is written to directly.
+    A device or a pipe, for example ``/dev/null``, is written to directly, and so is a file of this process such as
+    ``/dev/stdout``.
+
+    Raises:
+        OSError: also if nobody reads the pipe, because writing would wait without end.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        with path.open("wb") as file:
+    if _is_device(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | getattr(os, "O_NONBLOCK", 0))
+        os.set_blocking(descriptor, True)
+        with os.fdopen(descriptor, "wb") as file:
             yield file
         return
     _remove_leftovers(path)
@@ -86,6 +92,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def _is_device(path: Path) -> bool:
+    """Return whether a path names a device, a pipe, or through a link in /dev or /proc an open file of this process."""
+    if path.is_symlink() and path.absolute().is_relative_to("/dev") | path.absolute().is_relative_to("/proc"):
+        return True
+    return path.exists() and not (path.is_file() or path.is_dir())
 
 
 def write(path: Path, content: bytes) -> None:
@@ -125,15 +138,18 @@ def write_text(path: Path | str, text: str) -> None:
     """Replace a file atomically: after a crash it contains the old text or the new text.
 
     Raises:
-        InputError: if the file cannot be written; the old file is unchanged.
+        InputError: if the file cannot be written, or is a link, which may lead anywhere; the old file is unchanged.
     """
     path = Path(path)
-    if path.is_dir() or not path.name:
-        raise InputError(f"{path}: this is a folder; give the name of a file")
     try:
+        if path.is_dir() or not path.name:
+            raise InputError(f"{path}: this is a folder; give the name of a file")
+        if path.is_symlink() and not _is_device(path):
+            raise InputError(f"{path}: this is a link to {os.readlink(path)}; give the name of the file itself")
         write(path, text.encode())
     except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+        unread = "a pipe that nobody reads" if error.errno == errno.ENXIO else error.strerror
+        raise InputError(f"{path}: cannot be written: {unread}") from None
 
 
 def make_folder(path: Path) -> None:

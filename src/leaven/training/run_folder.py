@@ -153,9 +153,12 @@ class RunFolder:
         for line in self._metrics.read_bytes().splitlines(keepends=True):
             end += len(line)
             found = storage.json_object(line) or {}
-            if found.get("step", 0) > step:
+            number = found.get("step")
+            if not isinstance(number, int):
+                continue
+            if number > step:
                 break
-            if "step" in found and line.endswith(b"\n"):
+            if line.endswith(b"\n"):
                 kept = end
         os.truncate(self._metrics, kept)
 
@@ -168,7 +171,7 @@ class RunFolder:
         read = _read(self._metrics)
         lines: list[dict[str, Any]] = []
         for line in read.documents:
-            if "step" not in line:
+            if not isinstance(line.get("step"), int):
                 continue
             while lines and lines[-1]["step"] >= line["step"]:
                 lines.pop()
@@ -242,7 +245,7 @@ class RunFolder:
 
 
 def _documents(path: Path, key: str) -> list[dict[str, Any]]:
-    return [document for document in _read(path).documents if key in document]
+    return [document for document in _read(path).documents if isinstance(document.get(key), str)]
 
 
 def _read(path: Path) -> storage.JsonLines:

@@ -15,7 +15,7 @@ from leaven import storage
 from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import DemoDocument
 from leaven.errors import InputError
-from leaven.recipe.files import finite, read_recipe
+from leaven.recipe.files import LARGEST_INTEGER, finite, read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.run_folder import RETURNS, RunFolder
 from leaven.tuning import point
@@ -130,12 +130,12 @@ def read_run(folder: Path) -> RunView:
     """Return the run in a folder. The run's title is the name of the recipe."""
     recipe, written = read_recipe(folder / "recipe.toml"), RunFolder(folder)
     metrics = written.read_metrics()
-    steps = [finite(line) for line in metrics.documents if {"tokens", "loss"} <= line.keys()]
+    steps = [line for line in map(_numbers, metrics.documents) if (line.get("tokens") or 0) > 0 and "loss" in line]
     if not steps:
         raise InputError(f"{folder / 'metrics.jsonl'}: no steps yet; wait for the first step, or give another folder")
     events = [
-        finite(line)
-        for line in written.events()
+        line
+        for line in map(_numbers, written.events())
         if all(line.get(key) is not None for key in EVENT_KEYS.get(line["event"], ()))
     ]
     validation: dict[int, float] = {}
@@ -145,7 +145,7 @@ def read_run(folder: Path) -> RunView:
         elif event["event"] in RETURNS:  # the run returned to an earlier checkpoint; later validations do not count
             validation = {tokens: loss for tokens, loss in validation.items() if tokens <= event["to_tokens"]}
     finish = written.finish()
-    end = finite(finish or {})
+    end = _numbers(finish or {})
     points = sorted(validation.items())
     loss, seconds = end.get("loss"), end.get("seconds")
     return RunView(
@@ -160,6 +160,20 @@ def read_run(folder: Path) -> RunView:
         returns=[event for event in events if event["event"] in RETURNS],
         damaged=len(metrics.damaged),
     )
+
+
+def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers and texts of a line of metrics.jsonl or events.jsonl, and None in place of other values."""
+
+    def plain(key: str, value: Any) -> Any:
+        text = key in {"event", "why"}
+        return value if isinstance(value, str if text else int | float) and not isinstance(value, bool) else None
+
+    values = finite({key: plain(key, value) for key, value in line.items()})
+    return {
+        key: None if isinstance(value, int) and abs(value) > LARGEST_INTEGER else value
+        for key, value in values.items()
+    }
 
 
 def _elapsed(events: Sequence[dict[str, Any]]) -> float | None:
