@@ -52,8 +52,9 @@ def read(path: Path | str, most: int = LARGEST) -> bytes:
         OSError: if it cannot be read, or has more than ``most`` bytes.
     """
     with open_file(path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
+        content = b"" if os.fstat(file.fileno()).st_size > most else file.read(most + 1)
+        too_large = len(content) > most or os.fstat(file.fileno()).st_size > most
+    if too_large:
         raise OSError(errno.EINVAL, f"larger than {most:,} bytes", str(path))
     return content
 

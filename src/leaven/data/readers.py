@@ -15,7 +15,7 @@ from leaven.errors import InputError
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
-LONGEST_LINE, LARGEST_TEXT = 2**28, 2**32
+LONGEST_LINE, LARGEST_TEXT = 2**27, 2**32
 """Limits in bytes on a line, and on a .txt file, which is one document. A document is read whole."""
 
 SETTLED_NS = 2 * 10**9
