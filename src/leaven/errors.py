@@ -2,16 +2,18 @@
 
 import re
 
-# Characters that control a terminal, change the direction of text, break lines, or have no UTF-8. Line feed and tab stay.
+# Characters that control a terminal, change the direction of text, break lines, or have no UTF-8. Line feed and
+# tab are text.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-# A path has :/ where the URL has ://. A password may contain any character, also @; a number after the colon is a port.
+# A path has :/ where the URL has ://. A password may contain any character, also @; a number after the colon is a
+# port.
 _PASSWORD = re.compile(
     r"(?<=:/)(/{0,2}[^\s:/@]*):(?:(?!\d{1,5}[/\s])[^\n]*|\S*)@|(?<=[?&])(\w*password)=[^&\s'\"]*", re.IGNORECASE
 )
 
 
 def shown(text: str) -> str:
-    """Return foreign text as it may be shown on a terminal: without passwords of URLs, and without control characters.
+    """Return foreign text as a terminal may show it: without passwords of URLs, and without control characters.
 
     A control character becomes an escape such as ``\\u001b``, which TOML and JSON read.
     """

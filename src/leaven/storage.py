@@ -1,7 +1,7 @@
 """Write and lock files so that they survive kills, power cuts and full disks.
 
-leaven writes all its permanent files with this module, and reads the files of others with :func:`open_file` or
-:func:`read`, which refuse a pipe or a device, because reading it may never end. If replacing a file raises OSError, the old file is unchanged.
+leaven writes all its permanent files with this module. If replacing a file raises OSError, the old file is unchanged.
+Files of others are read with :func:`open_file` or :func:`read`, which refuse a pipe or a device: it may never end.
 Four functions are for paths that a user has given, and raise InputError instead: :func:`write_text`,
 :func:`make_folder`, :func:`require_free` and :func:`written_folder`.
 """
@@ -35,14 +35,13 @@ def open_file(path: Path | str) -> BinaryIO:
         OSError: if it is missing or anything else, such as a pipe, which might never answer.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    file = os.fdopen(descriptor, "rb", closefd=True) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
-    if file is None:
-        folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
-        os.close(descriptor)
-        if folder:
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        raise OSError(errno.EINVAL, "a pipe or a device, not a regular file", str(path))
-    return file
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "a pipe or a device, not a regular file", str(path))
 
 
 def read(path: Path | str, most: int = LARGEST) -> bytes:
@@ -52,11 +51,9 @@ def read(path: Path | str, most: int = LARGEST) -> bytes:
         OSError: if it cannot be read, or has more than ``most`` bytes.
     """
     with open_file(path) as file:
-        content = b"" if os.fstat(file.fileno()).st_size > most else file.read(most + 1)
-        too_large = len(content) > most or os.fstat(file.fileno()).st_size > most
-    if too_large:
-        raise OSError(errno.EINVAL, f"larger than {most:,} bytes", str(path))
-    return content
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EINVAL, f"larger than {most:,} bytes", str(path))
+        return file.read()
 
 
 def require_file(path: Path | str) -> None:
@@ -96,8 +93,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _is_device(path: Path) -> bool:
-    """Return whether a path names a device, a pipe, or through a link in /dev or /proc an open file of this process."""
-    if path.is_symlink() and path.absolute().is_relative_to("/dev") | path.absolute().is_relative_to("/proc"):
+    """Return whether a path names a device, a pipe, or by a link such as /dev/stdout an open file of this process."""
+    if path.is_symlink() and any(path.absolute().is_relative_to(folder) for folder in ("/dev", "/proc")):
         return True
     return path.exists() and not (path.is_file() or path.is_dir())
 

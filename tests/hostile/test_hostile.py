@@ -27,13 +27,6 @@ CASES = {
 }
 
 
-@pytest.fixture
-def leaven(request: pytest.FixtureRequest) -> Verb:
-    from tests.cli.conftest import leaven as fixture
-
-    return fixture.__wrapped__(request.getfixturevalue("monkeypatch"), request.getfixturevalue("capsys"))
-
-
 def build(path: Path, content: Any, tiny: str) -> None:
     """Write one file of a case."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -126,8 +126,8 @@ def _no_verb(
 
 
 def main() -> None:
-    """Run the command line. An error gives one line on standard error, never a traceback: exit code 2 for wrong input,
-    and 70 for a bug, whose line names a file with the traceback."""
+    """Run the command line. An error gives one line on standard error: exit code 2 for wrong input, and 70 for a bug,
+    whose line names a file with the traceback."""
     if "RANK" not in os.environ:
         sys.exit(_run())
     console.quiet = errors.quiet = os.environ["RANK"] != "0"  # only the first process prints
@@ -174,23 +174,30 @@ def error_message(error: Exception) -> str | None:
         extra = next((name for name, packages in EXTRAS.items() if package in packages.split()), None)
         what = f"'leaven[{extra}]'" if extra else package
         return f"this command needs the package {package}, which is not installed; run: pip install {what}"
-    if isinstance(error, OSError) and error.errno in _DISK_FULL:
-        where = f" ({error.filename})" if error.filename else ""
-        return f"{error.strerror}{where}; free some space and run the same command again; finished work is kept"
-    if isinstance(error, OSError) and error.errno in _ADVICE and error.filename:
-        return f"{os.fsdecode(error.filename)}: {os.strerror(error.errno).lower()}; {_ADVICE[error.errno]}"
-    if isinstance(error, MemoryError):
-        return "out of memory; use smaller files or sizes, or a machine with more memory"
+    if isinstance(error, OSError):
+        return _message_of_system(error)
     if out_of_memory(error):
-        return (
-            f"out of memory ({str(error) or type(error).__name__}); to train with less memory, lower micro_batch in "
-            '[batch] or set it to "auto"'
-        )
+        if isinstance(error, MemoryError):  # of Python: not the memory of an accelerator
+            what, advice = "out of memory", "use smaller files or sizes, or a machine with more memory"
+        else:
+            what = f"out of memory ({str(error) or type(error).__name__})"
+            advice = 'to train with less memory, lower micro_batch in [batch] or set it to "auto"'
+        return f"{what}; {advice}"
     return usage_message(error)
 
 
+def _message_of_system(error: OSError) -> str | None:
+    """Return what an error of the file system means for the user, or None for a bug or a fault of the machine."""
+    if error.errno in _DISK_FULL:
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror}{where}; free some space and run the same command again; finished work is kept"
+    if error.errno in _ADVICE and error.filename:
+        return f"{os.fsdecode(error.filename)}: {os.strerror(error.errno).lower()}; {_ADVICE[error.errno]}"
+    return None
+
+
 def bug_message(error: Exception) -> str:
-    """Write the traceback of a bug to a file that only this user can read, and return a message that names the file."""
+    """Return a message about a bug, after writing its traceback to a file that only this user can read."""
     what = f"a bug in leaven: {type(error).__name__}: {f'{error}'[:200]}"
     about = (
         f"leaven {__version__}, Python {platform.python_version()}, {platform.platform()}\n"

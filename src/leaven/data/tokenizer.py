@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 PIECE_CHARACTERS = 2**18
 LONGEST_WORD = 2**12
-"""Longer runs of characters without a space, or of spaces alone, are cut. The time to train a BPE is proportional to the
+"""Longer runs of characters without a space, or of spaces alone, are cut. The time to train a BPE grows with the
 square of their length: 200 kB of one letter would take minutes."""
 TRAINING_BYTES = 2**26
 """A BPE is trained on at most about this many bytes of text. Training takes 0.1 s per MB on two cores."""

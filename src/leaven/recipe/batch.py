@@ -66,10 +66,9 @@ class Batch(Part):
                     f"the ramp grows by {climb:,} tokens, which is not a whole number of increments of "
                     f"{self.ramp.increment_tokens:,}; choose increment_tokens so that it divides {climb:,}"
                 )
-            if climb // self.ramp.increment_tokens > MOST_INCREMENTS:
+            if (increments := climb // self.ramp.increment_tokens) > MOST_INCREMENTS:
                 raise ValueError(
-                    f"the ramp has {climb // self.ramp.increment_tokens:,} increments, more than {MOST_INCREMENTS:,}; "
-                    "raise increment_tokens"
+                    f"the ramp has {increments:,} increments, more than {MOST_INCREMENTS:,}; raise increment_tokens"
                 )
         if self.stages:
             starts = [stage.from_tokens for stage in self.stages]

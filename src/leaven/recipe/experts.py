@@ -19,9 +19,8 @@ class Experts(Part):
     active: int = Field(gt=0)  # number of routed experts that each token uses
     # Intermediate size of one expert. d_ff / d_expert is the granularity (Krajewski et al. 2024, arXiv 2402.07871).
     d_expert: int = Field(gt=0, le=2**22)
-    shared: int = Field(
-        default=0, ge=0, le=2**16
-    )  # number of shared experts; together they are one MLP of shared x d_expert
+    # Number of shared experts; together they are one MLP of shared x d_expert.
+    shared: int = Field(default=0, ge=0, le=2**16)
     dense_layers: int = Field(default=0, ge=0)  # the first layers have an MLP of size d_ff instead of experts
     # How the router turns its logits into scores. softmax: over all experts (Mixtral, Qwen3, OLMoE); sigmoid: of each
     # expert by itself (DeepSeek-V3). The experts with the highest scores are chosen.

@@ -15,7 +15,7 @@ from leaven.recipe.hyperparameters import Hyperparameters
 from leaven.recipe.init_std import require_one_rule
 from leaven.recipe.layout import Layout
 from leaven.recipe.schedule import Schedule
-from leaven.recipe.shape import MOST_LAYERS, WIDEST, ModelShape
+from leaven.recipe.shape import Depth, ModelShape, Width
 
 RuleName = Literal["standard", "mup", "completep", "complete-d-p"]
 BATCH_RULES = ("complete-d-p",)
@@ -41,15 +41,13 @@ class Start(Part):
 class Base(Part):
     """The base: the model size, batch and run length for which the recipe's hyperparameters are written."""
 
-    width: int = Field(gt=0, le=WIDEST)  # d_model
-    depth: int = Field(gt=0, le=MOST_LAYERS)  # n_layers
+    width: Width  # d_model
+    depth: Depth  # n_layers
     batch_tokens: Count
     tokens: Count  # training tokens
-    d_ff: int | None = Field(default=None, gt=0, le=4 * WIDEST)  # None: d_ff / d_model is that of the recipe's model
-    d_head: int | None = Field(default=None, gt=0, le=4 * WIDEST)  # None: d_head of the recipe's model
-    n_kv_heads: int | None = Field(
-        default=None, gt=0, le=4 * WIDEST
-    )  # None: n_heads / n_kv_heads is that of the recipe's model
+    d_ff: Width | None = None  # None: d_ff / d_model is that of the recipe's model
+    d_head: Width | None = None  # None: d_head of the recipe's model
+    n_kv_heads: Width | None = None  # None: n_heads / n_kv_heads is that of the recipe's model
 
 
 class Scaling(Part):

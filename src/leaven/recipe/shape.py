@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -86,23 +86,22 @@ class Parameter:
 
 # Bounds on sizes, ten times or more what any published model has. Beyond them a list of parameters takes minutes, a
 # tokenizer's training aborts the process, and sizes overflow 64 bits.
-MOST_LAYERS, WIDEST, LARGEST_VOCABULARY, LONGEST_SEQUENCE = 2_000, 2**20, 2**22, 2**30
+Depth = Annotated[int, Field(gt=0, le=2_000)]
+Width = Annotated[int, Field(gt=0, le=2**22)]
 
 
 class ModelShape(Part):
     """The shape of a decoder-only transformer: its sizes and architecture options."""
 
-    n_layers: int = Field(gt=0, le=MOST_LAYERS)
-    d_model: int = Field(gt=0, le=WIDEST)
-    n_heads: int = Field(gt=0, le=WIDEST)
-    n_kv_heads: int = Field(gt=0, le=WIDEST)
-    d_head: int = Field(gt=0, le=WIDEST)
-    d_attention: int | None = Field(
-        default=None, gt=0, le=WIDEST
-    )  # n_heads x d_head, if not d_model (most Qwen3 models)
-    d_ff: int = Field(gt=0, le=4 * WIDEST)
-    vocab_size: int = Field(gt=1, le=LARGEST_VOCABULARY)
-    seq_len: int = Field(gt=0, le=LONGEST_SEQUENCE)
+    n_layers: Depth
+    d_model: Width
+    n_heads: Width
+    n_kv_heads: Width
+    d_head: Width
+    d_attention: Width | None = None  # n_heads x d_head, if not d_model (most Qwen3 models)
+    d_ff: Width
+    vocab_size: int = Field(gt=1, le=2**22)
+    seq_len: int = Field(gt=0, le=2**30)
     norm: Norm = "rmsnorm"
     norm_eps: float = Field(default=1e-6, gt=0)
     activation: Activation = "swiglu"

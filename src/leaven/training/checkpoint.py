@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 FORMAT, FORMAT_OF_MANY = 2, 3
 """The format number in ``state.json`` if one process wrote the checkpoint, and if several processes wrote it. The
 second format also lists the parts of each tensor."""
+WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # of documents that are not as they were written
 _KINDS = ("model", "optimizer")
 UNFINISHED = ".tokens-*.tmp"
 
@@ -211,15 +212,7 @@ def read_checkpoint(
             continue
         try:
             found, unreadable = _read(candidate, group), None
-        except (
-            FileNotFoundError,
-            NotADirectoryError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            SafetensorError,
-        ):
+        except (FileNotFoundError, NotADirectoryError, SafetensorError, *WRONG_TYPES):
             found, unreadable = None, None
         except OSError as error:
             found, unreadable = None, error.strerror or str(error)

@@ -15,7 +15,7 @@ from leaven import storage
 from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import DemoDocument
 from leaven.errors import InputError
-from leaven.recipe.files import LARGEST_INTEGER, finite, read_recipe
+from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.run_folder import RETURNS, RunFolder
 from leaven.tuning import point
@@ -94,6 +94,7 @@ class StudyView(StudyDocument):
 FolderView = DemoDocument | StudyView | RunView | CheckDocument
 KINDS = {"demo.json": "demo", "study.json": "study", "metrics.jsonl": "run", "check.json": "check"}
 """The kind of a folder, by the first of these files that the folder contains."""
+LARGEST_NUMBER = 1e100  # of metrics and events; larger ones overflow when they are squared
 _BACK = ("tokens", "to_tokens", "skip_from", "skip_to")
 EVENT_KEYS = {"validation": ("tokens",), "rollback": (*_BACK, "why"), "rewind": _BACK}
 """The keys that an event of events.jsonl must have. An event that lacks one is ignored."""
@@ -166,14 +167,12 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers and texts of a line of metrics.jsonl or events.jsonl, and None in place of other values."""
 
     def plain(key: str, value: Any) -> Any:
-        text = key in {"event", "why"}
-        return value if isinstance(value, str if text else int | float) and not isinstance(value, bool) else None
+        if isinstance(value, str) and key in {"event", "why"}:
+            return value
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return value if number and abs(value) <= LARGEST_NUMBER else None  # neither infinite nor NaN
 
-    values = finite({key: plain(key, value) for key, value in line.items()})
-    return {
-        key: None if isinstance(value, int) and abs(value) > LARGEST_INTEGER else value
-        for key, value in values.items()
-    }
+    return {key: plain(key, value) for key, value in line.items()}
 
 
 def _elapsed(events: Sequence[dict[str, Any]]) -> float | None:

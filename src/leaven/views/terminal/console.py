@@ -1,7 +1,7 @@
 """Print results to standard output, and progress, warnings and errors to standard error.
 
-Everything a command prints goes through here, where foreign text is made safe to show: names of files, keys and values
-of recipes, and messages of other programs.
+Everything a command prints goes through here, where foreign text is made safe to show: names of files, keys and
+values of recipes, and messages of other programs.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,0 +1,5 @@
+"""Fixtures of the tests of hostile input."""
+
+from tests.cli.conftest import leaven
+
+__all__ = ["leaven"]
