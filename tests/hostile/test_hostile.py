@@ -147,13 +147,3 @@ def test_hostile_input_gives_one_line_and_writes_nothing(
     assert case["says"] in line
     assert case.get("never", "\0") not in line
     assert contents(tmp_path) == before
-
-
-@pytest.fixture(scope="session")
-def exported(scaled_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of a run in the format of transformers. Do not change it."""
-    from leaven.training.load import export_run, load_run
-
-    folder = tmp_path_factory.mktemp("exported") / "model"
-    export_run(load_run(scaled_run), folder)
-    return folder
