@@ -77,7 +77,10 @@ def test_every_key_is_in_the_page_of_recipes_with_its_default_and_description() 
     page = recipe_page()
     for part in Recipe.model_fields:
         assert f"## {part}\n" in page or f"`{part}`" in page
-    assert "| `batch.ramp.over_tokens` | integer, above 0 | required | length of the whole ramp" in page
+    assert (
+        "| `batch.ramp.over_tokens` | integer, above 0, at most 1,000,000,000,000,000,000 | required | length of the whole ramp"
+        in page
+    )
     assert "| `stability.max_rollbacks` | integer, above 0 | `3` | rollbacks" in page
 
 
