@@ -14,7 +14,7 @@ from leaven.documents.runs import ComparedRun, ComparedValue, ComparisonDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import adamw_rows
-from leaven.views.folders import RunView, read_folder
+from leaven.views.folders import RunView, consistent, read_folder
 from leaven.views.render import render
 from leaven.views.run_charts import colours, run_charts
 from leaven.views.terminal.files import comparison_tables
@@ -50,6 +50,11 @@ def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, Compari
                 "to report on this folder, give it alone"
             )
         runs.append(replace(run, title=str(folder)))
+    with consistent(*folders):
+        return _page(runs, output)
+
+
+def _page(runs: list[RunView], output: Path) -> tuple[str, ComparisonDocument]:
     document = compare(runs, output)
     results, different = comparison_tables(document)
     page = render(

@@ -3,7 +3,8 @@
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -125,6 +126,24 @@ def read_folder(folder: Path) -> FolderView:
         f"{folder} contains no run (metrics.jsonl), study (study.json), check (check.json) or demo (demo.json); "
         f"give the folder that leaven train --run, leaven tune --study, leaven check --run or leaven demo wrote"
     )
+
+
+@contextmanager
+def consistent(*folders: Path) -> Iterator[None]:
+    """Raise InputError where a page cannot be made of what the files of folders say.
+
+    The files have the right form, but somebody may have changed them: a trial without a searched value, or a number
+    that is too large for a chart.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (ArithmeticError, LookupError, RecursionError, StopIteration, TypeError, ValueError) as error:
+        raise InputError(
+            f"{', '.join(map(str, folders))}: cannot be shown ({type(error).__name__}: {error}); if nobody has "
+            "changed the files, this is a bug: run the command again with LEAVEN_DEBUG=1 and report what it prints"
+        ) from error
 
 
 def read_run(folder: Path) -> RunView:
