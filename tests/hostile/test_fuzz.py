@@ -10,6 +10,7 @@ import sys
 import tomllib
 import unicodedata
 from contextlib import redirect_stderr, redirect_stdout
+from copy import deepcopy
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ values = st.one_of(
     st.integers(),
     st.floats(),
     st.text(max_size=20),
-)
+).map(deepcopy)  # because damage changes them
 
 
 def paths(document: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
