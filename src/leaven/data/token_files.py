@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from leaven import storage
 from leaven.data.readers import BrokenFile, FileStamp, file_stamp
+from leaven.storage import require_file
 
 TOKEN_SUFFIXES = (".bin", ".npy")
 
@@ -97,9 +97,9 @@ class TokenFile:
 
     def _open(self) -> MappedTokens:
         try:
-            storage.require_file(self.path)
+            require_file(self.path)
             if self.index is not None:
-                storage.require_file(self.index)
+                require_file(self.index)
             if self.path.suffix == ".npy":
                 return self._numpy()
             size = self.size

@@ -153,12 +153,9 @@ class RunFolder:
         for line in self._metrics.read_bytes().splitlines(keepends=True):
             end += len(line)
             found = storage.json_object(line) or {}
-            number = found.get("step")
-            if not isinstance(number, int):
-                continue
-            if number > step:
+            if found.get("step", 0) > step:
                 break
-            if line.endswith(b"\n"):
+            if "step" in found and line.endswith(b"\n"):
                 kept = end
         os.truncate(self._metrics, kept)
 
@@ -171,7 +168,7 @@ class RunFolder:
         read = _read(self._metrics)
         lines: list[dict[str, Any]] = []
         for line in read.documents:
-            if not isinstance(line.get("step"), int):
+            if "step" not in line:
                 continue
             while lines and lines[-1]["step"] >= line["step"]:
                 lines.pop()

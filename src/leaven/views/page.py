@@ -21,8 +21,8 @@ def folder_page(folder: Path) -> str:
         InputError: if the folder contains nothing to report, or its parts contradict each other, or plotly is not
             installed.
     """
-    document = read_folder(folder)
     with consistent(folder):
+        document = read_folder(folder)
         if isinstance(document, CheckDocument):
             return check_page(document)
         if isinstance(document, StudyView):
