@@ -14,7 +14,7 @@ from tests.cli.conftest import Verb
 from leaven.cli import BUG, DEBUG, error_message
 from leaven.errors import shown
 from leaven.storage import write_text
-from leaven.views.terminal.console import SafeConsole
+from leaven.views.terminal.console import SafeConsole, errors
 
 PASSWORD = "hunter2"
 URLS = [
@@ -91,6 +91,24 @@ def test_a_bug_is_one_line_that_names_a_file_to_report_it_with(broken: Verb, tmp
     assert PASSWORD not in report
     assert "\x1b" not in report
     assert file.stat().st_mode & 0o077 == 0
+
+
+def test_a_panic_of_a_library_and_a_bug_of_another_process_are_shown(
+    leaven: Verb, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class PanicException(BaseException):
+        """As tokenizers and safetensors raise it."""
+
+    def panic(**_: object) -> None:
+        raise PanicException("capacity overflow")
+
+    monkeypatch.setattr("leaven.cli.app", panic)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for quiet in (False, True):  # only the first process of several prints other errors
+        monkeypatch.setattr(errors, "quiet", quiet)
+        code, _, err = leaven("train")
+        assert code == BUG
+        assert err.startswith("error: a bug in leaven: PanicException: capacity overflow")
 
 
 def test_a_bug_whose_file_cannot_be_written_says_how_to_see_it(broken: Verb, tmp_path: Path) -> None:

@@ -148,13 +148,14 @@ def _run() -> int:
     except ProcessLost as error:
         sys.stderr.write(f"error: {shown(str(error))}\n")  # each process prints its own message
         return FAILED
-    except Exception as error:
-        if os.environ.get(DEBUG):
+    except BaseException as error:
+        # A panic of a library in Rust is no Exception.
+        if os.environ.get(DEBUG) or not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
-        if errors.quiet and getattr(error, "__notes__", None):
+        message, notes = error_message(error), getattr(error, "__notes__", [])
+        if errors.quiet and (notes or message is None):
             errors.quiet = False  # no other process prints this error
-            errors.print(Text(f"{error.__notes__[0]}: ", style="bold red"), end="")
-        message = error_message(error)
+            errors.print(Text("".join(f"{note}: " for note in notes[:1]), style="bold red"), end="")
         errors.print(Text.assemble(("error: ", "bold red"), " ".join((message or bug_message(error)).split())))
         return BUG if message is None else FAILED if out_of_memory(error) else WRONG_INPUT
     if code == _CTRL_C:
@@ -163,7 +164,7 @@ def _run() -> int:
     return int(code or 0)
 
 
-def error_message(error: Exception) -> str | None:
+def error_message(error: BaseException) -> str | None:
     """Return the message of an error for the user, or None for a bug."""
     if isinstance(error, InputError):
         return str(error)
@@ -196,7 +197,7 @@ def _message_of_system(error: OSError) -> str | None:
     return None
 
 
-def bug_message(error: Exception) -> str:
+def bug_message(error: BaseException) -> str:
     """Return a message about a bug, after writing its traceback to a file that only this user can read."""
     what = f"a bug in leaven: {type(error).__name__}: {f'{error}'[:200]}"
     about = (
