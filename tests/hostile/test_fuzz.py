@@ -20,7 +20,7 @@ import pytest
 import tomlkit
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
-from tests.hostile.test_hostile import at_most, contents
+from tests.hostile.test_hostile import bounded, contents
 
 from leaven.cli import main
 
@@ -30,7 +30,6 @@ fuzz = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-SECONDS = 20
 
 NESTED: Any = []
 for _ in range(40):
@@ -144,7 +143,7 @@ def attempt(folder: Path, *words: str) -> int:
         patch("leaven.cli.bug_message", raise_),
         redirect_stdout(out),
         redirect_stderr(err),
-        at_most(SECONDS),
+        bounded(),
         pytest.raises(SystemExit) as stopped,
     ):
         main()
