@@ -264,8 +264,8 @@ def test_damaged_run_folders(data: st.DataObject, place: Path, scaled_run: Path)
         for path in sorted((place / "RUN").rglob("*"))
         if path.is_file() and path.stat().st_size and "tensorboard" not in path.parts
     ]
-    for _ in range(data.draw(st.integers(1, 2))):
-        damage_file(data.draw(st.sampled_from(files)), data)
+    for path in data.draw(st.lists(st.sampled_from(files), min_size=1, max_size=2, unique=True)):
+        damage_file(path, data)
     verbs = [
         "report RUN -o page.html",
         "report RUN -o page.html",

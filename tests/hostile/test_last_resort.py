@@ -131,7 +131,7 @@ def test_errors_of_the_file_system_say_what_to_do_and_those_of_memory_give_no_wr
         "a: permission denied; use another path, or allow leaven to read and write it"
     )
     assert error_message(OSError(5, "Input/output error", "a")) is None
-    assert "micro_batch" not in str(error_message(MemoryError()))
+    assert "use smaller files" in str(error_message(MemoryError()))
 
 
 def _denied() -> list[str]:

@@ -178,12 +178,9 @@ def error_message(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         return _message_of_system(error)
     if out_of_memory(error):
-        if isinstance(error, MemoryError):  # of Python: not the memory of an accelerator
-            what, advice = "out of memory", "use smaller files or sizes, or a machine with more memory"
-        else:
-            what = f"out of memory ({str(error) or type(error).__name__})"
-            advice = 'to train with less memory, lower micro_batch in [batch] or set it to "auto"'
-        return f"{what}; {advice}"
+        what = f"out of memory ({str(error) or type(error).__name__}); to"
+        files = "use smaller files, or " if isinstance(error, MemoryError) else ""  # not the memory of a GPU
+        return f'{what} train with less memory, {files}lower micro_batch in [batch] or set it to "auto"'
     return usage_message(error)
 
 

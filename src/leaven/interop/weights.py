@@ -318,9 +318,7 @@ def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
             isinstance(file, str) and file.endswith(".safetensors") and not {"/", "\\", "\0"} & set(file)
             for file in places.values()
         ):
-            raise InputError(
-                f"{index}: weight_map must map tensors to .safetensors files beside it; save the model again"
-            )
+            raise InputError(f"{index}: weight_map must map tensors to files in its folder; save the model again")
         files = sorted(set(places.values()))
     tensors = {}
     with ExitStack() as stack:
