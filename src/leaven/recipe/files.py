@@ -22,6 +22,7 @@ LONGEST = 10_000_000  # characters of a recipe; the longest ones have 10,000
 MOST_DOTS = 10_000  # in a line
 DEEPEST = 20  # tables and arrays in one another; recipes have 4
 LARGEST_INTEGER = 2**63 - 1  # of TOML, and of torch
+SMALLEST_FLOAT, LARGEST_FLOAT = 1e-40, 1e30  # others overflow where they are squared or divided by
 
 
 def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
@@ -80,8 +81,8 @@ def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[st
 
 
 def _require_plain(document: dict[str, Any], origin: str) -> None:
-    """Raise InputError for values that are TOML and that no recipe has: very deep tables, very large integers, and
-    strings with a NUL, which ends a string in the file system."""
+    """Raise InputError for values that are TOML and that no recipe has: very deep tables, very large or small numbers,
+    and strings with a NUL, which ends a string in the file system."""
     waiting: list[tuple[str, Any, int]] = [("", document, 0)]
     while waiting:
         path, value, depth = waiting.pop()
@@ -95,6 +96,13 @@ def _require_plain(document: dict[str, Any], origin: str) -> None:
             raise InputError(f"{origin}: {_place(path.split('.'))}: the text contains a NUL; remove it")
         elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
             raise InputError(f"{origin}: {_place(path.split('.'))}: an integer above 2^63 - 1; give a smaller number")
+        elif isinstance(value, float) and math.isfinite(value) and not _usual(value):
+            limits = f"give 0, or a number from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}"
+            raise InputError(f"{origin}: {_place(path.split('.'))}: {value:g} is no value of a recipe; {limits}")
+
+
+def _usual(value: float) -> bool:
+    return value == 0 or SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT
 
 
 def _place(keys: list[str]) -> str:
