@@ -81,8 +81,8 @@ def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[st
 
 
 def _require_plain(document: dict[str, Any], origin: str) -> None:
-    """Raise InputError for values that are TOML and that no recipe has: very deep tables, very large or small numbers,
-    and strings with a NUL, which ends a string in the file system."""
+    """Raise InputError for values that are TOML and that no recipe has: very deep tables, numbers that overflow, and
+    strings with a NUL, which ends a string in the file system."""
     waiting: list[tuple[str, Any, int]] = [("", document, 0)]
     while waiting:
         path, value, depth = waiting.pop()
