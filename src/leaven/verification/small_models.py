@@ -24,6 +24,10 @@ from leaven.verification.recipe_family import RecipeFamily
 
 WIDTH, TIMES = 64, (1, 2, 4, 8)  # the smallest width, and the widths as multiples of it
 DEPTHS = (2, 4, 8, 16)
+EXPERT_DEPTHS = (4, 8, 16)
+"""Depths of models with experts. At depth 2, three quarters of all branches come before the router of the middle
+block, in deep models one half, and the router's output follows this change of its input."""
+
 VOCABULARY, SEQ_LEN = 4096, 256
 """The largest vocabulary and sequence length of the small models. No scaling rule depends on them."""
 
@@ -38,6 +42,10 @@ def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
     """
     shape = _fitted(recipe.model)
     sizes: dict[str, Any] = {"seq_len": min(shape.seq_len, SEQ_LEN)}
+    if shape.experts:
+        # The MLP of a first block reads little but the embedding. Unlike other MLPs, it changes mostly through its own
+        # weights, and in small models this change falls with the width (slopes from -0.15 to -0.18).
+        sizes["experts"] = shape.experts.model_copy(update={"dense_layers": 0})
     # The vocabulary of another tokenizer, or of token ids, has a fixed size.
     if recipe.data.tokenizer == "bpe" and not any(source_parts(each).ids for each in recipe.data.sources):
         sizes["vocab_size"] = min(shape.vocab_size, VOCABULARY)
@@ -89,6 +97,7 @@ def _proportions(shape: ModelShape) -> dict[str, float]:
         "d_head": shape.d_head,
         "d_ff / d_model": shape.d_ff / shape.d_model,
         "heads per kv head": shape.n_heads // shape.n_kv_heads,
+        "dense layers": shape.experts.dense_layers if shape.experts else 0,
         "vocab_size": shape.vocab_size,
         "seq_len": shape.seq_len,
     }
