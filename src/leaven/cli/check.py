@@ -101,8 +101,7 @@ def gradients(
     steps: Annotated[
         int,
         typer.Option(
-            min=1,
-            help="Number of training steps. From 150 steps on, QK-norm gains and routers are checked too.",
+            min=1, help="Number of training steps. From 150 steps on, QK-norm gains that heads share are checked too."
         ),
     ] = 20,
     lr_factor: FactorOption = "0.125",

@@ -17,12 +17,10 @@ properties of a scaling rule are judged:
 For matrices that Muon updates, only the second property is judged: Muon has no eps, and the coordinate check judges
 its lr.
 
-Parameters in blocks whose outputs do not grow with the width are an exception over width: gains of query and key
-norms, which all heads share, and routers, which have an output for each expert. Their gradient is a sum over heads or
-over the width. At the start, the terms of this sum have independent signs. After about 150 steps the signs agree, and
-the gradient has the exponent 0, which is also the exponent of eps for these parameters. (Routers had the exponent
--0.49 in the first step, -0.47 after 20 steps, and 0.00 after 200.) So a check with fewer than 150 steps does not
-compare these gradients with eps over width.
+Gains of query and key norms are an exception over width. All heads share such a gain, so its gradient is a sum over
+heads. At the start, the terms of this sum have independent signs. After about 150 steps the signs agree, and the
+gradient has the exponent 0, which is also the exponent of eps for these gains. So a check with fewer than 150 steps
+does not compare the gradients of these gains with eps over width.
 
 The rule multiplies residual branches by L^-alpha, where L is the depth. If alpha is below 1, two quantities may fall
 with the depth by up to L^(alpha-1):
@@ -57,7 +55,7 @@ the end is larger, because by then models of different width have learnt differe
 was -0.77 where the rule has -1.
 """
 
-COHERENT_STEPS = 150  # from which gradients that are sums over the width are judged over width
+COHERENT_STEPS = 150  # from which gains that all heads share are judged over width
 WARMUP_STEPS = 20
 
 
@@ -71,7 +69,7 @@ class GradientRecord:
     eps: float
     decay: float  # lr x weight_decay: the share by which a weight shrinks in a step
     shape: tuple[int, ...]  # shape of the parameter in one layer
-    in_block: bool
+    layers: int
     muon: bool  # whether Muon updates the parameter, which has no eps
 
 
@@ -135,11 +133,11 @@ class GradientCheck(SizeCheck[GradientRecord]):
         for name, parameter in parameters.items():
             label = instance.label(name)
             if label is not None and label in first:
-                in_block = label != name.removesuffix(".weight")  # a block's number is not in its label
+                layers = records[label].layers + 1 if label in records else 1
                 eps, decay, muon = settings[parameter]
                 end = math.sqrt(sum(gradient[label] ** 2 for gradient in late) / len(late))
                 records[label] = GradientRecord(
-                    first[label], end, moved[label], eps, decay, tuple(parameter.shape), in_block, muon
+                    first[label], end, moved[label], eps, decay, tuple(parameter.shape), layers, muon
                 )
         return records
 
@@ -161,16 +159,15 @@ class GradientCheck(SizeCheck[GradientRecord]):
             return row(slope=None, limit=None, passed=None, note="no eps")
         if not all(math.isfinite(record.end) for record in records):
             return failed(note=NOT_FINITE)
-        inside = records[0].in_block
-        outputs = {record.shape[:-1] or record.shape for record in records}
-        summed = axis.name == "width" and inside and len(outputs) == 1
+        inside = lines[-1][0].layers > 1
+        shared = axis.name == "width" and lines[0][0].layers > 1 and len({seeds[0].shape for seeds in lines}) == 1
         # the lowest exponent under a right rule, see the top of this file
         lower = self.family.alpha - 1 if axis.name == "depth" else 0.0
         judged = []  # (distance beyond the limit, exponent, limit, name)
-        if eps is not None and start is not None and not summed:
+        if eps is not None and start is not None and not shared:
             judged.append((abs(start - eps) - START_LIMIT, start - eps, START_LIMIT, "eps"))
-        if eps is not None and end is not None and (not summed or self.steps >= COHERENT_STEPS):
-            limit, gap = START_LIMIT if summed else END_LIMIT, end - eps
+        if eps is not None and end is not None and (not shared or self.steps >= COHERENT_STEPS):
+            limit, gap = START_LIMIT if shared else END_LIMIT, end - eps
             judged.append((max(gap, lower * inside - gap) - limit, gap, limit, "eps"))
         if decay is not None:
             judged.append((max(decay, lower - decay) - START_LIMIT, decay, START_LIMIT, "decay"))
@@ -178,7 +175,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
             # A gain or bias changes by its lr in a step, whatever its gradient is: the same at every scale.
             judged.append((max(moved, lower * inside - moved) - END_LIMIT, moved, END_LIMIT, "gain"))
         if not judged:
-            note = f"a sum over the width: judged from {COHERENT_STEPS} steps on" if summed else "always 0"
+            note = f"shared by all heads: judged from {COHERENT_STEPS} steps on" if shared else "always 0"
             return row(slope=None, limit=None, passed=None, note=note)
         beyond, value, limit, what = max(judged)
         if beyond <= 0:

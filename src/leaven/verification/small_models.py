@@ -43,7 +43,7 @@ def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
     shape = _fitted(recipe.model)
     sizes: dict[str, Any] = {"seq_len": min(shape.seq_len, SEQ_LEN)}
     if shape.experts:
-        # The MLP of a first block reads little but the embedding. Unlike other MLPs, it changes mostly through its own
+        # The MLP of a first block reads little but the embedding. Unlike others, it changes mostly through its own
         # weights, and in small models this change falls with the width (slopes from -0.15 to -0.18).
         sizes["experts"] = shape.experts.model_copy(update={"dense_layers": 0})
     # The vocabulary of another tokenizer, or of token ids, has a fixed size.
