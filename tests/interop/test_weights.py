@@ -17,7 +17,15 @@ from leaven.data.tokens import prepare
 from leaven.distributed.pieces import piece_of
 from leaven.errors import InputError
 from leaven.interop.architectures import ARCHITECTURES, holding
-from leaven.interop.weights import SHARD_BYTES, read_huggingface, recipe_from, start_from, write_huggingface
+from leaven.interop.weights import (
+    SHARD_BYTES,
+    read_huggingface,
+    recipe_from,
+    router_biases,
+    start_from,
+    write_huggingface,
+)
+from leaven.model.experts import MixtureOfExperts
 from leaven.model.transformer import Transformer
 from leaven.recipe.data import Data
 from leaven.recipe.recipe import Recipe
@@ -26,6 +34,8 @@ from leaven.scaling.transfer import transfer
 
 GPT = {"norm": "layernorm", "activation": "gelu", "n_kv_heads": 2, "qk_norm": False}
 BLOOM = GPT | {"positions": "alibi", "embedding_norm": True, "d_ff": 64}
+EXPERTS = {"number": 6, "active": 2, "d_expert": 24}
+DEEPSEEK = EXPERTS | {"shared": 2, "dense_layers": 1, "router": "sigmoid", "balance": "bias", "weight_scale": 2.5}
 OUT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", {"qk_norm": False, "attention_bias": "qkv"}),
     "olmo 2": ("Olmo2ForCausalLM", {"norm_placement": "output", "qk_norm_whole": True, "n_kv_heads": 2}),
@@ -37,7 +47,13 @@ OUT: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT | {"positions": "learned", "bias": True, "tied_embeddings": True}),
     "gpt2, untied, without biases": ("GPT2LMHeadModel", GPT | {"positions": "learned", "activation": "relu"}),
     "gpt-neox": ("GPTNeoXForCausalLM", GPT | {"bias": True, "norm_eps": 1e-4, "rope_theta": 300.0}),
+    "gpt-neox, partial rotary": ("GPTNeoXForCausalLM", GPT | {"bias": True, "rotary_fraction": 0.5}),
     "bloom": ("BloomForCausalLM", BLOOM | {"bias": True, "tied_embeddings": True, "norm_eps": 1e-3}),
+    "mixtral": ("MixtralForCausalLM", {"qk_norm": False, "window": 7, "d_ff": 24, "experts": EXPERTS}),
+    "qwen3 moe": ("Qwen3MoeForCausalLM", {"experts": EXPERTS | {"dense_layers": 1, "normalise": False}}),
+    "olmoe": ("OlmoeForCausalLM", {"qk_norm_whole": True, "n_kv_heads": 2, "d_ff": 24, "experts": EXPERTS}),
+    "glm4 moe": ("Glm4MoeForCausalLM", {"rotary_fraction": 0.5, "attention_bias": "qkv", "experts": DEEPSEEK}),
+    "glm4 moe, without query norms": ("Glm4MoeForCausalLM", {"qk_norm": False, "experts": DEEPSEEK | {"shared": 1}}),
 }
 
 
@@ -45,6 +61,23 @@ def start(model: Transformer, recipe: Recipe, folder: Path) -> None:
     """Load the weights of a folder into a model."""
     pieces = [piece_of(name, parameter) for name, parameter in model.named_parameters()]
     start_from(pieces, recipe.model, parameter_table(recipe), folder)
+    if recipe.model.experts and recipe.model.experts.balance == "bias":
+        set_biases(model, router_biases(recipe.model, folder))
+
+
+def set_biases(model: Transformer, bias_LE: Tensor) -> None:
+    for block, bias_E in zip(model.layers, bias_LE, strict=True):
+        if isinstance(block.mlp, MixtureOfExperts):
+            block.mlp.bias_E = bias_E
+
+
+def biases_of(model: Transformer) -> Tensor | None:
+    """Return the biases of the routers, (layers, experts), or None if no router has any."""
+    found = [getattr(block.mlp, "bias_E", None) for block in model.layers]
+    some = next((bias_E for bias_E in found if bias_E is not None), None)
+    if some is None:
+        return None
+    return torch.stack([torch.zeros_like(some) if bias_E is None else bias_E for bias_E in found])
 
 
 def scaled(tiny: Recipe, shape: dict[str, Any], rule: str = "complete-d-p") -> Recipe:
@@ -61,6 +94,9 @@ def random_model(recipe: Recipe) -> Transformer:
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0.0, 0.3, generator=generator)
+    experts = recipe.model.experts
+    if experts and experts.balance == "bias":
+        set_biases(model, torch.randn(recipe.model.n_layers, experts.number, generator=generator))
     return model.eval()
 
 
@@ -80,7 +116,7 @@ def tokenizer_file(corpus: Path, cache: Path) -> Path:
     return prepare(Data(source=f"{corpus}/*.txt", tokens=1), 320).tokenizer_path
 
 
-def export(folder: Path, recipe: Recipe, model: nn.Module, tokenizer: Path, **how: Any) -> Path:
+def export(folder: Path, recipe: Recipe, model: Transformer, tokenizer: Path, **how: Any) -> Path:
     write_huggingface(
         folder,
         recipe.model,
@@ -88,6 +124,7 @@ def export(folder: Path, recipe: Recipe, model: nn.Module, tokenizer: Path, **ho
         model.state_dict(),
         tokenizer=tokenizer.read_text(),
         end_of_text=("<|endoftext|>", 0),
+        router_bias_LE=biases_of(model),
         **how,
     )
     return folder
@@ -168,6 +205,24 @@ IN: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": 320, "hidden_size": 48, "n_head": 6, "n_layer": 3, "seq_length": 32},
     ),
     "gpt-neox": ("GPTNeoXForCausalLM", COMMON | SEQUENTIAL | {"intermediate_size": 80, "hidden_act": "gelu_new"}),
+    "gpt-neox, partial rotary": (
+        "GPTNeoXForCausalLM",
+        COMMON
+        | SEQUENTIAL
+        | {"intermediate_size": 80, "hidden_act": "gelu_new", "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+    ),
+    "mixtral": ("MixtralForCausalLM", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3 moe": (
+        "Qwen3MoeForCausalLM",
+        LLAMA | {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"mlp_only_layers": [0], "norm_topk_prob": True},
+    ),
+    "olmoe": ("OlmoeForCausalLM", LLAMA | {"num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": 0}),
+    "glm4 moe": (
+        "Glm4MoeForCausalLM",
+        LLAMA | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "use_qk_norm": True}
+        | {"attention_bias": True, "routed_scaling_factor": 2.5, "n_shared_experts": 2},
+    ),
 }
 
 
@@ -179,6 +234,9 @@ def foreign(name: str, folder: Path, tokenizer: Path | None = None, **how: Any) 
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0.0, 0.3, generator=generator)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            nn.init.normal_(buffer, 0.0, 0.3, generator=generator)
     model.eval().save_pretrained(folder, **how)
     if tokenizer:
         (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
