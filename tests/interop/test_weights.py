@@ -21,6 +21,7 @@ from leaven.interop.weights import (
     SHARD_BYTES,
     read_huggingface,
     recipe_from,
+    require_start,
     router_biases,
     start_from,
     write_huggingface,
@@ -166,6 +167,61 @@ def test_exported_weights_give_the_same_logits_there_and_back(
             torch.testing.assert_close(unfolded.get_parameter(name), parameter.data, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3 moe", "olmoe", "glm4 moe"])
+def test_experts_come_back_bit_for_bit(tiny: Recipe, tmp_path: Path, tokenizer_file: Path, name: str) -> None:
+    """Without a rule nothing is multiplied. Biases of routers stay in fp32 when weights are written in bf16."""
+    recipe = tiny.replace({f"model.{key}": value for key, value in OUT[name][1].items()} | {"scaling.base": None})
+    model = random_model(recipe)
+    assert not model.has_multipliers
+    again = random_model(recipe).requires_grad_(False)
+    for parameter in again.parameters():
+        parameter.zero_()
+    start(again, recipe, export(tmp_path / "fp32", recipe, model, tokenizer_file))
+    for parameter_name, parameter in model.named_parameters():
+        assert torch.equal(again.get_parameter(parameter_name), parameter), parameter_name
+    lower = export(tmp_path / "bf16", recipe, model, tokenizer_file, dtype="bf16")
+    if (biases := biases_of(model)) is not None:
+        assert torch.equal(router_biases(recipe.model, lower), biases)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(lower)
+        assert torch.equal(loaded.model.layers[1].mlp.gate.e_score_correction_bias, biases[1])
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    change(tmp_path, "glm4 moe", num_nextn_predict_layers=1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"model.layers.3.eh_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    assert read_huggingface(tmp_path).shape.n_layers == 3
+    save_file(tensors | {"model.layers.4.eh_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"contains model\.layers\.4\.eh_proj"):
+        read_huggingface(tmp_path)
+
+
+def test_a_run_needs_the_routers_of_its_start_weights(tiny: Recipe, tmp_path: Path, tokenizer_file: Path) -> None:
+    """What only training uses, and the size of an MLP that no layer has, may differ."""
+    recipe = tiny.replace({"model.experts": DEEPSEEK | {"dense_layers": 0}})
+    folder = export(tmp_path / "out", recipe, random_model(recipe), tokenizer_file)
+    free = {"model.experts.bias_step": 0.1, "model.experts.router_z_loss": 0.1, "model.d_ff": 48}
+    require_start(recipe.replace(free).model, folder)
+    for changes, says in (
+        ({"model.experts.balance": "loss"}, "has experts.balance bias, [model] has loss"),
+        ({"model.experts.active": 3}, "has experts.active 2, [model] has 3"),
+        ({"model.experts": None}, "has experts.number 6, [model] has None"),
+    ):
+        with refused(says):
+            require_start(recipe.replace(changes).model, folder)
+
+
+def test_models_without_an_architecture_name_the_nearest(tiny: Recipe) -> None:
+    for changes, says in (
+        ({"model.experts": EXPERTS | {"balance": "bias"}}, 'Qwen3MoeForCausalLM, set [model] experts.balance = "loss"'),
+        ({"model.experts": EXPERTS | {"shared": 1}}, 'Glm4MoeForCausalLM, set [model] experts.router = "sigmoid"'),
+        ({"model.norm_placement": "output"}, "Olmo2ForCausalLM, set [model] qk_norm_whole = true"),
+        ({"model.parallel_branches": True}, "Qwen3ForCausalLM, set [model] parallel_branches = false"),
+    ):
+        with refused(says):
+            holding(tiny.replace({"model.qk_norm": True} | changes).model)
+
+
 def test_transformers_reads_the_tokenizer_and_generates(tiny: Recipe, tmp_path: Path, tokenizer_file: Path) -> None:
     recipe = scaled(tiny, {"qk_norm": False})
     folder = export(tmp_path / "out", recipe, random_model(recipe), tokenizer_file, dtype="bf16")
@@ -260,12 +316,13 @@ def no_single_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_weights_of_transformers_give_the_same_logits_in_float64(tiny: Recipe, tmp_path: Path, name: str) -> None:
     """Without a rule, and under a rule whose multipliers are divided out."""
     theirs = foreign(name, tmp_path, max_shard_size="50KB")
+    theirs.set_experts_implementation("eager")  # the grouped kernel has no float64
     for module in theirs.modules():
         if hasattr(module, "gelu_impl"):
             module.gelu_impl = nn.GELU(approximate="tanh")  # theirs has sqrt(2 / pi) in eight digits
     assert (tmp_path / "model.safetensors.index.json").exists()
     shape = read_huggingface(tmp_path).shape
-    smaller = {"width": 24, "depth": 1, "batch_tokens": 256, "tokens": 10_240, "d_head": shape.d_head // 2}
+    smaller = {"width": 24, "depth": 2, "batch_tokens": 256, "tokens": 10_240, "d_head": shape.d_head // 2}
     smaller["d_ff"] = 80
     for base in (None, smaller):
         recipe = tiny.replace({"model": shape.model_dump(), "scaling.base": base, "scaling.rule": "completep"})
@@ -337,7 +394,14 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
         ("llama", {"num_hidden_layers": 2}, "contains model.layers.2."),
         ("gpt2", {"activation_function": "gelu"}, "gelu_new, gelu_pytorch_tanh, relu, relu2"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
-        ("gpt-neox", {"rope_parameters": {}, "rotary_pct": 0.25}, "partial rotary positions"),
+        ("llama", {"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM has latent attention, which"),
+        ("qwen3 moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ("qwen3 moe", {"mlp_only_layers": [1]}, "mlp_only_layers = [1]: leaven has layers without experts only before"),
+        ("qwen3 moe", {"num_local_experts": 5}, "mlp.gate.weight is (6, 48), not the (5, 48) of config.json"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0: leaven supports OlmoeForCausalLM only with None"),
+        ("glm4 moe", {"n_group": 2}, "n_group = 2"),
+        ("glm4 moe", {"n_shared_experts": 1}, "shared_experts.gate_proj.weight is (48, 48), not the (24, 48)"),
+        ("glm4 moe", {"num_experts_per_tok": 7}, "active 7 is more than number 6"),
         # values of the wrong type
         ("llama", {"num_attention_heads": 0, "head_dim": None}, "num_attention_heads = 0 must be a count above 0"),
         ("llama", {"hidden_act": ["silu"]}, "hidden_act = ['silu'] must be a word"),

@@ -82,6 +82,7 @@ class Architecture:
     words: Mapping[str, Mapping[str, list[Any]]] = field(default_factory=dict)
     required: Config = field(default_factory=dict)  # other keys of config.json, each with its only supported value
     absent: Sequence[str] = ()  # keys of config.json that must be null or missing
+    aliases: Mapping[str, str] = field(default_factory=dict)  # keys of config.json with another spelling in ``keys``
     # whether the fused matrix of query, key and value stores all rows of head 0, then all rows of head 1, ...
     heads_together: bool = False
     conv1d: bool = False  # whether matrices of a block have the shape (fan in, fan out)
@@ -103,7 +104,7 @@ class Architecture:
 
         Each key is mapped to a supported value.
         """
-        values = shape_values(shape)
+        values = self._values(shape)
         if bool(self.experts) != bool(shape.experts):
             values = {key: value for key, value in values.items() if not key.startswith("experts.")}
         implied, found = _implied(shape.n_heads, shape.d_model), {}
@@ -117,13 +118,18 @@ class Architecture:
                 found[key] = held[0]
         return found | ({"experts": None} if bool(self.experts) != bool(shape.experts) else {})
 
+    def _values(self, shape: ModelShape) -> dict[str, Any]:
+        """Return the values of a shape by key, with words instead of None where this architecture has words."""
+        values = shape_values(shape)
+        return values | {key: "none" for key in self.words if values[key] is None}
+
     def config(self, shape: ModelShape) -> Config:
         """Return the config.json for a model shape.
 
         Versions 4 and 5 of transformers have different keys for rotary positions. The result has the keys of both
         versions.
         """
-        values = shape_values(shape)
+        values = self._values(shape)
         values |= {key: words[values[key]][0] for key, words in self.words.items()}
         written = {theirs: values[ours] for ours, several in self.keys.items() for theirs in several}
         if "mlp_only_layers" in written:
@@ -141,7 +147,8 @@ class Architecture:
         Raises:
             InputError: if a value has the wrong type; the message names its key.
         """
-        given = self.defaults | {key: value for key, value in config.items() if value is not None}
+        stated = {self.aliases.get(key, key): value for key, value in config.items() if value is not None}
+        given = self.defaults | stated
         for key in (theirs for ours in _implied(1, 1) for theirs in self.keys.get(ours, ())):
             if config.get(key, ...) is None:  # null: the value follows from other keys; a missing key has the default
                 given.pop(key, None)

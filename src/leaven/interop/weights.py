@@ -296,7 +296,7 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
     draft.set("start.weights", str(plain.folder), why)
     draft.values["data.source"] = source
     draft.set("data.tokenizer", str(tokenizer), "the model's own: its embedding was trained for these token ids")
-    duration = tokens or TOKENS_PER_PARAMETER * shape.params
+    duration = tokens or TOKENS_PER_PARAMETER * shape.params_active
     guess = f"{TOKENS_PER_PARAMETER} tokens per parameter, as from scratch (Chinchilla); fewer may be enough here"
     draft.set("data.tokens", duration, "--tokens" if tokens else guess)
     draft.set("schedule.warmup_tokens", duration // 100, "1% of the run, because Adam's moments start from 0")

@@ -56,11 +56,11 @@ class Draft:
             return f"{' and '.join(there)} of {file}" if there else f"default of {architecture.name}, not in {file}"
 
         self.values |= {f"model.{key}": value for key, value in model.shape.model_dump(exclude_none=True).items()}
+        self.why |= {f"model.{key}": f"every {architecture.name} has it" for key in architecture.holds}
         for key, theirs in architecture.keys.items():
             if theirs:
-                more = ("rope_scaling", "rope_parameters") if key == "rope_theta" else ()
+                more = ("rope_scaling", "rope_parameters") if key in {"rope_theta", "rotary_fraction"} else ()
                 self.why[f"model.{key}"] = origin(*theirs, *more)
-        self.why |= {f"model.{key}": f"every {architecture.name} has it" for key in architecture.holds}
         std = float(architecture.given(model.config)["initializer_range"])
         self.set("hyperparameters.init_std", std, origin("initializer_range"))
 
