@@ -347,7 +347,7 @@ def test_branch_ends_of_gpt2_start_smaller(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "arguments", "says"),
     [
-        ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}, None, "architecture MixtralForCausalLM"),
+        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, None, "architecture MambaForCausalLM"),
         (CONFIG, {"learning_rate": "fast"}, "learning_rate fast must be a number"),
         (CONFIG, {"gradient_accumulation_steps": 1.5}, "must be a whole number"),
         (CONFIG, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "leaven does not have this schedule"),
