@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from leaven.data.tokens import prepare
-from leaven.distributed.pieces import piece_of
+from leaven.distributed.pieces import Piece, cut, piece_of
 from leaven.errors import InputError
 from leaven.interop.architectures import ARCHITECTURES, holding
 from leaven.interop.weights import (
@@ -186,6 +186,18 @@ def test_experts_come_back_bit_for_bit(tiny: Recipe, tmp_path: Path, tokenizer_f
         assert torch.equal(loaded.model.layers[1].mlp.gate.e_score_correction_bias, biases[1])
 
 
+def test_each_process_reads_the_rows_of_its_own_experts(tiny: Recipe, tmp_path: Path, tokenizer_file: Path) -> None:
+    """With expert parallelism a process has some of the experts; ZeRO 3 may leave it a part of each or none."""
+    recipe = tiny.replace({"model.experts": EXPERTS, "model.qk_norm_whole": True})
+    model, name = random_model(recipe), "layers.1.mlp.experts.in.weight"
+    whole = model.get_parameter(name).data
+    folder = export(tmp_path / "out", recipe, model, tokenizer_file)
+    for begin, shape in (((2, 0, 0), (2, 24, 16)), ((4, 12, 0), (2, 6, 16)), ((6, 0, 0), (0, 24, 16))):
+        piece = Piece(name, torch.zeros(shape), tuple(whole.shape), begin)
+        start_from([piece], recipe.model, parameter_table(recipe), folder)
+        assert torch.equal(piece.local, cut(whole, begin, shape))
+
+
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
     change(tmp_path, "glm4 moe", num_nextn_predict_layers=1)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -214,7 +226,7 @@ def test_a_run_needs_the_routers_of_its_start_weights(tiny: Recipe, tmp_path: Pa
 def test_models_without_an_architecture_name_the_nearest(tiny: Recipe) -> None:
     for changes, says in (
         ({"model.experts": EXPERTS | {"balance": "bias"}}, 'Qwen3MoeForCausalLM, set [model] experts.balance = "loss"'),
-        ({"model.experts": EXPERTS | {"shared": 1}}, 'Glm4MoeForCausalLM, set [model] experts.router = "sigmoid"'),
+        ({"model.experts": EXPERTS | {"shared": 1}}, 'Qwen3MoeForCausalLM, set [model] experts.shared = 0'),
         ({"model.norm_placement": "output"}, "Olmo2ForCausalLM, set [model] qk_norm_whole = true"),
         ({"model.parallel_branches": True}, "Qwen3ForCausalLM, set [model] parallel_branches = false"),
     ):
