@@ -115,7 +115,7 @@ class RunSize:
 
     @property
     def tokens_per_parameter(self) -> float:
-        return self.tokens / self.model.params
+        return self.tokens / self.model.params_active
 
     @cached_property
     def laws(self) -> list[LawRow]:

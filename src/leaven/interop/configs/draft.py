@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from leaven.catalogue.laws import evaluate
+from leaven.catalogue.laws import main_laws
 from leaven.catalogue.neighbours import nearest
 from leaven.errors import InputError
 from leaven.interop.architectures import HuggingFaceModel, validated
@@ -261,10 +261,10 @@ def as_number(value: Any, label: str) -> float:
 
 def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
     """Return the batch in tokens by the Step Law, in whole sequences, and the reason."""
-    laws = evaluate(shape.params, tokens, params_non_embedding=shape.params_non_embedding)
+    laws = main_laws(shape, tokens)
     step_law = next(law for law in laws if law.law == "Step Law 2025")
     assert step_law.batch_tokens is not None
-    scale = f"{format_quantity(shape.params)} parameters, {format_quantity(tokens)} tokens"
+    scale = f"{format_quantity(shape.params_active)} parameters, {format_quantity(tokens)} tokens"
     outside = (
         "" if step_law.in_range else f"; a factor of {format_number(step_law.extrapolation or 1)} outside its range"
     )
@@ -274,7 +274,7 @@ def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
     """Return the peak lr of the published run that is nearest in size, and the reason."""
-    neighbour = next(run for run, _ in nearest(shape.params, tokens, limit=99) if run.peak_lr is not None)
+    neighbour = next(run for run, _ in nearest(shape.params_active, tokens, limit=99) if run.peak_lr is not None)
     assert neighbour.peak_lr is not None
     return neighbour.peak_lr, f"the peak of {neighbour.id}, the published run nearest in size"
 
@@ -283,7 +283,7 @@ def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
     """Return the warm-up in tokens, as the same share of the run as in the published run that is nearest in size, and
     the reason.
     """
-    neighbour = next(run for run, _ in nearest(shape.params, tokens, limit=99) if run.warmup_fraction is not None)
+    neighbour = next(run for run, _ in nearest(shape.params_active, tokens, limit=99) if run.warmup_fraction is not None)
     assert neighbour.warmup_fraction is not None
     share = neighbour.warmup_fraction
     return round(share * tokens), f"{share:.2g} of the run, as in {neighbour.id}, the published run nearest in size"
