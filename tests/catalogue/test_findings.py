@@ -142,7 +142,10 @@ def test_a_suggestion_that_breaks_another_value_is_left_out() -> None:
 def test_experts_count_with_the_parameters_that_a_token_uses() -> None:
     """64 experts of which 8 are used, together as wide as the MLP: compared as the dense model, in every check."""
     dense = healthy()
-    experts = healthy(model__experts={"number": 64, "active": 8, "d_expert": 344})
+    modules: dict[str, Any] = {**HEALTHY["hyperparameters"]["modules"], "mlp.experts.out": {"init_std": 0.144}}
+    modules.pop("mlp.out")
+    changes = {"model__experts": {"number": 64, "active": 8, "d_expert": 344}, "hyperparameters__modules": modules}
+    experts = healthy(**changes)
     assert experts.model.params > 4 * dense.model.params
     case, other = (Case(recipe, adamw_rows(recipe)) for recipe in (experts, dense))
     routers = 24 * 64 * 1024
@@ -152,7 +155,7 @@ def test_experts_count_with_the_parameters_that_a_token_uses() -> None:
     for ours, theirs in zip(case.size.laws, other.size.laws, strict=True):
         assert ours.lr == pytest.approx(theirs.lr, rel=0.01)
     assert outside(experts) == set()
-    short = healthy(model__experts={"number": 64, "active": 8, "d_expert": 344}, data__tokens=3_000_000_000)
+    short = healthy(**changes, data__tokens=3_000_000_000)
     assert "tokens per parameter" in {one.check for one in found(short)}
 
 

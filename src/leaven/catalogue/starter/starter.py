@@ -60,7 +60,7 @@ def starter(request: StarterRequest) -> StarterRecipes:
     """
     request.validate()
     run = find_reference(request.reference) if request.reference else None
-    near = neighbours(request.params, request.tokens, reference=run)
+    near = neighbours(request.params_active, request.tokens, reference=run)
     draft = StarterDraft(reference=request.reference)
     draft.decide("name", request.name)
     model = choose_shape(request, near)
