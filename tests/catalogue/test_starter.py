@@ -274,7 +274,9 @@ def test_an_untuned_recipe_has_the_values_of_leaven_new_for_its_size_and_batch()
     assert untuned(plain).schedule == new.schedule
 
 
-@pytest.mark.parametrize(("params", "experts"), [(7 * B, (64, 8)), (47 * B, (8, 2)), (30 * B, (128, 6)), (40e6, (16, 2))])
+@pytest.mark.parametrize(
+    ("params", "experts"), [(7 * B, (64, 8)), (47 * B, (8, 2)), (30 * B, (128, 6)), (40e6, (16, 2))]
+)
 def test_experts_are_chosen_for_what_a_token_uses(params: float, experts: tuple[int, int]) -> None:
     """--params has all experts; lr, batch and neighbours are those of a dense model with the parameters in use."""
     number, active = experts

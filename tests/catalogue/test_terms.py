@@ -56,7 +56,12 @@ def test_values_without_a_counterpart_are_listed_separately(recipe: Recipe) -> N
 
 def test_experts_are_compared(recipe: Recipe) -> None:
     experts = {"number": 64, "active": 4, "d_expert": 1024}
-    found = {row.path: (row.a, row.b) for row in diff_in_terms(find_run("olmoe-1b-7b"), recipe.replace({"model.experts": experts, "model.bias": False}))}
+    found = {
+        row.path: (row.a, row.b)
+        for row in diff_in_terms(
+            find_run("olmoe-1b-7b"), recipe.replace({"model.experts": experts, "model.bias": False})
+        )
+    }
     assert found["model.experts.active"] == (8, 4)
     assert found["model.experts.router_z_loss"] == (0.001, 0.0)
     assert "model.experts.number" not in found  # equal

@@ -225,8 +225,11 @@ def test_a_run_needs_the_routers_of_its_start_weights(tiny: Recipe, tmp_path: Pa
 
 def test_models_without_an_architecture_name_the_nearest(tiny: Recipe) -> None:
     for changes, says in (
-        ({"model.experts": EXPERTS | {"balance": "bias"}}, 'Qwen3MoeForCausalLM, set [model] experts.balance = "loss"'),
-        ({"model.experts": EXPERTS | {"shared": 1}}, 'Qwen3MoeForCausalLM, set [model] experts.shared = 0'),
+        (
+            {"model.experts": EXPERTS | {"balance": "bias"}},
+            'Qwen3MoeForCausalLM, set [model] experts.balance = "loss"',
+        ),
+        ({"model.experts": EXPERTS | {"shared": 1}}, "Qwen3MoeForCausalLM, set [model] experts.shared = 0"),
         ({"model.norm_placement": "output"}, "Olmo2ForCausalLM, set [model] qk_norm_whole = true"),
         ({"model.parallel_branches": True}, "Qwen3ForCausalLM, set [model] parallel_branches = false"),
     ):
@@ -277,18 +280,24 @@ IN: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTNeoXForCausalLM",
         COMMON
         | SEQUENTIAL
-        | {"intermediate_size": 80, "hidden_act": "gelu_new", "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+        | {
+            "intermediate_size": 80,
+            "hidden_act": "gelu_new",
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        },
     ),
     "mixtral": ("MixtralForCausalLM", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3 moe": (
         "Qwen3MoeForCausalLM",
-        LLAMA | {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        LLAMA
+        | {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         | {"mlp_only_layers": [0], "norm_topk_prob": True},
     ),
     "olmoe": ("OlmoeForCausalLM", LLAMA | {"num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": 0}),
     "glm4 moe": (
         "Glm4MoeForCausalLM",
-        LLAMA | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "use_qk_norm": True}
+        LLAMA
+        | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "use_qk_norm": True}
         | {"attention_bias": True, "routed_scaling_factor": 2.5, "n_shared_experts": 2},
     ),
 }
@@ -408,7 +417,11 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ("llama", {"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM has latent attention, which"),
         ("qwen3 moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
-        ("qwen3 moe", {"mlp_only_layers": [1]}, "mlp_only_layers = [1]: leaven has layers without experts only before"),
+        (
+            "qwen3 moe",
+            {"mlp_only_layers": [1]},
+            "mlp_only_layers = [1]: leaven has layers without experts only before",
+        ),
         ("qwen3 moe", {"num_local_experts": 5}, "mlp.gate.weight is (6, 48), not the (5, 48) of config.json"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0: leaven supports OlmoeForCausalLM only with None"),
         ("glm4 moe", {"n_group": 2}, "n_group = 2"),

@@ -8,7 +8,7 @@ import math
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from leaven.errors import InputError
 from leaven.recipe.experts import Experts
 from leaven.recipe.files import explain
+from leaven.recipe.recipe import set_path
 from leaven.recipe.shape import ModelShape, Role
 
 Config = dict[str, Any]
@@ -50,6 +51,11 @@ class Stored:
     heads: int = 1
     transposed: bool = False  # whether the file stores a matrix as (fan in, fan out)
     expert: int | None = None  # the expert whose matrix this is, if leaven's tensor has the matrices of all experts
+
+    @property
+    def of_router_bias(self) -> bool:
+        """Return whether this is the bias on the scores of experts, which transformers keeps in fp32."""
+        return next(iter(self.parts)).endswith("router.bias")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -153,8 +159,12 @@ class Architecture:
             if config.get(key, ...) is None:  # null: the value follows from other keys; a missing key has the default
                 given.pop(key, None)
         kinds = {key: _field(ours).annotation for ours, keys in self.keys.items() for key in keys}
-        kinds |= {key: type(words[0]) for ours, each in self.words.items() for words in each.values()
-                  for key in self.keys[ours]}
+        kinds |= {
+            key: type(words[0])
+            for ours, each in self.words.items()
+            for words in each.values()
+            for key in self.keys[ours]
+        }
         kinds |= {"initializer_range": float, "rope_parameters": dict, "rope_scaling": dict, "sliding_window": int}
         kinds |= {"mlp_only_layers": list}
         for key, kind in kinds.items():
@@ -207,7 +217,9 @@ class Architecture:
 
     def _nest_experts(self, values: dict[str, Any]) -> None:
         """Replace the keys ``experts.KEY`` by a table ``experts``."""
-        experts = {key.removeprefix("experts."): values.pop(key) for key in list(values) if key.startswith("experts.")}
+        experts = {
+            key.removeprefix("experts."): values.pop(key) for key in list(values) if key.startswith("experts.")
+        }
         dense = experts.get("dense_layers", 0)
         if isinstance(dense, list):
             if dense != list(range(len(dense))):
@@ -222,7 +234,9 @@ class Architecture:
 
     def _window(self, config: Config, seq_len: int) -> int | None:
         """Return the sliding window, or None if it is null or not shorter than a sequence."""
-        window = config.get("sliding_window", self.defaults.get("sliding_window"))  # null is no window, a missing key is
+        window = config.get(
+            "sliding_window", self.defaults.get("sliding_window")
+        )  # null is no window, a missing key is
         return window if window is not None and window < seq_len else None
 
     def _rotary(self, given: Config) -> dict[str, float]:
@@ -246,7 +260,9 @@ class Architecture:
         for key, value in (("rope_theta", theta), ("partial_rotary_factor", fraction)):
             _require(key, value, float)
         if not old and fraction != 1:
-            raise InputError(f"config.json: partial rotary positions: {self.name} has none in leaven; set the factor to 1")
+            raise InputError(
+                f"config.json: partial rotary positions: {self.name} has none in leaven; set the factor to 1"
+            )
         return {"rope_theta": float(theta), "rotary_fraction": float(fraction)}
 
     def tensors(self, shape: ModelShape) -> Iterator[Stored]:
@@ -274,6 +290,25 @@ class Architecture:
             turned = self.conv1d and name.startswith(self.blocks) and matrix
             yield Stored(name, parts, heads=shape.n_kv_heads if fused else 1, transposed=turned)
 
+    def parameters(self, shape: ModelShape) -> Iterator[Stored]:
+        """Yield the trainable parameters of the model in memory.
+
+        There, transformers 5 has the matrices of a layer's experts in two tensors, with gate and input of each expert
+        one after the other.
+        """
+        for stored in self.tensors(shape):
+            if stored.expert is None and not stored.of_router_bias:
+                yield replace(stored, name=stored.name.replace(".block_sparse_moe.", ".mlp."))
+            elif stored.expert == 0 and ".experts.out." in next(iter(stored.parts)):
+                layer = next(iter(stored.parts)).split(".")[1]
+                whole = {each.name: each.shape for each in shape.parameters() if each.role is Role.EXPERT_WEIGHT}
+                mine = {name: size for name, size in whole.items() if name.startswith(f"layers.{layer}.")}
+                ends = {name: mine.pop(name) for name in stored.parts}
+                (number, *_) = next(iter(ends.values()))
+                place = f"{self.blocks}.{layer}.mlp.experts"
+                yield Stored(f"{place}.gate_up_proj", mine, heads=number)
+                yield Stored(f"{place}.down_proj", ends)
+
 
 def _of_experts(name: str, parts: Mapping[str, tuple[int, ...]]) -> Iterator[Stored]:
     """Yield the tensors of a checkpoint that contain the matrices of the single experts."""
@@ -290,6 +325,14 @@ def shape_values(shape: ModelShape) -> dict[str, Any]:
     if (experts := values.pop("experts")) is not None:
         values |= {f"experts.{key}": value for key, value in experts.items() if key not in TRAINING_ONLY}
     return values
+
+
+def changed(shape: ModelShape, changes: Mapping[str, Any]) -> ModelShape:
+    """Return a shape with other values at some keys, which may be ``experts.KEY``."""
+    values = shape.model_dump()
+    for key, value in changes.items():
+        set_path(values, key, value)
+    return ModelShape.model_validate(values)
 
 
 def _field(key: str) -> Any:

@@ -102,7 +102,9 @@ def write_huggingface(
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
         mode = (temporary / "config.json").stat().st_mode  # safetensors writes files that only the owner can read
-        biases = {} if router_bias_LE is None else {ROUTER_BIAS.format(n): row for n, row in enumerate(router_bias_LE)}
+        biases = (
+            {} if router_bias_LE is None else {ROUTER_BIAS.format(n): row for n, row in enumerate(router_bias_LE)}
+        )
 
         @lru_cache(maxsize=1)  # the matrices of a layer's experts are one tensor here, and come one after the other
         def weight(name: str) -> Tensor | None:
@@ -111,7 +113,7 @@ def write_huggingface(
 
         for file, shard in shards.items():
             tensors = {
-                each.name: _joined(each, weight).to(torch.float32 if _of_router(each) else numbers).contiguous()
+                each.name: _joined(each, weight).to(torch.float32 if each.of_router_bias else numbers).contiguous()
                 for each in shard
             }
             try:
@@ -147,11 +149,6 @@ def _joined(stored: Stored, weight: Callable[[str], Tensor | None]) -> Tensor:
     by_head = [part.reshape(stored.heads, -1, *part.shape[1:]) for part in parts]
     joined = torch.cat(by_head, dim=1).flatten(0, 1) if len(parts) > 1 else parts[0]
     return joined.T if stored.transposed else joined
-
-
-def _of_router(stored: Stored) -> bool:
-    """Return whether a tensor contains the biases of a router, which transformers adds in fp32."""
-    return next(iter(stored.parts)).endswith("router.bias")
 
 
 def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
@@ -349,7 +346,7 @@ def router_biases(shape: ModelShape, folder: Path) -> Tensor:
     names = {ROUTER_BIAS.format(layer): layer for layer in range(shape.n_layers)}
     with _opened(plain) as tensors:
         for stored in plain.architecture.tensors(shape):
-            if _of_router(stored):
+            if stored.of_router_bias:
                 bias_LE[names[next(iter(stored.parts))]] = _read(tensors, stored.name, folder)
     return bias_LE
 

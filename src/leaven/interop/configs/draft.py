@@ -116,7 +116,10 @@ class Draft:
         Raises:
             InputError: if the values are not a valid shape.
         """
-        values = {path.removeprefix("model."): value for path, value in self.values.items() if path[:6] == "model."}
+        values: dict[str, Any] = {}
+        for path, value in self.values.items():
+            if path.startswith("model."):
+                set_path(values, path.removeprefix("model."), value)
         return validated(ModelShape, values, f"{self.origin}: not a shape that leaven supports")
 
     def finish(self, name: str, shape: ModelShape) -> Imported:
@@ -131,7 +134,7 @@ class Draft:
             self.unknown.append(f"{path}: {why}")
 
         if "data.tokens" not in self.values:
-            tokens = TOKENS_PER_PARAMETER * shape.params
+            tokens = TOKENS_PER_PARAMETER * shape.params_active
             guess("data.tokens", tokens, f"{TOKENS_PER_PARAMETER} tokens per parameter, as for a run from scratch")
         tokens = self.values["data.tokens"]
         if "batch.tokens" not in self.values:
@@ -283,7 +286,9 @@ def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
     """Return the warm-up in tokens, as the same share of the run as in the published run that is nearest in size, and
     the reason.
     """
-    neighbour = next(run for run, _ in nearest(shape.params_active, tokens, limit=99) if run.warmup_fraction is not None)
+    neighbour = next(
+        run for run, _ in nearest(shape.params_active, tokens, limit=99) if run.warmup_fraction is not None
+    )
     assert neighbour.warmup_fraction is not None
     share = neighbour.warmup_fraction
     return round(share * tokens), f"{share:.2g} of the run, as in {neighbour.id}, the published run nearest in size"

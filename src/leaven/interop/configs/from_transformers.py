@@ -39,6 +39,17 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
         for module in shape.branch_ends:
             why = f"{architecture.name} draws this matrix with initializer_range / sqrt(2 n_layers)"
             draft.set(f"hyperparameters.modules.{module}.init_std", 1 / math.sqrt(2 * shape.n_layers), why)
+    if shape.experts and shape.experts.balance == "loss":
+        given, experts = model.config, shape.experts
+        if given.get("output_router_logits") and "router_aux_loss_coef" in given:
+            coefficient = as_number(given["router_aux_loss_coef"], f"{path}: router_aux_loss_coef")
+            sums = coefficient * experts.active / (shape.n_layers - experts.dense_layers)
+            why = f"router_aux_loss_coef of {CONFIG} x active experts / layers with experts, at which both losses are equal"
+            draft.set("model.experts.balance_loss", float(f"{sums:.12g}"), why)
+        else:
+            draft.unknown.append(
+                f"model.experts.balance_loss: {CONFIG} turns no balance loss on; leaven's default is used"
+            )
     state_path = config_path.parent / STATE
     if arguments_path is None and (config_path.parent / PICKLE).exists():
         draft.unread.append(f"{PICKLE}, a pickle: write trainer.args.to_json_string() to {ARGUMENTS} beside it")
