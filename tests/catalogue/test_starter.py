@@ -279,7 +279,7 @@ def test_an_untuned_recipe_has_the_values_of_leaven_new_for_its_size_and_batch()
 )
 def test_experts_are_chosen_for_what_a_token_uses(params: float, experts: tuple[int, int]) -> None:
     """--params has all experts; lr, batch and neighbours are those of a dense model with the parameters in use."""
-    number, active = experts
+    active = experts[1]
     started = starter(StarterRequest("wheat", int(params), int(20 * params), experts=experts))
     target, model = started.target, started.target.model
     assert model.experts is not None

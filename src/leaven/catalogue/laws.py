@@ -227,8 +227,8 @@ APPROACH_3, REPLICATION = (
 def evaluate(params: float, tokens: float, *, params_non_embedding: float | None = None) -> list[LawRow]:
     """Return what each law predicts for a run of ``tokens`` tokens with ``params`` parameters.
 
-    For a mixture of experts ``params`` are those that a token uses: its compute is 6 N D with this N, and the law that
-    was fitted to experts (arXiv 2502.05172) has this N.
+    For a mixture of experts ``params`` are those that a token uses: its compute is 6 N D with this N, which is also
+    the N of the law that was fitted to experts (arXiv 2502.05172).
     Laws that count parameters without the embeddings use ``params_non_embedding`` if it is given, else ``params``.
     Above 1B parameters the two counts are nearly equal, but for GPT-2 124M ``params`` is 45% larger.
 

@@ -123,12 +123,7 @@ def new(
         raise InputError(
             f"{source} has token ids; add --vocab COUNT, the size of the vocabulary they were written with"
         )
-    if (experts is None) != (active is None):
-        given, missing = ("--experts", "--active") if active is None else ("--active", "--experts")
-        raise InputError(f"{given} needs {missing}; for example --experts 64 --active 8")
-    mixture = (experts, active) if experts is not None and active is not None else None
-    if mixture is not None:
-        require_alone(context, "--experts", "time from_run")
+    mixture = _mixture(context, experts, active)
     text_tokens = None if source == "python-stdlib" else estimated_tokens(DataSource(source=source))
     fit = None
     if time is not None:
@@ -173,6 +168,17 @@ def new(
     document = started.document(output, proxy_output, fit)
     screen = chain(derived(document, files), next_commands.why_hardware(started.target, following))
     print_document(document, screen, json_output, following)
+
+
+def _mixture(context: typer.Context, experts: int | None, active: int | None) -> tuple[int, int] | None:
+    """Return --experts and --active, or None for a dense model, after checking that both are given."""
+    if experts is None and active is None:
+        return None
+    if experts is None or active is None:
+        given, missing = ("--experts", "--active") if active is None else ("--active", "--experts")
+        raise InputError(f"{given} needs {missing}; for example --experts 64 --active 8")
+    require_alone(context, "--experts", "time from_run")
+    return experts, active
 
 
 def _require_no_proxy(path: Path) -> None:

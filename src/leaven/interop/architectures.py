@@ -34,8 +34,7 @@ _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
 }
 # Keys of [model.experts] that change training only, not what the model computes.
 TRAINING_ONLY = frozenset({"balance_loss", "bias_step", "router_z_loss"})
-# Changes of a shape that alter the model more than all others together, with their weights in the search for the nearest
-# architecture.
+# Changes of a shape that count more than one in the search for the nearest architecture, with their weights.
 _LARGE = {"experts": 1_000, "norm_placement": 10, "parallel_branches": 10}
 
 
@@ -74,8 +73,8 @@ class Architecture:
     name: str
     model_type: str
     blocks: str  # path of the list of blocks in the model, such as model.layers
-    # supported values of a recipe's [model] keys; the first is the model's value if config.json does not state it. A key
-    # of [model.experts] begins with ``experts.``
+    # supported values of a recipe's [model] keys; the first is the model's value if config.json does not state it. A
+    # key of [model.experts] begins with ``experts.``
     holds: Mapping[str, list[Any]]
     # for each key of [model], the keys of config.json that contain its value; empty if other keys imply the value
     keys: Mapping[str, list[str]]
@@ -224,7 +223,7 @@ class Architecture:
         if isinstance(dense, list):
             if dense != list(range(len(dense))):
                 raise InputError(
-                    f"config.json: mlp_only_layers = {dense}: leaven has layers without experts only before the others"
+                    f"config.json: mlp_only_layers = {dense}: leaven has layers without experts only before others"
                 )
             experts["dense_layers"] = len(dense)
         if "weight_scale" in experts:
@@ -234,9 +233,8 @@ class Architecture:
 
     def _window(self, config: Config, seq_len: int) -> int | None:
         """Return the sliding window, or None if it is null or not shorter than a sequence."""
-        window = config.get(
-            "sliding_window", self.defaults.get("sliding_window")
-        )  # null is no window, a missing key is
+        # null is no window, a missing key is the default
+        window = config.get("sliding_window", self.defaults.get("sliding_window"))
         return window if window is not None and window < seq_len else None
 
     def _rotary(self, given: Config) -> dict[str, float]:
@@ -270,7 +268,7 @@ class Architecture:
         if True in self.holds.get("bias", ()):
             shape = shape.model_copy(update={"bias": True})
         places: dict[str, dict[str, tuple[int, ...]]] = {}
-        paths = dict(self.block | self.experts)
+        paths = {**self.block, **self.experts}
         for parameter in shape.parameters():
             module, _, kind = parameter.name.rpartition(".")
             if parameter.layer is None:
@@ -318,7 +316,8 @@ def _of_experts(name: str, parts: Mapping[str, tuple[int, ...]]) -> Iterator[Sto
 
 
 def shape_values(shape: ModelShape) -> dict[str, Any]:
-    """Return the values of a shape that change what the model computes, by key; those of experts as ``experts.KEY``."""
+    """Return the values of a shape that change what the model computes, by key. Those of experts have keys such as
+    ``experts.number``."""
     values = shape.added_defaults() | shape.model_dump()
     if shape.attention_bias == ("all" if shape.bias else "none"):
         values["attention_bias"] = None

@@ -67,8 +67,8 @@ def write_huggingface(
 
     ``weights`` are leaven's tensors by name, ``tokenizer`` is the text of a tokenizer.json, and ``end_of_text`` is
     the token that ends a document, with its id. ``router_bias_LE`` are the biases on the scores of experts by layer
-    (0 by default); they stay in fp32. ``card`` is the text of README.md. Weights larger than ``shard_bytes`` are split
-    into several files.
+    (0 by default); they stay in fp32. ``card`` is the text of README.md. Weights larger than ``shard_bytes`` are
+    split into several files.
 
     Raises:
         InputError: if no architecture can represent the shape, or the folder is not empty or cannot be written.
@@ -338,8 +338,10 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
 
 
 def router_biases(shape: ModelShape, folder: Path) -> Tensor:
-    """Return the biases with which the routers of the model in a folder choose experts, (layers, experts). The rows of
-    layers without experts are 0."""
+    """Return the biases with which the routers of the model in a folder choose experts, (layers, experts).
+
+    The rows of layers without experts are 0.
+    """
     assert shape.experts is not None
     plain = require_start(shape, folder)
     bias_LE = torch.zeros(shape.n_layers, shape.experts.number)

@@ -5,8 +5,8 @@ and its tokens are smaller by the same factor. The scaling rule's factors for ba
 result does not depend on ``token_exponent``, the least certain exponent of the rule. Hyperparameters are written for
 the proxy, and the rule converts them to the target's width and depth.
 
-The proxy of a mixture of experts has as many experts as the target, and each token uses as many of them. All sizes here
-count the parameters that a token uses, except the size that a user requests.
+The proxy of a mixture of experts has as many experts as the target, and each token uses as many of them. All sizes
+here count the parameters that a token uses, except the size that a user requests.
 """
 
 import math

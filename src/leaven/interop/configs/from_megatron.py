@@ -155,8 +155,8 @@ def _experts(given: Settings, draft: Draft) -> None:
     shared = given["moe-shared-expert-intermediate-size"]
     if shared % width:
         raise InputError(
-            f"{origin}: --moe-shared-expert-intermediate-size {shared}: leaven supports only multiples of the width of "
-            f"an expert, {width}"
+            f"{origin}: --moe-shared-expert-intermediate-size {shared}: leaven supports only multiples of the width "
+            f"of an expert, {width}"
         )
     put("shared", shared // width, "moe-shared-expert-intermediate-size")
     put("dense_layers", _dense_layers(given), "moe-layer-freq")
@@ -195,8 +195,8 @@ def _dense_layers(given: Settings) -> int:
         return 0
     if not re.fullmatch("0*1+", pattern) or len(pattern) != layers:
         raise InputError(
-            f"{given.origin}: --moe-layer-freq {given['moe-layer-freq']}: leaven supports only layers without experts "
-            f"before all others, such as ([0]*1+[1]*{layers - 1})"
+            f"{given.origin}: --moe-layer-freq {given['moe-layer-freq']}: leaven supports only layers without "
+            f"experts before all others, such as ([0]*1+[1]*{layers - 1})"
         )
     return pattern.count("0")
 
