@@ -117,6 +117,8 @@ def test_routers_of_a_new_run_start_with_the_biases_of_its_weights(
     train(tiny.replace({"model.experts": experts | {"bias_step": 0.05}}), tokens, tmp_path / "run")
     run = load_run(tmp_path / "run")
     assert export_run(run, tmp_path / "exported").name == "Glm4MoeForCausalLM"
+    used = f"of which a token uses {run.recipe.model.params_active:,} |"
+    assert used in (tmp_path / "exported" / "README.md").read_text()
     adopted = recipe_from(read_huggingface(tmp_path / "exported"), "adopted", source=tiny.data.source)
     assert adopted.data.tokens == 20 * tiny.replace({"model.experts": experts}).model.params_active
     training = Training(adopted.replace({"batch.tokens": 256}), tokens, device="cpu")
