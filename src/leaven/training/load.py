@@ -225,6 +225,7 @@ def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: st
         run.weights,
         tokenizer=read_text(run.folder.tokenizer_file),
         end_of_text=(str(run.tokenizer.id_to_token(run.end_of_text)), run.end_of_text),
+        router_bias_LE=run.router_bias_LE,
         card=card,
         dtype=dtype,
     )
