@@ -44,8 +44,8 @@ class LoadedRun:
     tokens: int  # number of tokens trained up to the checkpoint
     damaged: tuple[str, ...]  # names of newer checkpoints that are damaged
     averaged: bool = False  # whether ``weights`` are the averaged weights
-    # The biases with which the routers choose experts, (layers, experts); only with experts.balance = "bias". They
-    # are those of the last step, also beside averaged weights.
+    # The biases with which the routers choose experts, (layers, experts); only if experts are balanced by biases.
+    # They are those of the last step, also beside averaged weights.
     router_bias_LE: Tensor | None = None
 
     @cached_property

@@ -29,6 +29,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "model.experts": _EXPERTS
         | {"router": "sigmoid", "balance": "bias", "shared": 2, "dense_layers": 1, "weight_scale": 2.5}
     },
+    "deepseek-v3": LLAMA
+    | {"model.experts": _EXPERTS | {"router": "sigmoid", "shared": 1, "balance": "both", "balance_loss": 1e-4}},
 }
 
 PER_MODULE = {

@@ -273,7 +273,7 @@ def test_ranks_scale_batch_and_tokens(tmp_path: Path) -> None:
         from_megatron.read(f"{MINIMAL} --tensor-model-parallel-size 2", "args.sh", "x", 3)
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", sorted(MIXTURES.keys() - {"deepseek-v3"}))  # whose loss transformers does not have
 def test_experts_come_back_from_transformers(tmp_path: Path, family: str) -> None:
     recipe = base().replace(MIXTURES[family])
     write(export("transformers", recipe), tmp_path / "hf")

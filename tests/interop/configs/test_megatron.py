@@ -98,7 +98,7 @@ def test_a_recipe_like_megatrons_own_loses_nothing(tiny: Recipe, family: str) ->
 
 def test_flags_of_experts(tiny: Recipe) -> None:
     """Coefficients of losses are those of the recipe, also under a rule, which scales them with the branches."""
-    mixtral, qwen3, deepseek = (flags_of(megatron_like(tiny.replace(each))) for each in MIXTURES.values())
+    mixtral, qwen3, deepseek, both = (flags_of(megatron_like(tiny.replace(each))) for each in MIXTURES.values())
     assert (mixtral["num-experts"], mixtral["moe-router-topk"], mixtral["moe-ffn-hidden-size"]) == (4, 2, 32)
     assert (mixtral["moe-router-load-balancing-type"], mixtral["moe-aux-loss-coeff"]) == ("seq_aux_loss", 0.01)
     assert not {"moe-router-pre-softmax", "moe-layer-freq", "moe-z-loss-coeff"} & mixtral.keys()
@@ -108,6 +108,8 @@ def test_flags_of_experts(tiny: Recipe) -> None:
     assert (deepseek["moe-shared-expert-intermediate-size"], deepseek["moe-router-topk-scaling-factor"]) == (64, 2.5)
     assert deepseek["moe-router-enable-expert-bias"]
     assert deepseek["moe-router-load-balancing-type"] == "none"
+    assert both["moe-router-enable-expert-bias"]
+    assert both["moe-aux-loss-coeff"] == 1e-4
     parallel = tiny.replace(MIXTURES["mixtral"] | {"layout.dp": 4, "layout.ep": 2})
     assert flags_of(parallel)["expert-model-parallel-size"] == 2
     deep = transferred(tiny.replace(MIXTURES["mixtral"]))
@@ -139,7 +141,6 @@ LOST: dict[str, dict[str, Any]] = {
     "hyperparameters.z_loss": {"hyperparameters.z_loss": 1e-4},
     "average": {"average": {"last": 0.2}},
     "model.experts.normalise": {"model.experts": SIGMOID | {"normalise": False}},
-    "model.experts.normalise, of one": {"model.experts": SIGMOID | {"active": 1}},
     "model.experts.balance": {"model.experts": SIGMOID | {"router": "softmax", "balance": "bias"}},
     "hyperparameters.decay_norm_and_bias": {"hyperparameters.decay_norm_and_bias": True},
 }

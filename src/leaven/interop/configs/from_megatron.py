@@ -171,19 +171,18 @@ def _experts(given: Settings, draft: Draft) -> None:
         raise InputError(
             f"{origin}: --moe-router-load-balancing-type {kind}: leaven supports only seq_aux_loss and none"
         )
-    if kind == "none" or not coefficient:
-        bias = "moe-router-enable-expert-bias" in given
-        put("balance", "bias" if bias else "none", "moe-router-load-balancing-type", "moe-aux-loss-coeff")
+    bias, loss = "moe-router-enable-expert-bias" in given, kind != "none" and coefficient > 0
+    balance = {(True, True): "both", (True, False): "bias", (False, True): "loss", (False, False): "none"}[bias, loss]
+    flags = ("moe-router-load-balancing-type", "moe-aux-loss-coeff", "moe-router-enable-expert-bias")
+    put("balance", balance, *flags)
+    if bias:
         put("bias_step", given["moe-router-bias-update-rate"], "moe-router-bias-update-rate")
-        return
-    put("balance", "loss", "moe-router-load-balancing-type")
-    put("balance_loss", coefficient, "moe-aux-loss-coeff")
-    if kind != "seq_aux_loss":
+    if loss:
+        put("balance_loss", coefficient, "moe-aux-loss-coeff")
+    if loss and kind != "seq_aux_loss":
         draft.unread.append(
             f"--moe-router-load-balancing-type {kind}: leaven's loss is that of a sequence, seq_aux_loss"
         )
-    if "moe-router-enable-expert-bias" in given:
-        draft.unread.append("--moe-router-enable-expert-bias: leaven balances by a loss or by biases, not by both")
 
 
 def _dense_layers(given: Settings) -> int:
