@@ -172,12 +172,15 @@ def parametrize(
             "otherwise parametrize the model together with its head"
         )
 
-    gated = any(kind.module == "mlp.gate" for kind in classified.values())
+    gated = any(kind.module in {"mlp.gate", "mlp.experts.gate"} for kind in classified.values())
     rows: list[ParameterRow] = []
     in_base = {site.label: site for site in base_structure.sites}
     for site in structure.sites:
         parameter = classified[site.name]
-        scales = tensor_ratios(parameter.role, site.shape, site.base_shape, ratios_at, head)
+        try:
+            scales = tensor_ratios(parameter.role, site.shape, site.base_shape, ratios_at, head)
+        except ValueError as error:
+            raise InputError(f"{site.name}: {error}") from None
         n_layers = 1 if site.layer is None else structure.stacks[site.stack]
         row = parameter_row(parameter, scales, scaling=scaling, base=tuned, n_layers=n_layers, gated=gated)
         like = in_base[site.label]
