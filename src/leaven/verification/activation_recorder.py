@@ -44,7 +44,9 @@ class ActivationRecorder(TorchFunctionMode):
 
     ``label`` maps the name of a module to the label under which its output is recorded, or to None for no record.
     Outputs with the same label, from several layers or calls, are stacked in the order in which they were computed.
-    If a container module returns the output of its last child unchanged, this output is recorded only once.
+    If a container module returns the output of its last child unchanged, this output is recorded only once. Modules
+    inside a module ``experts`` are not recorded: the rows of their outputs are tokens that a router has chosen, which
+    change in training.
 
     After a forward pass, the recorder has these attributes:
 
@@ -57,7 +59,9 @@ class ActivationRecorder(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, label: Callable[[str], str | None]) -> None:
         super().__init__()
-        self._labels = {module: label(name) for name, module in model.named_modules()}
+        self._labels = {
+            module: None if "experts" in name.split(".")[:-1] else label(name) for name, module in model.named_modules()
+        }
         self._running: list[tuple[nn.Module, int]] = []
         self._seen: list[Tensor] = []
         self._of_matrices: list[Tensor] = []  # outputs of modules with a matrix
