@@ -84,7 +84,7 @@ class Family:
         }
         if self.name == "GPTJ":
             sizes = {"n_embd": width, "n_layer": depth, "n_head": width // HEAD, "n_positions": 64, "rotary_dim": 8}
-        if self.name == "Phi":
+        if self.name in {"Phi", "DeepseekV3"}:
             del sizes["head_dim"], sizes["sliding_window"]
         text = self.name if self.name != "Gemma3" else "Gemma3Text"
         shares = {key: round(share * width) for key, share in self.shares.items()}

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from leaven.errors import InputError
+from leaven.interop.multipliers import ROWS
 from leaven.model.kernels import causal_attention
+from leaven.recipe.shape import BRANCH_ENDS
 
-ROWS = 256
+POSITIONS = 256
 """The number of positions that are kept of each output. The RMS over these positions differs by a few percent from
 the RMS over all positions."""
 
@@ -44,8 +46,8 @@ class ActivationRecorder(TorchFunctionMode):
 
     ``label`` maps the name of a module to the label under which its output is recorded, or to None for no record.
     Outputs with the same label, from several layers or calls, are stacked in the order in which they were computed.
-    If a container module returns the output of its last child unchanged, this output is recorded only once. Modules
-    inside a module ``experts`` are not recorded: the rows of their outputs are tokens that a router has chosen, which
+    If a container module returns the output of its last child unchanged, this output is recorded only once. The same
+    holds for a container that adds the outputs of experts, after the multipliers of their branches. Modules inside a module ``experts`` are not recorded: the rows of their outputs are tokens that a router has chosen, which
     change in training.
 
     After a forward pass, the recorder has these attributes:
@@ -62,6 +64,7 @@ class ActivationRecorder(TorchFunctionMode):
         self._labels = {
             module: None if "experts" in name.split(".")[:-1] else label(name) for name, module in model.named_modules()
         }
+        self._branches = _branches(model)
         self._running: list[tuple[nn.Module, int]] = []
         self._seen: list[Tensor] = []
         self._of_matrices: list[Tensor] = []  # outputs of modules with a matrix
@@ -116,7 +119,7 @@ class ActivationRecorder(TorchFunctionMode):
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         _, seen_before = self._running.pop()
         name, tensor = self._labels[module], tensor_of(output)
-        if name is None or tensor is None or not tensor.is_floating_point():
+        if name is None or tensor is None or not tensor.is_floating_point() or module in self._branches:
             return
         if any(tensor is seen for seen in self._seen):
             return
@@ -151,9 +154,16 @@ class ActivationRecorder(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def _branches(model: nn.Module) -> set[nn.Module]:
+    """Return the modules of a parametrized model that contain the last matrix of a branch, but not the whole block."""
+    ends = [row.name.split(".")[:-1] for row in getattr(model, ROWS, ()) if row.module in BRANCH_ENDS]
+    around = {".".join(end[:n]) for end in ends for n in range(1, len(end)) if any(map(str.isdigit, end[: n - 1]))}
+    return {module for name, module in model.named_modules() if name in around}
+
+
 def _sample(tensor: Tensor) -> Tensor:
     rows = tensor.detach().reshape(-1, tensor.shape[-1])
-    return rows[:: max(len(rows) // ROWS, 1)][:ROWS].float().clone()
+    return rows[:: max(len(rows) // POSITIONS, 1)][:POSITIONS].float().clone()
 
 
 def _attention_logits(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
