@@ -80,14 +80,25 @@ def multipliers(
     multiplier scales the input of the unembedding.
 
     Raises:
-        InputError: if the module that needs a hook is never called, so that the hook would have no effect.
+        InputError: if the module that needs a hook is never called, so that the hook would have no effect, or if
+            branches with different multipliers end in the same norm.
     """
     sites, behind = {site.name: site for site in structure.sites}, labelled(model, output_norms)
     final_norms = [sites[row.name].owner for row in rows if row.role is Role.FINAL_NORM]
     uncalled = [module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     found: list[Hook] = []
+    ending: dict[nn.Module, ParameterRow] = {}  # by norm: the first row whose branch it ends
     for row in rows:
         site, factor = sites[row.name], row.multiplier
+        branch = (site.stack, row.layer or 0, row.module.partition(".")[0])
+        if row.module in BRANCH_ENDS and (norm := behind.get(branch)):
+            first = ending.setdefault(norm, row)
+            if first.multiplier != factor:
+                raise InputError(
+                    f"{row.name} and {first.name} have different multipliers, but end in the same norm; give "
+                    f"{row.module} and {first.module} the same residual"
+                )
+            continue
         if factor == 1.0:
             continue
         if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING}:
@@ -102,21 +113,16 @@ def multipliers(
                     f"final norm, so no hook can multiply the logits by {factor:g}; compute the logits with an "
                     "nn.Linear that shares the weight"
                 )
-        elif row.module not in BRANCH_ENDS:
-            continue
-        elif norm := behind.get((site.stack, row.layer or 0, row.module.partition(".")[0])):
-            if (norm, ScaleOutput(factor)) not in found:  # routed and shared experts may end in the same norm
-                found.append((norm, ScaleOutput(factor)))
         elif row.role is Role.EXPERT_WEIGHT and site.experts is not None:
             found.append((site.experts, ScaleOutput(factor)))
-        else:
+        elif row.module in BRANCH_ENDS:
             if not is_linear(site.owner) or any(site.owner is module for module in uncalled):
                 raise InputError(
                     f"{row.name} ends a branch, but its {type(site.owner).__name__} is never called as a module, so "
                     f"no hook can multiply the branch by {factor:g}; use an attention of nn.Linear modules"
                 )
             found.append((site.owner, ScaleOutput(factor)))
-    return found
+    return found + [(norm, ScaleOutput(row.multiplier)) for norm, row in ending.items() if row.multiplier != 1.0]
 
 
 def rescale_attention(
@@ -275,7 +281,9 @@ def _factors(target: nn.Module) -> Factors:
     sites = {site.parameter: site for site in inspect_model(target).sites}
     named = {row.name: row for row in rows}
     modules = {parameter: named[site.name].module if site.name in named else "" for parameter, site in sites.items()}
-    of_experts = {p for p, site in sites.items() if site.name in named and named[site.name].role is Role.EXPERT_WEIGHT}
+    of_experts = {
+        p for p, site in sites.items() if site.name in named and named[site.name].role is Role.EXPERT_WEIGHT
+    }
     factors: Factors = {}
     offset = _offset_gains(target)
 

@@ -90,7 +90,9 @@ class Classifier:
         # For each module that contains routed experts: its path, and their number in the model and in the base.
         in_base = {site.beside_experts: site.n_experts for site in base.sites if site.experts}
         self.experts = {
-            site.beside_experts: (site.n_experts, in_base[site.beside_experts]) for site in model.sites if site.experts
+            site.beside_experts: (site.n_experts, in_base[site.beside_experts])
+            for site in model.sites
+            if site.experts
         }
 
     def classify(self) -> dict[str, Parameter]:

@@ -74,7 +74,8 @@ class ParameterSite:
     @property
     def n_experts(self) -> int:
         """The number of routed experts of the block, for a parameter of experts."""
-        return self.shape[0] if len(self.shape) == 3 else len(list(self.experts.children())) if self.experts else 0
+        listed = isinstance(self.experts, nn.ModuleList | nn.ModuleDict)
+        return len(cast(nn.ModuleList, self.experts)) if listed else self.shape[0]
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ class ActivationRecorder(TorchFunctionMode):
     def __init__(self, model: nn.Module, label: Callable[[str], str | None]) -> None:
         super().__init__()
         self._labels = {
-            module: None if "experts" in name.split(".")[:-1] else label(name) for name, module in model.named_modules()
+            module: None if "experts" in name.split(".")[:-1] else label(name)
+            for name, module in model.named_modules()
         }
         self._branches = _branches(model)
         self._running: list[tuple[nn.Module, int]] = []
