@@ -177,10 +177,7 @@ def parametrize(
     in_base = {site.label: site for site in base_structure.sites}
     for site in structure.sites:
         parameter = classified[site.name]
-        try:
-            scales = tensor_ratios(parameter.role, site.shape, site.base_shape, ratios_at, head)
-        except ValueError as error:
-            raise InputError(f"{site.name}: {error}") from None
+        scales = tensor_ratios(parameter.role, site.shape, site.base_shape, ratios_at, head)
         n_layers = 1 if site.layer is None else structure.stacks[site.stack]
         row = parameter_row(parameter, scales, scaling=scaling, base=tuned, n_layers=n_layers, gated=gated)
         like = in_base[site.label]
