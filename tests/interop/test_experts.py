@@ -169,9 +169,7 @@ def test_the_fan_of_an_expert_is_its_own() -> None:
 
 
 def test_another_number_of_experts_is_refused() -> None:
-    with pytest.raises(
-        InputError, match=r"^model.layers.0.mlp.gate.weight: the target has 8 experts and the base has 4"
-    ):
+    with pytest.raises(InputError, match=r"^model.layers.*.mlp: the model has 8 experts and the base has 4;"):
         leaven.parametrize(mixtral(64, 2, experts=8), base=mixtral(32, 2), hyperparameters=TUNED)
     with pytest.raises(InputError, match="experts.4.up.weight exists only in the model; .* as many experts"):
         leaven.parametrize(Mixture(64, 2, experts=8), base=Mixture(32, 2), hyperparameters=TUNED, head_ratio=1.0)

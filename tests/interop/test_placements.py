@@ -38,10 +38,8 @@ def test_norms_behind_branches_are_found(name: str) -> None:
     else:
         assert not found
     ends = {row.module for row in rows.values() if row.multiplier != 1.0 and row.role.in_branches}
-    of_mlp = {"deepseek3": {"mlp.out", "mlp.experts.out", "mlp.shared.out"}} | dict.fromkeys(
-        ("mixtral", "qwen3moe", "olmoe"), {"mlp.experts.out"}
-    )
-    assert ends == {"attention.out"} | of_mlp.get(name, {"mlp.out"})
+    of_experts = {"mlp.experts.out", "mlp.shared.out"} if name == "deepseek3" else {"mlp.experts.out"}
+    assert ends == {"attention.out"} | (of_experts if "experts" in FAMILIES[name].faults else {"mlp.out"})
 
 
 @pytest.mark.parametrize("name", NORMED)

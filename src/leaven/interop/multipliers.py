@@ -70,10 +70,10 @@ def multipliers(
 ) -> list[Hook]:
     """Return the hooks for all multipliers other than 1, without installing them.
 
-    The multiplier of a branch scales the output of its last matrix. If one tensor has the matrices of all experts, the
-    multiplier scales the output of the module ``experts``, a weighted sum. If the branch has a norm on its output, which
-    would undo the multiplier, the multiplier scales the output of this norm instead. ``output_norms`` maps the labels
-    of such norms to the branches ``attention`` and ``mlp``.
+    The multiplier of a branch scales the output of its last matrix. If one tensor has the matrices of all experts,
+    the multiplier scales the output of the module ``experts``, which is a weighted sum. If the branch has a norm on
+    its output, which would undo the multiplier, the multiplier scales the output of this norm instead.
+    ``output_norms`` maps the labels of such norms to the branches ``attention`` and ``mlp``.
 
     The multiplier of the logits scales the output of the final norm, because fused losses (and leaven's own model)
     use the weight of the unembedding without calling its module. If there is not exactly one final norm, the

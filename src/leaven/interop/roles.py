@@ -94,6 +94,12 @@ class Classifier:
             for site in model.sites
             if site.experts
         }
+        for beside, (of_model, of_base) in self.experts.items():
+            if of_model != of_base:
+                raise InputError(
+                    f"{'.'.join(beside)}: the model has {of_model} experts and the base has {of_base}; no rule "
+                    "covers this, so give a base with as many"
+                )
 
     def classify(self) -> dict[str, Parameter]:
         """Return the parameters with their roles and modules, by name."""
@@ -124,12 +130,8 @@ class Classifier:
         if isinstance(site.owner, nn.Embedding) and site.layer is None:
             self._require_width(site)
             return Role.TIED_EMBEDDING if any(map(is_linear, site.owners)) else Role.EMBEDDING
-        if self._is_router(site):
-            return Role.ROUTER
-        if site.experts and site.parameter.ndim == 3:
-            self._require_side_of_width(site)
-            return Role.EXPERT_WEIGHT
-        if is_linear(site.owner) and site.parameter.ndim == 2:
+        of_experts = site.experts and site.parameter.ndim == 3
+        if of_experts or self._is_router(site) or (is_linear(site.owner) and site.parameter.ndim == 2):
             return self._matrix_role(site)
         self._refuse(site, f"a parameter of {type(site.owner).__name__} is not an embedding, matrix, gain or bias")
 
@@ -140,14 +142,13 @@ class Classifier:
                 self._refuse(site, why if self.model.stacks else f"{why}, as {NO_BLOCKS}")
             self._require_width(site)
             return Role.UNEMBEDDING
-        if site.path[-1] not in _FROM_LATENTS:
-            self._require_side_of_width(site)
-        return Role.HIDDEN_WEIGHT
-
-    def _require_side_of_width(self, site: ParameterSite) -> None:
+        if self._is_router(site):
+            return Role.ROUTER
         widths = (self.model.width, self.base.width)
-        if widths not in zip(site.shape[-2:], site.base_shape[-2:], strict=True):
+        sides = zip(site.shape[-2:], site.base_shape[-2:], strict=True)
+        if widths not in sides and site.path[-1] not in _FROM_LATENTS:
             self._refuse(site, f"neither fan in nor fan out is the width, {widths[0]} and {widths[1]}")
+        return Role.HIDDEN_WEIGHT if site.parameter.ndim == 2 else Role.EXPERT_WEIGHT
 
     def _is_router(self, site: ParameterSite) -> bool:
         """Return whether a matrix is named as a router, beside experts, and has a row for each of them."""
@@ -173,10 +174,9 @@ class Classifier:
         if ".".join(site.path) in self.output_norms:
             self._require_width(site)
             return Role.OUTPUT_NORM
-        if site.path[-1] in _OF_LATENTS:
-            return Role.HIDDEN_NORM
         if site.path[-1] not in _OVER_HEADS:
-            self._require_width(site)
+            if site.path[-1] not in _OF_LATENTS:
+                self._require_width(site)
             return Role.HIDDEN_NORM
         # Decide whether heads share the gain: by the head dimension if known, else by whether it grows.
         shared = site.shape[-1] in self.model.head_dims if self.model.head_dims else self._ratio(site) == 1
@@ -327,8 +327,8 @@ class Classifier:
             for site in matrices.get(f"{name}.{side}", []):
                 if site.shape[-2] != times * end.shape[-1]:
                     raise InputError(
-                        f"{site.name} ({_text(site.shape)}): its fan out is not {'twice ' * (times - 1)}the fan in of "
-                        f"{end.name}; if it is a router, pass roles={{{site.name!r}: 'router'}}"
+                        f"{site.name} ({_text(site.shape)}): its fan out is not {'twice ' * (times - 1)}the fan in "
+                        f"of {end.name}; if it is a router, pass roles={{{site.name!r}: 'router'}}"
                     )
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:

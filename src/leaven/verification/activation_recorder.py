@@ -46,9 +46,11 @@ class ActivationRecorder(TorchFunctionMode):
 
     ``label`` maps the name of a module to the label under which its output is recorded, or to None for no record.
     Outputs with the same label, from several layers or calls, are stacked in the order in which they were computed.
-    If a container module returns the output of its last child unchanged, this output is recorded only once. The same
-    holds for a container that adds the outputs of experts, after the multipliers of their branches. Modules inside a module ``experts`` are not recorded: the rows of their outputs are tokens that a router has chosen, which
-    change in training.
+    If a container module returns the output of its last child unchanged, this output is recorded only once.
+
+    Two kinds of outputs are not recorded: in a parametrized model, those of modules inside blocks that contain the
+    last matrix of a branch, such as a sum over experts, because they have the multiplier of the branch; and those of
+    modules inside a module ``experts``, whose rows are the tokens that a router has chosen, others after each step.
 
     After a forward pass, the recorder has these attributes:
 
@@ -156,7 +158,7 @@ class ActivationRecorder(TorchFunctionMode):
 
 
 def _branches(model: nn.Module) -> set[nn.Module]:
-    """Return the modules of a parametrized model that contain the last matrix of a branch, but not the whole block."""
+    """Return the modules inside blocks of a parametrized model that contain the last matrix of a branch."""
     ends = [row.name.split(".")[:-1] for row in getattr(model, ROWS, ()) if row.module in BRANCH_ENDS]
     around = {".".join(end[:n]) for end in ends for n in range(1, len(end)) if any(map(str.isdigit, end[: n - 1]))}
     return {module for name, module in model.named_modules() if name in around}

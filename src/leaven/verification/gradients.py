@@ -22,10 +22,11 @@ heads. At the start, the terms of this sum have independent signs. After about 1
 gradient has the exponent 0, which is also the exponent of eps for these gains. So a check with fewer than 150 steps
 does not compare the gradients of these gains with eps over width.
 
-Routers are another: a matrix inside a block that turns the width into a fixed number of outputs. The gradient of these
-outputs is a sum over the width. Its exponent is -1/2 while the signs of the terms are independent, and 0, the exponent
-of eps, once the outputs of the experts have aligned with the gradient. In small models it stays between the two (-0.45
-at the start and -0.33 after 160 steps, for a Mixtral of widths 64 to 256), so over width it may be in this range.
+Routers are another exception over width: matrices inside blocks that turn the width into a fixed number of outputs.
+The gradient of an output is a sum over the width. Its exponent is -1/2 while the signs of the terms are independent,
+and 0, the exponent of eps, once the outputs of the experts have aligned with the gradient. In small models it stays
+between the two: -0.45 at the start and -0.33 after 160 steps, in a Mixtral of widths 64 to 256. So the exponent of a
+router's gradient may be lower than that of eps, by up to 1/2.
 
 The rule multiplies residual branches by L^-alpha, where L is the depth. If alpha is below 1, two quantities may fall
 with the depth by up to L^(alpha-1):
