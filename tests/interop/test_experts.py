@@ -201,7 +201,7 @@ class Transposed(nn.Module):
 class MixtureBlock(nn.Module):
     """A hand-written block: every expert reads every token, and their outputs are weighted by the router."""
 
-    def __init__(self, width: int, experts: int, stacked: bool, norm: bool) -> None:
+    def __init__(self, width: int, experts: int, stacked: bool, norm: bool | None) -> None:
         super().__init__()
         self.mlp_norm, self.moe = nn.LayerNorm(width), nn.Module()
         self.moe.router = nn.Linear(width, experts, bias=False)
@@ -209,7 +209,7 @@ class MixtureBlock(nn.Module):
             Transposed(width, experts) if stacked else nn.ModuleList(Expert(width) for _ in range(experts))
         )
         self.moe.shared_expert = Expert(width)
-        self.out_norm = nn.LayerNorm(width) if norm else nn.Identity()
+        self.out_norm, self.undone = nn.LayerNorm(width) if norm else nn.Identity(), norm is None
 
     def forward(self, stream: torch.Tensor) -> torch.Tensor:
         x = self.mlp_norm(stream)
@@ -218,11 +218,16 @@ class MixtureBlock(nn.Module):
             y = self.moe.experts(x, weights)
         else:
             y = sum(weights[..., e, None] * expert(x) for e, expert in enumerate(self.moe.experts))
-        return stream + self.out_norm(y + self.moe.shared_expert(x))
+        y = y + self.moe.shared_expert(x)
+        return stream + (nn.functional.rms_norm(y, y.shape[-1:]) if self.undone else self.out_norm(y))
 
 
 class Mixture(nn.Module):
-    def __init__(self, width: int, depth: int, experts: int = 4, stacked: bool = False, norm: bool = False) -> None:
+    """A model of such blocks. ``norm``: of the sum over the experts, True as a module, None as a function."""
+
+    def __init__(
+        self, width: int, depth: int, experts: int = 4, stacked: bool = False, norm: bool | None = False
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.Sequential(*(MixtureBlock(width, experts, stacked, norm) for _ in range(depth)))
@@ -278,6 +283,13 @@ def test_a_norm_behind_all_experts_has_their_multiplier_once(stacked: bool) -> N
     tuned = {"lr": 0.01, "modules": {"mlp.shared.out": {"residual": 2.0}}}
     with pytest.raises(InputError, match=r"shared_expert.down.weight and .*experts\S* have different multipliers"):
         leaven.parametrize(Mixture(64, 4, stacked=stacked, norm=True), base=base, hyperparameters=tuned)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_norm_of_the_sum_over_experts_that_cannot_have_the_multiplier_is_refused(stacked: bool) -> None:
+    models = [Mixture(width, 3, stacked=stacked, norm=None) for width in (64, 32)]
+    with pytest.raises(InputError, match="would have no effect: a norm after it undoes it"):
+        leaven.parametrize(models[0], base=models[1], hyperparameters=TUNED)
 
 
 def test_a_router_without_experts_beside_it_needs_a_role() -> None:
