@@ -118,8 +118,8 @@ FAMILIES = {
     "olmoe": Family(
         "OLMoE",
         "Olmoe",
-        "2 of 8 experts, weights not normalised, QK-norm over all heads",
-        {"num_experts": 8, "num_experts_per_tok": 2},
+        "2 of 4 experts, weights not normalised, QK-norm over all heads",
+        {"num_experts": 4, "num_experts_per_tok": 2},
         {"intermediate_size": 1.0},
     ),
     "deepseek3": Family(
@@ -151,6 +151,7 @@ def factory(  # noqa: PLR0917 (the first three are bound)
         "modules": {
             "embedding": {"init_std": 1 / std / scale, "lr": start.embedding_lr / scale},
             **({} if family.tied else {"unembedding": {"init_std": 1 / WIDTH / std}}),
+            **({"mlp.router": {"init_std": 1 / WIDTH / std}} if "router" in family.faults else {}),
         },
     }
     groups = leaven.parametrize(model, base=base, hyperparameters=hyperparameters, seed=seed, head_ratio=1.0)

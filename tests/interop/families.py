@@ -90,12 +90,12 @@ def olmoe(width: int, depth: int) -> nn.Module:
     return OlmoeForCausalLM(OlmoeConfig(**sizes(width, depth), **more, eos_token_id=0, **EAGER))
 
 
-def deepseek_v3(width: int, depth: int) -> nn.Module:
-    """Return a model whose first layer has one MLP, and whose latents grow with the width."""
+def deepseek_v3(width: int, depth: int, latent: int | None = None) -> nn.Module:
+    """Return a model whose first layer has one MLP, and whose latents grow with the width, unless they are given."""
     more = {"num_key_value_heads": width // 8, "intermediate_size": 3 * width, "moe_intermediate_size": width}
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
     heads = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 8}
-    latents = {"q_lora_rank": width // 2, "kv_lora_rank": width // 4}
+    latents = {"q_lora_rank": latent or width // 2, "kv_lora_rank": latent or width // 4}
     groups = {"n_group": 2, "topk_group": 1} | EAGER
     return DeepseekV3ForCausalLM(
         DeepseekV3Config(**sizes(width, depth), **more, **experts, **heads, **latents, **groups)

@@ -168,6 +168,21 @@ def test_the_fan_of_an_expert_is_its_own() -> None:
     assert (out.lr, out.eps, out.init_std) == pytest.approx((0.01 / 4, 1e-8 / 2, 0.1 / 2))
 
 
+def test_latents_of_a_fixed_size() -> None:
+    """The matrices that read them have no larger fan in, and their norms no larger size."""
+    models: list[Any] = [deepseek_v3(width, 2, latent=16) for width in (64, 32)]
+    leaven.parametrize(models[0], base=models[1], hyperparameters=TUNED)
+    rows = {name.removeprefix("model.layers.1.self_attn."): row for name, row in rows_of(models[0]).items()}
+    for name in ("q", "kv"):
+        into = "q_a_proj" if name == "q" else "kv_a_proj_with_mqa"
+        assert (rows[f"{into}.weight"].lr, rows[f"{into}.weight"].eps) == pytest.approx((0.01 / 2, 1e-8))
+        assert (rows[f"{name}_a_layernorm.weight"].lr, rows[f"{name}_a_layernorm.weight"].eps) == (0.01, 1e-8)
+        assert (rows[f"{name}_b_proj.weight"].lr, rows[f"{name}_b_proj.weight"].eps) == pytest.approx(
+            (0.01, 1e-8 / 2)
+        )
+        assert rows[f"{name}_b_proj.weight"].init_std == 0.1
+
+
 def test_another_number_of_experts_is_refused() -> None:
     with pytest.raises(InputError, match=r"^model.layers.*.mlp: the model has 8 experts and the base has 4;"):
         leaven.parametrize(mixtral(64, 2, experts=8), base=mixtral(32, 2), hyperparameters=TUNED)
@@ -190,11 +205,12 @@ class Transposed(nn.Module):
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
         self.is_transposed = True
-        self.up_proj = nn.Parameter(torch.randn(experts, width, 4 * width))
-        self.down_proj = nn.Parameter(torch.randn(experts, 4 * width, width))
+        self.up, self.down = nn.Module(), nn.Module()  # not called themselves
+        self.up.weight = nn.Parameter(torch.randn(experts, width, 4 * width))
+        self.down.weight = nn.Parameter(torch.randn(experts, 4 * width, width))
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        y = (x[..., None, None, :] @ self.up_proj).relu() @ self.down_proj
+        y = (x[..., None, None, :] @ self.up.weight).relu() @ self.down.weight
         return (weights[..., None, None] * y).sum(-3)[..., 0, :]
 
 
@@ -248,8 +264,8 @@ def test_experts_of_a_hand_written_model(stacked: bool) -> None:
     rows = rows_of(model)
     assert rows["blocks.1.moe.router.weight"].role is Role.ROUTER
     assert rows["blocks.1.moe.shared_expert.up.weight"].module == "mlp.shared.in"
-    names = ("experts.up_proj", "experts.down_proj") if stacked else ("experts.3.up.weight", "experts.3.down.weight")
-    into, out = (rows[f"blocks.1.moe.{name}"] for name in names)
+    experts = "blocks.1.moe.experts" if stacked else "blocks.1.moe.experts.3"
+    into, out = (rows[f"{experts}.{name}.weight"] for name in ("up", "down"))
     assert (into.module, out.module) == ("mlp.experts.in", "mlp.experts.out")
     assert (into.shape[-2:], out.shape[-2:]) == ((256, 64), (64, 256))
     assert (into.lr, out.lr, out.multiplier) == pytest.approx((0.005, 0.005, 1 / 3))
@@ -267,7 +283,7 @@ def test_a_layout_of_experts_that_is_not_declared_is_refused() -> None:
     for model in models:
         for block in model.blocks:
             block.moe.experts.is_transposed = False
-    with pytest.raises(InputError, match=r"down_proj \(4 x 256 x 64, .*fan out is not the width 64"):
+    with pytest.raises(InputError, match=r"down.weight \(4 x 256 x 64, .*fan out is not the width 64"):
         leaven.parametrize(models[0], base=models[1], hyperparameters=TUNED)
 
 

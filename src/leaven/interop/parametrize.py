@@ -99,8 +99,8 @@ def parametrize(
     :func:`leaven.save_folded` saves a model that ``from_pretrained`` loads correctly; :func:`leaven.fold` folds the
     multipliers into the weights of the model itself.
 
-    The rules are for decoders, dense or with mixtures of experts. Norms may be before their branches, on the outputs of
-    their branches, or both.
+    The rules are for decoders, dense or with mixtures of experts. Norms may be before their branches, on the outputs
+    of their branches, or both.
 
     - Norms on the outputs of branches are found by running a copy of ``base`` on a few tokens. If ``base`` cannot be
       called with only token ids, a warning asks you to name all norms in the blocks with ``modules``. The names of

@@ -62,7 +62,7 @@ class ParameterSite:
         """The shape of the parameter, even if the module stores the transpose: (fan out, fan in) for a matrix, and
         (experts, fan out, fan in) for the matrices of experts in one tensor."""
         shape = tuple(self.parameter.shape)
-        if len(shape) == 3 and getattr(self.owner, "is_transposed", False):
+        if len(shape) == 3 and getattr(self.experts, "is_transposed", False):
             return (shape[0], *shape[:0:-1])
         return shape[::-1] if is_a(self.owner, "Conv1D") else shape
 
