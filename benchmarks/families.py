@@ -63,6 +63,8 @@ class Family:
     shares: dict[str, float] = field(default_factory=dict)  # keys whose values are shares of the width
     normed: bool = False  # whether branches end in a norm
     tied: bool = False  # whether embedding and unembedding are tied
+    # Multiplier of the experts' branch: number / active, if their weights are not normalised and sum to the inverse.
+    experts_residual: float = 1.0
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -118,9 +120,10 @@ FAMILIES = {
     "olmoe": Family(
         "OLMoE",
         "Olmoe",
-        "2 of 4 experts, weights not normalised, QK-norm over all heads",
-        {"num_experts": 4, "num_experts_per_tok": 2},
+        "2 of 8 experts, weights not normalised, QK-norm over all heads",
+        {"num_experts": 8, "num_experts_per_tok": 2},
         {"intermediate_size": 1.0},
+        experts_residual=4.0,
     ),
     "deepseek3": Family(
         "DeepSeek-V3",
@@ -144,6 +147,10 @@ def factory(  # noqa: PLR0917 (the first three are bound)
     model = family.model(width, depth)
     rows = float(getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0))  # type: ignore[operator]
     scale = rows * (WIDTH / width) ** 0.5 if rows != 1 else 1.0  # the embedding's factor in the base
+    routed = {
+        "mlp.router": {"init_std": 1 / WIDTH / std},
+        "mlp.experts.out": {"residual": family.experts_residual},
+    }
     hyperparameters = {
         "lr": 0.01,
         "init_std": std,
@@ -151,7 +158,7 @@ def factory(  # noqa: PLR0917 (the first three are bound)
         "modules": {
             "embedding": {"init_std": 1 / std / scale, "lr": start.embedding_lr / scale},
             **({} if family.tied else {"unembedding": {"init_std": 1 / WIDTH / std}}),
-            **({"mlp.router": {"init_std": 1 / WIDTH / std}} if "router" in family.faults else {}),
+            **(routed if "router" in family.faults else {}),
         },
     }
     groups = leaven.parametrize(model, base=base, hyperparameters=hyperparameters, seed=seed, head_ratio=1.0)
