@@ -34,13 +34,13 @@ def test_the_gradient_of_a_router_falls_less_than_the_width_grows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("planted", "axis"),
+    ("of", "planted"),
     [
-        (fault("mlp.router", eps=times(lambda recipe: 1 / width(recipe))), "width"),
-        (fault("mlp.router", eps=times(width)), "width"),
-        (fault("mlp.router", lr=times(width)), "bookkeeping"),
+        (CoordinateCheck, fault("mlp.router", lr=times(width))),
+        (GradientCheck, fault("mlp.router", eps=times(lambda recipe: 1 / width(recipe)))),
+        (GradientCheck, fault("mlp.router", eps=times(width))),
     ],
-    ids=["eps falls", "eps grows", "lr"],
+    ids=["lr", "eps falls", "eps grows"],
 )
-def test_faults_of_a_router_are_found(planted: Fault, axis: str) -> None:
-    assert ("mlp.router", axis) in failed(check(GradientCheck, planted))
+def test_faults_of_a_router_are_found(of: type[CoordinateCheck | GradientCheck], planted: Fault) -> None:
+    assert ("mlp.router", "width") in failed(check(of, planted))

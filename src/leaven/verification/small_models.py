@@ -113,7 +113,8 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
       mostly of the outputs of branches. Their sum changes with the depth L as L^(1/2 - alpha), so the exponents of
       the gradients inside blocks would be wrong.
     - The unembedding starts at RMS 1/width. If it were larger, the first gradient of the final norm's gain would be
-      of order 1/width^2, and the logits would hardly change in the first steps. If embedding and unembedding are
+      of order 1/width^2, and the logits would hardly change in the first steps. So do routers: larger logits would
+      fall towards 0 with the width, and change the weights of the experts. If embedding and unembedding are
       tied, a multiplier makes the logits smaller instead (:meth:`SmallModels.table`).
 
     Raises:
@@ -124,7 +125,7 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
     except ValueError as error:
         raise InputError(f"--widths: {error}; or leave --widths out to use widths that fit this recipe") from None
     std = start.hidden * width**-0.5
-    starts = {"embedding": 1.0, "positions": 1.0, "unembedding": 1 / width}
+    starts = {"embedding": 1.0, "positions": 1.0, "unembedding": 1 / width, "mlp.router": 1 / width}
     changes: dict[str, object] = {
         f"hyperparameters.modules.{module}.init_std": starts.get(module, std) / std for module in recipe.model.modules
     }
