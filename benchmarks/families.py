@@ -132,7 +132,7 @@ FAMILIES = {
         {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 0}
         | {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
         | {"qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 16},
-        {"moe_intermediate_size": 1.0, "q_lora_rank": 1.0, "kv_lora_rank": 1.0},
+        {"moe_intermediate_size": 1.0, "q_lora_rank": 0.5, "kv_lora_rank": 0.25},
     ),
 }
 

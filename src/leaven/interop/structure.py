@@ -16,7 +16,7 @@ _HEAD_DIM = ("head_dim", "head_size", "d_head", "attention_head_size", "qk_head_
 _LOGIT_SCALE = ("scaling", "scale", "softmax_scale")
 NO_BLOCKS = "no nn.ModuleList or nn.Sequential has the blocks and nothing else"
 _EMBEDDING_SCALE = ("scalar_embed_scale", "embed_scale")
-EXPERTS = "experts"  # name of the module that contains the routed experts of a block, in all codes known to us
+EXPERTS = "experts"  # name of the module that contains the routed experts of a block, as in transformers
 
 
 @dataclass(frozen=True, eq=False)
