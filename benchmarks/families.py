@@ -63,8 +63,7 @@ class Family:
     shares: dict[str, float] = field(default_factory=dict)  # keys whose values are shares of the width
     normed: bool = False  # whether branches end in a norm
     tied: bool = False  # whether embedding and unembedding are tied
-    # Multiplier of the experts' branch: number / active, if their weights are not normalised and sum to the inverse.
-    experts_residual: float = 1.0
+    experts_residual: float = 1.0  # multiplier of the experts' branch, where it would start smaller than one MLP's
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -116,6 +115,7 @@ FAMILIES = {
         "2 of 8 experts, QK-norm",
         {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
         {"moe_intermediate_size": 1.0},
+        experts_residual=1.4,  # two of them add up to 1 / sqrt(2)
     ),
     "olmoe": Family(
         "OLMoE",
@@ -123,7 +123,7 @@ FAMILIES = {
         "2 of 8 experts, weights not normalised, QK-norm over all heads",
         {"num_experts": 8, "num_experts_per_tok": 2},
         {"intermediate_size": 1.0},
-        experts_residual=4.0,
+        experts_residual=4.0,  # their weights add up to 2 / 8
     ),
     "deepseek3": Family(
         "DeepSeek-V3",
