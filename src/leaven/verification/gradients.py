@@ -24,9 +24,9 @@ does not compare the gradients of these gains with eps over width.
 
 Routers are another exception over width: matrices inside blocks that turn the width into a fixed number of outputs.
 The gradient of an output is a sum over the width. Its exponent is -1/2 while the signs of the terms are independent,
-and 0, the exponent of eps, as far as the outputs of the experts have aligned with the gradient. In a Mixtral of widths
-64 to 256 it was -0.48 at the start, -0.07 after 10 steps, and -0.41 after 160 steps. So the exponent of a router's
-gradient may be lower than that of eps, by up to 1/2.
+and 0, the exponent of eps, as far as the outputs of the experts have aligned with the gradient. In a Mixtral of
+widths 64 to 256 it was -0.48 at the start, -0.07 after 10 steps, and -0.41 after 160 steps. So the exponent of a
+router's gradient may be lower than that of eps, by up to 1/2.
 
 The rule multiplies residual branches by L^-alpha, where L is the depth. If alpha is below 1, two quantities may fall
 with the depth by up to L^(alpha-1):
