@@ -25,8 +25,9 @@ from leaven.verification.recipe_family import RecipeFamily
 WIDTH, TIMES = 64, (1, 2, 4, 8)  # the smallest width, and the widths as multiples of it
 DEPTHS = (2, 4, 8, 16)
 EXPERT_DEPTHS = (4, 8, 16)
-"""Depths of models with experts. At depth 2, three quarters of all branches come before the router of the middle
-block, in deep models one half, and the router's output follows this change of its input."""
+"""Depths of models with experts. At depth 2, three quarters of all branches come before the MLP of the middle block,
+in deep models one half. Experts change more in a step than one MLP, so the change of this MLP's input falls with the
+depth (a slope of -0.22 from depth 2 to 8)."""
 
 VOCABULARY, SEQ_LEN = 4096, 256
 """The largest vocabulary and sequence length of the small models. No scaling rule depends on them."""
@@ -122,7 +123,8 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
       mostly of the outputs of branches. Their sum changes with the depth L as L^(1/2 - alpha), so the exponents of
       the gradients inside blocks would be wrong.
     - The unembedding starts at RMS 1/width. If it were larger, the first gradient of the final norm's gain would be
-      of order 1/width^2, and the logits would hardly change in the first steps. If embedding and unembedding are
+      of order 1/width^2, and the logits would hardly change in the first steps. So do routers: larger logits would
+      fall towards 0 with the width, and change the weights of the experts. If embedding and unembedding are
       tied, a multiplier makes the logits smaller instead (:meth:`SmallModels.table`).
 
     Raises:
@@ -133,7 +135,7 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
     except ValueError as error:
         raise InputError(f"--widths: {error}; or leave --widths out to use widths that fit this recipe") from None
     std = start.hidden * width**-0.5
-    starts = {"embedding": 1.0, "positions": 1.0, "unembedding": 1 / width}
+    starts = {"embedding": 1.0, "positions": 1.0, "unembedding": 1 / width, "mlp.router": 1 / width}
     changes: dict[str, object] = {
         f"hyperparameters.modules.{module}.init_std": starts.get(module, std) / std for module in recipe.model.modules
     }
