@@ -170,7 +170,10 @@ def _remove_leftovers(path: Path) -> None:
     for left in path.parent.glob(f".{escape(path.name)}.{_machine()}-*.tmp"):
         from psutil import pid_exists  # slow to import
 
-        pid = int(left.name.split("-")[-1].removesuffix(".tmp"))
+        name = left.name.removesuffix(".tmp").rpartition("-")[2]
+        if not (name.isascii() and name.isdecimal()):
+            continue  # not ours
+        pid = int(name)
         if pid == os.getpid() or not pid_exists(pid):  # an earlier, killed process may have had the same id
             with suppress(OSError):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()

@@ -34,7 +34,7 @@ from leaven.storage import place_folder, sync_file
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
 from leaven.training.loop import Callback
 from leaven.training.rewind import Rewind, undone
-from leaven.training.run_folder import checkpoints, tokens_of
+from leaven.training.run_folder import checkpoint_name, checkpoints, tokens_of
 
 if TYPE_CHECKING:
     from leaven.training.metrics import Step
@@ -101,7 +101,7 @@ def write_checkpoint(
         NotSaved: if a process cannot write or does not answer, or the parts do not form whole tensors.
     """
     exchange = exchange or Exchange()
-    final = folder / f"tokens-{checkpoint.progress.tokens:015d}"
+    final = folder / checkpoint_name(checkpoint.progress.tokens)
     temporary = folder / f".{final.name}.{exchange.name}.tmp"
     mine: dict[str, Any]
     try:
@@ -229,6 +229,8 @@ def _read(folder: Path, group: ProcessGroup) -> Checkpoint:
     state = json.loads((folder / "state.json").read_bytes())
     if state.pop("blake2b") != _digest_of(state):
         raise ValueError(f"{folder / 'state.json'} is damaged")
+    if state["tokens"] != tokens_of(folder):
+        raise ValueError(f"{folder} is a copy of the checkpoint {checkpoint_name(state['tokens'])}")
     for name in sorted(state["files"])[group.rank :: group.size]:
         if _fingerprint(folder / name) != state["files"][name]:
             raise ValueError(f"{folder / name} is damaged")

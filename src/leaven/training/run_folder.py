@@ -2,6 +2,7 @@
 not import torch."""
 
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from leaven.recipe.files import finite, read_recipe, read_text, write_recipe
 from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
 
 LOCK = ".lock"
+_CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
 
 # The values that --rewind-to may change, because every step reads them from the recipe. Other keys define the model,
@@ -45,13 +47,18 @@ def locked_folder(folder: Path, kind: str) -> Iterator[None]:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the paths of the checkpoints in a folder, fewest tokens first. Damaged checkpoints are included until
-    they are found and renamed."""
-    return sorted(folder.glob("tokens-*"))  # damaged ones that were found are named damaged-tokens-*
+    they are found and renamed to ``damaged-NAME``. Other names, such as those of a user's copies, are ignored."""
+    return sorted((path for path in folder.glob("tokens-*") if _CHECKPOINT.fullmatch(path.name)), key=tokens_of)
+
+
+def checkpoint_name(tokens: int) -> str:
+    """Return the name of the folder of the checkpoint at this number of trained tokens."""
+    return f"tokens-{tokens:015d}"
 
 
 def tokens_of(path: Path) -> int:
     """Return the number of tokens trained at a checkpoint, read from the name of its folder."""
-    return int(path.name.rpartition("-")[2])
+    return int(path.name.removeprefix("tokens-"))
 
 
 class RunFolder:
@@ -104,6 +111,31 @@ class RunFolder:
                 f"run folder {self.path} holds a run of another recipe: {describe_changes(changes)}; "
                 f"use another --run{or_back}"
             )
+        if not checkpoints(self.checkpoints) and self.finish() is None and (trained := self.trained()):
+            raise InputError(
+                f"run folder {self.path} has no checkpoints, but {trained}; bring back {self.checkpoints} (is its disk "
+                "mounted?), or start again with another --run"
+            )
+
+    def trained(self) -> str | None:
+        """Return what says that the run has saved a checkpoint, or None if it may not have. A run that is killed in
+        its first steps may have metrics, but neither a checkpoint nor an event that says so."""
+        events = self.events()
+        saved = [event["tokens"] for event in events if event["event"] in {"checkpoint", "resume"}]
+        if saved:
+            return f"{self._events.name} says that it has trained {saved[-1]:,} tokens"
+        lines = [] if events else self.metrics()
+        return f"{self._metrics.name} says that it has trained {lines[-1]['step']:,} steps" if lines else None
+
+    def newest_saved(self) -> int | None:
+        """Return the number of trained tokens at the newest checkpoint according to events.jsonl. Return None if no
+        checkpoint was saved, or none since the last rewind."""
+        for event in reversed(self.events()):
+            if event["event"] in RETURNS:
+                break
+            if event["event"] in {"checkpoint", "resume"}:
+                return int(event["tokens"])
+        return None
 
     def check_text(self, fingerprint: str) -> None:
         """Raise InputError if the run has begun on a text with another fingerprint."""

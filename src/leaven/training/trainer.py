@@ -80,7 +80,7 @@ from leaven.training.micro_batch import (
 )
 from leaven.training.profiling import RunProfile
 from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
-from leaven.training.run_folder import RunFolder, checkpoints, recorded_changes, tokens_of
+from leaven.training.run_folder import RunFolder, checkpoint_name, checkpoints, recorded_changes, tokens_of
 from leaven.training.spikes import SpikeGuard
 
 if TYPE_CHECKING:
@@ -205,8 +205,9 @@ class RunTrainer:
     def start(self, **about: Any) -> None:
         """Restore the newest checkpoint, or start a new run. Log this as an event that contains the values ``about``.
         A new run saves a checkpoint before its first step, so that it can always roll back."""
-        rewinds = rewinds_of(self.run)
+        rewinds, saved = rewinds_of(self.run), self.run.newest_saved()
         found = self._newest(rewinds)
+        missing = None if saved is None or found is None or saved <= found.progress.tokens else checkpoint_name(saved)
         self._restore(found, rewinds)
         self.event(
             "start" if found is None else "resume",
@@ -214,6 +215,7 @@ class RunTrainer:
             text=self.tokens.fingerprint,
             epochs=self.tokens.epochs(self.training.recipe.data.tokens),
             damaged_checkpoints=[path.name for path in self.damaged],
+            missing_checkpoint=missing if missing not in {path.name for path in self.damaged} else None,
             **self.log.batch(),
             **about,
         )

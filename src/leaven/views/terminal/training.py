@@ -130,6 +130,8 @@ class TrainScreen(LiveScreen):
             self.line(f"  MFU: {values['mfu_convention']}")
         for name in values.get("damaged_checkpoints", ()):
             self.line(f"  checkpoint {name} is damaged and was not used")
+        if values.get("missing_checkpoint"):
+            self.line(f"  checkpoint {values['missing_checkpoint']} is missing; the steps up to it are trained again")
 
     def _say_waiting(self) -> None:
         if self._waiting is not None:
