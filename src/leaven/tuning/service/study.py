@@ -167,17 +167,20 @@ class BaseStudy(ABC):
 
     def __enter__(self) -> Self:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        ended = self._ended_trials()
-        if ended and not exists(self._where):
-            raise self._store_lost(ended)
+        ended, begun = self._ended_trials(), (self.out / "centre.toml").exists()
+        if begun and not exists(self._where):
+            raise self._store_lost(ended, ended)
         if isinstance(self._where, Path):
             make_folder(self.out)
         store, name = open_store(self._where, self._waited), self.space.name
         stored = {study.study_name: study._study_id for study in store.get_all_studies()}
         if others := [other for other in stored if other != name and isinstance(self._where, Path)]:
             raise InputError(f"{self._name} contains the study {others[0]}, not {name}; use another --study")
-        if ended and not (name in stored and store.get_n_trials(stored[name])):
-            raise self._store_lost(ended)
+        if begun and name not in stored:
+            raise self._store_lost(ended, ended)
+        there = store.get_all_trials(stored[name], deepcopy=False) if ended else []
+        if lost := ended - {trial.number for trial in there if trial.state.is_finished()}:
+            raise self._store_lost(ended, lost)
         self._stored = join_study(
             store,
             name,
@@ -201,19 +204,24 @@ class BaseStudy(ABC):
     def __exit__(self, *exception: object) -> None:
         self._stored.store.remove_session()
 
-    def _ended_trials(self) -> int:
-        """Return the number of ended trials in study.json; 0 if the file is missing or cannot be read."""
+    def _ended_trials(self) -> set[int]:
+        """Return the numbers of the ended trials in study.json; none if the file is missing or cannot be read."""
         try:
             results = json.loads((self.out / "study.json").read_text())["trials"]
-            return sum(trial["state"] not in UNDER_WAY for trial in results)
+            return {trial["number"] for trial in results if trial["state"] not in UNDER_WAY}
         except (OSError, ValueError, TypeError, KeyError):
-            return 0
+            return set()
 
-    def _store_lost(self, ended: int) -> InputError:
-        """Return an error for a folder that has the results of ``ended`` trials while its store has no trials."""
+    def _store_lost(self, ended: set[int], lost: set[int]) -> InputError:
+        """Return an error for a folder whose store has ``lost`` some of the ``ended`` trials, or the study itself."""
+        results, missing = f"the results of {len(ended)} trials", "none of them"
+        if not ended:
+            results, missing = "a study", "no study of this name"
+        elif lost != ended:
+            missing = f"lost {len(lost)} of them"
         return InputError(
-            f"{self.out} has the results of {ended} trials, but the store of {self._name} has none of them; restore "
-            "the store, or use another folder"
+            f"{self.out} has {results}, but the store of {self._name} has {missing}; restore the store, or use "
+            "another folder"
         )
 
     def _waited(self, seconds: float) -> None:
