@@ -547,7 +547,9 @@ def test_a_study_that_does_not_fit_writes_nothing(short: Recipe, tokens: TokenSe
     open_store(f"sqlite:///{tmp_path}/blank.db").remove_session()  # a database without studies
     optuna.create_study(study_name="leaven", storage=open_store(tmp_path / "leaven" / "journal.log"))
     write_recipe(short, tmp_path / "ended" / "centre.toml")
-    (tmp_path / "ended" / "study.json").write_text(json.dumps({"trials": [{"number": n, "state": "complete"} for n in range(2)]}))
+    (tmp_path / "ended" / "study.json").write_text(
+        json.dumps({"trials": [{"number": n, "state": "complete"} for n in range(2)]})
+    )
     before = tree(tmp_path)
     for said, asked in REFUSED:
         with pytest.raises(InputError, match=said) as refused, of(**asked):

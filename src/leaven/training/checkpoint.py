@@ -46,6 +46,7 @@ FORMAT, FORMAT_OF_MANY = 2, 3
 second format also lists the parts of each tensor."""
 _KINDS = ("model", "optimizer")
 UNFINISHED = ".tokens-*.tmp"
+TEXT = "text"  # key of the state of a run's checkpoint: the fingerprint of the text
 
 
 @dataclass(frozen=True)
@@ -409,6 +410,7 @@ class Checkpoints(Callback):
         self.log_outcome(wait=True)
         training = self.training
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
+        state[TEXT] = self.trainer.tokens.fingerprint
         self._manager.save(training.checkpoint(state), self.trainer.spikes.good_tokens)
         self._saved_step = training.progress.step
 
