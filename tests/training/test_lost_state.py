@@ -1,6 +1,7 @@
 """State that is missing is not taken for state that never was, and no copy is taken for a checkpoint."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 from tests.training.conftest import losses
 
-from leaven.data.tokens import TokenSet
+from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.load import load_run
+from leaven.training.metrics import Step
 from leaven.training.run_folder import RunFolder, checkpoints
 from leaven.training.trainer import train
 
@@ -239,3 +241,22 @@ def test_a_line_of_another_step_is_damaged_and_hides_no_other_line(tmp_path: Pat
     read = RunFolder(tmp_path).read_metrics()
     assert [line["step"] for line in read.documents] == [each for each in range(1, 7) if each != place + 1]
     assert read.damaged == [place + 1]
+
+
+def test_a_shard_truncated_under_a_running_training_ends_it_with_one_line(recipe: Recipe, tmp_path: Path) -> None:
+    def prepared() -> TokenSet:
+        return prepare(recipe.data, recipe.model.vocab_size, tmp_path / "cache")
+
+    def harm(step: Step) -> None:
+        if step.step == 20:
+            (file,) = (tmp_path / "cache" / "tokens").glob("*/train-00000.bin")
+            os.truncate(file, 1_000)
+
+    run = RunFolder(tmp_path / "run")
+    with pytest.raises(InputError, match=r"train-00000.bin has been truncated to 1,000 of .*; remove it and run"):
+        train(recipe, prepared(), run.path, on_step=harm)
+    again = prepared()
+    assert again.notes  # rebuilt
+    train(recipe, again, run.path)
+    train(recipe, again, tmp_path / "whole")
+    assert losses(run.path) == losses(tmp_path / "whole")

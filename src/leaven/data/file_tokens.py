@@ -110,12 +110,14 @@ class FileTokens:
 
     def _read(self, first: int, last: int) -> bytes:
         try:
-            raw = read_at(_open(self).number, last - first, self._offset + first)
+            file = _open(self)
+            raw = read_at(file.number, last - first, self._offset + first)
+            size = os.fstat(file.number).st_size if len(raw) < last - first else None
         except OSError as error:
             raise InputError(f"{self.path}: cannot be read: {error.strerror or error}; {self._advice}") from None
-        if len(raw) < last - first:
-            there, whole = self._offset + first + len(raw), self._offset + self._bytes
-            raise InputError(f"{self.path} has been truncated to {there:,} of {whole:,} bytes; {self._advice}")
+        if size is not None:
+            whole = self._offset + self._bytes
+            raise InputError(f"{self.path} has been truncated to {size:,} of {whole:,} bytes; {self._advice}")
         return raw
 
 
