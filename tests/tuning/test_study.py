@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -258,6 +259,7 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
             checkpoint.mkdir(parents=True, exist_ok=True)
             left.append([file.name for file in checkpoint.iterdir()])
             (checkpoint / "kept").touch()
+            shutil.copytree(checkpoint, f"{checkpoint}.bak")
             future: Future[Any] = Future()
             future.set_exception(BrokenProcessPool())
             return future
@@ -269,7 +271,8 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
     assert "no run ended: 2 died, each of them twice" in done.stderr
     assert [trial["state"] for trial in saved(tmp_path / "study")] == ["failed"] * 2
     assert left == [[], ["kept"], [], ["kept"]]
-    assert not list((tmp_path / "study" / "checkpoints").glob("*"))
+    copies = {file.name for file in (tmp_path / "study" / "checkpoints").glob("*")}
+    assert copies == {f"{name}.bak" for name in ("000000-000000", "000000-000001", "000002-000002", "000002-000003")}
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -40,6 +40,7 @@ a run: if its process dies, another trial retries the run.
 
 import json
 import os
+import re
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -69,9 +70,17 @@ from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 
 CHECKPOINTS = "checkpoints"
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # files that a study may leave if it is killed before its first write
+_ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # the run's first trial, and the trial of the attempt
 ANSWERED = "leaven:answered"  # an attribute of a study: a command has run the search to its end
 NOTE_AFTER = 5.0  # seconds without the store after which the screen says so, and a stopping command gives up
 SAVING = 0.1  # the largest share of the time for writing study.json, which takes seconds with thousands of trials
+
+
+def attempts(folder: Path) -> list[tuple[int, Path]]:
+    """Return the checkpoint folders of attempts at runs, in order, each with the number of the run's first trial.
+    Other names, such as those of a user's copies, are ignored."""
+    named = ((_ATTEMPT.fullmatch(path.name), path) for path in sorted(folder.glob("*-*")))
+    return [(int(name[1]), path) for name, path in named if name]
 
 
 class Screen(Protocol):
@@ -303,9 +312,9 @@ class BaseStudy(ABC):
 
     def _remove_checkpoints(self) -> None:
         """Remove the checkpoints of runs that have ended."""
-        ended = {f"{run.origin:06d}" for run in self._stored.runs if run.state not in UNDER_WAY}
-        for folder in (self.out / CHECKPOINTS).glob("*-*"):
-            if folder.name.partition("-")[0] in ended:
+        ended = {run.origin for run in self._stored.runs if run.state not in UNDER_WAY}
+        for origin, folder in attempts(self.out / CHECKPOINTS):
+            if origin in ended:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _save_meanwhile(self) -> None:
