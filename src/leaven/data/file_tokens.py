@@ -97,10 +97,10 @@ class FileTokens:
         for block in range(blocks.start, blocks.stop):
             at = block * BLOCK - begin
             if crc32(raw[at : at + BLOCK]) != self._checksums[block]:
-                at = self._offset + block * BLOCK
+                at, end = block * BLOCK, min((block + 1) * BLOCK, self._bytes)
                 raise InputError(
-                    f"{self.path} is damaged: its bytes {at:,} to {at + BLOCK:,} are not those that were written; "
-                    f"{self._advice}"
+                    f"{self.path} is damaged: its bytes {self._offset + at:,} to {self._offset + end:,} are not those "
+                    f"that were written; {self._advice}"
                 )
         self._unread[blocks] = False
         return np.frombuffer(raw[first - begin : last - begin], self.dtype)
