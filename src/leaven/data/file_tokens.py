@@ -99,8 +99,8 @@ class FileTokens:
             if crc32(raw[at : at + BLOCK]) != self._checksums[block]:
                 at, end = block * BLOCK, min((block + 1) * BLOCK, self._bytes)
                 raise InputError(
-                    f"{self.path} is damaged: its bytes {self._offset + at:,} to {self._offset + end:,} are not those "
-                    f"that were written; {self._advice}"
+                    f"{self.path} is damaged: its bytes {self._offset + at:,} to {self._offset + end:,} are not "
+                    f"those that were written; {self._advice}"
                 )
         self._unread[blocks] = False
         return np.frombuffer(raw[first - begin : last - begin], self.dtype)
