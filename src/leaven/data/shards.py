@@ -67,11 +67,11 @@ class ShardedTokens:
 
 @dataclass(frozen=True)
 class Part:
-    """Some of the ``tokens``: those from position ``start`` to ``stop``."""
+    """Some of the tokens of a shard, which are read when the part is indexed."""
 
-    tokens: Tokens
-    start: int
-    stop: int
+    tokens: Tokens  # the shard
+    start: int  # position of the first token of the part
+    stop: int  # position after the last one
 
     def __len__(self) -> int:
         return self.stop - self.start

@@ -135,7 +135,7 @@ class RunFolder:
         """Return what says that the run has saved a checkpoint, or None if it may not have. A run that is killed in
         its first steps may have metrics, but neither a checkpoint nor an event that says so."""
         events = self.events()
-        saved = [event["tokens"] for event in events if event["event"] in {"checkpoint", "resume"}]
+        saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]
         if saved:
             return f"{self._events.name} says that it has trained {saved[-1]:,} tokens"
         lines = [] if events else self.metrics()
@@ -147,8 +147,8 @@ class RunFolder:
         for event in reversed(self.events()):
             if event["event"] in RETURNS:
                 break
-            if event["event"] in {"checkpoint", "resume"}:
-                return int(event["tokens"])
+            if (tokens := _saved_tokens(event)) is not None:
+                return tokens
         return None
 
     def check_text(self, fingerprint: str, saved: str | None = None) -> None:
@@ -309,6 +309,12 @@ class RunFolder:
                 return
             self._waiting.popleft()
         self.unwritten = None
+
+
+def _saved_tokens(event: dict[str, Any]) -> int | None:
+    """Return the number of trained tokens at a checkpoint, if the event says that there was one."""
+    tokens = event.get("tokens") if event["event"] in ("checkpoint", "resume") else None
+    return tokens if isinstance(tokens, int) else None
 
 
 def _json_line(document: dict[str, Any]) -> bytes:
