@@ -71,6 +71,10 @@ def test_a_folder_without_a_whole_run_is_refused(run: Path) -> None:
     with pytest.raises(InputError, match=r"no tokenizer.json"):
         leaven.load(run)
     shutil.rmtree(run / "checkpoints")
+    with pytest.raises(InputError, match=r"no checkpoint, but events.jsonl says that it has trained 10,240 tokens"):
+        leaven.load(run)
+    for name in ("events.jsonl", "metrics.jsonl"):
+        (run / name).unlink()
     with pytest.raises(InputError, match=r"no checkpoint yet; leaven train writes one"):
         leaven.load(run)
 

@@ -116,6 +116,8 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
             why = f"no whole checkpoint: {', '.join(names)} {'is' if len(names) == 1 else 'are'} damaged"
         elif there:
             why = f"no checkpoint at {tokens:,} tokens; there are {there}"
+        elif trained := folder.trained():
+            why = f"no checkpoint, but {trained}; bring back {folder.checkpoints} (is its disk mounted?)"
         else:
             why = "no checkpoint yet; leaven train writes one at the start of a run"
         raise InputError(f"{run}: {why}")
