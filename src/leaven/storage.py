@@ -225,7 +225,10 @@ def _remove_leftovers(path: Path) -> None:
     for left in path.parent.glob(f".{escape(path.name)}.{_machine()}-*.tmp"):
         from psutil import pid_exists  # slow to import
 
-        pid = int(left.name.split("-")[-1].removesuffix(".tmp"))
+        name = left.name.removesuffix(".tmp").rpartition("-")[2]
+        if not (name.isascii() and name.isdecimal()):
+            continue  # not ours
+        pid = int(name)
         if pid == os.getpid() or not pid_exists(pid):  # an earlier, killed process may have had the same id
             with suppress(OSError):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -283,6 +286,7 @@ class JsonLines:
 
     documents: list[dict[str, Any]]
     damaged: list[int]  # line numbers, counted from 1, of lines that are not JSON objects
+    numbers: list[int]  # the line number of each of the documents
 
 
 def read_json_lines(path: Path) -> JsonLines:
@@ -292,18 +296,20 @@ def read_json_lines(path: Path) -> JsonLines:
     """
     documents: list[dict[str, Any]] = []
     damaged: list[int] = []
+    numbers: list[int] = []
     try:
         *lines, tail = _whole(path).split(b"\n")
     except FileNotFoundError:
         lines, tail = [], b""
-    for number, line in enumerate(lines, start=1):
+    # A last line without a newline counts if it is complete.
+    for number, line in enumerate([*lines, tail], start=1):
         document = json_object(line)
         if document is not None:
             documents.append(document)
-        elif line.strip():
+            numbers.append(number)
+        elif line.strip() and number <= len(lines):
             damaged.append(number)
-    last = json_object(tail)  # a last line without a newline counts if it is complete
-    return JsonLines(documents if last is None else [*documents, last], damaged)
+    return JsonLines(documents, damaged, numbers)
 
 
 def _whole(path: Path) -> bytes:

@@ -35,7 +35,7 @@ from leaven.storage import place_folder, sync_file
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
 from leaven.training.loop import Callback
 from leaven.training.rewind import Rewind, undone
-from leaven.training.run_folder import checkpoints, tokens_of
+from leaven.training.run_folder import checkpoint_name, checkpoints, tokens_of
 
 if TYPE_CHECKING:
     from leaven.training.metrics import Step
@@ -48,6 +48,7 @@ second format also lists the parts of each tensor."""
 WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # of documents that are not as they were written
 _KINDS = ("model", "optimizer")
 UNFINISHED = ".tokens-*.tmp"
+TEXT = "text"  # key of the state of a run's checkpoint: the fingerprint of the text
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def write_checkpoint(
         NotSaved: if a process cannot write or does not answer, or the parts do not form whole tensors.
     """
     exchange = exchange or Exchange()
-    final = folder / f"tokens-{checkpoint.progress.tokens:015d}"
+    final = folder / checkpoint_name(checkpoint.progress.tokens)
     temporary = folder / f".{final.name}.{exchange.name}.tmp"
     mine: dict[str, Any]
     try:
@@ -233,6 +234,8 @@ def _read(folder: Path, group: ProcessGroup) -> Checkpoint:
         raise ValueError(f"{folder / 'state.json'} is not a JSON object")
     if state.pop("blake2b") != _digest_of(state):
         raise ValueError(f"{folder / 'state.json'} is damaged")
+    if state["tokens"] != tokens_of(folder):
+        raise ValueError(f"{folder} is a copy of the checkpoint {checkpoint_name(state['tokens'])}")
     for name in sorted(state["files"])[group.rank :: group.size]:
         if _fingerprint(folder / name) != state["files"][name]:
             raise ValueError(f"{folder / name} is damaged")
@@ -411,6 +414,7 @@ class Checkpoints(Callback):
         self.log_outcome(wait=True)
         training = self.training
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
+        state[TEXT] = self.trainer.tokens.fingerprint
         self._manager.save(training.checkpoint(state), self.trainer.spikes.good_tokens)
         self._saved_step = training.progress.step
 
