@@ -181,7 +181,10 @@ def model_card(
         averaged: whether these are averaged weights; the card then shows the loss of the average.
         licence: the licence of the data.
     """
-    measured = [each for each in events if each["event"] == "validation" and each["tokens"] <= tokens]
+    validations = (
+        each for each in events if each["event"] == "validation" and isinstance(each.get("loss"), int | float)
+    )
+    measured = [each for each in validations if isinstance(each.get("tokens"), int) and each["tokens"] <= tokens]
     if averaged:
         means = [(each["tokens"], each["averaged_loss"]) for each in measured if "averaged_loss" in each]
         measured = [{"tokens": at, "loss": loss, "bits_per_byte": None} for at, loss in means]
