@@ -165,7 +165,8 @@ def test_the_option_that_an_error_names_works(asked: dict[str, object]) -> None:
         ({"params": 20 * 10**6, "tokens": B, "vocab": 10**6}, "has 192 M (+862%); give --vocab "),
         (
             {"reference": "olmoe-1b-7b"},
-            "a mixture of experts (see --experts), but --from reads only dense models of text; give a run of similar size: olmo-1b",
+            "a mixture of experts (see --experts), but --from reads only dense models of text; give a run of similar "
+            "size: olmo-1b",
         ),
         ({"reference": "nemotron-4-15b"}, "it publishes no learning rate; give a run of similar size: "),
         ({"reference": "cerebras-gpt-1.3b-mup"}, "is for muP"),
