@@ -22,7 +22,7 @@ from leaven.documents.runs import DemoCorpus, DemoDocument, DemoModel, DemoResul
 from leaven.errors import InputError
 from leaven.recipe.files import parse_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.storage import write_text
+from leaven.storage import write_page, write_text
 from leaven.training.device import machine
 from leaven.training.engine import Training
 from leaven.training.run_folder import LOCK, locked_folder
@@ -126,7 +126,7 @@ def run_demo(
                     document = document.model_copy(update={"seconds": round(seconds, 1)})
                 _save(document, folder)
             report = folder / "report.html"
-            write_text(report, folder_page(folder))
+            write_page(report, folder_page(folder))
     return document.model_copy(update={"report": str(report)})
 
 

@@ -2,8 +2,8 @@
 
 leaven writes all its permanent files with this module. If replacing a file raises OSError, the old file is unchanged.
 Files of others are read with :func:`open_file` or :func:`read`, which refuse a pipe or a device: it may never end.
-Four functions are for paths that a user has given, and raise InputError instead: :func:`write_text`,
-:func:`make_folder`, :func:`require_free` and :func:`written_folder`.
+These functions are for paths that a user has given, and raise InputError instead: :func:`write_text`,
+:func:`write_page`, :func:`make_folder`, :func:`require_free` and :func:`written_folder`.
 """
 
 import errno
@@ -26,6 +26,12 @@ from leaven.errors import InputError
 
 LARGEST = 2**30
 """Limit on the bytes of a file that is read whole, such as a recipe, a tokenizer or a document of a study."""
+
+PAGE = b"<!doctype html"
+"""How an HTML page of leaven begins."""
+
+KEPT = ("events.jsonl", "metrics.jsonl", "state.json", "study.json", "centre.toml", "check.json", "demo.json")
+"""A folder with a file of one of these names belongs to a run, a checkpoint, a study, a check or a demo."""
 
 
 def open_file(path: Path | str) -> BinaryIO:
@@ -148,6 +154,41 @@ def write_text(path: Path | str, text: str) -> None:
     except OSError as error:
         unread = "a pipe that nobody reads" if error.errno == errno.ENXIO else error.strerror
         raise InputError(f"{path}: cannot be written: {unread}") from None
+
+
+def require_page(path: Path) -> None:
+    """Check that writing an HTML page to ``path`` would overwrite at most a page. Devices and pipes may be written to.
+
+    Raises:
+        InputError: if another file is there, or if the path is in the folder of a run or study and has no name of a
+            page.
+    """
+    if _is_device(path):
+        return
+    if path.is_file() and (begin := _begin(path)) and not begin.lower().startswith(PAGE):
+        raise InputError(f"{path} exists and is not an HTML page; give another name, such as report.html")
+    whole = Path(os.path.realpath(path))
+    owned = any((folder / name).exists() for folder in whole.parents for name in KEPT)
+    if owned and whole.suffix.lower() != ".html":
+        raise InputError(f"{path} is in the folder of a run or study; give a name that ends in .html")
+
+
+def _begin(path: Path) -> bytes:
+    try:
+        with open_file(path) as file:
+            return file.read(len(PAGE))
+    except OSError as error:
+        raise InputError(f"{path}: exists and cannot be read: {error.strerror}; give another name") from None
+
+
+def write_page(path: Path, html: str) -> None:
+    """Write an HTML page, or replace an older page, as :func:`write_text` does.
+
+    Raises:
+        InputError: if the page cannot be written, or :func:`require_page` refuses the path.
+    """
+    require_page(path)
+    write_text(path, html)
 
 
 def make_folder(path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.cli.conftest import Verb
 
 from leaven.cli import BUG, DEBUG, error_message
 from leaven.errors import shown
-from leaven.storage import write_text
+from leaven.storage import write_page, write_text
 from leaven.views.terminal.console import SafeConsole, errors
 
 PASSWORD = "hunter2"
@@ -195,3 +195,13 @@ def test_a_page_goes_to_the_standard_output_of_a_shell(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", code], stdout=out, check=True)
     assert (tmp_path / "out").read_text() == "page"
     assert Path("/dev/stdout").is_symlink()
+
+
+def test_a_page_replaces_a_page_and_a_device_is_no_file_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    page = tmp_path / "report.html"
+    for text in ("<!DOCTYPE HTML>old", "", "<!doctype html>new"):
+        page.write_text(text)
+        write_page(page, "<!doctype html>page")
+        assert page.read_text() == "<!doctype html>page"
+    write_page(Path("/dev/null"), "page")

@@ -27,7 +27,7 @@ from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
 from leaven.planning.this_machine import cores
 from leaven.recipe.recipe import Recipe
-from leaven.storage import write_text
+from leaven.storage import require_page, write_page
 from leaven.views.terminal.checks import check_screen
 from leaven.views.terminal.live import LiveScreen
 
@@ -91,6 +91,10 @@ class CheckOptions:
 
     for_factories: ClassVar[tuple[str, ...]] = ()  # names of the options that apply only to module:factory
 
+    def __post_init__(self) -> None:
+        if self.output is not None:
+            require_page(self.output)  # before minutes of training
+
     def read(self) -> Recipe | str:
         """Return the recipe, or the text ``module:factory``. Refuse options that apply only to the other."""
         if ":" in self.subject and not Path(self.subject).exists():
@@ -114,7 +118,7 @@ class CheckOptions:
         from leaven.views.check_page import check_page
 
         if self.output is not None:
-            write_text(self.output, check_page(document))
+            write_page(self.output, check_page(document))
             more = (f"wrote {self.output}", *more)
         print_document(document, chain(check_screen(document), more), self.json_output, following)
         if not document.passed:

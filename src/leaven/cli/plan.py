@@ -25,7 +25,7 @@ from leaven.planning.published import plan_run
 from leaven.planning.ramp import SHARE
 from leaven.planning.training_codes import Moments
 from leaven.recipe.recipe import Recipe
-from leaven.storage import write_text
+from leaven.storage import write_page
 from leaven.views.terminal.console import errors
 from leaven.views.terminal.live import LiveScreen
 from leaven.views.terminal.plan import budget_screen, plan_screen
@@ -135,7 +135,7 @@ def plan(
     if report is not None:
         from leaven.views.plan_page import plan_page
 
-        write_text(report, plan_page(found, document, name, next_commands.again()))
+        write_page(report, plan_page(found, document, name, next_commands.again()))
         screen = chain(screen, [f"wrote {report}"])
     print_document(document, screen, json_output, following)
 

@@ -9,7 +9,7 @@ from leaven.catalogue.runs import load_runs
 from leaven.cli.common import JsonOption, print_document
 from leaven.documents.runs import ReportDocument
 from leaven.errors import InputError
-from leaven.storage import write_text
+from leaven.storage import write_page
 
 
 def report(
@@ -37,11 +37,11 @@ def report(
         from leaven.views.terminal.files import comparison_screen
 
         html, document = comparison_page(paths, output)
-        write_text(output, html)
+        write_page(output, html)
         print_document(document, comparison_screen(document), json_output)
         return
     from leaven.views.catalogue_page import catalogue_page
     from leaven.views.page import folder_page
 
-    write_text(output, catalogue_page(load_runs()) if catalogue else folder_page(paths[0]))
+    write_page(output, catalogue_page(load_runs()) if catalogue else folder_page(paths[0]))
     print_document(ReportDocument(path=str(output)), [f"wrote {output}"], json_output)
