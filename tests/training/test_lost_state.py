@@ -16,7 +16,7 @@ from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.load import load_run
 from leaven.training.metrics import Step
-from leaven.training.run_folder import RunFolder, checkpoints
+from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
 from leaven.training.trainer import train
 
 
@@ -100,6 +100,15 @@ def test_a_missing_newest_checkpoint_is_named(
     assert losses(run.path) == expected
 
 
+def test_an_older_checkpoint_is_not_loaded_without_a_word(run: RunFolder) -> None:
+    *_, older, newest = checkpoints(run.checkpoints)
+    assert load_run(run.path).skipped == {}
+    shutil.rmtree(newest)
+    loaded = load_run(run.path)
+    assert (loaded.tokens, loaded.skipped) == (tokens_of(older), {newest.name: "missing"})
+    assert load_run(run.path, tokens_of(older)).skipped == {}  # asked for
+
+
 @pytest.mark.parametrize("name", ["{newest}.bak", "tokens-best", "tokens-zzz-1", "tokens-99999999999999999999"])
 def test_copies_of_checkpoints_are_ignored(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, name: str, expected: list[float]
@@ -122,7 +131,7 @@ def test_a_copy_under_the_name_of_another_checkpoint_is_damaged(
     copy = run.checkpoints / f"tokens-{9_000:015d}"
     shutil.copytree(there[0], copy)
     loaded = load_run(run.path)
-    assert (loaded.tokens, loaded.damaged) == (int(there[-1].name.rpartition("-")[2]), (copy.name,))
+    assert (loaded.tokens, loaded.skipped) == (int(there[-1].name.rpartition("-")[2]), {copy.name: "damaged"})
     assert train(recipe, tokens, run.path).finished
     assert losses(run.path) == expected
 

@@ -19,7 +19,7 @@ from leaven.cli.common import (
 from leaven.documents.runs import ConfigDocument, WeightsDocument
 from leaven.errors import InputError
 from leaven.storage import require_free
-from leaven.views.terminal.console import say_damaged, warn
+from leaven.views.terminal.console import say_skipped, warn
 from leaven.views.terminal.files import exported_config, exported_weights
 
 app = group()
@@ -55,7 +55,7 @@ def weights(
     from leaven.training.load import export_run, load_run
 
     loaded = load_run(run, tokens, averaged=averaged)
-    say_damaged(loaded.damaged)
+    say_skipped(loaded.skipped)
     architecture = export_run(loaded, folder, dtype=dtype, licence=data_license)
     document = WeightsDocument(
         path=str(folder),

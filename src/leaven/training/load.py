@@ -26,7 +26,7 @@ from leaven.training.average import AVERAGE
 from leaven.training.checkpoint import Checkpoint, read_checkpoint
 from leaven.training.load_balance import BIASES
 from leaven.training.rewind import rewinds_of
-from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
+from leaven.training.run_folder import RunFolder, checkpoints, missing_checkpoint, tokens_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -42,7 +42,7 @@ class LoadedRun:
     weights: Mapping[str, Tensor]  # the parameters, or their averages, by name; each is read on demand
     tokenizer: "Tokenizer"
     tokens: int  # number of tokens trained up to the checkpoint
-    damaged: tuple[str, ...]  # names of newer checkpoints that are damaged
+    skipped: Mapping[str, str]  # names of newer checkpoints, and what each is: "damaged" or "missing"
     averaged: bool = False  # whether ``weights`` are the averaged weights
     # The biases with which the routers choose experts, (layers, experts); only if experts are balanced by biases.
     # They are those of the last step, also beside averaged weights.
@@ -73,14 +73,14 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
     or by default from the newest undamaged checkpoint.
 
     The model is on the CPU, in fp32 and in evaluation mode; ``model(token_ids)`` maps (batch, time) to logits (batch,
-    time, vocabulary). A warning names newer checkpoints that are damaged.
+    time, vocabulary). A warning names newer checkpoints that are damaged or missing.
 
     Raises:
         InputError: if the folder contains no run, or the checkpoint is missing or damaged.
     """
     loaded = load_run(run, tokens)
-    for name in loaded.damaged:
-        warnings.warn(f"checkpoint {name} of {run} is damaged and was not used", stacklevel=2)
+    for name, why in loaded.skipped.items():
+        warnings.warn(f"checkpoint {name} of {run} is {why}; the checkpoint before it is used", stacklevel=2)
     return loaded.model, loaded.tokenizer
 
 
@@ -108,6 +108,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         problem = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"
         raise InputError(f"{run}: {problem}; give the folder of a run, the DIR of leaven train RECIPE --run DIR")
     recipe = folder.recipe()
+    saved = folder.newest_saved() if tokens is None else None  # first, because a run may be writing another one
     checkpoint, damaged = read_checkpoint(folder.checkpoints, rewinds_of(folder), tokens)
     if checkpoint is None:
         names = [path.name for path in damaged]
@@ -121,6 +122,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         else:
             why = "no checkpoint yet; leaven train writes one at the start of a run"
         raise InputError(f"{run}: {why}")
+    missing = missing_checkpoint(saved, checkpoint.progress.tokens)
     if averaged and not any(name.startswith(f"{AVERAGE}.") for name in checkpoint.optimizer):
         if recipe.average is None:
             why = "the recipe has no [average]; leave out --averaged"
@@ -148,7 +150,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         weights=_Averages(checkpoint) if averaged else checkpoint.model,
         tokenizer=tokenizer,
         tokens=checkpoint.progress.tokens,
-        damaged=tuple(path.name for path in damaged),
+        skipped=({missing: "missing"} if missing else {}) | {path.name: "damaged" for path in damaged},
         averaged=averaged,
         router_bias_LE=checkpoint.optimizer.get(BIASES),
     )

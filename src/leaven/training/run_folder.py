@@ -61,6 +61,12 @@ def checkpoint_name(tokens: int) -> str:
     return f"tokens-{tokens:015d}"
 
 
+def missing_checkpoint(saved: int | None, found: int) -> str | None:
+    """Return the name of the newest checkpoint, saved at ``saved`` tokens, or None if the one at ``found`` tokens is
+    not older. ``saved`` is a :meth:`RunFolder.newest_saved` from before ``found`` was looked for."""
+    return None if saved is None or saved <= found else checkpoint_name(saved)
+
+
 def tokens_of(path: Path) -> int:
     """Return the number of tokens trained at a checkpoint, read from the name of its folder."""
     return int(path.name.removeprefix("tokens-"))

@@ -80,7 +80,7 @@ from leaven.training.micro_batch import (
 )
 from leaven.training.profiling import RunProfile
 from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
-from leaven.training.run_folder import RunFolder, checkpoint_name, checkpoints, recorded_changes, tokens_of
+from leaven.training.run_folder import RunFolder, checkpoints, missing_checkpoint, recorded_changes, tokens_of
 from leaven.training.spikes import SpikeGuard
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class RunTrainer:
         found = self._newest(rewinds)
         if found is not None:
             self.run.check_text(self.tokens.fingerprint, found.state.get(TEXT))
-        missing = None if saved is None or found is None or saved <= found.progress.tokens else checkpoint_name(saved)
+        missing = None if found is None else missing_checkpoint(saved, found.progress.tokens)
         self._restore(found, rewinds)
         if found is not None and not begun:
             self.event("file_changed", file="events.jsonl", why="its lines are missing")

@@ -4,7 +4,7 @@ Everything a command prints goes through here, where foreign text is made safe t
 values of recipes, and messages of other programs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -47,8 +47,9 @@ def warn(messages: Iterable[str], label: str = "warning") -> None:
         errors.print(Text.assemble((f"{label}: ", "bold yellow"), " ".join(message.split())))
 
 
-def say_damaged(names: Iterable[str]) -> None:
-    warn(f"checkpoint {name} is damaged; the checkpoint before it is used" for name in names)
+def say_skipped(checkpoints: Mapping[str, str]) -> None:
+    """Warn of checkpoints that were not used. Each name comes with what the checkpoint is, such as "damaged"."""
+    warn(f"checkpoint {name} is {why}; the checkpoint before it is used" for name, why in checkpoints.items())
 
 
 def next_lines(commands: Sequence[str]) -> list[str]:
