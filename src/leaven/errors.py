@@ -5,19 +5,22 @@ import re
 # Characters that control a terminal, change the direction of text, break lines, or have no UTF-8. Line feed and
 # tab are text.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-# A path has :/ where the URL has ://. A password may contain any character, also @; a number after the colon is a
-# port.
+# A path has :/ where the URL has ://. A password may contain any character, also @ and spaces, so that everything up to
+# the last @ of the line may belong to it. A value ends before the quotation mark around the whole text.
 _PASSWORD = re.compile(
-    r"(?<=:/)(/{0,2}[^\s:/@]*):(?:(?!\d{1,5}[/\s])[^\n]*|\S*)@|(?<=[?&])(\w*password)=[^&\s'\"]*", re.IGNORECASE
+    r"""(?<=:/)(/{0,2}[^\s:/@]*):[^\n]*@  # of a URL
+    |(?<=[?&])(\w*password)=[^&\s]*?(?=['"]?:?(?:[&\s]|$))  # an option of a URL
+    |\b(\w*password)[ ]*=[ ]*(?:'(?:[^'\\\n]|\\.)*'|\S*?(?=['"]?:?(?:\s|$)))  # of a database without a URL""",
+    re.IGNORECASE | re.VERBOSE,
 )
 
 
 def shown(text: str) -> str:
-    """Return foreign text as a terminal may show it: without passwords of URLs, and without control characters.
+    """Return foreign text as a terminal may show it: without passwords of databases and URLs, and without control characters.
 
     A control character becomes an escape such as ``\\u001b``, which TOML and JSON read.
     """
-    text = _PASSWORD.sub(lambda found: f"{found[2]}=***" if found[2] else f"{found[1]}:***@", text)
+    text = _PASSWORD.sub(lambda found: f"{found[2] or found[3]}=***" if found[1] is None else f"{found[1]}:***@", text)
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

@@ -8,6 +8,7 @@ These functions are for paths that a user has given, and raise InputError instea
 
 import errno
 import json
+import math
 import os
 import shutil
 import socket
@@ -50,7 +51,7 @@ def open_file(path: Path | str) -> BinaryIO:
     raise OSError(errno.EINVAL, "a pipe or a device, not a regular file", str(path))
 
 
-def read(path: Path | str, most: int = LARGEST) -> bytes:
+def read(path: Path | str, most: float = LARGEST) -> bytes:
     """Return the content of a regular file.
 
     Raises:
@@ -339,7 +340,7 @@ def read_json_lines(path: Path) -> JsonLines:
     damaged: list[int] = []
     numbers: list[int] = []
     try:
-        *lines, tail = _whole(path).split(b"\n")
+        *lines, tail = read(path, math.inf).split(b"\n")
     except FileNotFoundError:
         lines, tail = [], b""
     # A last line without a newline counts if it is complete.
@@ -351,11 +352,6 @@ def read_json_lines(path: Path) -> JsonLines:
         elif line.strip() and number <= len(lines):
             damaged.append(number)
     return JsonLines(documents, damaged, numbers)
-
-
-def _whole(path: Path) -> bytes:
-    with open_file(path) as file:
-        return file.read()
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:

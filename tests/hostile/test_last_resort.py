@@ -28,6 +28,12 @@ URLS = [
     f"postgresql://host/db?user=me&password={PASSWORD}&x=1",
     f"postgresql://host/db?sslpassword={PASSWORD}",
     f"https://user:{PASSWORD}@host/x.txt",
+    f"postgresql://user:80 {PASSWORD}@host/db",
+    f"postgresql://user:80/{PASSWORD} x@host/db",
+    f"postgresql://host/db?password=a'{PASSWORD}&x=1",
+    f"host=h password={PASSWORD} user=me",
+    f"host=h PASSWORD = {PASSWORD}&'{PASSWORD}",
+    f"password='a {PASSWORD} \\' {PASSWORD}' host=h",
 ]
 PLAIN = [
     "http://127.0.0.1:8000/?x=1 is open",
@@ -36,6 +42,7 @@ PLAIN = [
     "a: b@c",
     "s3://bucket/a:b",
     "me@host:5432",
+    "a passwordless login = me",
 ]
 
 
@@ -48,6 +55,12 @@ def test_a_password_is_never_shown(url: str) -> None:
 @pytest.mark.parametrize("text", PLAIN)
 def test_text_without_a_password_is_shown_as_it_is(text: str) -> None:
     assert shown(text) == text
+
+
+def test_what_is_around_a_password_is_shown() -> None:
+    assert shown("'postgresql://h/d?password=p&x=1': no host") == "'postgresql://h/d?password=***&x=1': no host"
+    assert shown("'host=h password=p': no host") == "'host=h password=***': no host"
+    assert shown("password = 'a b' user=me") == "password=*** user=me"
 
 
 def test_control_characters_become_escapes_that_toml_and_json_read() -> None:

@@ -100,6 +100,17 @@ def test_a_missing_newest_checkpoint_is_named(
     assert losses(run.path) == expected
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
+def test_a_pipe_in_place_of_the_metrics_is_refused(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
+    metrics = run.path / "metrics.jsonl"
+    metrics.unlink()
+    os.mkfifo(metrics)
+    before = files(run.path)
+    with pytest.raises(InputError, match=r"metrics.jsonl: cannot be read: a pipe or a device"):
+        train(recipe, tokens, run.path)
+    assert files(run.path) == before
+
+
 def test_an_older_checkpoint_is_not_loaded_without_a_word(run: RunFolder) -> None:
     *_, older, newest = checkpoints(run.checkpoints)
     assert load_run(run.path).skipped == {}

@@ -261,10 +261,11 @@ def _digest_of(state: Mapping[str, Any]) -> str:
 
 def _fingerprint(path: Path) -> dict[str, Any]:
     digest = blake2b(digest_size=16)
-    with path.open("rb") as file:
+    with storage.open_file(path) as file:
         while piece := file.read(2**22):
             digest.update(piece)
-    return {"bytes": path.stat().st_size, "blake2b": digest.hexdigest()}
+        size = file.tell()
+    return {"bytes": size, "blake2b": digest.hexdigest()}
 
 
 GIVE_UP = 5.0

@@ -207,7 +207,12 @@ class RunFolder:
         self._waiting = deque((path, line) for path, line in self._waiting if path != self._metrics)
         if not self.writes:
             return None
-        content = self._metrics.read_bytes() if self._metrics.exists() else b""
+        try:
+            content = storage.read(self._metrics, math.inf)
+        except FileNotFoundError:
+            content = b""
+        except OSError as error:
+            raise InputError(f"{self._metrics}: cannot be read: {error.strerror}") from None
         on_disk = content.split(b"\n")[:-1]
         lines = [*(line + b"\n" for line in on_disk), *waiting]
         kept, difference = _kept_metrics(lines, step, written)

@@ -55,7 +55,7 @@ import optuna
 
 from leaven.errors import InputError
 from leaven.recipe.units import format_number
-from leaven.storage import make_folder, write_text
+from leaven.storage import make_folder, read, write_text
 from leaven.training.run_folder import describe_changes
 from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.trust_region import radius_of, results
@@ -214,12 +214,15 @@ class BaseStudy(ABC):
         self._stored.store.remove_session()
 
     def _ended_trials(self) -> set[int]:
-        """Return the numbers of the ended trials in study.json; none if the file is missing or cannot be read."""
+        """Return the numbers of the ended trials in study.json; none if the file is missing or damaged."""
+        path = self.out / "study.json"
         try:
-            results = json.loads((self.out / "study.json").read_text())["trials"]
+            results = json.loads(read(path))["trials"]
             return {trial["number"] for trial in results if trial["state"] not in UNDER_WAY}
-        except (OSError, ValueError, TypeError, KeyError):
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
             return set()
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
     def _store_lost(self, ended: set[int], lost: set[int]) -> InputError:
         """Return an error for a folder whose store has ``lost`` some of the ``ended`` trials, or the study itself."""
