@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import stat
@@ -30,6 +31,9 @@ LARGEST = 2**30
 
 PAGE = b"<!doctype html"
 """How an HTML page of leaven begins."""
+
+# The :// of a URL, which is :/ in a path; not the C:/ of Windows. Or password= as in the login of a database.
+_ADDRESS = re.compile(r"\w{2}:/|password\s*=", re.IGNORECASE)
 
 KEPT = ("events.jsonl", "metrics.jsonl", "state.json", "study.json", "centre.toml", "check.json", "demo.json")
 """A folder with a file of one of these names belongs to a run, a checkpoint, a study, a check or a demo."""
@@ -192,12 +196,20 @@ def write_page(path: Path, html: str) -> None:
     write_text(path, html)
 
 
+def require_folder_name(path: Path) -> None:
+    """Raise InputError if a path for a new folder is a URL or has a password of a database, which its name would
+    show."""
+    if _ADDRESS.search(path.as_posix()):
+        raise InputError("a URL or the login of a database, where a folder is written; give the path of a folder")
+
+
 def make_folder(path: Path) -> None:
     """Create a folder and its parents.
 
     Raises:
-        InputError: if the path is a file, or if the folder cannot be created.
+        InputError: if the path is a file or a URL, or if the folder cannot be created.
     """
+    require_folder_name(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -210,8 +222,9 @@ def require_free(path: Path) -> None:
     """Check that writing to ``path`` would overwrite nothing.
 
     Raises:
-        InputError: if the path exists already and is not an empty folder.
+        InputError: if the path exists already and is not an empty folder, or is a URL.
     """
+    require_folder_name(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InputError(f"{path} exists already; give another name")
 

@@ -114,6 +114,7 @@ class RunFolder:
         Raises:
             InputError: if the folder contains anything else. Nothing is written.
         """
+        storage.require_folder_name(self.path)
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"{self.path} is a file; --run needs a folder")
         if not self.recipe_file.exists():

@@ -55,7 +55,7 @@ import optuna
 
 from leaven.errors import InputError
 from leaven.recipe.units import format_number
-from leaven.storage import make_folder, read, write_text
+from leaven.storage import make_folder, read, require_folder_name, write_text
 from leaven.training.run_folder import describe_changes
 from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.trust_region import radius_of, results
@@ -160,6 +160,7 @@ class BaseStudy(ABC):
         of the ``devices``."""
 
     def _check_folder(self) -> None:
+        require_folder_name(self.out)
         out = self.out.absolute()
         nearest = next(path for path in (out, *out.parents) if os.path.lexists(path))  # Path.exists may be refused
         if not nearest.is_dir():
