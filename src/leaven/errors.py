@@ -5,7 +5,7 @@ import re
 # Characters that control a terminal, change the direction of text, break lines, or have no UTF-8. Line feed and
 # tab are text.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-# A path has :/ where the URL has ://. A password may contain any character, also @ and spaces, so that everything up to
+# A path has :/ where the URL has ://. A password may contain any character, also @ and spaces: everything up to
 # the last @ of the line may belong to it. A value ends before the quotation mark around the whole text.
 _PASSWORD = re.compile(
     r"""(?<=:/)(/{0,2}[^\s:/@]*):[^\n]*@  # of a URL
@@ -15,12 +15,19 @@ _PASSWORD = re.compile(
 )
 
 
+def _masked(found: re.Match[str]) -> str:
+    user, option, key = found.groups()
+    return f"{option or key}=***" if user is None else f"{user}:***@"
+
+
 def shown(text: str) -> str:
     """Return foreign text as a terminal may show it: without passwords of databases and URLs, and without control characters.
 
     A control character becomes an escape such as ``\\u001b``, which TOML and JSON read.
     """
-    text = _PASSWORD.sub(lambda found: f"{found[2] or found[3]}=***" if found[1] is None else f"{found[1]}:***@", text)
+    text = _PASSWORD.sub(
+        lambda found: f"{found[2] or found[3]}=***" if found[1] is None else f"{found[1]}:***@", text
+    )
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

@@ -162,7 +162,7 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def require_page(path: Path) -> None:
-    """Check that writing an HTML page to ``path`` would overwrite at most a page. Devices and pipes may be written to.
+    """Check that writing an HTML page to ``path`` would overwrite at most a page. Devices and pipes are allowed.
 
     Raises:
         InputError: if another file is there, or if the path is in the folder of a run or study and has no name of a
