@@ -193,8 +193,8 @@ class RunFolder:
             return
         self.writes = False
         raise InputError(
-            f"run folder {self.path} was deleted or moved while it was used; bring it back (is its disk mounted?) and "
-            "run the same command again, or start again with another --run"
+            f"run folder {self.path} was deleted or moved while it was used; bring it back (is its disk mounted?) "
+            "and run the same command again, or start again with another --run"
         )
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:

@@ -174,8 +174,8 @@ def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float
     above, below = ([p.loss + sign * p.deviation for p in coordinate.slice] for sign in (1, -1))
     traces += between(above, below, "var(--band)")
     hovers = [
-        f"<b>{charts.text(points.change(dimension, p.octaves))}</b><br>{numbers.delta(p.loss)} ± {p.deviation:.4f} nats"
-        + (f"<br>{p.risk:.0%} diverge" if p.risk > 0.005 else "")
+        f"<b>{charts.text(points.change(dimension, p.octaves))}</b><br>"
+        f"{numbers.delta(p.loss)} ± {p.deviation:.4f} nats" + (f"<br>{p.risk:.0%} diverge" if p.risk > 0.005 else "")
         for p in coordinate.slice
     ]
     line = [(at, min(max(p.loss, depth), 3 * height)) for at, p in zip(x, coordinate.slice, strict=True)]
