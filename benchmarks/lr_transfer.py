@@ -1,16 +1,17 @@
 """Measure how the best lr changes with width, depth, batch and tokens: `python benchmarks/lr_transfer.py`.
 
-For each case (a kind of model and optimizer under a scaling rule) and axis, prints the best lr of each size, its shift
-from the base in octaves (factors of two), the regret (how many nats the base's best lr costs at this size), and the
-verdict of `leaven check transfer`, each with its 95% interval. All sizes of a case share one base.
+For each case (a kind of model and optimizer under a scaling rule) and axis, the tables have the best lr of each size,
+its shift from the base in octaves (factors of two), the regret (how many nats the base's best lr costs at this size),
+the verdict of `leaven check transfer` and the exponent of the best lr over the axis, with 95% intervals. All sizes of
+a case share one base.
 
-One run for each lr, an octave apart, finds the octave of a size's best lr. Then three lrs an octave apart around it are
-trained with 5 seeds, and sizes whose verdict is undecided with 10 and then 20. Seeds are the same at all lrs. A closer
-grid would be worse: the best lr is the minimum of a parabola through three points, and its error is inversely
-proportional to their distance.
+For each size, one run at each of three lrs or more, an octave apart, finds the octave of the best lr. Then the three
+lrs around it are trained with 5 seeds, and with 10 and then 20 if the verdict is undecided. Seeds are the same at all
+lrs. A closer grid would be worse: the best lr is the minimum of a parabola through three points, and its error is
+inversely proportional to their distance.
 
-Runs are saved as they end: run the command again to resume. The tables are also written to table.md in the folder of
-the runs, and there is a page for each case and axis. `--tiny` tests the benchmark in seconds.
+Runs are saved as they end: run the command again to resume. Tables (table.md), documents and pages are in the folder
+of the runs. `--tiny` tests the benchmark in seconds.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -58,13 +59,13 @@ qk_norm = true
 
 [data]
 source = "python-stdlib"
-tokens = 131_072
+tokens = 212_992
 
 [batch]
-tokens = 512
+tokens = 1_024
 
 [schedule]
-warmup_tokens = 16_384
+warmup_tokens = 13_312
 decay = "linear"
 
 [hyperparameters]
@@ -72,10 +73,27 @@ lr = 0.016
 init_std = 0.1
 
 [evaluation]
-tokens = 65_536
+tokens = 32_768
 """
+BASE = RunScale(32, 2)
+SCALES = {
+    "width": [BASE, *(RunScale(width, 2) for width in (64, 128, 256))],
+    "depth": [BASE, *(RunScale(32, depth) for depth in (4, 8, 16))],
+    "batch": [BASE, *(RunScale(32, 2, batch=ratio) for ratio in (1 / 8, 1 / 2, 2))],
+    "tokens": [BASE, *(RunScale(32, 2, tokens=ratio) for ratio in (1 / 2, 2, 8))],
+}
 ROUNDS = (5, 10, 20)  # numbers of seeds after which a size is judged
 STACK = 5  # trials; larger stacks are not faster on a processor
+
+TINY = ["model.d_model=16", "model.d_head=8", "model.d_ff=32", "model.n_layers=1", "data.tokens=4096"]
+TINY += ["schedule.warmup_tokens=1024", "evaluation.tokens=1024"]
+TINY_SCALES = {
+    "width": [RunScale(16, 1), RunScale(32, 1)],
+    "depth": [RunScale(16, 1), RunScale(16, 2)],
+    "batch": [RunScale(16, 1), RunScale(16, 1, batch=2)],
+    "tokens": [RunScale(16, 1), RunScale(16, 1, tokens=2)],
+}
+
 Item = TypeVar("Item")
 Losses = dict[RunScale, LossGrid]
 
@@ -86,47 +104,18 @@ class Case:
 
     overrides: Sequence[str] = ()  # of the recipe
     lr: float = 0.016  # about the best lr of the base
-    axes: Sequence[str] = ("width", "depth")
+    axes: Sequence[str] = ("depth", "width")
 
 
 CASES: Mapping[str, Case] = {
     "adamw": Case(axes=("depth", "batch", "tokens", "width")),
-    # alpha = 1/2: branches are multiplied by depth^-1/2 in place of depth^-1, and the lr in blocks falls as depth^-1/2.
-    "alpha-half": Case(["scaling.alpha=0.5"], axes=("depth",)),
-    # The control: the best lr must change.
-    "standard": Case(["scaling.rule=standard"]),
     "muon": Case(["hyperparameters.optimizer=muon"], lr=0.032),
     "post-norm": Case(["model.norm_placement=output", "model.qk_norm_whole=true"]),
     "experts": Case(["model.experts={number=4, active=2, d_expert=32}"]),
+    # Branches are multiplied by depth^-1/2 and not by depth^-1, and the lr inside blocks falls as depth^-1/2.
+    "alpha-half": Case(["scaling.alpha=0.5"], axes=("depth",)),
+    "standard": Case(["scaling.rule=standard"]),  # the control, whose best lr must change
 }
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The base and the other scales on each axis."""
-
-    base: RunScale = RunScale(32, 2)
-    others: Mapping[str, Sequence[RunScale]] = field(
-        default_factory=lambda: {
-            "width": [RunScale(width, 2) for width in (64, 128, 256)],
-            "depth": [RunScale(32, depth) for depth in (4, 8, 16)],
-            "batch": [RunScale(32, 2, batch=ratio) for ratio in (1 / 8, 1 / 2, 2)],
-            "tokens": [RunScale(32, 2, tokens=ratio) for ratio in (1 / 2, 2, 8)],
-        }
-    )
-
-
-TINY = Sizes(
-    RunScale(16, 1),
-    {
-        "width": [RunScale(32, 1)],
-        "depth": [RunScale(16, 2)],
-        "batch": [RunScale(16, 1, batch=2)],
-        "tokens": [RunScale(16, 1, tokens=2)],
-    },
-)
-TINY_OVERRIDES = ["model.d_model=16", "model.d_head=8", "model.d_ff=32", "model.n_layers=1", "data.tokens=4096"]
-TINY_OVERRIDES += ["schedule.warmup_tokens=1024", "evaluation.tokens=1024"]
 
 
 def batched(items: Iterable[Item], most: int) -> Iterator[list[Item]]:
@@ -169,32 +158,27 @@ def around(lr: float) -> list[float]:
 
 
 def measure(
-    family: RecipeFamily,
-    base: RunScale,
-    others: Sequence[RunScale],
-    lr: float,
-    store: RunStore,
-    rounds: Sequence[int],
+    family: RecipeFamily, scales: Sequence[RunScale], lr: float, store: RunStore, rounds: Sequence[int]
 ) -> Losses:
-    """Return the losses around the best lr of each scale, with as many seeds as its verdict needs, the base's first.
+    """Return the losses around the best lr of each scale, with as many seeds as its verdict needs.
 
-    ``lr`` is about the best lr of the base.
+    The first of the ``scales`` is the base, with which the others are compared. ``lr`` is about its best lr.
     """
 
     def lowest(scales: Sequence[RunScale], lr: float) -> dict[RunScale, float]:
         _, found = extended(family, "lr", {scale: around(lr) for scale in scales}, store, 1)
         return {scale: float(2 ** grid.octaves[grid.means.argmin()]) for scale, grid in found.items()}
 
+    base, *others = scales
     best = lowest([base], lr)
     grids = {scale: around(lr) for scale, lr in (best | lowest(others, best[base])).items()}
     losses: Losses = {}
-    undecided = list(others)
+    undecided = others
     for seeds in rounds:
         wider, found = extended(family, "lr", {scale: grids[scale] for scale in (base, *undecided)}, store, seeds)
         grids, losses = grids | wider, losses | found
-        undecided = [
-            scale for scale in others if judge(family, {s: losses[s] for s in (base, scale)}).rows[0].undecided
-        ]
+        document = judge(family, losses)
+        undecided = [scale for scale, row in zip(others, document.rows, strict=True) if row.undecided]
         if not undecided:
             break
     return losses
@@ -268,8 +252,8 @@ def tables(sizes: Sequence[Sequence[str]], exponents: Sequence[Sequence[str]], r
     return "\n".join(
         [
             markdown(header, sizes),
-            f"A size is judged after {looks} seeds, and gets no more seeds once it is decided. Intervals are 95% at one look.",
-            "",
+            f"A size is judged after {looks} seeds and gets no more once it is decided; the base has the most seeds of its "
+            "axis. An interval is a 95% interval at one number of seeds, not over all of them.\n",
             markdown(["case", "axis", "exponent of the best lr", "by the rule"], exponents),
         ]
     )
@@ -284,13 +268,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    sizes, overrides = (TINY, TINY_OVERRIDES) if options.tiny else (Sizes(), list[str]())
+    scales, overrides = (TINY_SCALES, TINY) if options.tiny else (SCALES, list[str]())
     rounds = [2] if options.tiny else [seeds for seeds in ROUNDS if seeds <= options.most_seeds]
-    size_table, exponent_table = list[list[str]](), list[list[str]]()
+    sizes, exponents = list[list[str]](), list[list[str]]()
     for name in options.cases:
         case = CASES[name]
-        recipe = parse_recipe(RECIPE, "lr_transfer.py", [f"name={name}", *overrides, *case.overrides])
-        family = recipe_models(recipe, prepare)
+        family = recipe_models(
+            parse_recipe(RECIPE, "lr_transfer.py", [f"name={name}", *overrides, *case.overrides]), prepare
+        )
         for axis in case.axes:
             if axis not in options.axes:
                 continue
@@ -300,15 +285,14 @@ def main() -> None:
                     print(f"{what}: {done} of {total} runs", flush=True)
 
             with StackedRuns(options.run, options.workers, progress) as store:
-                losses = measure(family, sizes.base, sizes.others[axis], case.lr, store, rounds)
+                losses = measure(family, scales[axis], case.lr, store, rounds)
             document = judge(family, losses)
-            size_table += size_rows(name, axis, losses, document)
-            exponent_table += exponent_rows(name, axis, document)
-            stem = options.run / f"{name}-{axis}"
-            stem.with_suffix(".json").write_text(json.dumps(document.dump(), indent=2) + "\n")
-            stem.with_suffix(".html").write_text(check_page(document))
-            (options.run / "table.md").write_text(tables(size_table, exponent_table, rounds))
-            print(tables(size_table, exponent_table, rounds), flush=True)
+            sizes += size_rows(name, axis, losses, document)
+            exponents += exponent_rows(name, axis, document)
+            (options.run / f"{name}-{axis}.json").write_text(json.dumps(document.dump(), indent=2) + "\n")
+            (options.run / f"{name}-{axis}.html").write_text(check_page(document))
+            (options.run / "table.md").write_text(tables(sizes, exponents, rounds))
+            print(tables(sizes, exponents, rounds), flush=True)
 
 
 if __name__ == "__main__":
