@@ -252,8 +252,8 @@ def tables(sizes: Sequence[Sequence[str]], exponents: Sequence[Sequence[str]], r
     return "\n".join(
         [
             markdown(header, sizes),
-            f"A size is judged after {looks} seeds and gets no more once it is decided; the base has the most seeds of its "
-            "axis. An interval is a 95% interval at one number of seeds, not over all of them.\n",
+            f"A size is judged after {looks} seeds and gets no more once it is decided; the base has the most seeds "
+            "of its axis. Intervals are 95% at one number of seeds, not over all of them.\n",
             markdown(["case", "axis", "exponent of the best lr", "by the rule"], exponents),
         ]
     )

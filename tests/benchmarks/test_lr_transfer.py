@@ -7,10 +7,10 @@ from math import log2
 from pathlib import Path
 
 import pytest
-from benchmarks import lr_transfer
 from benchmarks.lr_transfer import BASE, RECIPE, SCALES, judge, measure, seeds_of
 from tests.verification.families import pretend
 
+from benchmarks import lr_transfer
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.verification.recipe_family import RecipeFamily

@@ -186,7 +186,7 @@ def extended(
     store: RunStore,
     seeds: int,
 ) -> tuple[dict[RunScale, list[float]], dict[RunScale, LossGrid]]:
-    """Train on the grid of each scale, and extend the grids whose best value is at an edge. Return grids and losses."""
+    """Train on the grid of each scale, and extend grids whose best value is at an edge. Return grids and losses."""
     grids = {scale: list(grid) for scale, grid in grids.items()}
     losses = losses_of(family, quantity, grids, store, seeds)
     for _ in range(EXTENSIONS):
