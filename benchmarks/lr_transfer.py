@@ -264,10 +264,12 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=Path("runs/lr-transfer"))
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--axes", nargs="+", choices=AXES, default=AXES)
+    parser.add_argument("--sizes", type=int, help="only so many sizes on each axis, besides the base")
     parser.add_argument("--most-seeds", type=int, default=ROUNDS[-1])
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
+    several = slice(None if options.sizes is None else 1 + options.sizes)
     scales, overrides = (TINY_SCALES, TINY) if options.tiny else (SCALES, list[str]())
     rounds = [2] if options.tiny else [seeds for seeds in ROUNDS if seeds <= options.most_seeds]
     sizes, exponents = list[list[str]](), list[list[str]]()
@@ -285,7 +287,7 @@ def main() -> None:
                     print(f"{what}: {done} of {total} runs", flush=True)
 
             with StackedRuns(options.run, options.workers, progress) as store:
-                losses = measure(family, scales[axis], case.lr, store, rounds)
+                losses = measure(family, scales[axis][several], case.lr, store, rounds)
             document = judge(family, losses)
             sizes += size_rows(name, axis, losses, document)
             exponents += exponent_rows(name, axis, document)
