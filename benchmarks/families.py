@@ -5,13 +5,16 @@ which find planted faults.
     python -m benchmarks.families --page     # also writes it to docs/concepts/checks.md
 
 The models are small, and are built from configurations without downloads. They are trained on made-up text. A
-family passes if `leaven check coordinates` and `leaven check gradients` pass on it, over width and depth, and if both
+family passes if `leaven check coordinates` and `leaven check gradients` pass on it, over width and depth, and if all
 planted faults are found:
 
 - *multiplier before the norm*: the multiplier of a branch has no effect, as before a norm on the branch's output; in
   a family without such norms, it is left out;
 - *readout*: the lr of the unembedding does not fall with the width; with tied embeddings, the logits are not divided
-  by the width.
+  by the width;
+- *router*: the lr of the routers does not fall with the width;
+- *experts*: lr and initial variance of the experts' last matrices do not fall with the width, as if their fan in were
+  the number of experts.
 """
 
 import argparse
@@ -45,6 +48,7 @@ CHECKS: dict[str, type[CoordinateCheck | GradientCheck]] = {
     "gradients": GradientCheck,
 }
 FAULTS = ("multiplier", "readout")
+FAULTS_OF_EXPERTS = {"router": "mlp.router", "experts": "mlp.experts.out"}
 Groups = list[dict[str, Any]]
 
 
@@ -56,8 +60,15 @@ class Family:
     name: str  # of its classes: nameConfig and nameForCausalLM
     has: str  # what its blocks have, for the table
     config: dict[str, Any] = field(default_factory=dict)  # more keys of the configuration
+    shares: dict[str, float] = field(default_factory=dict)  # keys whose values are shares of the width
     normed: bool = False  # whether branches end in a norm
     tied: bool = False  # whether embedding and unembedding are tied
+    experts_residual: float = 1.0  # multiplier of the experts' branch, where it would start smaller than one MLP's
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """The faults that can be planted in this family."""
+        return (*FAULTS, *FAULTS_OF_EXPERTS) if "num_experts_per_tok" in self.config else FAULTS
 
     def model(self, width: int, depth: int) -> nn.Module:
         import transformers
@@ -74,12 +85,13 @@ class Family:
         }
         if self.name == "GPTJ":
             sizes = {"n_embd": width, "n_layer": depth, "n_head": width // HEAD, "n_positions": 64, "rotary_dim": 8}
-        if self.name == "Phi":
+        if self.name in {"Phi", "DeepseekV3"}:
             del sizes["head_dim"], sizes["sliding_window"]
         text = self.name if self.name != "Gemma3" else "Gemma3Text"
+        shares = {key: round(share * width) for key, share in self.shares.items()}
         tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
         common = {"vocab_size": VOCABULARY, "tie_word_embeddings": self.tied, "use_cache": False}
-        config = getattr(transformers, f"{text}Config")(**sizes | tokens | common | self.config)
+        config = getattr(transformers, f"{text}Config")(**sizes | tokens | common | self.config | shares)
         model: nn.Module = getattr(transformers, f"{self.name}ForCausalLM")(config)
         return model
 
@@ -96,6 +108,32 @@ FAMILIES = {
     "cohere": Family("Command R", "Cohere", "parallel branches, tied", {"logit_scale": 1.0}, tied=True),
     "qwen3": Family("Qwen3", "Qwen3", "norms before branches, QK-norm"),
     "mistral": Family("Mistral", "Mistral", "norms before branches, windows"),
+    "mixtral": Family("Mixtral", "Mixtral", "2 of 4 experts", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3moe": Family(
+        "Qwen3-MoE",
+        "Qwen3Moe",
+        "2 of 8 experts, QK-norm",
+        {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        {"moe_intermediate_size": 1.0},
+        experts_residual=1.4,  # two of them add up to 1 / sqrt(2)
+    ),
+    "olmoe": Family(
+        "OLMoE",
+        "Olmoe",
+        "2 of 8 experts, weights not normalised, QK-norm over all heads",
+        {"num_experts": 8, "num_experts_per_tok": 2},
+        {"intermediate_size": 1.0},
+        experts_residual=4.0,  # their weights add up to 2 / 8
+    ),
+    "deepseek3": Family(
+        "DeepSeek-V3",
+        "DeepseekV3",
+        "latent attention, 2 of 8 experts by sigmoids, a shared expert",
+        {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 0}
+        | {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+        | {"qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 16},
+        {"moe_intermediate_size": 1.0, "q_lora_rank": 0.5, "kv_lora_rank": 0.25},
+    ),
 }
 
 
@@ -109,6 +147,10 @@ def factory(  # noqa: PLR0917 (the first three are bound)
     model = family.model(width, depth)
     rows = float(getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0))  # type: ignore[operator]
     scale = rows * (WIDTH / width) ** 0.5 if rows != 1 else 1.0  # the embedding's factor in the base
+    routed = {
+        "mlp.router": {"init_std": 1 / WIDTH / std},
+        "mlp.experts.out": {"residual": family.experts_residual},
+    }
     hyperparameters = {
         "lr": 0.01,
         "init_std": std,
@@ -116,6 +158,7 @@ def factory(  # noqa: PLR0917 (the first three are bound)
         "modules": {
             "embedding": {"init_std": 1 / std / scale, "lr": start.embedding_lr / scale},
             **({} if family.tied else {"unembedding": {"init_std": 1 / WIDTH / std}}),
+            **(routed if "router" in family.faults else {}),
         },
     }
     groups = leaven.parametrize(model, base=base, hyperparameters=hyperparameters, seed=seed, head_ratio=1.0)
@@ -128,6 +171,12 @@ def factory(  # noqa: PLR0917 (the first three are bound)
                 group["lr"] = 0.01
         if family.tied:
             _undo(model, lambda module: module is _final_norm(model, table))
+    for group in groups:
+        if group["module"] == FAULTS_OF_EXPERTS.get(fault):
+            group["lr"] = 0.01
+            if fault == "experts":
+                for parameter in group["params"]:
+                    parameter.data.mul_((width / WIDTH) ** 0.5)
     if family.tied:  # the readout starts as small as an untied one; the same at every size
         _final_norm(model, table).register_forward_hook(ScaleOutput(scale / WIDTH))
     return model, groups
@@ -148,7 +197,7 @@ def _undo(model: nn.Module, where: Callable[[nn.Module], bool]) -> None:
 # Checks import a factory by name.
 for _name, _family in FAMILIES.items():
     for _check in CHECKS:
-        for _fault in ("", *FAULTS):
+        for _fault in ("", *_family.faults):
             globals()[f"{_name}_{_check}_{_fault}"] = partial(factory, _family, _check, _fault)
 
 
@@ -180,8 +229,9 @@ def main() -> int:
         parser.error(f"no family {' or '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
     torch.set_num_threads(1)
     lines = [
-        "| family | blocks | coordinates | gradients | found: multiplier before the norm | found: readout |",
-        "|---|---|---|---|---|---|",
+        "| family | blocks | coordinates | gradients | found: multiplier before the norm | found: readout "
+        "| found: router | found: experts |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     good = True
     print("\n".join(lines), flush=True)
@@ -193,8 +243,8 @@ def main() -> int:
             bad = [f"{row.module} ({row.axis})" for row in judged if row.passed is False]
             cells.append(f"passed, {len(judged)} rows" if not bad else "**failed**: " + ", ".join(bad))
             good = good and not bad
-        for fault in FAULTS:
-            by = found(name, fault)
+        for fault in (*FAULTS, *FAULTS_OF_EXPERTS):
+            by = found(name, fault) if fault in family.faults else ["no experts"]
             cells.append(", ".join(by) or "**by none**")
             good = good and bool(by)
         lines.append(f"| {family.title} | {family.has} | {' | '.join(cells)} |")

@@ -1,12 +1,15 @@
-"""Kill processes of a run at random moments: `PYTHONPATH=src python -m benchmarks.kills [KILLS] [--layout 2,2,2]`.
+"""Kill processes of a run at random moments: `PYTHONPATH=src python -m benchmarks.kills [KILLS] [--layout 2,2,2]
+[--minutes M]`.
 
 torchrun starts a run of dp x tp x pp processes and restarts it when a process is lost. A random process is killed
-with SIGKILL at a random moment, every other time while a checkpoint is being written, until KILLS is reached; then
-the run finishes. The benchmark fails if the run does not finish, or if any bit of its losses differs from an
-undisturbed run.
+with SIGKILL at a random moment, every other time while a checkpoint is being written, until KILLS or M minutes are
+reached; then the run finishes. The benchmark fails if the run does not finish, if it finishes before KILLS without
+--minutes, or if any bit of its losses differs from an undisturbed run. It prints a line after each kill, so that one
+that is itself stopped leaves a result.
 """
 
 import argparse
+import math
 import os
 import random
 import signal
@@ -23,10 +26,12 @@ from leaven.recipe.files import parse_recipe, write_recipe
 from leaven.training.run_folder import RunFolder
 
 TEXT = "".join(f"def function_{i}(x):\n    return x * {i} + {i * i % 97}\n" for i in range(4_000))
-PATIENCE = 300.0  # seconds without a new step or event, after which the run counts as stuck
+# Seconds without a new step or event, after which the run counts as stuck. On two cores that others use too, eight
+# processes take minutes to start, and a restart that waits for one of them takes `TIMEOUT` longer.
+PATIENCE, TIMEOUT = 1_800.0, 600
 
 
-def main(kills: int, degrees: tuple[int, int, int], seed: int) -> int:
+def main(kills: int, degrees: tuple[int, int, int], seed: int, minutes: float) -> int:
     dp, tp, pp = degrees
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -44,19 +49,22 @@ def main(kills: int, degrees: tuple[int, int, int], seed: int) -> int:
                 "layout.tp": tp,
                 "layout.pp": pp,
                 "layout.zero": 1,
-                "layout.timeout_seconds": 240,  # starting eight processes on two cores is slow
+                "layout.timeout_seconds": TIMEOUT,
             }
         )
         write_recipe(recipe, folder / "recipe.toml")
         whole = start(folder, "whole", 0)
         if whole.wait() != 0:
             raise SystemExit(f"the undisturbed run failed\n{(folder / 'whole.log').read_text()[-4_000:]}")
-        counts = disturbed(folder, kills, random.Random(seed))
+        print("the undisturbed run has finished", flush=True)
+        until = time.monotonic() + 60 * minutes
+        counts = disturbed(folder, kills, random.Random(seed), until)
         expected, found = losses(folder / "whole"), losses(folder / "run")
         same = expected == found
         differ = [step for step, pair in enumerate(zip(expected, found, strict=False), 1) if pair[0] != pair[1]]
-        if counts["kills"] < kills:
-            print(f"at its end, or stuck, after {counts['kills']} kills of {kills}")
+        finished = RunFolder(folder / "run").finish() is not None
+        if not finished:
+            print(f"NOT FINISHED after {counts['kills']} kills\n{(folder / 'run.log').read_text()[-4_000:]}")
         print(
             f"{dp}x{tp}x{pp}: {counts['kills']} kills, {counts['saving']} of them while a checkpoint was being "
             f"written, {counts['again']} steps done again, {counts['seconds']:.0f} s from a kill to the next step "
@@ -67,7 +75,7 @@ def main(kills: int, degrees: tuple[int, int, int], seed: int) -> int:
                 else f"LOST: {len(found)} steps of {len(expected)}, other losses at {differ[:5] or 'none of them'}"
             )
         )
-        return 0 if same and counts["kills"] >= kills else 1
+        return 0 if same and finished and (counts["kills"] >= kills or math.isfinite(minutes)) else 1
 
 
 def start(folder: Path, run: str, restarts: int) -> "subprocess.Popen[bytes]":
@@ -80,12 +88,12 @@ def start(folder: Path, run: str, restarts: int) -> "subprocess.Popen[bytes]":
         )
 
 
-def disturbed(folder: Path, kills: int, draw: random.Random) -> dict[str, float]:
+def disturbed(folder: Path, kills: int, draw: random.Random, until: float) -> dict[str, float]:
     run = RunFolder(folder / "run")
     process = start(folder, "run", 2 * kills)
     counts: dict[str, float] = {"kills": 0, "saving": 0, "again": 0}
     seconds: list[float] = []
-    while counts["kills"] < kills:
+    while counts["kills"] < kills and time.monotonic() < until:
         reached = steps(run) + draw.randint(1, 12)
         if not wait(run, process, lambda reached=reached: steps(run) >= reached):
             break
@@ -111,8 +119,14 @@ def disturbed(folder: Path, kills: int, draw: random.Random) -> dict[str, float]
             break
         seconds.append(time.monotonic() - began)
         counts["again"] += max(reached - again, 0)
+        print(
+            f"{counts['kills']} of {kills} kills, step {steps(run)}, {seconds[-1]:.0f} s to the next step", flush=True
+        )
     wait(run, process, lambda: run.finish() is not None)
-    process.wait()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:  # stuck, and not ended by SIGTERM
+        process.kill()
     counts["seconds"] = sorted(seconds)[len(seconds) // 2] if seconds else float("nan")
     return counts
 
@@ -149,6 +163,7 @@ if __name__ == "__main__":
     parser.add_argument("kills", type=int, nargs="?", default=100)
     parser.add_argument("--layout", default="2,2,2", help="dp,tp,pp")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop killing after this time")
     arguments = parser.parse_args()
     dp, tp, pp = (int(part) for part in arguments.layout.split(","))
-    raise SystemExit(main(arguments.kills, (dp, tp, pp), arguments.seed))
+    raise SystemExit(main(arguments.kills, (dp, tp, pp), arguments.seed, arguments.minutes))

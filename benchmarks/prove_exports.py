@@ -218,6 +218,9 @@ NEOX = {
 }
 GPT2 = NEOX | {"model.positions": "learned"} | TIED
 BLOOM = NEOX | {"model.positions": "alibi", "model.embedding_norm": True} | TIED
+EXPERTS = {"number": 8, "active": 2, "d_expert": 32, "balance": "none"}
+QWEN3_MOE = QWEN3 | {"model.experts": EXPERTS}
+GLM4_MOE = {"model.experts": EXPERTS | {"router": "sigmoid", "shared": 1, "dense_layers": 1, "weight_scale": 2.5}}
 ISOLATED = {"data.documents": "isolated"}  # torchtitan has no other
 KEYS = {"hyperparameters.modules": {"attention.key": {"init_std": 1.4}}}
 FOLDED = TargetDifference(
@@ -251,6 +254,8 @@ CASES = (
     ),
     ProofCase("transformers", "GPT-NeoX, values per module and layer", NEOX | PER_MODULE, (gives("lr"),)),
     ProofCase("transformers", "BLOOM", BLOOM),
+    ProofCase("transformers", "Qwen3-MoE, transferred, not clipped", TRANSFERRED | NO_CLIP | QWEN3_MOE),
+    ProofCase("transformers", "GLM-4-MoE, values per module and layer", GLM4_MOE | PER_MODULE),
     ProofCase("transformers", "Llama, linear", {"schedule.decay": "linear"}),
     ProofCase("transformers", "Llama, wsd", {"schedule.decay": "wsd"}),
     ProofCase(

@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -154,10 +154,11 @@ def _parts(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _kind(field: FieldInfo) -> str:
-    limits = [
-        f"{word} {getattr(each, name)}" for each in field.metadata for name, word in _LIMITS if hasattr(each, name)
-    ]
-    return ", ".join([_type(field.annotation), *limits])
+    return ", ".join([_type(field.annotation), *_limits(field.metadata)])
+
+
+def _limits(metadata: Iterable[Any]) -> list[str]:
+    return [f"{word} {getattr(each, name):,}" for each in metadata for name, word in _LIMITS if hasattr(each, name)]
 
 
 _LIMITS = (("gt", "above"), ("ge", "at least"), ("lt", "below"), ("le", "at most"))
@@ -170,7 +171,8 @@ def _type(annotation: Any) -> str:
     if "Literal" in str(origin):
         return ", ".join(f"`{each}`" for each in inner)
     if "Annotated" in str(origin):
-        return _type(inner[0])
+        metadata = [some for each in inner[1:] for some in getattr(each, "metadata", ())]
+        return ", ".join([_type(inner[0]), *_limits(metadata)])
     if origin in {tuple, list, frozenset}:
         return f"list of {_type(inner[0])}"
     if origin is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.errors import refused
 
 from leaven import storage
 
@@ -252,3 +253,32 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     os.close(reader)
     assert pipe.is_fifo()
     assert names(tmp_path) == ["pipe"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
+def test_only_regular_files_of_a_size_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_bytes(b"four")
+    (tmp_path / "link").symlink_to("file")
+    for name in ("file", "link"):
+        assert storage.read(tmp_path / name, most=4) == b"four"
+    for path, error in (
+        ("pipe", "a pipe or a device"),
+        ("file", "larger than 3 bytes"),
+        ("/dev/zero", "a pipe or a de"),
+    ):
+        with pytest.raises(OSError, match=error):
+            storage.read(tmp_path / path, most=3)
+    with pytest.raises(IsADirectoryError):
+        storage.read(tmp_path)
+
+
+def test_a_link_is_not_written_to_and_a_pipe_without_a_reader_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to("target")
+    os.mkfifo(tmp_path / "pipe")
+    with refused("link: this is a link to target"):
+        storage.write_text(tmp_path / "link", "new")
+    with refused("pipe: cannot be written: a pipe that nobody reads"):
+        storage.write_text(tmp_path / "pipe", "new")
+    assert (tmp_path / "target").read_text() == "old"

@@ -29,7 +29,7 @@ from leaven.training.run_folder import LOCK, locked_folder
 from leaven.tuning.algorithm.noise import t95
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.recipe_family import RecipeTrial, recipe_models
-from leaven.verification.runs import RunStore
+from leaven.verification.runs import LINES, RunStore
 from leaven.views.demo import RULES, best, curves, demo_plan
 from leaven.views.folders import read_demo
 from leaven.views.page import folder_page
@@ -134,7 +134,7 @@ def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument
     """Return the document that an earlier call wrote into this folder, or None if there is none.
 
     Raises:
-        InputError: if the folder contains other files, or a demo with another size or text.
+        InputError: if the folder contains other files, a demo with another size or text, or one without its runs.
     """
     if (folder / "demo.json").exists():
         before = read_demo(folder)
@@ -144,6 +144,12 @@ def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument
                     f"{folder} contains a demo with --{option} {earlier}; leave out --{option} to resume it, or give "
                     "another folder with --run"
                 )
+        runs = folder / "runs"
+        if (before.runs and not (runs / LINES).exists()) or (before.seconds and not runs.is_dir()):
+            raise InputError(
+                f"{folder} contains a demo, but not its runs; bring back {runs / LINES}, or start again in another "
+                "folder with --run"
+            )
         return before
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--run {folder} is a file; give a folder")

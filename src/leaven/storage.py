@@ -1,14 +1,17 @@
 """Write and lock files so that they survive kills, power cuts and full disks.
 
 leaven writes all its permanent files with this module. If replacing a file raises OSError, the old file is unchanged.
+Files of others are read with :func:`open_file` or :func:`read`, which refuse a pipe or a device: it may never end.
 Four functions are for paths that a user has given, and raise InputError instead: :func:`write_text`,
 :func:`make_folder`, :func:`require_free` and :func:`written_folder`.
 """
 
+import errno
 import json
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,15 +24,57 @@ from typing import Any, BinaryIO
 
 from leaven.errors import InputError
 
+LARGEST = 2**30
+"""Limit on the bytes of a file that is read whole, such as a recipe, a tokenizer or a document of a study."""
+
+
+def open_file(path: Path | str) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Raises:
+        OSError: if it is missing or anything else, such as a pipe, which might never answer.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "a pipe or a device, not a regular file", str(path))
+
+
+def read(path: Path | str, most: int = LARGEST) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        OSError: if it cannot be read, or has more than ``most`` bytes.
+    """
+    with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EINVAL, f"larger than {most:,} bytes", str(path))
+        return file.read()
+
+
+def require_file(path: Path | str) -> None:
+    """Raise OSError if a path is no regular file that can be read. For libraries that open the path themselves."""
+    open_file(path).close()
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file that replaces ``path`` when the block ends, so that ``path`` is never half written.
 
-    A device or a pipe, for example ``/dev/null``, is written to directly.
+    A device or a pipe, for example ``/dev/null``, is written to directly, and so is a file of this process such as
+    ``/dev/stdout``.
+
+    Raises:
+        OSError: also if nobody reads the pipe, because writing would wait without end.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        with path.open("wb") as file:
+    if _is_device(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | getattr(os, "O_NONBLOCK", 0))
+        os.set_blocking(descriptor, True)
+        with os.fdopen(descriptor, "wb") as file:
             yield file
         return
     _remove_leftovers(path)
@@ -45,6 +90,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def _is_device(path: Path) -> bool:
+    """Return whether a path names a device, a pipe, or by a link such as /dev/stdout an open file of this process."""
+    if path.is_symlink() and any(path.absolute().is_relative_to(folder) for folder in ("/dev", "/proc")):
+        return True
+    return path.exists() and not (path.is_file() or path.is_dir())
 
 
 def write(path: Path, content: bytes) -> None:
@@ -84,15 +136,18 @@ def write_text(path: Path | str, text: str) -> None:
     """Replace a file atomically: after a crash it contains the old text or the new text.
 
     Raises:
-        InputError: if the file cannot be written; the old file is unchanged.
+        InputError: if the file cannot be written, or is a link, which may lead anywhere; the old file is unchanged.
     """
     path = Path(path)
-    if path.is_dir() or not path.name:
-        raise InputError(f"{path}: this is a folder; give the name of a file")
     try:
+        if path.is_dir() or not path.name:
+            raise InputError(f"{path}: this is a folder; give the name of a file")
+        if path.is_symlink() and not _is_device(path):
+            raise InputError(f"{path}: this is a link to {os.readlink(path)}; give the name of the file itself")
         write(path, text.encode())
     except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+        unread = "a pipe that nobody reads" if error.errno == errno.ENXIO else error.strerror
+        raise InputError(f"{path}: cannot be written: {unread}") from None
 
 
 def make_folder(path: Path) -> None:
@@ -170,7 +225,10 @@ def _remove_leftovers(path: Path) -> None:
     for left in path.parent.glob(f".{escape(path.name)}.{_machine()}-*.tmp"):
         from psutil import pid_exists  # slow to import
 
-        pid = int(left.name.split("-")[-1].removesuffix(".tmp"))
+        name = left.name.removesuffix(".tmp").rpartition("-")[2]
+        if not (name.isascii() and name.isdecimal()):
+            continue  # not ours
+        pid = int(name)
         if pid == os.getpid() or not pid_exists(pid):  # an earlier, killed process may have had the same id
             with suppress(OSError):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -228,6 +286,7 @@ class JsonLines:
 
     documents: list[dict[str, Any]]
     damaged: list[int]  # line numbers, counted from 1, of lines that are not JSON objects
+    numbers: list[int]  # the line number of each of the documents
 
 
 def read_json_lines(path: Path) -> JsonLines:
@@ -237,18 +296,25 @@ def read_json_lines(path: Path) -> JsonLines:
     """
     documents: list[dict[str, Any]] = []
     damaged: list[int] = []
+    numbers: list[int] = []
     try:
-        *lines, tail = path.read_bytes().split(b"\n")
+        *lines, tail = _whole(path).split(b"\n")
     except FileNotFoundError:
         lines, tail = [], b""
-    for number, line in enumerate(lines, start=1):
+    # A last line without a newline counts if it is complete.
+    for number, line in enumerate([*lines, tail], start=1):
         document = json_object(line)
         if document is not None:
             documents.append(document)
-        elif line.strip():
+            numbers.append(number)
+        elif line.strip() and number <= len(lines):
             damaged.append(number)
-    last = json_object(tail)  # a last line without a newline counts if it is complete
-    return JsonLines(documents if last is None else [*documents, last], damaged)
+    return JsonLines(documents, damaged, numbers)
+
+
+def _whole(path: Path) -> bytes:
+    with open_file(path) as file:
+        return file.read()
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:

@@ -29,6 +29,22 @@ def test_a_readout_that_is_not_scaled_is_found(name: str) -> None:
     assert "lm_head" in {row.module for row in document.rows if row.passed is False}
 
 
+@pytest.mark.parametrize("name", ["mixtral", "deepseek3"])
+def test_a_sum_over_experts_is_not_measured_after_their_multipliers(name: str) -> None:
+    document = checked(name, "coordinates", widths=(WIDTH,), depths=DEPTHS, seeds=1)
+    assert {row.module for row in document.rows if row.module.startswith("model.layers.mlp")} >= {
+        "model.layers.mlp.gate",
+        "model.layers.mlp.experts",
+    }
+    assert "model.layers.mlp" not in {row.module for row in document.rows}
+
+
+@pytest.mark.parametrize(("fault", "module"), [("router", "gate"), ("experts", "experts")])
+def test_faults_of_experts_are_found(fault: str, module: str) -> None:
+    document = checked("mixtral", "coordinates", fault, widths=WIDTHS, depths=(DEPTH,), seeds=1)
+    assert f"model.layers.mlp.{module}" in {row.module for row in document.rows if row.passed is False}
+
+
 def test_the_page_has_every_family_and_every_check_passed() -> None:
     table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     rows = [line.split(" | ") for line in table.strip().splitlines()[2:]]

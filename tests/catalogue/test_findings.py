@@ -139,6 +139,26 @@ def test_a_suggestion_that_breaks_another_value_is_left_out() -> None:
     assert [list(suggestion) for suggestion in one.mends] == [["hyperparameters.lr"]]  # no decay of millions
 
 
+def test_experts_count_with_the_parameters_that_a_token_uses() -> None:
+    """64 experts of which 8 are used, together as wide as the MLP: compared as the dense model, in every check."""
+    dense = healthy()
+    modules: dict[str, Any] = {**HEALTHY["hyperparameters"]["modules"], "mlp.experts.out": {"init_std": 0.144}}
+    modules.pop("mlp.out")
+    changes = {"model__experts": {"number": 64, "active": 8, "d_expert": 344}, "hyperparameters__modules": modules}
+    experts = healthy(**changes)
+    assert experts.model.params > 4 * dense.model.params
+    case, other = (Case(recipe, adamw_rows(recipe)) for recipe in (experts, dense))
+    routers = 24 * 64 * 1024
+    assert case.params == other.params + routers
+    assert case.size.tokens_per_parameter == pytest.approx(8e9 / (other.params + routers))
+    assert [run.id for run in case.neighbours] == [run.id for run in other.neighbours]
+    for ours, theirs in zip(case.size.laws, other.size.laws, strict=True):
+        assert ours.lr == pytest.approx(theirs.lr, rel=0.01)
+    assert outside(experts) == set()
+    short = healthy(**changes, data__tokens=3_000_000_000)
+    assert "tokens per parameter" in {one.check for one in found(short)}
+
+
 def test_epochs_and_dropout_use_the_length_of_the_text() -> None:
     dropped = healthy(model__dropout=0.1)
     assert "dropout" in outside(dropped, corpus_tokens=8_000_000_000)

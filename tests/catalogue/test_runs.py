@@ -59,6 +59,10 @@ def test_the_same_stack_comes_before_the_same_size() -> None:
     assert not Stack(qk_norm=True).fits(find_run("mimo-v2-flash").stack)  # not known to have it
 
 
+def test_tokens_per_parameter_count_what_a_token_uses() -> None:
+    assert find_run("olmoe-1b-7b").tokens_per_parameter == pytest.approx(5.1e12 / 1.28e9)
+
+
 def test_another_kind_or_optimizer_has_its_own_neighbours() -> None:
     assert [run.id for run, _ in nearest(7 * 10**9, 5 * 10**12, limit=1, kind="moe")] == ["olmoe-1b-7b"]
     muon = nearest(16 * 10**9, 5 * 10**12, limit=9, kind="moe", stack=Stack(optimizer="muon"))

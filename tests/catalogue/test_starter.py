@@ -13,7 +13,7 @@ from leaven.catalogue.laws import find_law
 from leaven.catalogue.neighbours import middle, neighbours, size_ratio
 from leaven.catalogue.runs import PublishedRun, find_run, load_runs
 from leaven.catalogue.starter.batch import BATCH_TOKENS_EXPONENT, LEAST_STEPS, batch_ramps
-from leaven.catalogue.starter.draft import StarterRecipes, StarterRequest
+from leaven.catalogue.starter.draft import StarterRecipes, StarterRequest, used_params
 from leaven.catalogue.starter.optimizer import LR_SIZE_EXPONENT
 from leaven.catalogue.starter.starter import starter, untuned
 from leaven.errors import InputError
@@ -272,3 +272,39 @@ def test_an_untuned_recipe_has_the_values_of_leaven_new_for_its_size_and_batch()
     plain = new.replace({"hyperparameters": {"lr": 1.0, "init_std": 1.0}, "schedule": {}})
     assert untuned(plain).hyperparameters == new.hyperparameters
     assert untuned(plain).schedule == new.schedule
+
+
+@pytest.mark.parametrize(
+    ("params", "experts"), [(7 * B, (64, 8)), (47 * B, (8, 2)), (30 * B, (128, 6)), (40e6, (16, 2))]
+)
+def test_experts_are_chosen_for_what_a_token_uses(params: float, experts: tuple[int, int]) -> None:
+    """--params has all experts; lr, batch and neighbours are those of a dense model with the parameters in use."""
+    active = experts[1]
+    started = starter(StarterRequest("wheat", int(params), int(20 * params), experts=experts))
+    target, model = started.target, started.target.model
+    assert model.experts is not None
+    assert (model.experts.number, model.experts.active) == experts
+    assert model.params == pytest.approx(params, rel=0.05)
+    assert model.d_ff == active * model.experts.d_expert
+    assert 2 < model.d_ff / model.d_model < 4.5
+    assert model.params_active == pytest.approx(used_params(int(params), experts), rel=0.25)
+    dense = starter(StarterRequest("wheat", model.params_active, target.data.tokens, proxy=0)).target
+    sparse = starter(StarterRequest("wheat", int(params), target.data.tokens, proxy=0, experts=experts)).target
+    assert sparse.hyperparameters.lr == pytest.approx(dense.hyperparameters.lr, rel=0.15)
+    assert sparse.batch.tokens == pytest.approx(dense.batch.tokens, rel=0.5)
+    assert "model.experts.d_expert" in target.why
+    assert "deepseek-v3 1," in target.why["model.experts.d_expert"]
+    if (proxy := started.tuning.proxy) is not None:
+        small = proxy.shape.experts
+        assert small is not None
+        assert (small.number, small.active) == experts
+        assert proxy.tokens / proxy.shape.params_active == pytest.approx(
+            target.data.tokens / model.params_active, rel=0.01
+        )
+        assert proxy.shape.d_ff == active * small.d_expert
+
+
+def test_a_proxy_of_experts_has_the_requested_size_with_all_experts() -> None:
+    started = starter(StarterRequest("wheat", 7 * B, 140 * B, experts=(64, 8), proxy=150_000_000))
+    assert started.tuning.proxy is not None
+    assert started.tuning.proxy.params == started.tuning.proxy.shape.params == pytest.approx(150e6, rel=0.25)

@@ -3,7 +3,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tests.cli.conftest import Verb
+from tests.cli.conftest import Verb, document
 from tests.data.written import documents, megatron
 
 from leaven.catalogue.runs import find_run
@@ -81,6 +81,24 @@ def test_the_recipe_trains_as_written(leaven: Verb, tmp_path: Path, corpus: Path
     code, out, _ = leaven("train", recipe, "--run", run, "--set", "data.tokens=3000", "--json")
     assert code == 0
     assert json.loads(out)["loss"] < 4.5  # log 320 = 5.8
+
+
+def test_a_recipe_with_experts_passes_the_checks(leaven: Verb, tmp_path: Path) -> None:
+    """For what a token uses, in the document and in the comparison with published runs."""
+    file = tmp_path / "wheat.toml"
+    size = ("--params", "7B", "--tokens", "100B", "--experts", "64", "--active", "8")
+    written = document(leaven("new", file, *size, "--json"))
+    recipe, proxy = read_recipe(file), read_recipe(tmp_path / "wheat-proxy.toml")
+    assert written["params"] == recipe.model.params == pytest.approx(7e9, rel=0.03)
+    assert written["params_active"] == recipe.model.params_active < 1.5e9
+    assert recipe.model.experts is not None
+    assert proxy.model.experts is not None
+    assert (proxy.model.experts.number, proxy.model.experts.active) == (64, 8)
+    checked = document(leaven("recipes", "check", tmp_path / "wheat-proxy.toml", "--json"))
+    assert checked["passed"]
+    assert checked["params_active"] == proxy.model.params_active
+    _, out, _ = leaven("recipes", "check", file)
+    assert "7.15 B parameters, of which a token uses 1.34 B, 100 B tokens" in out
 
 
 def test_from_takes_the_size_and_length_of_a_run(leaven: Verb, tmp_path: Path) -> None:

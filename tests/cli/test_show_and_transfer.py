@@ -29,7 +29,7 @@ def test_show_lists_what_blocks_have(leaven: Verb, tiny_file: Path) -> None:
 
 
 def test_show_lists_the_experts_and_counts_what_a_token_uses(leaven: Verb, tiny_file: Path) -> None:
-    experts = ("--set", "model.experts={number = 4, active = 1, d_expert = 32}")
+    experts = ("--set", "model.experts={number = 4, active = 1, normalise = false, d_expert = 32}")
     plain = document(leaven("show", tiny_file, "--json"))["totals"]
     totals = document(leaven("show", tiny_file, *experts, "--json"))["totals"]
     router, expert = 2 * 4 * 16, 2 * 3 * 16 * 32  # of both layers

@@ -38,6 +38,7 @@ def test_exported_weights_are_the_start_of_a_new_recipe(leaven: Verb, scaled_run
         "path": str(recipe),
         "architecture": "Qwen3ForCausalLM",
         "params": model.shape.params,
+        "params_active": model.shape.params,
         "tokens": 4_000,
         "next": [
             f"leaven recipes check {shlex.quote(str(recipe))}",

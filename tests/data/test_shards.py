@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.test_tokens import write_corpus
 
+from leaven.data import file_tokens
 from leaven.data.pool import encode_in_order
 from leaven.data.shards import ShardedTokens
 from leaven.data.tokens import TokenSet, prepare
@@ -85,8 +87,6 @@ def test_tokens_do_not_depend_on_shards_or_processes(
     assert {shard["validation"]["tokens"] == 0 for shard in index["shards"]} == {True, False}
     assert calls == sorted(calls)
     assert calls[-1] == found.train_bytes + found.validation_bytes
-    # A slice within a shard is the file itself.
-    assert isinstance(found.train[:10].base, np.memmap)
 
 
 def test_each_batch_is_written_at_once(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +144,86 @@ def test_only_a_damaged_shard_is_rebuilt(
     pair = {damaged, folder / "validation-00003.bin"}
     assert {path for path in after if path not in pair and after[path] != before[path]} == set()
     assert prepare(data, 300, tmp_path).notes == ()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_shard_that_rots_under_its_time_stamp_is_not_trained_on(
+    data: Data, prepared: TokenSet, tmp_path: Path, split: str
+) -> None:
+    prepare(data, 300, tmp_path)
+    damaged = max(folder_in(tmp_path).glob(f"{split}-*.bin"), key=lambda path: path.stat().st_size)
+    stamp = damaged.stat()
+    flipped(damaged)
+    os.utime(damaged, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    found = prepare(data, 300, tmp_path)
+    assert found.notes == ()
+    with pytest.raises(InputError, match=f"{damaged} is damaged: its bytes 0 to .*; remove it and run the same"):
+        getattr(found, split)[:]
+    damaged.unlink()
+    assert same(prepare(data, 300, tmp_path), prepared)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_shard_that_is_truncated_while_it_is_read_gives_one_line(data: Data, tmp_path: Path) -> None:
+    found = prepare(data, 300, tmp_path)
+    found.train[:]
+    file = folder_in(tmp_path) / "train-00003.bin"
+    size = file.stat().st_size
+    truncated(file)
+    with pytest.raises(InputError, match=f"{file} has been truncated to {size - 2:,} of {size:,} bytes; remove it"):
+        found.train[:]
+
+
+@pytest.mark.usefixtures("small")
+def test_shards_of_an_older_version_are_read_without_checksums_of_blocks(
+    data: Data, prepared: TokenSet, tmp_path: Path
+) -> None:
+    prepare(data, 300, tmp_path)
+    folder = folder_in(tmp_path)
+    index, journal = folder / "index.json", folder / "shards.jsonl"
+    document = json.loads(index.read_text())
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    for entry in (*document["shards"], *lines):
+        del entry["blocks"]
+    stamp = index.stat().st_mtime_ns
+    index.write_text(json.dumps(document))
+    journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    os.utime(index, ns=(stamp, stamp))
+    before = {path: path.stat().st_ino for path in folder.glob("*.bin")}
+    found = prepare(data, 300, tmp_path)
+    assert same(found, prepared)
+    index.unlink()
+    assert same(prepare(data, 300, tmp_path), prepared)
+    assert {path: path.stat().st_ino for path in folder.glob("*.bin")} == before
+
+
+@given(st.integers(0, 200), st.integers(0, 9), st.data())
+def test_every_block_is_compared_once_when_it_is_first_read(count: int, offset: int, data: st.DataObject) -> None:
+    whole = np.arange(count, dtype=np.uint16)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr(file_tokens, "BLOCK", 32)  # 16 tokens
+        file, checksums = Path(folder, "ids"), file_tokens.BlockChecksums()
+        for piece in np.array_split(whole, data.draw(st.integers(1, 5))):
+            checksums.update(piece.data)
+        file.write_bytes(bytes(offset) + whole.tobytes())
+        tokens = file_tokens.FileTokens(file, whole.dtype, count, offset=offset, checksums=checksums.hexdigest())
+        bound = st.none() | st.integers(-count - 2, count + 2)
+        for _ in range(3):
+            index = slice(data.draw(bound), data.draw(bound))
+            assert np.array_equal(tokens[index], whole[index])
+        if count:
+            fresh = tokens.with_checksums(checksums.hexdigest())
+            place = data.draw(st.integers(0, count - 1))
+            with file.open("r+b") as content:
+                content.seek(offset + 2 * place)
+                content.write(b"\xff")  # no id here has this byte
+            block = place // 16
+            assert np.array_equal(fresh[: block * 16], whole[: block * 16])
+            assert np.array_equal(fresh[(block + 1) * 16 :], whole[(block + 1) * 16 :])
+            for index in (slice(place, place + 1), slice(None)):
+                with pytest.raises(InputError, match="is damaged"):
+                    fresh[index]
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, truncated])

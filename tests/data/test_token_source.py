@@ -1,6 +1,6 @@
 """Token ids of other programs: what training sees of them, and what is refused."""
 
-import mmap
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,14 @@ from tests.data.written import (
 )
 from tests.errors import refused
 
-from leaven.data.shards import ShardedTokens
+from leaven.data.file_tokens import FileTokens
+from leaven.data.shards import Part, ShardedTokens
 from leaven.data.sources import estimated_tokens
 from leaven.data.stream import Mixture, Stream
 from leaven.data.token_source import DocumentTokens
 from leaven.data.tokens import TokenSet
 from leaven.data.tokens import prepare as prepare_data
+from leaven.errors import InputError
 from leaven.recipe.data import Data, DataSource
 
 VOCABULARY, END = 320, 3
@@ -147,12 +149,37 @@ def test_a_document_longer_than_the_held_out_part_is_cut(tmp_path: Path, prepare
     assert len(found.validation) == pytest.approx(0.05 * len(flat(TEXTS)), abs=1)
 
 
-def test_the_files_are_mapped_not_copied(tmp_path: Path, prepare: Any) -> None:
+def test_the_files_are_read_where_they_are(tmp_path: Path, prepare: Any) -> None:
     for source in (nanogpt(tmp_path / "a.bin", TEXTS), numpy_file(tmp_path / "a.npy", TEXTS)):
-        base = prepare(source).train.shards[0]
-        while getattr(base, "base", None) is not None:
-            base = base.base
-        assert isinstance(base, mmap.mmap)
+        shard = prepare(source).train.shards[0]
+        assert isinstance(shard, Part)
+        assert isinstance(shard.tokens, FileTokens)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("write", [nanogpt, numpy_file, llm_c, megatron])
+def test_a_file_that_rots_after_it_was_read_is_refused(
+    tmp_path: Path, prepare: Any, write: Callable[..., str], known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leaven.data.token_files.file_stamp", lambda path: [1])  # rot changes no time stamp
+    file = tmp_path / ("a.npy" if write is numpy_file else "a.bin")
+    source = write(file, TEXTS)
+    expected = prepare(source).train[:]
+    if not known:  # the survey was cached by an older version
+        (cached,) = (tmp_path / "cache" / "surveys").glob("*.json")
+        document = json.loads(cached.read_text())
+        for part in document["parts"].values():
+            del part["survey"]["blocks"]
+        cached.write_text(json.dumps(document))
+    found = prepare(source)
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2 & ~1] ^= 1
+    file.write_bytes(raw)
+    if known:
+        with pytest.raises(InputError, match=r"a.* is damaged: its bytes .* are not those .*; restore it"):
+            found.train[:]
+    else:
+        assert not np.array_equal(found.train[:], expected)
 
 
 def test_validation_can_have_files_of_its_own(tmp_path: Path, prepare: Any) -> None:

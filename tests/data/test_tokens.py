@@ -1,4 +1,5 @@
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from tests.errors import refused
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from leaven.data.corpus import Corpus, Meter, open_corpora
-from leaven.data.tokenizer import END_OF_TEXT, training_sample
+from leaven.data.corpus import Corpus, Meter, TextDocument, open_corpora
+from leaven.data.tokenizer import END_OF_TEXT, LONGEST_WORD, pieces, training_sample
 from leaven.data.tokens import TokenSet
 from leaven.data.tokens import prepare as prepare_data
 from leaven.recipe.data import Data, DataSource
@@ -138,6 +139,36 @@ def test_a_long_document_is_encoded_in_pieces(tmp_path: Path, monkeypatch: pytes
     tokenizer = Tokenizer.from_file(str(found.tokenizer_path))
     assert tokenizer.decode([*found.train[:], *found.validation[:]]) == text
     assert (found.train[:] == found.end_of_text).sum() == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "short\n\n words",
+        "a" * 4096,
+        "é" * 4097,
+        "a" * 300_000,
+        " " * 10_000,
+        "x " * 9_000 + "b" * 9_000 + "\n" * 9_001 + "c",
+    ],
+    ids=lambda text: f"{len(text)} characters",
+)
+def test_only_very_long_words_and_gaps_are_cut(text: str) -> None:
+    found = list(pieces(TextDocument("key", text, validation=False)))
+    assert "".join(piece.text for piece in found) == text
+    assert [piece.last for piece in found] == [False] * (len(found) - 1) + [True]
+    runs = [run for piece in found for run in re.findall(r"\S+|\s+", piece.text)]
+    assert all(len(run) <= LONGEST_WORD for run in runs)
+    if len(text) <= LONGEST_WORD:
+        assert len(found) == 1
+
+
+def test_a_tokenizer_is_trained_on_a_megabyte_of_one_letter(tmp_path: Path) -> None:
+    """Uncut, a word of 200 kB takes more than a minute. The time limit is that of the test."""
+    (tmp_path / "letter.txt").write_text("a" * 1_000_000)
+    tokens = prepare_data(Data(source=str(tmp_path / "letter.txt"), tokens=1), 320, cache=tmp_path / "cache")
+    assert Tokenizer.from_file(str(tokens.tokenizer_path)).decode(list(tokens.validation[:3])).strip("a") == ""
 
 
 def test_a_given_tokenizer_is_used_without_truncation_or_padding(tmp_path: Path) -> None:

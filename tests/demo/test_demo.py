@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,19 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not contain a demo"):
         run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_demo_without_its_runs_does_not_start_again(tmp_path: Path, finished: bool) -> None:
+    polls = iter([False] * 5)
+    with suppress(ChecksStopped):
+        run(tmp_path, size="quick", stop=(lambda: False) if finished else lambda: next(polls, True))
+    shutil.rmtree(tmp_path / "runs")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match=r"contains a demo, but not its runs; bring back .*runs.jsonl"):
+        run(tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def started(folder: Path, runs: int) -> "subprocess.Popen[str]":

@@ -172,6 +172,7 @@ CASES = {
     "experts dp3 zero3": layout(dp=3, zero=3) | BIASED | ISOLATED,
     "experts tp2": layout(tp=2) | EXPERTS | FULL | {"model.parallel_branches": True},
     "experts pp2 interleaved": layout(pp=2, **INTERLEAVED) | BIASED | FOUR_LAYERS | ONE,
+    "experts dp2 pp2": layout(dp=2, pp=2) | EXPERTS | ONE,
     "experts dp2 ep2": layout(dp=2, ep=2) | EXPERTS,
     "experts dp2 ep2 zero2": layout(dp=2, ep=2, zero=2) | BIASED | FULL,
     "experts dp4 ep2 zero3": layout(dp=4, ep=2, zero=3) | SIX_EXPERTS | AVERAGE,

@@ -77,8 +77,18 @@ def test_every_key_is_in_the_page_of_recipes_with_its_default_and_description() 
     page = recipe_page()
     for part in Recipe.model_fields:
         assert f"## {part}\n" in page or f"`{part}`" in page
-    assert "| `batch.ramp.over_tokens` | integer, above 0 | required | length of the whole ramp" in page
+    assert "| `batch.ramp.over_tokens` | integer, above 0, at most 1,000,0" in page
+    assert "| required | length of the whole ramp" in page
     assert "| `stability.max_rollbacks` | integer, above 0 | `3` | rollbacks" in page
+
+
+def test_the_tests_that_the_page_of_promises_names_exist() -> None:
+    page = (ROOT / "docs/concepts/promises.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", page)
+    assert len(named) > 30
+    assert [name for file, name in named if f"\ndef {name}(" not in (ROOT / file).read_text(encoding="utf-8")] == []
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| if |")]
+    assert all("`tests/" in row for row in rows)
 
 
 def test_the_pages_that_files_name_exist() -> None:

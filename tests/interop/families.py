@@ -8,14 +8,29 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import BloomConfig, GPT2Config, GPTNeoXConfig, LlamaConfig, Qwen3Config
+from transformers import (
+    BloomConfig,
+    DeepseekV3Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.models.bloom.modeling_bloom import BloomForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
+from transformers.models.olmoe.modeling_olmoe import OlmoeForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 VOCABULARY = 97
+EAGER = {"experts_implementation": "eager"}  # the others do not compute in float64
 LENGTH = 48
 Build = Callable[..., nn.Module]
 
@@ -56,6 +71,37 @@ def bloom(width: int, depth: int) -> nn.Module:
     )
 
 
+def mixtral(width: int, depth: int, experts: int = 4, d_ff: int | None = None) -> nn.Module:
+    more = {"num_key_value_heads": width // 16, "intermediate_size": d_ff or 2 * width, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(**sizes(width, depth), **more, num_local_experts=experts, **EAGER))
+
+
+def qwen3_moe(width: int, depth: int) -> nn.Module:
+    more = {"num_key_value_heads": width // 16, "head_dim": 8, "moe_intermediate_size": width, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **sizes(width, depth), **more, num_experts=8, num_experts_per_tok=2, pad_token_id=None, **EAGER
+        )
+    )
+
+
+def olmoe(width: int, depth: int) -> nn.Module:
+    more = {"num_key_value_heads": width // 8, "intermediate_size": width, "num_experts": 8, "num_experts_per_tok": 2}
+    return OlmoeForCausalLM(OlmoeConfig(**sizes(width, depth), **more, eos_token_id=0, **EAGER))
+
+
+def deepseek_v3(width: int, depth: int, latent: int | None = None) -> nn.Module:
+    """Return a model whose first layer has one MLP, and whose latents grow with the width, unless they are given."""
+    more = {"num_key_value_heads": width // 8, "intermediate_size": 3 * width, "moe_intermediate_size": width}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    heads = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 8}
+    latents = {"q_lora_rank": latent or width // 2, "kv_lora_rank": latent or width // 4}
+    groups = {"n_group": 2, "topk_group": 1} | EAGER
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(**sizes(width, depth), **more, **experts, **heads, **latents, **groups)
+    )
+
+
 class Block(nn.Module):
     def __init__(self, width: int, d_ff: int) -> None:
         super().__init__()
@@ -81,6 +127,12 @@ class Home(nn.Module):
 
 
 FAMILIES: dict[str, Build] = {"llama": llama, "qwen3": qwen3, "gpt2": gpt2, "gpt-neox": gpt_neox}
+MIXTURES: dict[str, Build] = {
+    "mixtral": mixtral,
+    "qwen3-moe": qwen3_moe,
+    "olmoe": olmoe,
+    "deepseek-v3": deepseek_v3,
+}
 
 
 def tokens(seed: int = 0, batch: int = 4) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.families import FAMILIES as ANOTHER
-from tests.interop.families import FAMILIES, Build, Home, gpt2, llama, logits, loss_of, tokens
+from tests.interop.families import FAMILIES, MIXTURES, Build, Home, gpt2, llama, logits, loss_of, tokens
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -25,6 +25,8 @@ BUILDS: dict[str, Build] = FAMILIES | {
     "llama, tied": partial(llama, tied=True),
     "olmo 2": ANOTHER["olmo2"].model,
     "gemma 3": ANOTHER["gemma3"].model,
+    "mixtral": MIXTURES["mixtral"],
+    "deepseek-v3": MIXTURES["deepseek-v3"],
 }
 
 

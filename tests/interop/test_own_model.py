@@ -38,6 +38,17 @@ CASES = {
         | {"model.attention_softcap": 5.0, "model.logit_softcap": 5.0, "model.window": 5},
         GROWN,
     ),
+    "experts, shared ones, a dense layer": (
+        {
+            "model.experts": {"number": 4, "active": 2, "d_expert": 8, "shared": 1, "dense_layers": 1},
+            "hyperparameters.modules": {
+                "mlp.router": {"lr": 0.5},
+                "mlp.experts.out": {"residual": 0.5},
+                "mlp.shared.out": {"residual": 2.0},
+            },
+        },
+        GROWN,
+    ),
     "multipliers of modules and depth": (
         {
             "hyperparameters.residual": 0.8,

@@ -37,8 +37,9 @@ def test_norms_behind_branches_are_found(name: str) -> None:
         }
     else:
         assert not found
-    ends = {row.module for row in rows.values() if row.multiplier != 1.0 and row.role is Role.HIDDEN_WEIGHT}
-    assert ends == {"attention.out", "mlp.out"}
+    ends = {row.module for row in rows.values() if row.multiplier != 1.0 and row.role.in_branches}
+    of_experts = {"mlp.experts.out", "mlp.shared.out"} if name == "deepseek3" else {"mlp.experts.out"}
+    assert ends == {"attention.out"} | (of_experts if "experts" in FAMILIES[name].faults else {"mlp.out"})
 
 
 @pytest.mark.parametrize("name", NORMED)
@@ -185,7 +186,7 @@ def test_the_scale_of_attention_falls_with_the_head_dimension(scalar: int) -> No
 
 def test_only_norms_are_found() -> None:
     model = Home(32, 2)
-    ends = {"mlp": ["blocks.0.mlp.down", "blocks.1.mlp.down"]}
+    ends = {"mlp": [["blocks.0.mlp.down"], ["blocks.1.mlp.down"]]}
     assert output_norms(model, ends) == dict.fromkeys(("blocks.0.mlp_norm", "blocks.1.mlp_norm"), "mlp")
     assert not any(module._forward_hooks for module in model.modules())
     gemma: Any = FAMILIES["gemma2"].model(32, 2)

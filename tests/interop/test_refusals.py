@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.interop.families import VOCABULARY, gpt2, llama, logits, sizes, tokens
 from torch import nn
-from transformers import MixtralConfig
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel
-from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 
 import leaven
 from leaven.errors import InputError
@@ -36,9 +36,10 @@ def decoder(
     return model
 
 
-def mixtral(width: int, depth: int) -> nn.Module:
-    more = {"intermediate_size": 2 * width, "num_local_experts": 4, "num_key_value_heads": 2}
-    return MixtralForCausalLM(MixtralConfig(**sizes(width, depth, 4), **more))
+def gpt_oss(width: int, depth: int) -> nn.Module:
+    """Return a model whose experts have biases. It stores their matrices as (experts, fan in, fan out)."""
+    more = {"intermediate_size": 2 * width, "num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 16}
+    return GptOssForCausalLM(GptOssConfig(**sizes(width, depth, 4), **more, eos_token_id=0))
 
 
 def headless(width: int, depth: int) -> nn.Module:
@@ -140,10 +141,13 @@ def test_an_unknown_parameter_is_named_with_shapes_and_suggestion() -> None:
     ("build", "says"),
     [
         (lambda n, d: decoder(n, d, names=("gate_2",)), "mlp.gate_2.weight .* its name does not show which matrix"),
-        (lambda n, d: decoder(n, d, names=("gate",)), "mlp.gate.weight .* not the fan in of .*down_proj.* a router"),
+        (
+            lambda n, d: decoder(n, d, names=("gate",)),
+            "mlp.gate.weight .* not the fan in of .*down_proj.* a router, pass roles",
+        ),
         (lambda n, d: decoder(n, d, names=("out",)), "one matrix that ends it, but has .*down_proj.*out.weight"),
         (lambda n, d: decoder(n, d, neck=True), "^neck.weight .* outside the blocks"),
-        (mixtral, r"mlp\.(gate|experts)\S* \(.*no rule for mixtures of experts"),
+        (gpt_oss, r"mlp\.experts\.gate_up_proj_bias \(.*no rule for biases of experts"),
         (headless, "no parameter computes the logits.*embed_tokens.*'tied_embedding'"),
         (TorchDecoder, "in_proj_weight .*MultiheadAttention"),
         (lambda n, d: nn.Linear(n, n), "no nn.Embedding"),

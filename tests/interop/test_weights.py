@@ -14,10 +14,19 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from leaven.data.tokens import prepare
-from leaven.distributed.pieces import piece_of
+from leaven.distributed.pieces import Piece, cut, piece_of
 from leaven.errors import InputError
 from leaven.interop.architectures import ARCHITECTURES, holding
-from leaven.interop.weights import SHARD_BYTES, read_huggingface, recipe_from, start_from, write_huggingface
+from leaven.interop.weights import (
+    SHARD_BYTES,
+    read_huggingface,
+    recipe_from,
+    require_start,
+    router_biases,
+    start_from,
+    write_huggingface,
+)
+from leaven.model.experts import MixtureOfExperts
 from leaven.model.transformer import Transformer
 from leaven.recipe.data import Data
 from leaven.recipe.recipe import Recipe
@@ -26,6 +35,8 @@ from leaven.scaling.transfer import transfer
 
 GPT = {"norm": "layernorm", "activation": "gelu", "n_kv_heads": 2, "qk_norm": False}
 BLOOM = GPT | {"positions": "alibi", "embedding_norm": True, "d_ff": 64}
+EXPERTS = {"number": 6, "active": 2, "d_expert": 24}
+DEEPSEEK = EXPERTS | {"shared": 2, "dense_layers": 1, "router": "sigmoid", "balance": "bias", "weight_scale": 2.5}
 OUT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", {"qk_norm": False, "attention_bias": "qkv"}),
     "olmo 2": ("Olmo2ForCausalLM", {"norm_placement": "output", "qk_norm_whole": True, "n_kv_heads": 2}),
@@ -37,7 +48,13 @@ OUT: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT | {"positions": "learned", "bias": True, "tied_embeddings": True}),
     "gpt2, untied, without biases": ("GPT2LMHeadModel", GPT | {"positions": "learned", "activation": "relu"}),
     "gpt-neox": ("GPTNeoXForCausalLM", GPT | {"bias": True, "norm_eps": 1e-4, "rope_theta": 300.0}),
+    "gpt-neox, partial rotary": ("GPTNeoXForCausalLM", GPT | {"bias": True, "rotary_fraction": 0.5}),
     "bloom": ("BloomForCausalLM", BLOOM | {"bias": True, "tied_embeddings": True, "norm_eps": 1e-3}),
+    "mixtral": ("MixtralForCausalLM", {"qk_norm": False, "window": 7, "d_ff": 24, "experts": EXPERTS}),
+    "qwen3 moe": ("Qwen3MoeForCausalLM", {"experts": EXPERTS | {"dense_layers": 1, "normalise": False}}),
+    "olmoe": ("OlmoeForCausalLM", {"qk_norm_whole": True, "n_kv_heads": 2, "d_ff": 24, "experts": EXPERTS}),
+    "glm4 moe": ("Glm4MoeForCausalLM", {"rotary_fraction": 0.5, "attention_bias": "qkv", "experts": DEEPSEEK}),
+    "glm4 moe, without query norms": ("Glm4MoeForCausalLM", {"qk_norm": False, "experts": DEEPSEEK | {"shared": 1}}),
 }
 
 
@@ -45,6 +62,23 @@ def start(model: Transformer, recipe: Recipe, folder: Path) -> None:
     """Load the weights of a folder into a model."""
     pieces = [piece_of(name, parameter) for name, parameter in model.named_parameters()]
     start_from(pieces, recipe.model, parameter_table(recipe), folder)
+    if recipe.model.experts and recipe.model.experts.balance == "bias":
+        set_biases(model, router_biases(recipe.model, folder))
+
+
+def set_biases(model: Transformer, bias_LE: Tensor) -> None:
+    for block, bias_E in zip(model.layers, bias_LE, strict=True):
+        if isinstance(block.mlp, MixtureOfExperts):
+            block.mlp.bias_E = bias_E
+
+
+def biases_of(model: Transformer) -> Tensor | None:
+    """Return the biases of the routers, (layers, experts), or None if no router has any."""
+    found = [getattr(block.mlp, "bias_E", None) for block in model.layers]
+    some = next((bias_E for bias_E in found if bias_E is not None), None)
+    if some is None:
+        return None
+    return torch.stack([torch.zeros_like(some) if bias_E is None else bias_E for bias_E in found])
 
 
 def scaled(tiny: Recipe, shape: dict[str, Any], rule: str = "complete-d-p") -> Recipe:
@@ -61,6 +95,9 @@ def random_model(recipe: Recipe) -> Transformer:
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0.0, 0.3, generator=generator)
+    experts = recipe.model.experts
+    if experts and experts.balance == "bias":
+        set_biases(model, torch.randn(recipe.model.n_layers, experts.number, generator=generator))
     return model.eval()
 
 
@@ -80,7 +117,7 @@ def tokenizer_file(corpus: Path, cache: Path) -> Path:
     return prepare(Data(source=f"{corpus}/*.txt", tokens=1), 320).tokenizer_path
 
 
-def export(folder: Path, recipe: Recipe, model: nn.Module, tokenizer: Path, **how: Any) -> Path:
+def export(folder: Path, recipe: Recipe, model: Transformer, tokenizer: Path, **how: Any) -> Path:
     write_huggingface(
         folder,
         recipe.model,
@@ -88,6 +125,7 @@ def export(folder: Path, recipe: Recipe, model: nn.Module, tokenizer: Path, **ho
         model.state_dict(),
         tokenizer=tokenizer.read_text(),
         end_of_text=("<|endoftext|>", 0),
+        router_bias_LE=biases_of(model),
         **how,
     )
     return folder
@@ -129,6 +167,76 @@ def test_exported_weights_give_the_same_logits_there_and_back(
             torch.testing.assert_close(unfolded.get_parameter(name), parameter.data, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3 moe", "olmoe", "glm4 moe"])
+def test_experts_come_back_bit_for_bit(tiny: Recipe, tmp_path: Path, tokenizer_file: Path, name: str) -> None:
+    """Without a rule nothing is multiplied. Biases of routers stay in fp32 when weights are written in bf16."""
+    recipe = tiny.replace({f"model.{key}": value for key, value in OUT[name][1].items()} | {"scaling.base": None})
+    model = random_model(recipe)
+    assert not model.has_multipliers
+    again = random_model(recipe).requires_grad_(False)
+    for parameter in again.parameters():
+        parameter.zero_()
+    start(again, recipe, export(tmp_path / "fp32", recipe, model, tokenizer_file))
+    for parameter_name, parameter in model.named_parameters():
+        assert torch.equal(again.get_parameter(parameter_name), parameter), parameter_name
+    lower = export(tmp_path / "bf16", recipe, model, tokenizer_file, dtype="bf16")
+    if (biases := biases_of(model)) is not None:
+        assert torch.equal(router_biases(recipe.model, lower), biases)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(lower)
+        assert torch.equal(loaded.model.layers[1].mlp.gate.e_score_correction_bias, biases[1])
+
+
+def test_each_process_reads_the_rows_of_its_own_experts(tiny: Recipe, tmp_path: Path, tokenizer_file: Path) -> None:
+    """With expert parallelism a process has some of the experts; ZeRO 3 may leave it a part of each or none."""
+    recipe = tiny.replace({"model.experts": EXPERTS, "model.qk_norm_whole": True})
+    model, name = random_model(recipe), "layers.1.mlp.experts.in.weight"
+    whole = model.get_parameter(name).data
+    folder = export(tmp_path / "out", recipe, model, tokenizer_file)
+    for begin, shape in (((2, 0, 0), (2, 24, 16)), ((4, 12, 0), (2, 6, 16)), ((6, 0, 0), (0, 24, 16))):
+        piece = Piece(name, torch.zeros(shape), tuple(whole.shape), begin)
+        start_from([piece], recipe.model, parameter_table(recipe), folder)
+        assert torch.equal(piece.local, cut(whole, begin, shape))
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    change(tmp_path, "glm4 moe", num_nextn_predict_layers=1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"model.layers.3.eh_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    assert read_huggingface(tmp_path).shape.n_layers == 3
+    save_file(tensors | {"model.layers.4.eh_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"contains model\.layers\.4\.eh_proj"):
+        read_huggingface(tmp_path)
+
+
+def test_a_run_needs_the_routers_of_its_start_weights(tiny: Recipe, tmp_path: Path, tokenizer_file: Path) -> None:
+    """What only training uses, and the size of an MLP that no layer has, may differ."""
+    recipe = tiny.replace({"model.experts": DEEPSEEK | {"dense_layers": 0}})
+    folder = export(tmp_path / "out", recipe, random_model(recipe), tokenizer_file)
+    free = {"model.experts.bias_step": 0.1, "model.experts.router_z_loss": 0.1, "model.d_ff": 48}
+    require_start(recipe.replace(free).model, folder)
+    for changes, says in (
+        ({"model.experts.balance": "loss"}, "has experts.balance bias, [model] has loss"),
+        ({"model.experts.active": 3}, "has experts.active 2, [model] has 3"),
+        ({"model.experts": None}, "has experts.number 6, [model] has None"),
+    ):
+        with refused(says):
+            require_start(recipe.replace(changes).model, folder)
+
+
+def test_models_without_an_architecture_name_the_nearest(tiny: Recipe) -> None:
+    for changes, says in (
+        (
+            {"model.experts": EXPERTS | {"balance": "bias"}},
+            'Qwen3MoeForCausalLM, set [model] experts.balance = "loss"',
+        ),
+        ({"model.experts": EXPERTS | {"shared": 1}}, "Qwen3MoeForCausalLM, set [model] experts.shared = 0"),
+        ({"model.norm_placement": "output"}, "Olmo2ForCausalLM, set [model] qk_norm_whole = true"),
+        ({"model.parallel_branches": True}, "Qwen3ForCausalLM, set [model] parallel_branches = false"),
+    ):
+        with refused(says):
+            holding(tiny.replace({"model.qk_norm": True} | changes).model)
+
+
 def test_transformers_reads_the_tokenizer_and_generates(tiny: Recipe, tmp_path: Path, tokenizer_file: Path) -> None:
     recipe = scaled(tiny, {"qk_norm": False})
     folder = export(tmp_path / "out", recipe, random_model(recipe), tokenizer_file, dtype="bf16")
@@ -168,6 +276,30 @@ IN: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": 320, "hidden_size": 48, "n_head": 6, "n_layer": 3, "seq_length": 32},
     ),
     "gpt-neox": ("GPTNeoXForCausalLM", COMMON | SEQUENTIAL | {"intermediate_size": 80, "hidden_act": "gelu_new"}),
+    "gpt-neox, partial rotary": (
+        "GPTNeoXForCausalLM",
+        COMMON
+        | SEQUENTIAL
+        | {
+            "intermediate_size": 80,
+            "hidden_act": "gelu_new",
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "mixtral": ("MixtralForCausalLM", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3 moe": (
+        "Qwen3MoeForCausalLM",
+        LLAMA
+        | {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"mlp_only_layers": [0], "norm_topk_prob": True},
+    ),
+    "olmoe": ("OlmoeForCausalLM", LLAMA | {"num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": 0}),
+    "glm4 moe": (
+        "Glm4MoeForCausalLM",
+        LLAMA
+        | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "use_qk_norm": True}
+        | {"attention_bias": True, "routed_scaling_factor": 2.5, "n_shared_experts": 2},
+    ),
 }
 
 
@@ -179,6 +311,9 @@ def foreign(name: str, folder: Path, tokenizer: Path | None = None, **how: Any) 
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0.0, 0.3, generator=generator)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            nn.init.normal_(buffer, 0.0, 0.3, generator=generator)
     model.eval().save_pretrained(folder, **how)
     if tokenizer:
         (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
@@ -202,12 +337,13 @@ def no_single_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_weights_of_transformers_give_the_same_logits_in_float64(tiny: Recipe, tmp_path: Path, name: str) -> None:
     """Without a rule, and under a rule whose multipliers are divided out."""
     theirs = foreign(name, tmp_path, max_shard_size="50KB")
+    theirs.set_experts_implementation("eager")  # the grouped kernel has no float64
     for module in theirs.modules():
         if hasattr(module, "gelu_impl"):
             module.gelu_impl = nn.GELU(approximate="tanh")  # theirs has sqrt(2 / pi) in eight digits
     assert (tmp_path / "model.safetensors.index.json").exists()
     shape = read_huggingface(tmp_path).shape
-    smaller = {"width": 24, "depth": 1, "batch_tokens": 256, "tokens": 10_240, "d_head": shape.d_head // 2}
+    smaller = {"width": 24, "depth": 2, "batch_tokens": 256, "tokens": 10_240, "d_head": shape.d_head // 2}
     smaller["d_ff"] = 80
     for base in (None, smaller):
         recipe = tiny.replace({"model": shape.model_dump(), "scaling.base": base, "scaling.rule": "completep"})
@@ -279,7 +415,18 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
         ("llama", {"num_hidden_layers": 2}, "contains model.layers.2."),
         ("gpt2", {"activation_function": "gelu"}, "gelu_new, gelu_pytorch_tanh, relu, relu2"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
-        ("gpt-neox", {"rope_parameters": {}, "rotary_pct": 0.25}, "partial rotary positions"),
+        ("llama", {"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM has latent attention, which"),
+        ("qwen3 moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        (
+            "qwen3 moe",
+            {"mlp_only_layers": [1]},
+            "mlp_only_layers = [1]: leaven has layers without experts only before",
+        ),
+        ("qwen3 moe", {"num_local_experts": 5}, "mlp.gate.weight is (6, 48), not the (5, 48) of config.json"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0: leaven supports OlmoeForCausalLM only with None"),
+        ("glm4 moe", {"n_group": 2}, "n_group = 2"),
+        ("glm4 moe", {"n_shared_experts": 1}, "shared_experts.gate_proj.weight is (48, 48), not the (24, 48)"),
+        ("glm4 moe", {"num_experts_per_tok": 7}, "active 7 is more than number 6"),
         # values of the wrong type
         ("llama", {"num_attention_heads": 0, "head_dim": None}, "num_attention_heads = 0 must be a count above 0"),
         ("llama", {"hidden_act": ["silu"]}, "hidden_act = ['silu'] must be a word"),
@@ -366,7 +513,9 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     foreign("llama", tmp_path)
     for index in ('{"weight_map": [1, 2]}', '{"weight_map": {"a": 5}}', "{}", "[]"):
         (tmp_path / "model.safetensors.index.json").write_text(index)
-        with pytest.raises(InputError, match=r"index.json: (weight_map must map tensors to files|not a JSON object)"):
+        with pytest.raises(
+            InputError, match=r"index.json: (weight_map must map tensors to files in its folder|not a JSON object)"
+        ):
             read_huggingface(tmp_path)
 
 

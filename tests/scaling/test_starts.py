@@ -26,6 +26,18 @@ def test_one_entry_for_each_module_or_two_if_its_blocks_differ(tiny: Recipe) -> 
     assert last["gpt2"] == pytest.approx(0.02 / math.sqrt(10))
 
 
+def test_matrices_of_experts_are_compared_but_no_gains(tiny: Recipe) -> None:
+    experts = {"number": 4, "active": 2, "d_expert": 16, "shared": 1, "dense_layers": 1}
+    recipe = tiny.replace({"model.experts": experts, "model.qk_norm_per_head": True})
+    found = {start.module: start for start in starts(recipe, parameter_table(recipe))}
+    assert {module for module in found if module.startswith("mlp.")} == {
+        *("mlp.gate", "mlp.in", "mlp.out", "mlp.router"),
+        *(f"mlp.{kind}.{side}" for kind in ("experts", "shared") for side in ("gate", "in", "out")),
+    }
+    assert found["mlp.experts.out"].published["fan-in"] == pytest.approx(16**-0.5)  # one expert, not all of them
+    assert not any("norm" in module for module in found)
+
+
 def test_the_document_states_which_init_applies(tiny: Recipe) -> None:
     named = tiny.replace({"hyperparameters.init": "mt-nlg", "hyperparameters.init_std": None})
     assert describe(tiny, 0).init["why"] == "rule: init_std 0.1 at the base, scaled by complete-d-p"

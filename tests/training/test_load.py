@@ -71,6 +71,10 @@ def test_a_folder_without_a_whole_run_is_refused(run: Path) -> None:
     with pytest.raises(InputError, match=r"no tokenizer.json"):
         leaven.load(run)
     shutil.rmtree(run / "checkpoints")
+    with pytest.raises(InputError, match=r"no checkpoint, but events.jsonl says that it has trained 10,240 tokens"):
+        leaven.load(run)
+    for name in ("events.jsonl", "metrics.jsonl"):
+        (run / name).unlink()
     with pytest.raises(InputError, match=r"no checkpoint yet; leaven train writes one"):
         leaven.load(run)
 
@@ -108,6 +112,27 @@ def test_a_run_starts_from_weights_and_is_resumed(
     train(recipe, tokens, tmp_path / "parts", stop=lambda: next(lines, None) is None)
     resumed = train(recipe, tokens, tmp_path / "parts")
     assert resumed.loss == whole.loss
+
+
+def test_routers_of_a_new_run_start_with_the_biases_of_its_weights(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    experts = {"number": 4, "active": 2, "d_expert": 16, "shared": 1, "router": "sigmoid", "balance": "bias"}
+    train(tiny.replace({"model.experts": experts | {"bias_step": 0.05}}), tokens, tmp_path / "run")
+    run = load_run(tmp_path / "run")
+    assert export_run(run, tmp_path / "exported").name == "Glm4MoeForCausalLM"
+    used = f"of which a token uses {run.recipe.model.params_active:,} |"
+    assert used in (tmp_path / "exported" / "README.md").read_text()
+    adopted = recipe_from(read_huggingface(tmp_path / "exported"), "adopted", source=tiny.data.source)
+    assert adopted.data.tokens == 20 * tiny.replace({"model.experts": experts}).model.params_active
+    training = Training(adopted.replace({"batch.tokens": 256}), tokens, device="cpu")
+    assert training.load_balance is not None
+    assert run.router_bias_LE is not None
+    assert torch.equal(training.load_balance.bias_LE, run.router_bias_LE)
+    inputs = torch.from_numpy(training.validation[:, :-1])
+    torch.testing.assert_close(training.model(inputs), run.model(inputs), rtol=0, atol=1e-5)
+    training.load_balance.bias_LE.zero_()
+    assert not torch.allclose(training.model(inputs), run.model(inputs), rtol=0, atol=1e-5)
 
 
 def test_the_averaged_weights_are_validated_and_exported(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:

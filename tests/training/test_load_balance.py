@@ -54,10 +54,13 @@ def mean_balance_loss(logits: Tensor, router: str, active: int) -> Tensor:
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
-def test_gradients_are_those_of_a_loss_that_is_written_out(tiny: Recipe, router: str) -> None:
+@pytest.mark.parametrize(("router", "active", "balance"), [("softmax", 2, "loss"), ("sigmoid", 3, "both")])
+def test_gradients_are_those_of_a_loss_that_is_written_out(
+    tiny: Recipe, router: str, active: int, balance: str
+) -> None:
     """Cross-entropy plus balance loss plus z-loss of every router, by plain autograd in float64."""
-    experts = EXPERTS | {"router": router, "balance_loss": 0.3, "router_z_loss": 0.2}
+    experts = EXPERTS | {"router": router, "active": active, "balance": balance}
+    experts |= {"balance_loss": 0.3, "router_z_loss": 0.2}
     # At twice the depth of its base the rule halves the branches, and with them the losses of the routers.
     base = {"width": 16, "depth": 1, "batch_tokens": 256, "tokens": 10_240, "d_head": 8}
     recipe = with_experts(tiny, experts, **{"scaling.base": base})
@@ -79,7 +82,7 @@ def test_gradients_are_those_of_a_loss_that_is_written_out(tiny: Recipe, router:
     )
     counted = (targets != IGNORED).sum(1)
     for logits in seen:
-        loss = loss + 0.01 * 0.15 * mean_balance_loss(logits, router, 2) @ counted.double()
+        loss = loss + 0.01 * 0.15 * mean_balance_loss(logits, router, active) @ counted.double()
         loss = loss + 0.01 * 0.1 * logits.logsumexp(-1).square().mean(1) @ counted.double()
     loss.backward()
     assert len(seen) == 2
@@ -115,6 +118,38 @@ def test_a_step_reports_the_load_and_moves_the_biases_against_it(
         torch.testing.assert_close(biases, expected.float())
         before = biases.clone()
     assert before.abs().min() < 0.1  # not all steps moved each bias the same way
+
+
+def test_the_balance_loss_that_is_logged_is_the_mean_over_sequences_and_layers_with_experts(
+    tiny: Recipe, tokens: TokenSet
+) -> None:
+    """With a layer without experts, and a sequence that only fills the last micro-batch."""
+    recipe = with_experts(tiny, EXPERTS | {"dense_layers": 1}, **{"batch.tokens": 7 * 32})
+    training = Training(recipe, tokens)
+    seen = watch_routers(training.model)
+    with torch.no_grad():
+        training.model(torch.from_numpy(training.stream.batch(0, 7))[:, :-1])
+    (logits,) = seen
+    loads = torch.bincount(logits.topk(2).indices.flatten(), minlength=4)
+    step = training.step()
+    assert step.balance_loss == pytest.approx(float(mean_balance_loss(logits, "softmax", 2).mean()), rel=1e-5)
+    assert step.max_load == pytest.approx(float(loads.max() / loads.double().mean()))
+
+
+def test_passes_that_are_given_up_count_for_nothing(tiny: Recipe, tokens: TokenSet) -> None:
+    plain, after = (Training(with_experts(tiny, BIAS), tokens) for _ in range(2))
+    windows = torch.from_numpy(after.stream.batch(64, 8))
+    after.sharded.forward_backward([(windows[:, :-1], windows[:, 1:], None)], 1.0)
+    after.abandon_step()
+    ours, theirs = plain.step(), after.step()
+    assert (ours.balance_loss, ours.max_load) == (theirs.balance_loss, theirs.max_load)
+
+
+def test_scores_that_underflow_are_no_error(tiny: Recipe) -> None:
+    mixture = MixtureOfExperts(with_experts(tiny, BIAS).model, None, 1.0, (0.0, 0.0))
+    with torch.no_grad():
+        mixture.router.weight.fill_(-100.0)
+    assert mixture(torch.ones(1, 3, tiny.model.d_model)).isfinite().all()
 
 
 def test_a_skipped_step_leaves_the_biases(tiny: Recipe, tokens: TokenSet) -> None:
@@ -173,6 +208,7 @@ def test_a_loaded_model_routes_as_the_trained_one(tiny: Recipe, tokens: TokenSet
     ("experts", "says"),
     [
         ({"active": 5}, "active 5 is more than number 4"),
+        ({"active": 1}, "the weight of the expert is always 1.*set normalise = false"),
         ({"active": 4}, 'all 4 experts are active, so their load is always balanced; set balance = "none"'),
         ({"dense_layers": 2}, "leaves no layer of 2 with experts"),
         ({"number": 1, "active": 1}, "greater than 1"),

@@ -553,12 +553,12 @@ BAD = {
         RUN, PATTERN, ONE.replace("0.1,", "1,"),
     ),
     "two choices are equal, or look alike in a command": (RUN, PATTERN, "[space]\nlr = {choices = [1, '1']}\n"),
-    "[space] lr: a command line cannot have the character": (
+    "[space.lr] choices: the text contains a NUL": (
         RUN, PATTERN, '[space]\nlr = {choices = [1, "a\\u0000"]}\n',
     ),
     "[environment] 'A=B' cannot be the name": (RUN, PATTERN + "environment.'A=B' = 'x'\n", ONE),
     "[environment] '' cannot be the name": (RUN, PATTERN + "environment.'' = 'x'\n", ONE),
-    "[environment] A: a command line cannot have the character": (RUN, PATTERN + 'environment.A = "\\u0000"\n', ONE),
+    "[environment] A: the text contains a NUL": (RUN, PATTERN + 'environment.A = "\\u0000"\n', ONE),
     "the losses are read from loss.txt, which all trials share": (
         RUN, "loss = {pattern = '{loss}', file = 'loss.txt'}\n", ONE,
     ),

@@ -1,7 +1,11 @@
 import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import optuna
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from optuna.distributions import FloatDistribution
@@ -11,7 +15,9 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service import stored_study
 from leaven.tuning.service.leases import Leases, gone, node
-from leaven.tuning.service.stores import StoreGone
+from leaven.tuning.service.search_loop import SearchLoop
+from leaven.tuning.service.search_plan import Budget, SearchPlan, busy
+from leaven.tuning.service.stores import StoreGone, open_store
 
 AXES = Axes({"a": (0.0, 1e9)})
 STRANGER = "elsewhere:another-boot:1:2:0"
@@ -85,7 +91,7 @@ def test_heartbeats_go_on_after_one_failed() -> None:
         while store.beats < 3:
             assert leases._thread.is_alive()
     assert not leases._thread.is_alive()
-    assert store.get_study_system_attrs(study)[f"beat:{leases.node}"] >= 3
+    assert store.get_study_system_attrs(study)[f"beat:{leases.node}"] == pytest.approx(time.time(), abs=60)
 
 
 def trial(number: int, state: TrialState, **attributes: Any) -> FrozenTrial:
@@ -159,3 +165,96 @@ def test_every_run_is_counted_once(history: list[tuple[str, int]]) -> None:  # n
         known = runs[run.origin]
         assert run.number == known["last"]
         assert run.state == known["state"]
+
+
+COMMAND = """
+import os, random, sys, time
+from leaven.tuning.service import leases, search_loop, stores
+from leaven.tuning.service.search import search
+
+if __name__ == "__main__":
+    folder, name, skew, slow = sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4])
+    real, draw = time.time, random.Random(name)
+    time.time = lambda: real() + skew
+    leases._machine = lambda: name  # each command has a machine of its own
+    search_loop.POLL = 0.05
+    def slowly(method):
+        def call(self, *arguments):
+            time.sleep(draw.uniform(0, slow))
+            return method(self, *arguments)
+        return call
+    for method in ("read_logs", "append_logs"):
+        setattr(stores.Journal, method, slowly(getattr(stores.Journal, method)))
+    def objective(x):
+        with open(f"{folder}/calls", "a") as file:
+            print(name, x.origin, x.number, file=file)
+        time.sleep(0.05)
+        return x["a"] ** 2
+    open(f"{folder}/{name}.ready", "w").close()
+    while not os.path.exists(f"{folder}/go"):
+        time.sleep(0.01)
+    found = search(objective, {"a": (-3.0, 3.0)}, trials=14, method="random", workers=2, lease_seconds=1.0,
+                   storage=f"{folder}/journal.log", hours=0.2)
+    print(len(found.trials), found.params["a"], found.loss)
+"""
+
+
+@pytest.mark.parametrize("slow", [0.0, pytest.param(0.4, marks=pytest.mark.kills)])
+def test_commands_with_other_clocks_share_a_slow_store_and_one_is_killed(tmp_path: Path, slow: float) -> None:
+    """Clocks differ by an hour each, calls of the store take up to more than a quarter of the lease."""
+    (tmp_path / "command.py").write_text(COMMAND)
+
+    def start(name: str, skew: float) -> "subprocess.Popen[str]":
+        arguments = [sys.executable, tmp_path / "command.py", tmp_path, name, str(skew), str(slow)]
+        return subprocess.Popen(list(map(str, arguments)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def calls() -> list[list[str]]:
+        file = tmp_path / "calls"
+        return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+
+    victim = start("ahead", 3_600.0)
+    others = [start("here", 0.0), start("behind", -3_600.0)]
+    while len(list(tmp_path.glob("*.ready"))) < 3:
+        assert victim.poll() is None, victim.communicate()
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    while not any(name == "ahead" for name, _, _ in calls()):
+        assert victim.poll() is None, victim.communicate()
+        time.sleep(0.01)
+    victim.kill()
+    victim.communicate()
+    results = [process.communicate(timeout=120) for process in others]
+    assert len({output for output, _ in results}) == 1, results
+    assert results[0][0].startswith("14 "), results
+    study = optuna.load_study(study_name="leaven", storage=open_store(tmp_path / "journal.log"))
+    runs = stored_study.runs_of(study.get_trials(), Axes({"a": (-3.0, 3.0)}))
+    assert [run.state for run in runs] == ["complete"] * 14
+    assert len({run.job for run in runs}) == 14
+
+
+def test_hours_of_a_run_are_by_the_clock_of_its_own_machine() -> None:
+    """A machine whose clock says 1970 dies; its hours are those that it ran, not 56 years."""
+    store = InMemoryStorage()
+    study = optuna.create_study(study_name="leaven", storage=store)
+    axes = Axes({"a": (0.0, 1.0)})
+    stored = stored_study.StoredStudy(store, study, axes, None)
+    owner = {"owner": STRANGER, "began": 100.0, "job": "search:0"}
+    study.add_trial(
+        create_trial(
+            state=TrialState.RUNNING,
+            params={"a": 0.5},
+            distributions={"a": FloatDistribution(0, 1)},
+            user_attrs=owner,
+        )
+    )
+    store.set_study_system_attr(stored.id, f"beat:{STRANGER}", 160.0)
+    plan = SearchPlan(axes, "random", 0, Budget(hours=1.0), None, True)
+    seen = []
+    with SearchLoop(plan, stored, lambda _: [], 1, lambda: True, 0.05) as loop:
+        loop._look()
+        seen.append(busy(loop.runs, time.time()))
+        while loop.runs[0].state == "running":
+            time.sleep(0.01)
+            loop._look()
+        seen.append(busy(loop.runs, time.time()))
+    assert seen == [60.0, 60.0]

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -258,6 +259,7 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
             checkpoint.mkdir(parents=True, exist_ok=True)
             left.append([file.name for file in checkpoint.iterdir()])
             (checkpoint / "kept").touch()
+            shutil.copytree(checkpoint, f"{checkpoint}.bak")
             future: Future[Any] = Future()
             future.set_exception(BrokenProcessPool())
             return future
@@ -269,7 +271,8 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
     assert "no run ended: 2 died, each of them twice" in done.stderr
     assert [trial["state"] for trial in saved(tmp_path / "study")] == ["failed"] * 2
     assert left == [[], ["kept"], [], ["kept"]]
-    assert not list((tmp_path / "study" / "checkpoints").glob("*"))
+    copies = {file.name for file in (tmp_path / "study" / "checkpoints").glob("*")}
+    assert copies == {f"{name}.bak" for name in ("000000-000000", "000000-000001", "000002-000002", "000002-000003")}
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -547,13 +550,47 @@ def test_a_study_that_does_not_fit_writes_nothing(short: Recipe, tokens: TokenSe
     open_store(f"sqlite:///{tmp_path}/blank.db").remove_session()  # a database without studies
     optuna.create_study(study_name="leaven", storage=open_store(tmp_path / "leaven" / "journal.log"))
     write_recipe(short, tmp_path / "ended" / "centre.toml")
-    (tmp_path / "ended" / "study.json").write_text(json.dumps({"trials": [{"state": "complete"}] * 2}))
+    (tmp_path / "ended" / "study.json").write_text(
+        json.dumps({"trials": [{"number": n, "state": "complete"} for n in range(2)]})
+    )
     before = tree(tmp_path)
     for said, asked in REFUSED:
         with pytest.raises(InputError, match=said) as refused, of(**asked):
             pass
         assert "\n" not in str(refused.value)
         assert tree(tmp_path) == before
+
+
+def lose_ended_trials(folder: Path) -> None:
+    """Cut the journal before its last trial began, as a backup of an earlier time would."""
+    journal = folder / "journal.log"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    began = [index for index, line in enumerate(lines) if json.loads(line)["op_code"] == 4]  # CREATE_TRIAL
+    journal.write_bytes(b"".join(lines[: began[-1]]))
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize(
+    ("lose", "said"),
+    [
+        (lambda folder: (folder / "journal.log").unlink(), "has none of them"),
+        (lambda folder: [(folder / name).unlink() for name in ("journal.log", "study.json")], "has no study of this"),
+        (lambda folder: (folder / "journal.log").write_bytes(b""), "has none of them"),
+        (lose_ended_trials, "has lost 1 of them"),
+    ],
+    ids=["no journal", "neither", "empty", "cut"],
+)
+def test_a_study_that_has_lost_its_trials_does_not_start_again(
+    study: Callable[..., Study], tmp_path: Path, lose: Callable[[Path], object], said: str
+) -> None:
+    with study() as first:
+        first.run(3, 1)
+    folder = tmp_path / "study"
+    lose(folder)
+    before = tree(folder)
+    with pytest.raises(InputError, match=f"{said}.*restore the store"), study():
+        pass
+    assert tree(folder) == before
 
 
 def test_a_folder_in_which_nothing_can_be_written_is_refused_before_the_store_is_made(

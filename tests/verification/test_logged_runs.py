@@ -336,8 +336,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pyt
     def refused(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refused)
-    monkeypatch.setattr(Path, "open", refused)
+    monkeypatch.setattr("os.open", refused)
     for name in ("a.csv", "a.jsonl"):
         with pytest.raises(InputError, match=f"{name}: cannot be read: Permission denied"):
             read_rows(tmp_path / name)

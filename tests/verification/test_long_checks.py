@@ -178,6 +178,18 @@ def test_finished_runs_are_not_repeated(tiny: Recipe, tmp_path: Path) -> None:
         store.run([*seeds, RecipeTrial(short.replace({"data.seed": 9}))])
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_a_check_that_has_lost_its_runs_does_not_start_again(tiny: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "check.json").write_text("{}")
+    trial = RecipeTrial(tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128}))
+    with pytest.raises(InputError, match=r"not its runs \(runs.jsonl\); bring back"), RunStore(tmp_path, 1) as store:
+        store.run([trial])
+    assert not (tmp_path / runs.LINES).exists()
+    (tmp_path / runs.LINES).touch()
+    with RunStore(tmp_path, 1) as store:
+        store.run([trial])
+
+
 def test_a_swept_lr_moves_that_of_muon_by_the_same_factor(tiny: Recipe) -> None:
     muon = {"match": "spectral", "lr": 0.02}
     family = RecipeFamily(tiny.replace({"hyperparameters.optimizer": "muon", "hyperparameters.muon": muon}))

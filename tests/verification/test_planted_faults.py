@@ -26,6 +26,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterRow, ParameterTable, parameter_table
 from leaven.verification.coordinates import CoordinateCheck
 from leaven.verification.gradients import GradientCheck
+from leaven.verification.small_models import EXPERT_DEPTHS
 
 ALPHA = 0.5
 STEPS = 6  # of gradient checks with a fault; wrong exponents show at the first step
@@ -256,3 +257,36 @@ def test_the_gradient_check_sees_the_decay_of_muon() -> None:
     failing = failed(gradients(unscaled, overrides=MUON["adamw_rms"]))
     assert failing.keys() == {("mlp.in", "width"), ("mlp.in", "bookkeeping")}
     assert "lr x decay FALLS" in failing["mlp.in", "width"].note
+
+
+EXPERTS = ["model.experts.number=4", "model.experts.active=2", "model.experts.d_expert=64"]
+
+
+def test_a_right_rule_passes_with_experts() -> None:
+    verdict = coordinates(depths=EXPERT_DEPTHS, overrides=EXPERTS)
+    assert verdict.passed, failed(verdict)
+    verdict = gradients(depths=DEPTHS, overrides=EXPERTS)
+    assert verdict.passed, failed(verdict)
+
+
+@pytest.mark.parametrize(
+    ("check", "planted", "sizes", "module"),
+    [
+        (coordinates, fault("mlp.router", lr=times(lambda r: width(r) ** 0.5)), (WIDTHS, (4,)), "mlp.router"),
+        (coordinates, fault("mlp.experts", lr=times(width)), (WIDTHS, (4,)), "mlp.experts"),
+        (coordinates, fault("mlp.experts.out", multiplier=times(depth)), ((64,), EXPERT_DEPTHS), "residual"),
+        (gradients, fault("mlp.experts", eps=times(width)), (WIDTHS, (2,)), "mlp.experts.out"),
+        (gradients, fault("mlp.router", eps=times(depth)), ((64,), (2, 4)), "mlp.router"),
+        (
+            gradients,
+            fault("mlp.router", weight_decay=times(lambda r: 1 / width(r))),
+            (PAIR, (2,)),
+            "mlp.router",
+        ),
+    ],
+    ids=["router lr", "expert lr", "branch", "expert eps", "router eps", "router decay"],
+)
+def test_the_checks_name_a_fault_of_experts(
+    check: Any, planted: Fault, sizes: tuple[tuple[int, ...], tuple[int, ...]], module: str
+) -> None:
+    assert module in {found for found, _ in failed(check(planted, *sizes, overrides=EXPERTS))}

@@ -227,6 +227,8 @@ APPROACH_3, REPLICATION = (
 def evaluate(params: float, tokens: float, *, params_non_embedding: float | None = None) -> list[LawRow]:
     """Return what each law predicts for a run of ``tokens`` tokens with ``params`` parameters.
 
+    For a mixture of experts ``params`` are those that a token uses: its compute is 6 N D with this N, which is also
+    the N of the law that was fitted to experts (arXiv 2502.05172).
     Laws that count parameters without the embeddings use ``params_non_embedding`` if it is given, else ``params``.
     Above 1B parameters the two counts are nearly equal, but for GPT-2 124M ``params`` is 45% larger.
 
@@ -265,8 +267,11 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
 
 
 def main_laws(model: ModelShape, tokens: int) -> list[LawRow]:
-    """Return what each law predicts for a run of a model. Of a law with several forms only the main form is used."""
-    rows = evaluate(model.params, tokens, params_non_embedding=model.params_non_embedding)
+    """Return what each law predicts for a run of a model. Of a law with several forms only the main form is used.
+
+    A mixture of experts counts with the parameters that a token uses.
+    """
+    rows = evaluate(model.params_active, tokens, params_non_embedding=model.params_non_embedding)
     return [row for row in rows if row.form_of is None]
 
 

@@ -271,7 +271,8 @@ class PublishedRun(Part):
 
     @property
     def tokens_per_parameter(self) -> float | None:
-        return self.tokens / self.params_total if self.tokens else None
+        """Return the tokens per parameter that a token uses."""
+        return self.tokens / self.params_active if self.tokens else None
 
     @property
     def aspect(self) -> float | None:

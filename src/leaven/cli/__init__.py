@@ -5,7 +5,11 @@ The file parses the options, calls the library, and prints the document (typed r
 
 import errno
 import os
+import platform
+import shlex
 import sys
+import tempfile
+import traceback
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -14,7 +18,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from leaven import __version__
-from leaven.errors import InputError, ProcessLost, out_of_memory
+from leaven.errors import InputError, ProcessLost, out_of_memory, shown
 from leaven.views.terminal.console import console, errors
 
 # The commands ("verbs") and their lines in `leaven --help`. The file of a verb is imported when the verb is called.
@@ -83,9 +87,18 @@ EXTRAS = {
     "postgresql": "psycopg",
 }
 
-FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 75
+FAILED, WRONG_INPUT, BUG, INTERRUPTED = 1, 2, 70, 75
+DEBUG = "LEAVEN_DEBUG"  # environment variable: if it is set, an error gives a traceback
 _CTRL_C = 130  # typer's exit code for a KeyboardInterrupt
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# What to do about an error of the file system. Any other one about a named file is a fault of the disk or of leaven.
+_ADVICE = {
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS), "use another path, or allow leaven to read and write it"
+    ),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP), "check this path"),
+    errno.ENAMETOOLONG: "use a shorter path",
+}
 
 
 # The text that `leaven` prints without arguments.
@@ -113,7 +126,8 @@ def _no_verb(
 
 
 def main() -> None:
-    """Run the command line. Wrong input gives one line on standard error and exit code 2, never a traceback."""
+    """Run the command line. An error gives one line on standard error: exit code 2 for wrong input, and 70 for a bug,
+    whose line names a file with the traceback."""
     if "RANK" not in os.environ:
         sys.exit(_run())
     console.quiet = errors.quiet = os.environ["RANK"] != "0"  # only the first process prints
@@ -132,25 +146,26 @@ def _run() -> int:
         sys.stderr.close()
         return FAILED
     except ProcessLost as error:
-        sys.stderr.write(f"error: {error}\n")  # each process prints its own message
+        sys.stderr.write(f"error: {shown(str(error))}\n")  # each process prints its own message
         return FAILED
-    except Exception as error:
-        if errors.quiet and getattr(error, "__notes__", None):
-            errors.quiet = False  # no other process prints this error
-            errors.print(Text(f"{error.__notes__[0]}: ", style="bold red"), end="")
-        message = error_message(error)
-        if message is None:
+    except BaseException as error:
+        # A panic of a library in Rust is no Exception.
+        if os.environ.get(DEBUG) or not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
-        errors.print(Text.assemble(("error: ", "bold red"), " ".join(message.split())))
-        return FAILED if out_of_memory(error) else WRONG_INPUT
+        message, notes = error_message(error), getattr(error, "__notes__", [])
+        if errors.quiet and (notes or message is None):
+            errors.quiet = False  # no other process prints this error
+            errors.print(Text("".join(f"{note}: " for note in notes[:1]), style="bold red"), end="")
+        errors.print(Text.assemble(("error: ", "bold red"), " ".join((message or bug_message(error)).split())))
+        return BUG if message is None else FAILED if out_of_memory(error) else WRONG_INPUT
     if code == _CTRL_C:
         errors.print("interrupted; run the same command again to resume")
         return INTERRUPTED
     return int(code or 0)
 
 
-def error_message(error: Exception) -> str | None:
-    """Return the message of an error for the user, or None for a bug, which is shown as a traceback."""
+def error_message(error: BaseException) -> str | None:
+    """Return the message of an error for the user, or None for a bug."""
     if isinstance(error, InputError):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
@@ -160,15 +175,40 @@ def error_message(error: Exception) -> str | None:
         extra = next((name for name, packages in EXTRAS.items() if package in packages.split()), None)
         what = f"'leaven[{extra}]'" if extra else package
         return f"this command needs the package {package}, which is not installed; run: pip install {what}"
-    if isinstance(error, OSError) and error.errno in _DISK_FULL:
+    if isinstance(error, OSError):
+        return _message_of_system(error)
+    if out_of_memory(error):
+        what = f"out of memory ({str(error) or type(error).__name__}); to"
+        files = "use smaller files, or " if isinstance(error, MemoryError) else ""  # not the memory of a GPU
+        return f'{what} train with less memory, {files}lower micro_batch in [batch] or set it to "auto"'
+    return usage_message(error)
+
+
+def _message_of_system(error: OSError) -> str | None:
+    """Return what an error of the file system means for the user, or None for a bug or a fault of the machine."""
+    if error.errno in _DISK_FULL:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}; free some space and run the same command again; finished work is kept"
-    if out_of_memory(error):
-        return (
-            f"out of memory ({str(error) or type(error).__name__}); to train with less memory, lower micro_batch in "
-            '[batch] or set it to "auto"'
-        )
-    return usage_message(error)
+    if error.errno in _ADVICE and error.filename:
+        return f"{os.fsdecode(error.filename)}: {os.strerror(error.errno).lower()}; {_ADVICE[error.errno]}"
+    return None
+
+
+def bug_message(error: BaseException) -> str:
+    """Return a message about a bug, after writing its traceback to a file that only this user can read."""
+    what = f"a bug in leaven: {type(error).__name__}: {f'{error}'[:200]}"
+    about = (
+        f"leaven {__version__}, Python {platform.python_version()}, {platform.platform()}\n"
+        f"{shlex.join(['leaven', *sys.argv[1:]])}\n\n{''.join(traceback.format_exception(error))}"
+    )
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", prefix="leaven-", suffix=".txt", delete=False
+        ) as file:
+            file.write(shown(about))
+    except OSError:
+        return f"{what}; to report it, run the command again with {DEBUG}=1, which shows the traceback"
+    return f"{what}; please report it with the file {file.name}, after removing from it what is private"
 
 
 def usage_message(error: Any) -> str | None:

@@ -22,7 +22,7 @@ from leaven.errors import InputError
 from leaven.recipe.files import finite, read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import parse_quantity
-from leaven.views.terminal.console import console, errors, next_lines
+from leaven.views.terminal.console import console, echo, errors, next_lines
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
@@ -171,7 +171,7 @@ def print_document(
         data: Any = [each.dump() for each in document] if isinstance(document, Sequence) else document.dump()
         if following:
             data["next"] = list(following)
-        typer.echo(json.dumps(finite(data), indent=2, ensure_ascii=False))  # infinite numbers and NaN become null
+        echo(json.dumps(finite(data), indent=2, ensure_ascii=False))  # infinite numbers and NaN become null
         return
     for part in chain(screen, next_lines(following)):
         console.print(part)

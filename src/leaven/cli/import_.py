@@ -10,7 +10,7 @@ from leaven.cli.common import JsonOption, group, print_document, recipe_name, re
 from leaven.documents.runs import ImportDocument
 from leaven.errors import InputError
 from leaven.recipe.files import read_text, render, write_recipe
-from leaven.views.terminal.console import errors
+from leaven.views.terminal.console import echo, errors
 from leaven.views.terminal.files import wrote
 
 app = group()
@@ -71,7 +71,7 @@ def config(
         following = next_commands.after_writing(output, found.recipe, found.recipe.name)
         print_document(document, screen, json_output, following)
     else:
-        typer.echo(render(found.recipe), nl=False)  # so that `> OUT.toml` writes a valid recipe
+        echo(render(found.recipe), newline=False)  # so that `> OUT.toml` writes a valid recipe
     if not json_output:
         for line in found.unknown:
             errors.print(f"unknown   {line}")

@@ -13,7 +13,12 @@ from leaven.views.terminal.laws import laws_screen, optimum_screen
 
 def laws(
     context: typer.Context,
-    params: Annotated[int | None, count_option("Size of the model, embeddings included, e.g. 7B.")] = None,
+    params: Annotated[
+        int | None,
+        count_option(
+            "Size of the model, embeddings included, e.g. 7B. Of a mixture of experts, count what a token uses."
+        ),
+    ] = None,
     tokens: Annotated[int | None, count_option("Length of the run in tokens, e.g. 2T.")] = None,
     params_non_embedding: Annotated[
         int | None, count_option("Size of the model without embeddings. Several laws use it.", "--params")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from leaven.catalogue.starter.draft import StarterRequest, find_reference
+from leaven.catalogue.starter.draft import StarterRequest, find_reference, used_params
 from leaven.cli import next_commands
 from leaven.cli.common import (
     JsonOption,
@@ -42,7 +42,9 @@ def new(
             help="The recipe file to write. The recipe of a small proxy model is written to OUT-proxy.toml.",
         ),
     ],
-    params: Annotated[int | None, count_option("Size of the model, embeddings included, e.g. 1B.")] = None,
+    params: Annotated[
+        int | None, count_option("Size of the model, embeddings and all experts included, e.g. 1B.")
+    ] = None,
     tokens: Annotated[
         int | None, count_option("Length of the run in tokens, e.g. 20B.", "20 per parameter with --from-weights")
     ] = None,
@@ -71,6 +73,12 @@ def new(
             help="Copy the values of this published run (see leaven recipes list). Without --params, also copy its "
             "size and length.",
         ),
+    ] = None,
+    experts: Annotated[
+        int | None, count_option("Make a mixture of experts: the number of experts in each layer, e.g. 64.", "dense")
+    ] = None,
+    active: Annotated[
+        int | None, count_option("How many of the experts each token uses, e.g. 8. Needs --experts.")
     ] = None,
     gpus: Annotated[
         str | None,
@@ -106,7 +114,7 @@ def new(
         )
     name = recipe_name(output, "new")
     if from_weights is not None:
-        require_alone(context, "--from-weights", "params time proxy from_run gpus vocab seq_len")
+        require_alone(context, "--from-weights", "params time proxy from_run experts active gpus vocab seq_len")
         _require_no_proxy(proxy_output)
         _adopt(output, name, from_weights, tokens, source, json_output)
         return
@@ -115,6 +123,7 @@ def new(
         raise InputError(
             f"{source} has token ids; add --vocab COUNT, the size of the vocabulary they were written with"
         )
+    mixture = _mixture(context, experts, active)
     text_tokens = None if source == "python-stdlib" else estimated_tokens(DataSource(source=source))
     fit = None
     if time is not None:
@@ -129,7 +138,8 @@ def new(
     if params is None:
         raise InputError("no size is given; type --params COUNT --tokens COUNT, --time TIME or --from-weights DIR")
     if tokens is None:
-        raise InputError(f"--tokens is missing; for 20 tokens per parameter type --tokens {20 * params}")
+        used = used_params(params, mixture)
+        raise InputError(f"--tokens is missing; for 20 tokens per parameter type --tokens {20 * used}")
     request = StarterRequest(
         name,
         params,
@@ -141,6 +151,7 @@ def new(
         gpus=cluster.gpus if cluster else 1,
         proxy=proxy,
         text_tokens=text_tokens,
+        experts=mixture,
     )
     started = start(request, cluster)
     cautions = [*unlike(started.source, started.target), *warnings(started.target)]
@@ -159,6 +170,17 @@ def new(
     print_document(document, screen, json_output, following)
 
 
+def _mixture(context: typer.Context, experts: int | None, active: int | None) -> tuple[int, int] | None:
+    """Return --experts and --active, or None for a dense model, after checking that both are given."""
+    if experts is None and active is None:
+        return None
+    if experts is None or active is None:
+        given, missing = ("--experts", "--active") if active is None else ("--active", "--experts")
+        raise InputError(f"{given} needs {missing}; for example --experts 64 --active 8")
+    require_alone(context, "--experts", "time from_run")
+    return experts, active
+
+
 def _require_no_proxy(path: Path) -> None:
     """Raise InputError if ``path`` exists, because leaven would take this file for the new recipe's proxy."""
     if path.exists():
@@ -175,6 +197,7 @@ def _adopt(output: Path, name: str, weights: Path, tokens: int | None, source: s
         path=str(output),
         architecture=plain.architecture.name,
         params=recipe.model.params,
+        params_active=recipe.model.params_active,
         tokens=recipe.data.tokens,
     )
     screen = adopted(output, recipe, weights, document.architecture)

@@ -155,7 +155,8 @@ def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] =
     trials: tuple[object, ...] = ()
     name = proxy.name.removesuffix(PROXY)
     if target is not None:
-        each = proxy.model.params * proxy.data.tokens / (target.model.params * target.data.tokens)
+        work, full = (run.model.params_active * run.data.tokens for run in (proxy, target))
+        each = work / full
         from leaven.catalogue.starter.proxy import trials_worth
 
         trials, name = ("--trials", trials_worth(each)), target.name

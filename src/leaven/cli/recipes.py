@@ -128,7 +128,8 @@ def nearest_runs(
     """
     recipe = load_recipe(like, None) if like else None
     if recipe is not None:
-        params = recipe.model.params if params is None else params
+        size = recipe.model.params if kind == "moe" else recipe.model.params_active
+        params = size if params is None else params
         tokens = recipe.data.tokens if tokens is None else tokens
     if params is None or tokens is None:
         raise InputError("no size is given; type --params COUNT --tokens COUNT, or --like RECIPE")
@@ -191,6 +192,7 @@ def check(
     document = RecipeCheck(
         name=read.name,
         params=read.model.params,
+        params_active=read.model.params_active,
         tokens=read.data.tokens,
         passed=passed,
         checks=[check.name for check in CHECKS],

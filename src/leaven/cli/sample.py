@@ -2,7 +2,6 @@
 
 import sys
 import time
-import unicodedata
 from typing import Annotated
 
 import typer
@@ -10,7 +9,7 @@ from rich.text import Text
 
 from leaven.cli.common import DeviceOption, JsonOption, RunArgument, TokensOption, print_document
 from leaven.documents.runs import SampleDocument
-from leaven.errors import InputError
+from leaven.errors import InputError, shown
 from leaven.views.terminal.console import console, errors, say_damaged
 
 
@@ -64,7 +63,9 @@ def sample(
                 max_tokens=max_tokens,
                 seed=seed,
                 number=number,
-                on_text=lambda piece: None if json_output else typer.echo(shown(piece), nl=False),
+                on_text=lambda piece: (
+                    None if json_output else typer.echo(shown(piece) if sys.stdout.isatty() else piece, nl=False)
+                ),
             )
         )
         if not json_output:
@@ -80,10 +81,3 @@ def sample(
         f"{count:,} tokens at {count / seconds:.0f} tokens/s; checkpoint at {loaded.tokens:,} tokens, seed {seed}",
         style="dim",
     )
-
-
-def shown(text: str) -> str:
-    """Return the text to print. For a terminal, replace control characters, because a model may generate them."""
-    if not sys.stdout.isatty():
-        return text
-    return "".join(each if each in "\n\t" or unicodedata.category(each) != "Cc" else "\ufffd" for each in text)

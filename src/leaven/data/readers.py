@@ -10,9 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from leaven import storage
 from leaven.errors import InputError
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+
+LONGEST_LINE, LARGEST_TEXT = 2**27, 2**32
+"""Limits in bytes on a line, and on a .txt file, which is one document. A document is read whole."""
 
 SETTLED_NS = 2 * 10**9
 """A file that changed less than this many ns ago may change again without a new modification time."""
@@ -83,15 +87,20 @@ class File:
             InputError: if a package is missing.
         """
         try:
+            storage.require_file(self.path)
             if self.path.name.endswith(".parquet"):
                 yield from _parquet_rows(self.path, self.text)
             elif self.path.suffix == ".py":  # the standard library, where invalid UTF-8 cannot be repaired
-                yield TextRow("", self.path.read_bytes().decode("utf-8-sig", errors="replace"))
+                yield TextRow("", storage.read(self.path).decode("utf-8-sig", errors="replace"))
             elif self.path.name.endswith(".txt"):  # a file named exactly .txt has no suffix
-                yield TextRow("", self.path.read_bytes().decode("utf-8-sig"))
+                yield TextRow("", storage.read(self.path, LARGEST_TEXT).decode("utf-8-sig"))
             else:
                 with _open_lines(self.path) as lines:
-                    for number, line in enumerate(lines, start=1):
+                    for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE + 1), b""), start=1):
+                        if len(line) > LONGEST_LINE:
+                            raise ValueError(
+                                f"line {number} has more than {LONGEST_LINE:,} bytes; split this document"
+                            )
                         if line.strip():
                             yield _json_row(f":{number}", line, self.text)
         except InputError:

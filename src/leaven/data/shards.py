@@ -1,9 +1,12 @@
-"""Store token ids on disk in memory-mapped shards, with an index of their sizes and checksums.
+"""Store token ids on disk in shards, with an index of their sizes and checksums.
 
 A shard contains the tokens of `SHARD_BATCHES` batches of text in two files, one for training and one for validation.
 Each file is written under a temporary name, synced and renamed; then a line is added to ``shards.jsonl``. So a
 process that is killed loses only the shard that it was writing. ``index.json`` is written last; a folder without it
 is unfinished.
+
+At the start of a run, the size of each file is compared with the index, and the checksum of each file that is newer
+than the index. A file that has rotten without a newer time stamp is found when its damaged block is first read.
 """
 
 import json
@@ -21,6 +24,7 @@ from numpy.typing import NDArray
 
 from leaven import storage
 from leaven.data.corpus import Corpus, Meter
+from leaven.data.file_tokens import BlockChecksums, FileTokens
 from leaven.data.pool import PieceBatch, encode_in_order
 from leaven.data.stream import Tokens
 from leaven.data.tokenizer import Encoder, pieces
@@ -28,11 +32,12 @@ from leaven.data.tokenizer import Encoder, pieces
 SPLITS = ("train", "validation")
 BATCH_CHARACTERS = 2**22
 SHARD_BATCHES = 32
+BLOCKS = "blocks"  # key of the checksums of blocks
+ADVICE = "remove it and run the same command again, which writes it again from the text"
 
 
 class ShardedTokens:
-    """Concatenated shards, which can be indexed with slices of step 1. A slice within one shard is a view of the
-    memory-mapped file."""
+    """Concatenated shards, which can be indexed with slices of step 1."""
 
     def __init__(self, shards: Sequence[Tokens]) -> None:
         self.shards = shards
@@ -44,18 +49,37 @@ class ShardedTokens:
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
         start, stop, step = index.indices(len(self))
         assert step == 1
-        parts = self.between(start, stop)
+        parts = [shard[first:last] for shard, first, last in self._between(start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.zeros(0, dtype=np.uint16)])
 
-    def between(self, start: int, stop: int) -> list[NDArray[Any]]:
-        """Return the tokens from position ``start`` to ``stop``, a part for each shard that has some of them."""
+    def between(self, start: int, stop: int) -> list[Tokens]:
+        """Return the tokens from position ``start`` to ``stop``, a part for each shard that has some of them. Nothing
+        is read."""
+        return [Part(shard, first, last) for shard, first, last in self._between(start, stop)]
+
+    def _between(self, start: int, stop: int) -> Iterator[tuple[Tokens, int, int]]:
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
-        parts = []
-        for shard, offset in zip(self.shards[first:], self._starts[first:], strict=False):
+        for shard, offset in zip(self.shards[first:], self._starts[first:].tolist(), strict=False):
             if offset >= stop:
                 break
-            parts.append(shard[max(start - offset, 0) : stop - offset])
-        return parts
+            yield shard, max(start - offset, 0), min(stop - offset, len(shard))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the tokens of a shard, which are read when the part is indexed."""
+
+    tokens: Tokens  # the shard
+    start: int  # position of the first token of the part
+    stop: int  # position after the last one
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, index: slice, /) -> NDArray[Any]:
+        start, stop, step = index.indices(len(self))
+        assert step == 1
+        return self.tokens[self.start + start : self.start + max(start, stop)]
 
 
 @dataclass(frozen=True)
@@ -66,6 +90,7 @@ class ShardFile:
     documents: int  # number of documents that end in this file
     bytes: int  # bytes of UTF-8 text that the tokens encode
     blake2b: str  # checksum of the file
+    blocks: str = ""  # checksums of its blocks, from BlockChecksums; empty if an older version wrote the file
 
 
 ShardRecord = dict[str, ShardFile]
@@ -123,7 +148,7 @@ def _open(folder: Path, dtype: np.dtype[Any]) -> Shards | None:
         with suppress(PermissionError):  # the cache belongs to another user
             os.utime(path, ns=(newest + 1, newest + 1))
     train, validation = (
-        ShardedTokens([_map(folder, split, shard, record, dtype) for shard, record in enumerate(records)])
+        ShardedTokens([_tokens(folder, split, shard, record, dtype) for shard, record in enumerate(records)])
         for split in SPLITS
     )
     train_bytes, validation_bytes = (sum(record[split].bytes for record in records) for split in SPLITS)
@@ -137,7 +162,7 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
     """
     records: dict[int, ShardRecord] = {}
     for entry in storage.read_json_lines(folder / "shards.jsonl").documents:
-        with suppress(KeyError, TypeError):
+        with suppress(KeyError, TypeError, ValueError):
             records[entry["shard"]] = _record(entry)
     damage: dict[Path, str] = {}
     for shard, record in list(records.items()):
@@ -163,10 +188,12 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
                     split: stack.enter_context(storage.replacing(_file(folder, split, shard))) for split in SPLITS
                 }
                 checksums = {split: blake2b(digest_size=16) for split in SPLITS}
+                blocks = {split: BlockChecksums() for split in SPLITS}
                 for _, sides in done:
                     for split, encoded in zip(SPLITS, sides, strict=True):
                         files[split].write(encoded.ids.data)
                         checksums[split].update(encoded.ids.data)
+                        blocks[split].update(encoded.ids.data)
                         sums = record[split]
                         record[split] = ShardFile(
                             tokens=sums.tokens + len(encoded.ids),
@@ -175,9 +202,8 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
                             blake2b=checksums[split].hexdigest(),
                         )
                     meter.advance(sum(encoded.bytes for encoded in sides))
-            records[shard] = record
-            line = {"shard": shard} | {split: asdict(record[split]) for split in SPLITS}
-            storage.append_json(folder / "shards.jsonl", line, sync=True)
+            records[shard] = {split: replace(record[split], blocks=blocks[split].hexdigest()) for split in SPLITS}
+            storage.append_json(folder / "shards.jsonl", {"shard": shard} | _entry(records[shard]), sync=True)
     ordered = [records[shard] for shard in sorted(records)]
     index = {
         "source": corpus.source,
@@ -185,7 +211,7 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
         "end_of_text": encoder.end_of_text,
         "dtype": encoder.dtype.name,
         "fingerprint": _fingerprint(folder, ordered, encoder.dtype),
-        "shards": [{split: asdict(record[split]) for split in SPLITS} for record in ordered],
+        "shards": [_entry(record) for record in ordered],
     }
     storage.write(folder / "index.json", json.dumps(index, indent=1).encode())
     return damage
@@ -206,8 +232,15 @@ def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
         yield batch
 
 
+def _entry(record: ShardRecord) -> dict[str, Any]:
+    """Return the JSON of a record. The checksums of blocks have their own key, which older versions ignore."""
+    files = {split: {key: value for key, value in asdict(record[split]).items() if key != BLOCKS} for split in SPLITS}
+    return files | {BLOCKS: {split: record[split].blocks for split in SPLITS}}
+
+
 def _record(entry: dict[str, Any]) -> ShardRecord:
-    return {split: ShardFile(**entry[split]) for split in SPLITS}
+    blocks = entry.get(BLOCKS, dict.fromkeys(SPLITS, ""))
+    return {split: ShardFile(**entry[split], blocks=blocks[split]) for split in SPLITS}
 
 
 def _damage(
@@ -224,9 +257,7 @@ def _damage(
             damage[file] = "was missing"
         elif (found := file.stat()).st_size != size:
             damage[file] = f"had {found.st_size:,} of {size:,} bytes"
-        elif found.st_mtime_ns >= checked_ns and record[split].blake2b != _checksum(
-            _map(folder, split, shard, record, dtype)
-        ):
+        elif found.st_mtime_ns >= checked_ns and record[split].blake2b != _checksum(file):
             damage[file] = "had a wrong checksum"
     return damage
 
@@ -235,14 +266,17 @@ def _file(folder: Path, split: str, shard: int) -> Path:
     return folder / f"{split}-{shard:05d}.bin"
 
 
-def _map(folder: Path, split: str, shard: int, record: ShardRecord, dtype: np.dtype[Any]) -> NDArray[Any]:
-    if not record[split].tokens:
-        return np.zeros(0, dtype)  # an empty file cannot be mapped
-    return np.memmap(_file(folder, split, shard), dtype=dtype, mode="r")
+def _tokens(folder: Path, split: str, shard: int, record: ShardRecord, dtype: np.dtype[Any]) -> FileTokens:
+    file = _file(folder, split, shard)
+    return FileTokens(file, dtype, record[split].tokens, checksums=record[split].blocks, advice=ADVICE)
 
 
-def _checksum(tokens: NDArray[Any]) -> str:
-    return blake2b(tokens.data, digest_size=16).hexdigest()
+def _checksum(file: Path) -> str:
+    checksum = blake2b(digest_size=16)
+    with file.open("rb") as content:
+        while piece := content.read(2**22):
+            checksum.update(piece)
+    return checksum.hexdigest()
 
 
 def _fingerprint(folder: Path, records: list[ShardRecord], dtype: np.dtype[Any]) -> str:
@@ -251,7 +285,7 @@ def _fingerprint(folder: Path, records: list[ShardRecord], dtype: np.dtype[Any])
     for split in SPLITS:
         content = blake2b(digest_size=16)
         for shard, record in enumerate(records):
-            tokens = _map(folder, split, shard, record, dtype)
+            tokens = _tokens(folder, split, shard, record, dtype)
             for first in range(0, len(tokens), 2**20):
                 content.update(tokens[first : first + 2**20].astype("<u4").data)
         of_splits.update(content.digest())

@@ -1,4 +1,4 @@
-"""Open files of token ids that other programs wrote. The ids are memory-mapped, never copied.
+"""Open files of token ids that other programs wrote. The ids are read where they are, never copied.
 
 - Megatron-LM: ``NAME.bin`` with ``NAME.idx`` beside it, which has the dtype, the sequences and the documents
   (`megatron/core/datasets/indexed_dataset.py`);
@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from leaven.data.file_tokens import FileTokens
 from leaven.data.readers import BrokenFile, FileStamp, file_stamp
+from leaven.storage import require_file
 
 TOKEN_SUFFIXES = (".bin", ".npy")
 
@@ -40,7 +42,8 @@ _CHECKED_IDS = 2**20
 class MappedTokens:
     """The token ids of a file, or of a split of a data set."""
 
-    arrays: tuple[NDArray[Any], ...]  # the ids are these arrays, one after the other
+    # The ids are these, one after the other: one file, or the memory-mapped arrays of a data set.
+    arrays: tuple[FileTokens | NDArray[Any], ...]
     ends: NDArray[np.int64] | None  # positions after the last token of each document, ascending; None if unknown
     raw: bool = False  # whether nothing in the file says that the ids have this dtype
 
@@ -96,6 +99,9 @@ class TokenFile:
 
     def _open(self) -> MappedTokens:
         try:
+            require_file(self.path)
+            if self.index is not None:
+                require_file(self.index)
             if self.path.suffix == ".npy":
                 return self._numpy()
             size = self.size
@@ -118,7 +124,7 @@ class TokenFile:
             raise BrokenFile(
                 f"has {size:,} bytes, not a whole number of {dtype.name} ids; it is truncated, or has another dtype"
             )
-        ids = _mapped(self.path, dtype)
+        ids = _tokens(self.path, dtype)
         # Of 32-bit ids read as 16-bit ids, every second one is 0; of 64-bit ids, three of four.
         start, size = ids[:_CHECKED_IDS], dtype.itemsize
         while size < 8 and len(start) > 1 and not start[1::2].any() and start.any():
@@ -136,12 +142,12 @@ class TokenFile:
             if file.read(6) != b"\x93NUMPY":
                 raise BrokenFile("is not a numpy file; if it has nothing but token ids, rename it to .bin")
         try:
-            ids = np.load(self.path, mmap_mode="r", allow_pickle=False)
+            ids: np.memmap[Any, Any] = np.load(self.path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OverflowError, TokenError) as error:  # of a damaged header
             raise BrokenFile(f"cannot be read ({error}); write it again or leave it out") from None
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise BrokenFile(f"has {ids.dtype} of shape {ids.shape}; token ids are integers with one dimension")
-        return MappedTokens((ids.view(np.ndarray),), None)
+        return MappedTokens((FileTokens(self.path, ids.dtype, len(ids), offset=ids.offset),), None)
 
 
 def _megatron(path: Path, index: Path) -> MappedTokens:
@@ -177,7 +183,7 @@ def _megatron(path: Path, index: Path) -> MappedTokens:
         if firsts[0] != 0 or (np.diff(firsts) < 0).any():
             raise BrokenFile(f"has an index {index.name} whose documents are not in order; write it again")
         ends = np.concatenate([[0], stops])[firsts]
-    return MappedTokens((_mapped(path, dtype),), ends[np.diff(ends, prepend=0) > 0])  # without empty documents
+    return MappedTokens((_tokens(path, dtype),), ends[np.diff(ends, prepend=0) > 0])  # without empty documents
 
 
 def _llm_c(path: Path, size: int, magic: int, version: int, tokens: int) -> MappedTokens:
@@ -192,12 +198,11 @@ def _llm_c(path: Path, size: int, magic: int, version: int, tokens: int) -> Mapp
         raise BrokenFile(
             f"has {size:,} bytes, but its header says {tokens:,} tokens ({whole:,} bytes); it is truncated or damaged"
         )
-    return MappedTokens((_mapped(path, np.dtype(dtype), _LLM_C_HEADER),), None)
+    return MappedTokens((_tokens(path, np.dtype(dtype), _LLM_C_HEADER),), None)
 
 
-def _mapped(path: Path, dtype: np.dtype[Any], offset: int = 0) -> NDArray[Any]:
-    # A plain array: slices of a memmap take several times as long.
-    return np.memmap(path, dtype, mode="r", offset=offset).view(np.ndarray)
+def _tokens(path: Path, dtype: np.dtype[Any], offset: int = 0) -> FileTokens:
+    return FileTokens(path, dtype, (path.stat().st_size - offset) // dtype.itemsize, offset=offset)
 
 
 def arrow_tokens(chunks: list[Any]) -> MappedTokens:

@@ -1,11 +1,11 @@
 """Use token ids where they lie: validate them, and hold out a part of them for validation.
 
 Every id is read once, to check it against the vocabulary and to hash it; the results are cached as for text. Then
-training and validation read from the memory-mapped files.
+training and validation read from the files, and compare each block of a file with what was read that once.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leaven.data.corpus import VALIDATION_SHARE, Meter, OnProgress, cached_surveys, surveys_file
+from leaven.data.file_tokens import BlockChecksums, FileTokens
 from leaven.data.shards import ShardedTokens, Shards
 from leaven.data.sources import SourceParts, TokenPart, opened
 from leaven.data.stream import Tokens
@@ -40,6 +41,7 @@ class TokenSurvey:
     lowest: int  # smallest id
     highest: int  # largest id
     ends: int  # how often the end-of-text token occurs
+    blocks: str = ""  # of a file, the checksums of its blocks; empty if an older version has read it
 
 
 class DocumentTokens:
@@ -203,7 +205,7 @@ class TokenReader:
                 "packed documents"
             )
         return _SourceIds(
-            list(mapped.values()),
+            [_verified(ids, survey) for ids, survey in zip(mapped.values(), surveys, strict=True)],
             [survey.digest for survey in surveys],
             occurring=None if adds else end_of_text,
             added=end_of_text if adds and known else None,
@@ -223,7 +225,7 @@ class _SourceIds:
 
     def between(self, mapped: MappedTokens, start: int, stop: int) -> list[Tokens]:
         """Return the tokens of a part from position ``start`` to ``stop``, with those that are added."""
-        views: list[Tokens] = list(ShardedTokens(mapped.arrays).between(start, stop))
+        views = ShardedTokens(mapped.arrays).between(start, stop)
         if self.added is None:
             return views
         assert mapped.ends is not None
@@ -232,19 +234,27 @@ class _SourceIds:
 
 
 def _survey(mapped: MappedTokens, end_of_text: int | None, meter: Meter) -> TokenSurvey:
-    content = blake2b(digest_size=16)
+    content, blocks = blake2b(digest_size=16), BlockChecksums()
     lowest, highest, ends = 0, 0, 0
     for array in mapped.arrays:
         content.update(array.dtype.str.encode())
         for first in range(0, len(array), _BLOCK):
             ids = np.ascontiguousarray(array[first : first + _BLOCK])
             content.update(ids.data)
+            if isinstance(array, FileTokens):
+                blocks.update(ids.data)
             lowest, highest = min(lowest, int(ids.min())), max(highest, int(ids.max()))
             if end_of_text is not None:
                 ends += int(np.count_nonzero(ids == end_of_text))
             meter.advance(ids.nbytes)
     content.update(b"" if mapped.ends is None else np.ascontiguousarray(mapped.ends).data)
-    return TokenSurvey(content.hexdigest(), lowest, highest, ends)
+    return TokenSurvey(content.hexdigest(), lowest, highest, ends, blocks.hexdigest())
+
+
+def _verified(mapped: MappedTokens, survey: TokenSurvey) -> MappedTokens:
+    """Return the token ids of a file with the checksums of its blocks."""
+    arrays = (ids.with_checksums(survey.blocks) if isinstance(ids, FileTokens) else ids for ids in mapped.arrays)
+    return replace(mapped, arrays=tuple(arrays))
 
 
 def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[int, int]]:

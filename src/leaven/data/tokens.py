@@ -109,7 +109,7 @@ def prepare(
     processes: int | None = None,
 ) -> TokenSet:
     """Tokenise the text that the `[data]` section of a recipe names. If the same text was tokenised before, the
-    tokens come from the cache. Sources that have token ids are memory-mapped.
+    tokens come from the cache. Sources that have token ids are read where they are.
 
     If the folder ``cache`` is not given, the cache is in ``$LEAVEN_CACHE``, or if that is not set, in the folder
     ``leaven`` of ``$XDG_CACHE_HOME`` or ``~/.cache``. ``progress`` is called with a stage (``reading``, ``tokenizer``

@@ -132,6 +132,8 @@ class ShardedModel:
             stage.factor = factor
         if self._z_loss:
             self._z_loss.total = 0.0
+        for mixture in self.mixtures.values():
+            mixture.tally.load_E = mixture.tally.balance = 0.0
         if self._pipeline:
             loss = self._pipeline.forward_backward(list(micro_batches))
         else:
@@ -180,11 +182,10 @@ class ShardedModel:
 
     def total_tally(self, tally: Tensor) -> Tensor:
         """Add what the routers did in this step, summed over the tokens of all processes, to ``tally``, (layers of
-        the model, experts + 1): the load of each expert, and the balance loss. Begin a new tally."""
+        the model, experts + 1): the load of each expert, and the balance loss."""
         for layer, mixture in self.mixtures.items():
             tally[layer, :-1] += mixture.tally.load_E
             tally[layer, -1] += mixture.tally.balance
-            mixture.tally.load_E = mixture.tally.balance = 0.0
         return tally if self.group is SINGLE_PROCESS else self.group.all_reduce_(tally)
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:

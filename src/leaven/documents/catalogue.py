@@ -82,6 +82,7 @@ class RecipeCheck(Document, schema="recipe-check/1"):
 
     name: str
     params: int
+    params_active: int  # number of parameters that one token uses, by which the recipe is compared
     tokens: int
     passed: bool  # true if no finding is more severe than "note"
     checks: list[str]  # names of all checks

@@ -267,6 +267,7 @@ class NewRecipe(Document, schema="new/1"):
     path: str
     proxy_path: str | None
     params: int
+    params_active: int  # number of parameters that one token uses (fewer than params in a mixture of experts)
     tokens: int
     steps: list[DerivationRow]  # how the recipe was derived
     proxy: ProxyRow | None
@@ -282,6 +283,7 @@ class AdoptedRecipe(Document, schema="new-from-weights/1"):
     path: str
     architecture: str
     params: int
+    params_active: int  # number of parameters that one token uses (fewer than params in a mixture of experts)
     tokens: int
     next: list[str] = []  # commands to type next
 

@@ -8,15 +8,18 @@ import math
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from leaven import storage
 from leaven.errors import InputError
+from leaven.recipe.experts import Experts
 from leaven.recipe.files import explain
-from leaven.recipe.shape import ModelShape
+from leaven.recipe.recipe import set_path
+from leaven.recipe.shape import ModelShape, Role
 
 Config = dict[str, Any]
 Model = TypeVar("Model", bound=BaseModel)
@@ -28,8 +31,12 @@ _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     bool: ("true or false", lambda value: type(value) is bool),
     str: ("a word", lambda value: type(value) is str),
     dict: ("a table", lambda value: type(value) is dict),
+    list: ("a list", lambda value: type(value) is list),
 }
-_PARTIAL = "config.json: partial rotary positions: leaven rotates whole heads (rotary_pct = 1)"
+# Keys of [model.experts] that change training only, not what the model computes.
+TRAINING_ONLY = frozenset({"balance_loss", "bias_step", "router_z_loss"})
+# Changes of a shape that count more than one in the search for the nearest architecture, with their weights.
+_LARGE = {"experts": 1_000, "norm_placement": 10, "parallel_branches": 10}
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,12 @@ class Stored:
     # with fewer keys than queries, of groups of heads that share a key
     heads: int = 1
     transposed: bool = False  # whether the file stores a matrix as (fan in, fan out)
+    expert: int | None = None  # the expert whose matrix this is, if leaven's tensor has the matrices of all experts
+
+    @property
+    def of_router_bias(self) -> bool:
+        """Return whether this is the bias on the scores of experts, which transformers keeps in fp32."""
+        return next(iter(self.parts)).endswith("router.bias")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,16 +74,21 @@ class Architecture:
     name: str
     model_type: str
     blocks: str  # path of the list of blocks in the model, such as model.layers
-    # supported values of a recipe's [model] keys; the first is the model's value if config.json does not state it
+    # supported values of a recipe's [model] keys; the first is the model's value if config.json does not state it. A
+    # key of [model.experts] begins with ``experts.``
     holds: Mapping[str, list[Any]]
     # for each key of [model], the keys of config.json that contain its value; empty if other keys imply the value
     keys: Mapping[str, list[str]]
     defaults: Config  # values of keys that are missing in config.json
     ends: Mapping[str, str]  # paths of leaven's modules outside the blocks, by leaven's name
     block: Mapping[str, str]  # paths of leaven's modules inside a block, by leaven's name
-    # for each of leaven's activations, its names in config.json; an export writes the first
-    words: Mapping[str, list[str]] = field(default_factory=dict)
+    experts: Mapping[str, str] = field(default_factory=dict)  # paths of router and experts; {} is the expert's number
+    router_bias: str | None = None  # path of the biases on the scores of the experts, if the model has them
+    # by key of [model]: for each of leaven's values, its values in config.json; an export writes the first
+    words: Mapping[str, Mapping[str, list[Any]]] = field(default_factory=dict)
     required: Config = field(default_factory=dict)  # other keys of config.json, each with its only supported value
+    absent: Sequence[str] = ()  # keys of config.json that must be null or missing
+    aliases: Mapping[str, str] = field(default_factory=dict)  # keys of config.json with another spelling in ``keys``
     # whether the fused matrix of query, key and value stores all rows of head 0, then all rows of head 1, ...
     heads_together: bool = False
     conv1d: bool = False  # whether matrices of a block have the shape (fan in, fan out)
@@ -92,15 +110,24 @@ class Architecture:
 
         Each key is mapped to a supported value.
         """
+        values = self._values(shape)
+        if bool(self.experts) != bool(shape.experts):
+            values = {key: value for key, value in values.items() if not key.startswith("experts.")}
         implied, found = _implied(shape.n_heads, shape.d_model), {}
-        for key, value in (shape.added_defaults() | shape.model_dump()).items():
-            default = implied.get(key, ModelShape.model_fields[key].default)
-            held = self.holds.get(key, (default,))
-            if key not in self.keys and value not in held:
+        for key, value in values.items():
+            held = self.holds.get(key)
+            if held is None and key in self.words:
+                held = list(self.words[key])
+            if held is None and key not in self.keys:
+                held = [implied.get(key, _field(key).default)]
+            if held is not None and value not in held:
                 found[key] = held[0]
-            if key == "activation" and key in self.keys and value not in self.words:
-                found[key] = next(iter(self.words))
-        return found
+        return found | ({"experts": None} if bool(self.experts) != bool(shape.experts) else {})
+
+    def _values(self, shape: ModelShape) -> dict[str, Any]:
+        """Return the values of a shape by key, with words instead of None where this architecture has words."""
+        values = shape_values(shape)
+        return values | {key: "none" for key in self.words if values[key] is None}
 
     def config(self, shape: ModelShape) -> Config:
         """Return the config.json for a model shape.
@@ -108,13 +135,15 @@ class Architecture:
         Versions 4 and 5 of transformers have different keys for rotary positions. The result has the keys of both
         versions.
         """
-        values = shape.model_dump()
+        values = self._values(shape)
+        values |= {key: words[values[key]][0] for key, words in self.words.items()}
         written = {theirs: values[ours] for ours, several in self.keys.items() for theirs in several}
-        written |= {theirs: self.words[shape.activation][0] for theirs in self.keys.get("activation", ())}
+        if "mlp_only_layers" in written:
+            written["mlp_only_layers"] = list(range(written["mlp_only_layers"]))
         if shape.positions == "rope":
             rotary = {"rope_type": "default", "rope_theta": shape.rope_theta}
-            if "rotary_pct" in self.defaults:
-                written["rotary_pct"] = rotary["partial_rotary_factor"] = 1.0
+            if "rotary_fraction" in self.keys:
+                rotary["partial_rotary_factor"] = shape.rotary_fraction
             written["rope_parameters"] = rotary
         return {"architectures": [self.name], "model_type": self.model_type} | written | self.required
 
@@ -124,14 +153,22 @@ class Architecture:
         Raises:
             InputError: if a value has the wrong type; the message names its key.
         """
-        given = self.defaults | {key: value for key, value in config.items() if value is not None}
+        stated = {self.aliases.get(key, key): value for key, value in config.items() if value is not None}
+        given = self.defaults | stated
         for key in (theirs for ours in _implied(1, 1) for theirs in self.keys.get(ours, ())):
             if config.get(key, ...) is None:  # null: the value follows from other keys; a missing key has the default
                 given.pop(key, None)
-        kinds = {key: ModelShape.model_fields[ours].annotation for ours, keys in self.keys.items() for key in keys}
+        kinds = {key: _field(ours).annotation for ours, keys in self.keys.items() for key in keys}
+        kinds |= {
+            key: type(words[0])
+            for ours, each in self.words.items()
+            for words in each.values()
+            for key in self.keys[ours]
+        }
         kinds |= {"initializer_range": float, "rope_parameters": dict, "rope_scaling": dict, "sliding_window": int}
+        kinds |= {"mlp_only_layers": list}
         for key, kind in kinds.items():
-            if key in given:
+            if key in given and not (given[key] == 0 and key in self.keys.get("experts.dense_layers", ())):
                 _require(key, given[key], kind)
         return given
 
@@ -142,15 +179,16 @@ class Architecture:
             InputError: if leaven's transformer does not support the value of a key.
         """
         given = self.given(config)
-        for key, expected in self.required.items():
-            if given.get(key, expected) != expected:
-                raise InputError(
-                    f"config.json: {key} = {given[key]!r}: leaven supports {self.name} only with {expected!r}"
-                )
+        needed = [(key, expected) for key, expected in self.required.items() if given.get(key, expected) != expected]
+        needed += [(key, None) for key in self.absent if key in given]
+        for key, expected in needed:
+            raise InputError(
+                f"config.json: {key} = {given[key]!r}: leaven supports {self.name} only with {expected!r}"
+            )
         values = {key: held[0] for key, held in self.holds.items()}
         for ours, several in self.keys.items():
             stated = {theirs: given[theirs] for theirs in several if theirs in given}
-            if len(set(stated.values())) > 1:
+            if len(stated) > 1 and len(set(stated.values())) > 1:
                 listed = ", ".join(f"{key} = {value!r}" for key, value in stated.items())
                 raise InputError(
                     f"config.json: {listed}: leaven has a single value for these keys ({ours}); make them equal"
@@ -159,27 +197,52 @@ class Architecture:
                 values[ours] = next(iter(stated.values()))
         if "window" in self.keys:
             values["window"] = self._window(config, values["seq_len"])
-        if "activation" in self.keys:
-            theirs = values["activation"]
-            values["activation"] = next((ours for ours, words in self.words.items() if theirs in words), None)
-            if values["activation"] is None:
-                known = ", ".join(word for words in self.words.values() for word in words)
-                raise InputError(f"config.json: activation {theirs!r}: leaven supports {self.name} only with {known}")
+        for ours, words in self.words.items():
+            theirs = values[ours]
+            values[ours] = next((mine for mine, several in words.items() if theirs in several), None)
+            if values[ours] is None:
+                known = ", ".join(str(word) for several in words.values() for word in several)
+                raise InputError(f"config.json: {ours} {theirs!r}: leaven supports {self.name} only with {known}")
+        if values.get("attention_bias") == "none":
+            del values["attention_bias"]
         if self.holds["positions"] == ["rope"]:
-            values["rope_theta"] = self._theta(given)
+            values |= self._rotary(given)
         values |= {key: float(values[key]) for key in ("norm_eps", "dropout")}
+        if self.experts:
+            self._nest_experts(values)
         values = _implied(values["n_heads"], values["d_model"]) | values
         if "d_attention" in self.keys and values["n_heads"] * values["d_head"] != values["d_model"]:
             values["d_attention"] = values["n_heads"] * values["d_head"]
         return validated(ModelShape, values, "config.json: not a shape that leaven supports")
 
+    def _nest_experts(self, values: dict[str, Any]) -> None:
+        """Replace the keys ``experts.KEY`` by a table ``experts``."""
+        experts = {
+            key.removeprefix("experts."): values.pop(key) for key in list(values) if key.startswith("experts.")
+        }
+        dense = experts.get("dense_layers", 0)
+        if isinstance(dense, list):
+            if dense != list(range(len(dense))):
+                raise InputError(
+                    f"config.json: mlp_only_layers = {dense}: leaven has layers without experts only before others"
+                )
+            experts["dense_layers"] = len(dense)
+        if "weight_scale" in experts:
+            experts["weight_scale"] = float(experts["weight_scale"])
+        values["experts"] = experts
+        values.setdefault("d_ff", experts["d_expert"])  # no layer has an MLP of this size
+
     def _window(self, config: Config, seq_len: int) -> int | None:
         """Return the sliding window, or None if it is null or not shorter than a sequence."""
-        window = config.get("sliding_window", self.defaults["sliding_window"])  # null is no window, a missing key is
+        # null is no window, a missing key is the default
+        window = config.get("sliding_window", self.defaults.get("sliding_window"))
         return window if window is not None and window < seq_len else None
 
-    def _theta(self, given: Config) -> float:
-        """Return the theta of the rotary positions, which transformers 4 and 5 write under different keys."""
+    def _rotary(self, given: Config) -> dict[str, float]:
+        """Return the theta of the rotary positions and the share of each head that they rotate.
+
+        transformers 4 and 5 write them under different keys.
+        """
         both = [given.get(key, {}) for key in ("rope_scaling", "rope_parameters")]
         for stated in both:
             kind = stated.get("rope_type", stated.get("type", "default"))
@@ -187,34 +250,95 @@ class Architecture:
                 raise InputError(
                     f"config.json: rope_type {kind!r}: leaven supports only the default rotary positions"
                 )
-            if stated.get("partial_rotary_factor", 1) != 1:
-                raise InputError(_PARTIAL)
         stated = both[0] or both[1]  # the old spelling replaces the new one, as in transformers
-        if "partial_rotary_factor" not in stated and given.get("rotary_pct", 1) != 1:
-            raise InputError(_PARTIAL)
         theta = stated.get("rope_theta")
         if theta is None:
             theta = given[self.keys["rope_theta"][0]]
-        _require("rope_theta", theta, float)
-        return float(theta)
+        old = self.keys.get("rotary_fraction", [""])[0]
+        fraction = stated.get("partial_rotary_factor", given.get(old, 1.0))
+        for key, value in (("rope_theta", theta), ("partial_rotary_factor", fraction)):
+            _require(key, value, float)
+        if not old and fraction != 1:
+            raise InputError(
+                f"config.json: partial rotary positions: {self.name} has none in leaven; set the factor to 1"
+            )
+        return {"rope_theta": float(theta), "rotary_fraction": float(fraction)}
 
     def tensors(self, shape: ModelShape) -> Iterator[Stored]:
         """Yield the tensors of a checkpoint, including biases that this architecture always has."""
         if True in self.holds.get("bias", ()):
             shape = shape.model_copy(update={"bias": True})
         places: dict[str, dict[str, tuple[int, ...]]] = {}
+        paths = {**self.block, **self.experts}
         for parameter in shape.parameters():
             module, _, kind = parameter.name.rpartition(".")
             if parameter.layer is None:
                 place = self.ends[module]
             else:
-                place = f"{self.blocks}.{parameter.layer}.{self.block[module.split('.', 2)[2]]}"
+                place = f"{self.blocks}.{parameter.layer}.{paths[module.split('.', 2)[2]]}"
             places.setdefault(f"{place}.{kind}", {})[parameter.name] = parameter.shape
+            if self.router_bias and parameter.role is Role.ROUTER:
+                bias = f"{self.blocks}.{parameter.layer}.{self.router_bias}"
+                places[bias] = {f"{module}.bias": parameter.shape[:1]}
         for name, parts in places.items():
+            if len(next(iter(parts.values()))) == 3:
+                yield from _of_experts(name, parts)
+                continue
             fused = self.heads_together and any(".attention.query." in part for part in parts)
             matrix = len(next(iter(parts.values()))) == 2
             turned = self.conv1d and name.startswith(self.blocks) and matrix
             yield Stored(name, parts, heads=shape.n_kv_heads if fused else 1, transposed=turned)
+
+    def parameters(self, shape: ModelShape) -> Iterator[Stored]:
+        """Yield the trainable parameters of the model in memory.
+
+        There, transformers 5 has the matrices of a layer's experts in two tensors, with gate and input of each expert
+        one after the other.
+        """
+        for stored in self.tensors(shape):
+            if stored.expert is None and not stored.of_router_bias:
+                yield replace(stored, name=stored.name.replace(".block_sparse_moe.", ".mlp."))
+            elif stored.expert == 0 and ".experts.out." in next(iter(stored.parts)):
+                layer = next(iter(stored.parts)).split(".")[1]
+                whole = {each.name: each.shape for each in shape.parameters() if each.role is Role.EXPERT_WEIGHT}
+                mine = {name: size for name, size in whole.items() if name.startswith(f"layers.{layer}.")}
+                ends = {name: mine.pop(name) for name in stored.parts}
+                (number, *_) = next(iter(ends.values()))
+                place = f"{self.blocks}.{layer}.mlp.experts"
+                yield Stored(f"{place}.gate_up_proj", mine, heads=number)
+                yield Stored(f"{place}.down_proj", ends)
+
+
+def _of_experts(name: str, parts: Mapping[str, tuple[int, ...]]) -> Iterator[Stored]:
+    """Yield the tensors of a checkpoint that contain the matrices of the single experts."""
+    (number, *_) = next(iter(parts.values()))
+    for expert in range(number):
+        yield Stored(name.format(expert), {part: shape[1:] for part, shape in parts.items()}, expert=expert)
+
+
+def shape_values(shape: ModelShape) -> dict[str, Any]:
+    """Return the values of a shape that change what the model computes, by key. Those of experts have keys such as
+    ``experts.number``."""
+    values = shape.added_defaults() | shape.model_dump()
+    if shape.attention_bias == ("all" if shape.bias else "none"):
+        values["attention_bias"] = None
+    if (experts := values.pop("experts")) is not None:
+        values |= {f"experts.{key}": value for key, value in experts.items() if key not in TRAINING_ONLY}
+    return values
+
+
+def changed(shape: ModelShape, changes: Mapping[str, Any]) -> ModelShape:
+    """Return a shape with other values at some keys, which may be ``experts.KEY``."""
+    values = shape.model_dump()
+    for key, value in changes.items():
+        set_path(values, key, value)
+    return ModelShape.model_validate(values)
+
+
+def _field(key: str) -> Any:
+    """Return the field of a key of [model]."""
+    experts = key.startswith("experts.")
+    return (Experts if experts else ModelShape).model_fields[key.removeprefix("experts.")]
 
 
 def _implied(heads: int, width: int) -> dict[str, int]:
@@ -244,6 +368,7 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 _TABLES: dict[str, Any] = {}
 for _table in _TABLE["architecture"]:
     _TABLES[_table["name"]] = _TABLES.get(_table.pop("like", None), {}) | _table
+_REFUSED: Mapping[str, str] = _TABLE["refused"]
 ARCHITECTURES = tuple(Architecture(**table) for table in _TABLES.values())
 MEGATRON = Architecture(**_TABLE["megatron"])
 
@@ -263,6 +388,7 @@ def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dic
 
     The changes map keys of the shape to new values. A model without biases can be stored with biases of 0. If the
     stored model will be ``trained``, these biases count as a change, because training changes the zeros.
+    Changes of the structure of a block weigh more than others.
     """
     changes = []
     for architecture in ARCHITECTURES:
@@ -270,7 +396,7 @@ def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dic
         if trained and architecture.holds.get("bias") == [True, False] and not shape.bias:
             misfits["bias"] = True
         changes.append((architecture, misfits))
-    return min(changes, key=lambda each: len(each[1]))
+    return min(changes, key=lambda each: sum(_LARGE.get(key, 1) for key in each[1]))
 
 
 def holding(shape: ModelShape) -> Architecture:
@@ -324,6 +450,9 @@ def _named(config: Config) -> Architecture:
         if architecture.name in names or (not names and config.get("model_type") == architecture.model_type):
             return architecture
     stated = ", ".join(names) or config.get("model_type", "none")
+    for name in names:
+        if name in _REFUSED:
+            raise InputError(f"config.json: {name} has {_REFUSED[name]}, which leaven cannot represent")
     known = ", ".join(architecture.name for architecture in ARCHITECTURES)
     raise InputError(f"config.json: architecture {stated} is not supported; leaven reads {known}")
 
@@ -335,7 +464,7 @@ def read_json(path: Path) -> dict[str, Any]:
         InputError: if the file is missing or damaged, or is not a JSON object.
     """
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(storage.read(path))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; give a folder that save_pretrained of transformers wrote") from None
     except (OSError, ValueError, RecursionError) as error:

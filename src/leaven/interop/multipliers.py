@@ -6,7 +6,7 @@ state dict. The state dict does not contain the multipliers, so fold a model bef
 leaven.
 
 - The multiplier of a branch is folded into the gain (and bias) of the norm on its output. Without such a norm, it is
-  folded into the last matrix (and bias) of the branch.
+  folded into the last matrix (and bias) of the branch, or of each of its experts.
 - The multiplier of the logits is folded into the final norm, or into the readout if there is no final norm.
 - A changed scale of the attention logits is folded into the gain of the query norm, or into the query matrix if there
   is no query norm.
@@ -70,23 +70,35 @@ def multipliers(
 ) -> list[Hook]:
     """Return the hooks for all multipliers other than 1, without installing them.
 
-    The multiplier of a branch scales the output of its last matrix. If the branch has a norm on its output, which
-    would undo the multiplier, the multiplier scales the output of this norm instead. ``output_norms`` maps the labels
-    of such norms to the branches ``attention`` and ``mlp``.
+    The multiplier of a branch scales the output of its last matrix. If one tensor has the matrices of all experts,
+    the multiplier scales the output of the module ``experts``, which is a weighted sum. If the branch has a norm on
+    its output, which would undo the multiplier, the multiplier scales the output of this norm instead.
+    ``output_norms`` maps the labels of such norms to the branches ``attention`` and ``mlp``.
 
     The multiplier of the logits scales the output of the final norm, because fused losses (and leaven's own model)
     use the weight of the unembedding without calling its module. If there is not exactly one final norm, the
     multiplier scales the input of the unembedding.
 
     Raises:
-        InputError: if the module that needs a hook is never called, so that the hook would have no effect.
+        InputError: if the module that needs a hook is never called, so that the hook would have no effect, or if
+            branches with different multipliers end in the same norm.
     """
     sites, behind = {site.name: site for site in structure.sites}, labelled(model, output_norms)
     final_norms = [sites[row.name].owner for row in rows if row.role is Role.FINAL_NORM]
     uncalled = [module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     found: list[Hook] = []
+    ending: dict[nn.Module, ParameterRow] = {}  # by norm: the first row whose branch it ends
     for row in rows:
         site, factor = sites[row.name], row.multiplier
+        branch = (site.stack, row.layer or 0, row.module.partition(".")[0])
+        if row.module in BRANCH_ENDS and (norm := behind.get(branch)):
+            first = ending.setdefault(norm, row)
+            if first.multiplier != factor:
+                raise InputError(
+                    f"{row.name} and {first.name} have different multipliers, but end in the same norm; give "
+                    f"{row.module} and {first.module} the same residual"
+                )
+            continue
         if factor == 1.0:
             continue
         if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING}:
@@ -101,8 +113,8 @@ def multipliers(
                     f"final norm, so no hook can multiply the logits by {factor:g}; compute the logits with an "
                     "nn.Linear that shares the weight"
                 )
-        elif norm := behind.get((site.stack, row.layer or 0, row.module.removesuffix(".out"))):
-            found.append((norm, ScaleOutput(factor)))
+        elif row.role is Role.EXPERT_WEIGHT and site.experts is not None:
+            found.append((site.experts, ScaleOutput(factor)))
         elif row.module in BRANCH_ENDS:
             if not is_linear(site.owner) or any(site.owner is module for module in uncalled):
                 raise InputError(
@@ -110,7 +122,7 @@ def multipliers(
                     f"no hook can multiply the branch by {factor:g}; use an attention of nn.Linear modules"
                 )
             found.append((site.owner, ScaleOutput(factor)))
-    return found
+    return found + [(norm, ScaleOutput(row.multiplier)) for norm, row in ending.items() if row.multiplier != 1.0]
 
 
 def rescale_attention(
@@ -267,8 +279,11 @@ def _factors(target: nn.Module) -> Factors:
     if rows is None:
         raise InputError(f"{type(target).__name__} has no multipliers to fold; call leaven.parametrize on it first")
     sites = {site.parameter: site for site in inspect_model(target).sites}
-    named = {row.name: row.module for row in rows}
-    modules = {parameter: named.get(site.name, "") for parameter, site in sites.items()}
+    named = {row.name: row for row in rows}
+    modules = {parameter: named[site.name].module if site.name in named else "" for parameter, site in sites.items()}
+    of_experts = {
+        p for p, site in sites.items() if site.name in named and named[site.name].role is Role.EXPERT_WEIGHT
+    }
     factors: Factors = {}
     offset = _offset_gains(target)
 
@@ -283,7 +298,13 @@ def _factors(target: nn.Module) -> Factors:
 
     for module in target.modules():
         for hook in module._forward_hooks.values():
-            if isinstance(hook, ScaleOutput):
+            if not isinstance(hook, ScaleOutput):
+                continue
+            if stacked := [parameter for parameter in module.parameters() if parameter in of_experts]:
+                ends = [parameter for parameter in stacked if modules[parameter] == "mlp.experts.out"]
+                for parameter in ends:
+                    multiply(sites[parameter].owner, [parameter], hook.factor)
+            else:
                 _require_scalable(module, offset)
                 multiply(module, module.parameters(recurse=False), hook.factor)
         for before in module._forward_pre_hooks.values():

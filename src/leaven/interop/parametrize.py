@@ -99,11 +99,16 @@ def parametrize(
     :func:`leaven.save_folded` saves a model that ``from_pretrained`` loads correctly; :func:`leaven.fold` folds the
     multipliers into the weights of the model itself.
 
-    The rules are for decoders with norms before their branches, on the outputs of their branches, or both.
+    The rules are for decoders, dense or with mixtures of experts. Norms may be before their branches, on the outputs
+    of their branches, or both.
 
     - Norms on the outputs of branches are found by running a copy of ``base`` on a few tokens. If ``base`` cannot be
       called with only token ids, a warning asks you to name all norms in the blocks with ``modules``. The names of
       norms on outputs are ``norm.attention_out`` and ``norm.mlp_out``.
+    - The routed experts of a block are in a module named ``experts``: a list of MLPs, or a tensor (experts, fan out,
+      fan in) for each matrix, transposed if the module's attribute ``is_transposed`` is true. The router is a matrix
+      ``gate`` or ``router`` beside this module. The base has as many experts. The coefficient of a balance loss is
+      not scaled: under a rule for depth, multiply it by depth^-alpha, or take the mean over the layers (alpha = 1).
     - Factors that the model's own code derives from its width are not detected; remove them. One factor may stay: a
       factor on the embedding that is stored in an attribute of the embedding's module, as in Gemma. The groups
       compensate for its change with the width, by init std, lr, eps and decay of the embedding (and the multiplier of
@@ -172,7 +177,7 @@ def parametrize(
             "otherwise parametrize the model together with its head"
         )
 
-    gated = any(kind.module == "mlp.gate" for kind in classified.values())
+    gated = any(kind.module in {"mlp.gate", "mlp.experts.gate"} for kind in classified.values())
     rows: list[ParameterRow] = []
     in_base = {site.label: site for site in base_structure.sites}
     for site in structure.sites:

@@ -16,7 +16,7 @@ from torch import nn
 
 from leaven.errors import InputError
 from leaven.interop.architectures import module_names
-from leaven.interop.structure import NO_BLOCKS, ModelStructure, ParameterSite, is_a, label_of
+from leaven.interop.structure import EXPERTS, NO_BLOCKS, ModelStructure, ParameterSite, is_a, label_of
 from leaven.interop.tracing import output_norms
 from leaven.recipe.shape import BRANCH_ENDS, Parameter, Role
 
@@ -25,20 +25,35 @@ _BRANCHES = {
     branch: {module: names for module, names in _NAMES.items() if module.startswith(f"{branch}.")}
     for branch in ("attention", "mlp")
 }
-_NAMES_OF_BRANCHES = {"attention": ("attention", "attn"), "mlp": ("mlp", "ffn", "feed_forward")}
+_NAMES_OF_BRANCHES = {"attention": ("attention", "attn"), "mlp": ("mlp", "ffn", "feed_forward", "moe")}
+_SHARED_EXPERTS = ("shared_experts", "shared_expert", "shared")
+_ROUTERS = ("gate", "router")
 _OVER_HEADS = _NAMES["norm.query"] | _NAMES["norm.key"]
+# Latent attention: norms of the latents, and matrices whose fan in is a latent.
+_OF_LATENTS = _NAMES["norm.query_latent"] | _NAMES["norm.key_value_latent"]
+_FROM_LATENTS = ("q_b_proj", "kv_b_proj")
 # Names that are used only for norms on a branch's output. These norms are found by running the base (tracing.py).
 _POST_NORM = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_self_attn_layernorm")
 
 _BIASES = (Role.EMBEDDING_BIAS, Role.HIDDEN_BIAS, Role.FINAL_BIAS, Role.UNEMBEDDING_BIAS)
-_NO_RULE = "there is no rule for mixtures of experts and convolutions"
+_NO_RULE = "there is no rule for biases of experts and for convolutions"
 # The module of each role that has only one.
 _MODULES = {
     **dict.fromkeys(_BIASES, "biases"),
     Role.EMBEDDING_NORM: "norm.embedding",
+    Role.ROUTER: "mlp.router",
     Role.UNEMBEDDING: "unembedding",
     Role.FINAL_NORM: "norm.final",
 }
+
+_NORMS_IN_BLOCKS = (
+    "norm.query",
+    "norm.key",
+    "norm.query_latent",
+    "norm.key_value_latent",
+    "norm.attention",
+    "norm.mlp",
+)
 
 
 class Classifier:
@@ -72,6 +87,19 @@ class Classifier:
             if role not in list(Role):
                 raise InputError(f"roles[{pattern!r}]: unknown role {role!r}; the roles are {', '.join(Role)}")
         self.roles, self.modules = roles, modules
+        # For each module that contains routed experts: its path, and their number in the model and in the base.
+        in_base = {site.beside_experts: site.n_experts for site in base.sites if site.experts}
+        self.experts = {
+            site.beside_experts: (site.n_experts, in_base[site.beside_experts])
+            for site in model.sites
+            if site.experts
+        }
+        for beside, (of_model, of_base) in self.experts.items():
+            if of_model != of_base:
+                raise InputError(
+                    f"{'.'.join(beside)}: the model has {of_model} experts and the base has {of_base}; no rule "
+                    "covers this, so give a base with as many"
+                )
 
     def classify(self) -> dict[str, Parameter]:
         """Return the parameters with their roles and modules, by name."""
@@ -84,7 +112,7 @@ class Classifier:
                 traced = True
             role = _given(self.roles, site)
             role = self._role(site) if role is None else Role(role)
-            if role.is_matrix and site.parameter.ndim != 2:
+            if role.is_matrix and site.parameter.ndim != (3 if role is Role.EXPERT_WEIGHT else 2):
                 self._refuse(site, f"a {role} must be a matrix, but this has {site.parameter.ndim} dimensions")
             classified[site.name] = Parameter(site.name, site.shape, role, self._module(site, role), site.layer)
         self._check_branches(classified)
@@ -102,7 +130,8 @@ class Classifier:
         if isinstance(site.owner, nn.Embedding) and site.layer is None:
             self._require_width(site)
             return Role.TIED_EMBEDDING if any(map(is_linear, site.owners)) else Role.EMBEDDING
-        if is_linear(site.owner) and site.parameter.ndim == 2:
+        of_experts = site.experts and site.parameter.ndim == 3
+        if of_experts or self._is_router(site) or (is_linear(site.owner) and site.parameter.ndim == 2):
             return self._matrix_role(site)
         self._refuse(site, f"a parameter of {type(site.owner).__name__} is not an embedding, matrix, gain or bias")
 
@@ -113,10 +142,22 @@ class Classifier:
                 self._refuse(site, why if self.model.stacks else f"{why}, as {NO_BLOCKS}")
             self._require_width(site)
             return Role.UNEMBEDDING
+        if self._is_router(site):
+            return Role.ROUTER
         widths = (self.model.width, self.base.width)
-        if widths not in zip(site.shape, site.base_shape, strict=True):
+        sides = zip(site.shape[-2:], site.base_shape[-2:], strict=True)
+        if widths not in sides and site.path[-1] not in _FROM_LATENTS:
             self._refuse(site, f"neither fan in nor fan out is the width, {widths[0]} and {widths[1]}")
-        return Role.HIDDEN_WEIGHT
+        return Role.HIDDEN_WEIGHT if site.parameter.ndim == 2 else Role.EXPERT_WEIGHT
+
+    def _is_router(self, site: ParameterSite) -> bool:
+        """Return whether a matrix is named as a router, beside experts, and has a row for each of them."""
+        return any(
+            site.path[: len(beside)] == beside
+            and site.path[len(beside) : len(beside) + 1] in {(name,) for name in _ROUTERS}
+            and (site.shape, site.base_shape) == tuple(zip(numbers, (self.model.width, self.base.width), strict=True))
+            for beside, numbers in self.experts.items()
+        )
 
     def _norm_role(self, site: ParameterSite) -> Role:
         if site.layer is None:
@@ -134,7 +175,8 @@ class Classifier:
             self._require_width(site)
             return Role.OUTPUT_NORM
         if site.path[-1] not in _OVER_HEADS:
-            self._require_width(site)
+            if site.path[-1] not in _OF_LATENTS:
+                self._require_width(site)
             return Role.HIDDEN_NORM
         # Decide whether heads share the gain: by the head dimension if known, else by whether it grows.
         shared = site.shape[-1] in self.model.head_dims if self.model.head_dims else self._ratio(site) == 1
@@ -162,7 +204,7 @@ class Classifier:
     def _module(self, site: ParameterSite, role: Role) -> str:
         given = _given(self.modules, site)
         if given is not None and role not in _BIASES:
-            if given in BRANCH_ENDS and role is not Role.HIDDEN_WEIGHT:
+            if given in BRANCH_ENDS and not role.in_branches:
                 raise InputError(
                     f"modules: {site.name} is a {role}, so it cannot be {given}, the last matrix of a branch; "
                     "give another module name"
@@ -175,14 +217,17 @@ class Classifier:
         if role in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
             return "positions" if any("pos" in part.lower() or part == "wpe" for part in site.path) else "embedding"
         leaf = site.path[-1]
-        if role is Role.HIDDEN_WEIGHT:
+        if role.in_branches:
+            # The experts of a module may be tensors of this module itself.
+            leaf = leaf if leaf != EXPERTS else site.label.rpartition(".")[2]
+            within = "mlp.experts." if site.experts else "mlp.shared." if self._is_shared(site) else "mlp."
             inside = " ".join(site.path[:-1]).lower()
             named = [branch for branch, words in _NAMES_OF_BRANCHES.items() if any(word in inside for word in words)]
             possible = {module: names for branch in named or _BRANCHES for module, names in _BRANCHES[branch].items()}
             found = [module for module, names in possible.items() if leaf in names]
             if len(found) != 1:
                 self._refuse(site, "its name does not show which matrix of its branch it is", *possible)
-            return found[0]
+            return found[0].replace("mlp.", within)
         if leaf in _POST_NORM:
             self._refuse(
                 site,
@@ -192,10 +237,17 @@ class Classifier:
                 "norm.attention_out",
                 "norm.mlp",
             )
-        for module in ("norm.query", "norm.key", "norm.attention", "norm.mlp"):
+        for module in _NORMS_IN_BLOCKS:
             if leaf in _NAMES[module]:
                 return module
         self._refuse(site, "its name does not show which branch the norm precedes", "norm.attention", "norm.mlp")
+
+    def _is_shared(self, site: ParameterSite) -> bool:
+        """Return whether a parameter belongs to experts that read every token."""
+        return any(
+            site.path[: len(beside)] == beside and set(site.path[len(beside) :]) & set(_SHARED_EXPERTS)
+            for beside in self.experts
+        )
 
     def _trace(self, classified: Mapping[str, Parameter]) -> None:
         """Set ``output_norms`` by running the base. The user's classification takes precedence.
@@ -203,19 +255,22 @@ class Classifier:
         ``classified`` contains the matrices of the model.
         """
         ends = {site.label: classified[site.name].module for site in self.model.sites if site.name in classified}
-        paths: dict[str, list[str]] = defaultdict(list)
+        paths: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         for site in self.base.sites:
             if ends.get(site.label) in BRANCH_ENDS:
-                paths[ends[site.label].partition(".")[0]].append(site.name.rpartition(".")[0])
+                end = site.name.rpartition(".")[0]
+                if site.experts and site.parameter.ndim == 3:
+                    end = site.name.partition(f".{EXPERTS}.")[0] + f".{EXPERTS}"
+                paths[ends[site.label].partition(".")[0]][site.layer or 0].append(end)
         try:
-            found = output_norms(self.root, paths)
+            found = output_norms(self.root, {branch: list(blocks.values()) for branch, blocks in paths.items()})
             self.output_norms = {label_of(self.root, path): branch for path, branch in found.items()}
         except InputError:
             raise
         except Exception as error:  # raised by the user's own model code
             self._untraced = f" (running it failed: {type(error).__name__}: {error!s:.80})"
             inside = [site for site in self.model.sites if site.layer is not None and not site.is_bias]
-            gains = [site for site in inside if is_norm(site) and site.path[-1] not in _OVER_HEADS]
+            gains = [site for site in inside if is_norm(site) and site.path[-1] not in _OVER_HEADS | _OF_LATENTS]
             unnamed = [gain.name for gain in gains if _given(self.modules, gain) is None]
             if unnamed or not gains:
                 example = (unnamed or ["*.mlp_norm.weight"])[0]
@@ -234,19 +289,20 @@ class Classifier:
             elif given.startswith("norm."):
                 self.output_norms.pop(label, None)
 
-    # Branches: each needs one last matrix, which gets its multiplier.
+    # Branches: each needs one last matrix, which gets its multiplier. Experts have one each, or one tensor for all.
 
     def _check_branches(self, classified: Mapping[str, Parameter]) -> None:
         """Require that each block has a branch, and each branch one matrix that writes to the residual stream."""
-        branches: dict[tuple[str, int, str], dict[str, list[ParameterSite]]] = {}
+        branches: dict[tuple[str, int, str, tuple[str, ...]], dict[str, list[ParameterSite]]] = {}
         for site in self.model.sites:
             found = classified[site.name]
-            if found.role is Role.HIDDEN_WEIGHT and site.layer is not None:
-                branch = branches.setdefault((site.stack, site.layer, found.module.partition(".")[0]), {})
-                branch.setdefault(found.module, []).append(site)
-        for (_, _, name), matrices in branches.items():
-            self._check_branch(f"{name}.out", matrices)
-        ended = {(stack, layer) for stack, layer, _ in branches}
+            if found.role.in_branches and site.layer is not None:
+                expert = site.path[:-1] if found.role is Role.HIDDEN_WEIGHT and site.experts else ()
+                place = (site.stack, site.layer, found.module.rpartition(".")[0], expert)
+                branches.setdefault(place, {}).setdefault(found.module, []).append(site)
+        for (_, _, name, _), matrices in branches.items():
+            self._check_branch(name, matrices)
+        ended = {place[:2] for place in branches}
         for site in self.model.sites:
             if site.layer is not None and (site.stack, site.layer) not in ended:
                 raise InputError(
@@ -254,22 +310,25 @@ class Classifier:
                     "leaven.parametrize supports only blocks of attention and MLP"
                 )
 
-    def _check_branch(self, out: str, matrices: Mapping[str, list[ParameterSite]]) -> None:
+    def _check_branch(self, name: str, matrices: Mapping[str, list[ParameterSite]]) -> None:
+        out = f"{name}.out"
         first, ends = next(iter(matrices.values()))[0], matrices.get(out, [])
         if out not in BRANCH_ENDS:
-            self._refuse(first, f"only {' and '.join(BRANCH_ENDS)} end a branch, not {out}", "mlp.in", "mlp.out")
+            self._refuse(first, f"only {', '.join(BRANCH_ENDS)} end a branch, not {out}", "mlp.in", "mlp.out")
         if len(ends) != 1:
             names = ", ".join(end.name for end in ends) or "none"
             self._refuse(first, f"its branch must have exactly one matrix that ends it, but has {names}", out)
         end = ends[0]
-        if end.shape[0] != self.model.width:
-            self._refuse(end, f"it ends a branch, but its fan out is not the width {self.model.width}", "mlp.in")
-        for module, times in (("mlp.gate", 1), ("mlp.in", 1), ("mlp.gate_in", 2)):
-            for site in matrices.get(module, []):
-                if site.shape[0] != times * end.shape[1]:
+        if end.shape[-2] != self.model.width:
+            self._refuse(end, f"it ends a branch, but its fan out is not the width {self.model.width}", f"{name}.in")
+        if not name.startswith("mlp"):
+            return
+        for side, times in (("gate", 1), ("in", 1), ("gate_in", 2)):
+            for site in matrices.get(f"{name}.{side}", []):
+                if site.shape[-2] != times * end.shape[-1]:
                     raise InputError(
-                        f"{site.name} ({_text(site.shape)}): its fan out is not the fan in of {end.name}, so it may "
-                        f"be a router; {_NO_RULE}"
+                        f"{site.name} ({_text(site.shape)}): its fan out is not {'twice ' * (times - 1)}the fan in "
+                        f"of {end.name}; if it is a router, pass roles={{{site.name!r}: 'router'}}"
                     )
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
@@ -291,7 +350,7 @@ def _may_be(site: ParameterSite) -> tuple[str, ...]:
     kind = "bias" if site.is_bias else "norm"
     match site.parameter.ndim, site.layer is not None, site.after_blocks:
         case 2, True, _:
-            return (Role.HIDDEN_WEIGHT.value,)
+            return () if site.experts else (Role.HIDDEN_WEIGHT.value,)
         case 2, _, after:
             return (Role.UNEMBEDDING.value if after else Role.EMBEDDING.value,)
         case 1, True, _:

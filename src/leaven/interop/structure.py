@@ -12,10 +12,11 @@ from leaven.errors import InputError
 
 # Name parts that torch.compile and activation checkpointing add to the modules they wrap.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
-_HEAD_DIM = ("head_dim", "head_size", "d_head", "attention_head_size")
+_HEAD_DIM = ("head_dim", "head_size", "d_head", "attention_head_size", "qk_head_dim")
 _LOGIT_SCALE = ("scaling", "scale", "softmax_scale")
 NO_BLOCKS = "no nn.ModuleList or nn.Sequential has the blocks and nothing else"
 _EMBEDDING_SCALE = ("scalar_embed_scale", "embed_scale")
+EXPERTS = "experts"  # name of the module that contains the routed experts of a block, as in transformers
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +29,7 @@ class ParameterSite:
     parameter: nn.Parameter
     owners: tuple[nn.Module, ...]  # the modules that contain the parameter; several if it is tied
     after_blocks: bool  # whether it is registered after the first block and outside the blocks
+    experts: nn.Module | None  # for a parameter of routed experts: the module that contains all of them
     base_shape: tuple[int, ...] = ()  # shape of the matching parameter in the smaller model; `matched` sets it
 
     @property
@@ -57,9 +59,23 @@ class ParameterSite:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the parameter: (fan out, fan in) for a matrix, even if the module stores the transpose."""
+        """The shape of the parameter, even if the module stores the transpose: (fan out, fan in) for a matrix, and
+        (experts, fan out, fan in) for the matrices of experts in one tensor."""
         shape = tuple(self.parameter.shape)
+        if len(shape) == 3 and getattr(self.experts, "is_transposed", False):
+            return (shape[0], *shape[:0:-1])
         return shape[::-1] if is_a(self.owner, "Conv1D") else shape
+
+    @property
+    def beside_experts(self) -> tuple[str, ...]:
+        """The path of the module that contains the experts and their router, for a parameter of experts."""
+        return self.path[: self.path.index(EXPERTS)]
+
+    @property
+    def n_experts(self) -> int:
+        """The number of routed experts of the block, for a parameter of experts."""
+        listed = isinstance(self.experts, nn.ModuleList | nn.ModuleDict)
+        return len(cast(nn.ModuleList, self.experts)) if listed else self.shape[0]
 
 
 @dataclass(frozen=True)
@@ -102,7 +118,10 @@ def inspect_model(model: nn.Module) -> ModelStructure:
     """
     stacks = _stacks(model)
     found: dict[int, list[tuple[str, nn.Module, nn.Parameter]]] = defaultdict(list)
+    experts: dict[str, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
+        if path.endswith(f".{EXPERTS}"):
+            experts.setdefault(_plain(path), module)
         for kind, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             found[id(parameter)].append((_plain(f"{path}.{kind}" if path else kind), module, parameter))
     sites: list[ParameterSite] = []
@@ -118,7 +137,10 @@ def inspect_model(model: nn.Module) -> ModelStructure:
                     "weights (depth is the number of blocks); give every block its own weights"
                 )
         after = layer is None and any(site.layer is not None for site in sites)
-        sites.append(ParameterSite(name, label, layer, parameter, tuple(owner for _, owner, _ in places), after))
+        owners = tuple(owner for _, owner, _ in places)
+        before, inside, _ = name.partition(f".{EXPERTS}.")
+        routed = experts.get(f"{before}.{EXPERTS}") if inside and layer is not None else None
+        sites.append(ParameterSite(name, label, layer, parameter, owners, after, routed))
     embeddings = [s.owner for s in sites if s.layer is None and isinstance(s.owner, nn.Embedding)]
     if not embeddings:
         raise InputError(
@@ -153,14 +175,14 @@ def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
         if site.label not in known:
             raise InputError(
                 f"{site.name} exists only in the base{unlisted}; give a base of your model's family that ties the "
-                "same weights"
+                "same weights and has as many experts"
             )
     sites = []
     for site in model.sites:
         if site.label not in by_label:
             raise InputError(
                 f"{site.name} exists only in the model{unlisted}; give a base of the same family with the same tied "
-                "weights"
+                "weights and as many experts"
             )
         like = min(by_label[site.label], key=lambda other: abs(_depth(other, base) - _depth(site, model)))
         if like.parameter.ndim != site.parameter.ndim:

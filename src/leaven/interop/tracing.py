@@ -13,7 +13,7 @@ TOKENS = 4  # number of tokens in the sequence on which a model is run
 
 
 @torch.no_grad()
-def output_norms(model: nn.Module, ends: Mapping[str, Sequence[str]]) -> dict[str, str]:
+def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, str]:
     """Return the paths of modules that normalise the output of a residual branch, each with the name of the branch.
 
     A multiplier before such a module would have no effect. For each branch, a copy of the model is run twice: with
@@ -24,7 +24,8 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[str]]) -> dict[st
 
     Args:
         model: a small model of the family.
-        ends: for each name of a branch, such as ``attention``, the paths of its last matrices in all blocks.
+        ends: for each name of a branch, such as ``attention``, a list for each block with the paths of the branch's
+            last matrices: one, or those of all experts. A path may be that of a module with the matrices of several.
 
     Raises:
         InputError: if a norm undoes the multiplier of a branch, but is not a module of its own in this branch.
@@ -33,10 +34,13 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[str]]) -> dict[st
     copied = copy.deepcopy(model).eval()
     if any(tensor.is_meta for tensor in (*copied.parameters(), *copied.buffers())):
         copied.to_empty(device="cpu")
+        for buffer in copied.buffers():
+            buffer.zero_()
     for parameter in copied.parameters():
         parameter.copy_(0.1 * _random(parameter))
     found: dict[str, str] = {}
-    for branch, paths in ends.items():
+    for branch, blocks in ends.items():
+        paths = [path for block in blocks for path in block]
         once, fourfold = (_run(copied, paths, scale) for scale in (1.0, 4.0))
         norms = [
             path
@@ -49,10 +53,10 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[str]]) -> dict[st
         # A module that only calls a norm also matches; keep the norm inside it.
         found |= {path: branch for path in norms if not any(other.startswith(f"{path}.") for other in norms)}
     for branches in [*((branch,) for branch in ends), tuple(ends)]:
-        first = [ends[branch][0] for branch in branches]
+        first = [path for branch in branches for path in ends[branch][0]]
         once, fourfold = (_run(copied, first, scale) for scale in (1.0, 4.0))
         missing = set(branches) - set(found.values())
-        if missing and all(path in once for path in first):
+        if missing and all(any(path in once for path in ends[branch][0]) for branch in branches):
             last = next(reversed(once))  # the readout, or the final norm
             after = once[last][1].double()
             if (fourfold[last][1].double() - after).norm() <= 1e-3 * after.norm():

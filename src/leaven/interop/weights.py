@@ -6,8 +6,9 @@ here do not. So weights are multiplied by these factors when they are written, a
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from leaven import __version__
+from leaven import __version__, storage
 from leaven.data.tokenizer import given_tokenizer
 from leaven.distributed.pieces import Piece, cut
 from leaven.errors import InputError
@@ -26,6 +27,7 @@ from leaven.interop.architectures import (
     holding,
     read_config,
     read_json,
+    shape_values,
 )
 from leaven.interop.configs.draft import TOKENS_PER_PARAMETER, Draft, likely_batch, likely_lr
 from leaven.interop.configs.export import environment
@@ -40,6 +42,8 @@ SHARD_BYTES = 5 * 10**9
 STDLIB_LICENCE = "PSF-2.0 (the source code of Python's standard library)"
 # Keys of a model shape that may differ between a recipe and its start weights, because no tensor depends on them.
 _FREE = {"seq_len", "dropout", "rope_theta"}
+# The biases on the scores of a layer's experts: no parameters, but part of a model whose load they balance.
+ROUTER_BIAS = "layers.{}.mlp.router.bias"
 
 
 # Write
@@ -54,6 +58,7 @@ def write_huggingface(
     *,
     tokenizer: str,
     end_of_text: tuple[str, int],
+    router_bias_LE: Tensor | None = None,
     card: str | None = None,
     dtype: str = "fp32",
     shard_bytes: int = SHARD_BYTES,
@@ -61,8 +66,9 @@ def write_huggingface(
     """Write a model into a new folder in Hugging Face's format. If this fails, nothing is written.
 
     ``weights`` are leaven's tensors by name, ``tokenizer`` is the text of a tokenizer.json, and ``end_of_text`` is
-    the token that ends a document, with its id. ``card`` is the text of README.md. Weights larger than
-    ``shard_bytes`` are split into several files.
+    the token that ends a document, with its id. ``router_bias_LE`` are the biases on the scores of experts by layer
+    (0 by default); they stay in fp32. ``card`` is the text of README.md. Weights larger than ``shard_bytes`` are
+    split into several files.
 
     Raises:
         InputError: if no architecture can represent the shape, or the folder is not empty or cannot be written.
@@ -96,8 +102,20 @@ def write_huggingface(
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
         mode = (temporary / "config.json").stat().st_mode  # safetensors writes files that only the owner can read
+        biases = (
+            {} if router_bias_LE is None else {ROUTER_BIAS.format(n): row for n, row in enumerate(router_bias_LE)}
+        )
+
+        @lru_cache(maxsize=1)  # the matrices of a layer's experts are one tensor here, and come one after the other
+        def weight(name: str) -> Tensor | None:
+            held = biases if name in biases else weights
+            return held[name].detach().cpu() * factors.get(name, 1.0) if name in held else None
+
         for file, shard in shards.items():
-            tensors = {each.name: _folded(each, weights, factors).to(numbers).contiguous() for each in shard}
+            tensors = {
+                each.name: _joined(each, weight).to(torch.float32 if each.of_router_bias else numbers).contiguous()
+                for each in shard
+            }
             try:
                 save_file(tensors, temporary / file, metadata={"format": "pt"})
             except SafetensorError as error:
@@ -120,13 +138,14 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
     return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
 
 
-def _folded(stored: Stored, weights: Mapping[str, Tensor], factors: Mapping[str, float]) -> Tensor:
-    """Return a Hugging Face tensor, made of leaven's weights times their factors. Biases that leaven's model does not
-    have are 0."""
-    parts = [
-        weights[name].detach().cpu() * factors.get(name, 1.0) if name in weights else torch.zeros(shape)
-        for name, shape in stored.parts.items()
-    ]
+def _joined(stored: Stored, weight: Callable[[str], Tensor | None]) -> Tensor:
+    """Return a Hugging Face tensor, made of leaven's weights. Biases that leaven's model does not have are 0."""
+    parts = []
+    for name, shape in stored.parts.items():
+        found = weight(name)
+        if found is None:
+            found = torch.zeros(shape)
+        parts.append(found if stored.expert is None else found[stored.expert])
     by_head = [part.reshape(stored.heads, -1, *part.shape[1:]) for part in parts]
     joined = torch.cat(by_head, dim=1).flatten(0, 1) if len(parts) > 1 else parts[0]
     return joined.T if stored.transposed else joined
@@ -162,7 +181,10 @@ def model_card(
         averaged: whether these are averaged weights; the card then shows the loss of the average.
         licence: the licence of the data.
     """
-    measured = [each for each in events if each["event"] == "validation" and each["tokens"] <= tokens]
+    validations = (
+        each for each in events if each["event"] == "validation" and isinstance(each.get("loss"), int | float)
+    )
+    measured = [each for each in validations if isinstance(each.get("tokens"), int) and each["tokens"] <= tokens]
     if averaged:
         means = [(each["tokens"], each["averaged_loss"]) for each in measured if "averaged_loss" in each]
         measured = [{"tokens": at, "loss": loss, "bits_per_byte": None} for at, loss in means]
@@ -219,6 +241,9 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
     if plain.shape.tied_embeddings:  # some programs save the tied matrix twice
         shapes.pop(f"{architecture.ends['unembedding']}.weight", None)
     spare = [name for name in shapes if not name.endswith(tuple(architecture.buffers))]
+    if plain.config.get("num_nextn_predict_layers"):  # layers that predict further tokens; they come after the others
+        beyond = f"{architecture.blocks}.{plain.shape.n_layers}."
+        spare = [name for name in spare if not name.startswith(beyond)]
     if spare:
         raise InputError(
             f"{folder}: contains {spare[0]}, which the {architecture.name} of its config.json does not have"
@@ -234,11 +259,16 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
     """
     plain = read_huggingface(folder)
     free = _FREE - {"seq_len"} if shape.positions == "learned" else _FREE
-    there, here = (each.model_dump(exclude=free) for each in (plain.shape, shape))
+    if shape.experts and not shape.experts.dense_layers:
+        free = free | {"d_ff"}  # no layer has an MLP
+    there, here = ({k: v for k, v in shape_values(each).items() if k not in free} for each in (plain.shape, shape))
+    for values in (there, here):  # a balance loss is no part of the model
+        if values.get("experts.balance") == "none":
+            values["experts.balance"] = "loss"
     if there != here:
-        key = next(key for key in here if here[key] != there[key])
+        key = next(key for key in here | there if here.get(key) != there.get(key))
         raise InputError(
-            f"[start] weights: {folder} has {key} {there[key]}, [model] has {here[key]}; "
+            f"[start] weights: {folder} has {key} {there.get(key)}, [model] has {here.get(key)}; "
             "set [model] to the shape of the weights, or leave [start] out"
         )
     return plain
@@ -266,7 +296,7 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
     draft.set("start.weights", str(plain.folder), why)
     draft.values["data.source"] = source
     draft.set("data.tokenizer", str(tokenizer), "the model's own: its embedding was trained for these token ids")
-    duration = tokens or TOKENS_PER_PARAMETER * shape.params
+    duration = tokens or TOKENS_PER_PARAMETER * shape.params_active
     guess = f"{TOKENS_PER_PARAMETER} tokens per parameter, as from scratch (Chinchilla); fewer may be enough here"
     draft.set("data.tokens", duration, "--tokens" if tokens else guess)
     draft.set("schedule.warmup_tokens", duration // 100, "1% of the run, because Adam's moments start from 0")
@@ -291,20 +321,48 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
         InputError: if the weights cannot be read, or belong to a model of another shape.
     """
     plain = require_start(shape, folder)
-    pieces, factors = {piece.name: piece for piece in held}, folding(shape, table)
+    pieces, factors, read = {piece.name: piece for piece in held}, folding(shape, table), set()
     with _opened(plain) as tensors:
         for stored in plain.architecture.tensors(shape):
-            try:
-                file, there = tensors[stored.name]
-                found = file.get_tensor(there)
-            except (OSError, SafetensorError) as error:
-                raise InputError(f"{folder}: {stored.name} cannot be read: {error}") from None
-            for name, part in zip(stored.parts, _split(stored, found), strict=True):
-                piece = pieces.pop(name, None)
-                if piece is not None:
-                    mine = cut(part, piece.offset, piece.local.shape)
-                    piece.local.copy_(mine.to(torch.float32) / factors.get(name, 1.0))
-    assert not pieces, f"no weights for {sorted(pieces)}"
+            if not pieces.keys() & stored.parts.keys():
+                continue
+            parts = _split(stored, _read(tensors, stored.name, folder))
+            for name, part in zip(stored.parts, parts, strict=True):
+                piece = pieces[name]
+                read.add(name)
+                local, offset = piece.local, piece.offset
+                if stored.expert is not None:
+                    if not 0 <= stored.expert - offset[0] < len(local):
+                        continue  # another process has this expert
+                    local, offset = local[stored.expert - offset[0]], offset[1:]
+                mine = cut(part, offset, local.shape)
+                local.copy_(mine.to(torch.float32) / factors.get(name, 1.0))
+    assert read == pieces.keys(), f"no weights for {sorted(pieces.keys() - read)}"
+
+
+def router_biases(shape: ModelShape, folder: Path) -> Tensor:
+    """Return the biases with which the routers of the model in a folder choose experts, (layers, experts).
+
+    The rows of layers without experts are 0.
+    """
+    assert shape.experts is not None
+    plain = require_start(shape, folder)
+    bias_LE = torch.zeros(shape.n_layers, shape.experts.number)
+    names = {ROUTER_BIAS.format(layer): layer for layer in range(shape.n_layers)}
+    with _opened(plain) as tensors:
+        for stored in plain.architecture.tensors(shape):
+            if stored.of_router_bias:
+                bias_LE[names[next(iter(stored.parts))]] = _read(tensors, stored.name, folder)
+    return bias_LE
+
+
+def _read(tensors: Mapping[str, tuple[Any, str]], name: str, folder: Path) -> Tensor:
+    try:
+        file, there = tensors[name]
+        found: Tensor = file.get_tensor(there)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{folder}: {name} cannot be read: {error}") from None
+    return found
 
 
 @contextmanager
@@ -313,13 +371,18 @@ def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
     files, index = ["model.safetensors"], plain.folder / "model.safetensors.index.json"
     if index.exists():
         places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-            raise InputError(f"{index}: weight_map must map tensors to files; save the model again")
+        # A name of a file, not a path, which might lead out of the folder.
+        if not isinstance(places, dict) or not all(
+            isinstance(file, str) and file.endswith(".safetensors") and not {"/", "\\", "\0"} & set(file)
+            for file in places.values()
+        ):
+            raise InputError(f"{index}: weight_map must map tensors to files in its folder; save the model again")
         files = sorted(set(places.values()))
     tensors = {}
     with ExitStack() as stack:
         for file in files:
             try:
+                storage.require_file(plain.folder / file)
                 opened: Any = stack.enter_context(safe_open(plain.folder / file, "pt"))
             except FileNotFoundError:
                 raise InputError(

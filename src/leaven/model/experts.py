@@ -17,6 +17,8 @@ from leaven.model.kernels import grouped_linear
 from leaven.recipe.experts import Experts
 from leaven.recipe.shape import Activation, ModelShape
 
+SMALLEST = 1e-20  # added to sums of scores, which are 0 if all sigmoids underflow, as in DeepSeek-V3's code
+
 
 def activated(activation: Activation, h: Tensor, gate: Tensor | None = None) -> Tensor:
     """Return the hidden values of an MLP from the outputs of ``in`` and, in a gated MLP, of ``gate``."""
@@ -96,14 +98,16 @@ class MixtureOfExperts(nn.Module):
     """The routed and the shared experts of a block.
 
     ``bias_E`` is added to the scores before the choice of experts, if the load is balanced by a bias;
-    :class:`leaven.training.load_balance.LoadBalance` sets it. ``tally`` is what the router did since it was last
-    emptied.
+    :class:`leaven.training.load_balance.LoadBalance` sets it. ``tally`` is what the router did in the backward passes
+    of a step.
 
     Args:
         shared: the MLP of the shared experts, or None.
         shared_multiplier: factor on the output of the shared experts, relative to the routed experts.
         losses: coefficients of the balance loss and of the router's z-loss.
     """
+
+    bias_E: Tensor | None
 
     def __init__(
         self, shape: ModelShape, shared: nn.Module | None, shared_multiplier: float, losses: tuple[float, float]
@@ -118,7 +122,7 @@ class MixtureOfExperts(nn.Module):
         self.has_shared, self.shared_multiplier = shared is not None, shared_multiplier
         self.losses = losses
         self.counts_losses = True  # False if another rank adds the gradients of the losses for the same tokens
-        self.bias_E: Tensor | None = None
+        self.register_buffer("bias_E", None, persistent=False)
         self.tally = RouterTally()
 
     def forward(self, x_BTD: Tensor, sequences: SequenceWeights | None = None) -> Tensor:
@@ -138,7 +142,7 @@ class MixtureOfExperts(nn.Module):
         chosen_BTk = ranked_BTE.topk(k, dim=-1).indices
         weights_BTk = scores_BTE.gather(-1, chosen_BTk)
         if settings.normalise:
-            weights_BTk = weights_BTk / weights_BTk.sum(-1, keepdim=True)
+            weights_BTk = weights_BTk / (weights_BTk.sum(-1, keepdim=True) + SMALLEST)
         if settings.weight_scale != 1:
             weights_BTk = weights_BTk * settings.weight_scale
         rows_BR = chosen_BTk.flatten(1)
@@ -156,10 +160,10 @@ class MixtureOfExperts(nn.Module):
         targets_B = sequences.targets_B.to(scores_BTE.dtype)
         shares_BTE = scores_BTE
         if self.settings.router == "sigmoid":
-            shares_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
+            shares_BTE = scores_BTE / (scores_BTE.sum(-1, keepdim=True) + SMALLEST)
         # For each sequence E x sum over experts of (share of the choices) x (mean score); 1 if all are alike.
         choices = self.settings.active * logits_BTE.shape[1]
-        even_B = self.settings.number * (load_BE / choices * shares_BTE.mean(1)).sum(-1)
+        even_B = self.settings.number * (load_BE.to(shares_BTE.dtype) / choices * shares_BTE.mean(1)).sum(-1)
         loss = balance * (even_B * targets_B).sum()
         if z_loss:
             loss = loss + z_loss * (logits_BTE.logsumexp(-1).square().mean(1) * targets_B).sum()

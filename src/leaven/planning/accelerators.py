@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
+from leaven import storage
 from leaven.documents.catalogue import AcceleratorRow, Confidence, NumberSource
 from leaven.errors import InputError
 from leaven.recipe.base import Part
@@ -195,14 +196,14 @@ def _read(own: Path | None) -> dict[str, Accelerator]:
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(storage.read(path).decode())
     except FileNotFoundError:
         raise InputError(f"LEAVEN_ACCELERATORS is {path}: no such file; create it, or unset the variable") from None
     except OSError as error:
         raise InputError(
             f"{path}: this file of accelerators cannot be read: {error.strerror}; give a TOML file"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not TOML: {error}; {_WRITE}") from None
 
 

@@ -13,6 +13,7 @@ from leaven.recipe.recipe import Recipe
 
 _COUNT = r"([0-9][0-9_,]*)\s*[x×*]\s*"
 _CLUSTER = re.compile(rf"\s*{_COUNT}(?:{_COUNT})?((?=.*[a-z]|\d{{4}}).+?)\s*", re.IGNORECASE)
+MOST_GPUS = 10**7  # the largest clusters have 10^5
 _MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "GOOGLE", "AWS", "INTEL", "GPU"}
 _FORMS = {"PCIE", "NVL"}  # form factors that are slower than the SXM board of the same name
 _MEMORY = re.compile(r"\d+GB")
@@ -67,7 +68,11 @@ def parse_cluster(text: str) -> Cluster:
     if text.strip().lower() in {"cpu", "1xcpu"}:
         return Cluster(1, this_machine())
     match = _CLUSTER.fullmatch(text)
+    if len(text) > 100:
+        raise InputError(f"{text[:20]!r}... is not a cluster; write for example 64xH100-80GB")
     counts = [int(re.sub(r"[_,]", "", count or "1")) for count in match.groups()[:2]] if match else []
+    if math.prod(counts) > MOST_GPUS:
+        raise InputError(f"{text!r} has {math.prod(counts):,} GPUs, more than {MOST_GPUS:,}; give fewer GPUs")
     if match is None or not all(counts) or re.match(rf"{_COUNT}|cpu$", match[3], re.IGNORECASE):
         raise InputError(
             f"{text!r} is not a cluster; write for example 64xH100-80GB, nodes x GPUs as in 8x8xH100-80GB, or cpu"

@@ -40,7 +40,7 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
     if cluster:
         started = laid_out(started, cluster)
     target = started.target
-    near = neighbours(target.model.params, target.data.tokens)
+    near = neighbours(target.model.params_active, target.data.tokens)
     compared = _compared(target, near)
     if near.close:
         moved = [one.what for one in compared if one.outside and not one.what.startswith("init")]

@@ -9,7 +9,10 @@ from pydantic import Field, model_validator
 
 from leaven.recipe.base import Part
 
-Count = Annotated[int, Field(gt=0)]
+# A run of 10^18 tokens is longer than any by five orders of magnitude, and its tokens times 8 bytes fit 64 bits.
+MOST_TOKENS = 10**18
+MOST_INCREMENTS = 10_000  # of a ramp; each is an entry in the schedule of batch sizes
+Count = Annotated[int, Field(gt=0, le=MOST_TOKENS)]
 # Hyperparameters while the batch is smaller than the full batch. fixed: they stay as for the full batch; scaled: the
 # scaling rule computes them for the smaller batch.
 RampRule = Literal["fixed", "scaled"]
@@ -30,7 +33,7 @@ class Ramp(Part):
 class BatchStage(Part):
     """A batch size, and the number of consumed tokens at which the run changes to this size."""
 
-    from_tokens: int = Field(ge=0)  # tokens consumed before this stage
+    from_tokens: int = Field(ge=0, le=MOST_TOKENS)  # tokens consumed before this stage
     tokens: Count  # batch size in tokens
 
 
@@ -62,6 +65,10 @@ class Batch(Part):
                 raise ValueError(
                     f"the ramp grows by {climb:,} tokens, which is not a whole number of increments of "
                     f"{self.ramp.increment_tokens:,}; choose increment_tokens so that it divides {climb:,}"
+                )
+            if (increments := climb // self.ramp.increment_tokens) > MOST_INCREMENTS:
+                raise ValueError(
+                    f"the ramp has {increments:,} increments, more than {MOST_INCREMENTS:,}; raise increment_tokens"
                 )
         if self.stages:
             starts = [stage.from_tokens for stage in self.stages]

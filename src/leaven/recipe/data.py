@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer, model_validator
 
 from leaven.recipe.base import Part
+from leaven.recipe.batch import Count
 
 STDLIB_TOKENS = 3_000_000
 """Approximate tokens of python-stdlib: 10.7 MB, 2.86 M tokens with a vocabulary of 4,096 (docs/log.md)."""
@@ -38,7 +39,7 @@ def _form(source: Any) -> str:
     return "tag:several" if isinstance(source, list | tuple) else "tag:one"
 
 
-_Several = Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
+_Several = Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1, max_length=1_000)]
 
 
 class Data(_Sparse):
@@ -53,8 +54,9 @@ class Data(_Sparse):
     tokenizer: str = "bpe"
     # Id of the token that ends documents in sources of token ids; None: the tokenizer's, or unknown.
     end_of_text: int | None = Field(default=None, ge=0)
-    tokens: int = Field(gt=0)  # number of tokens to train on; if the text has fewer, it is repeated
-    seed: int = Field(default=0, ge=0)  # seed of the initialisation, the order of the data and the masks of dropout
+    tokens: Count  # number of tokens to train on; if the text has fewer, it is repeated
+    # Seed of the initialisation, the order of the data and the masks of dropout.
+    seed: int = Field(default=0, ge=0, lt=2**63)
     # packed: documents are concatenated, and each token sees all earlier tokens of its sequence;
     # isolated: attention, positions and loss do not cross the end of a document.
     documents: Literal["packed", "isolated"] = "packed"

@@ -18,6 +18,12 @@ from leaven.recipe.units import parse_quantity
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
+LONGEST = 10_000_000  # characters of a recipe; the longest ones have 10,000
+MOST_DOTS = 10_000  # in a line
+DEEPEST = 20  # tables and arrays in one another; recipes have 4
+LARGEST_INTEGER = 2**63 - 1  # of TOML, and of torch
+SMALLEST_FLOAT, LARGEST_FLOAT = 1e-40, 1e30  # others overflow where they are squared or divided by
+
 
 def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
     """Return the recipe in a TOML file, with ``a.b=value`` overrides applied before validation.
@@ -31,7 +37,8 @@ def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
 
 def read_text(path: Path | str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+        text = storage.read(path).decode("utf-8-sig")  # some editors begin a file with a byte order mark
+        return text.replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -52,9 +59,15 @@ def parse_recipe(text: str, origin: str, overrides: Iterable[str] = ()) -> Recip
 
 def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """Return a TOML text as nested dicts, with ``a.b=value`` overrides."""
+    if len(text) > LONGEST:
+        raise InputError(
+            f"{origin}: {len(text):,} characters, more than the {LONGEST:,} of any recipe; give a recipe file"
+        )
+    if any(line.count(".") > MOST_DOTS for line in text.split("\n")):  # tomllib takes minutes for such a key
+        raise InputError(f"{origin}: a line has more than {MOST_DOTS:,} dots; give a recipe file")
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of a number with too many digits, or of deep arrays
         raise InputError(f"{origin}: not TOML: {error}") from None
     for override in overrides:
         path, separator, value = override.partition("=")
@@ -63,7 +76,38 @@ def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[st
         _override(document, path.strip(), value.strip())
         if isinstance(why := document.get("why"), dict):
             why.pop(path.strip(), None)  # the reason belongs to the value that was replaced
+    _require_plain(document, origin)
     return document
+
+
+def _require_plain(document: dict[str, Any], origin: str) -> None:
+    """Raise InputError for values that are TOML and that no recipe has: very deep tables, numbers that overflow, and
+    strings with a NUL, which ends a string in the file system."""
+    waiting: list[tuple[str, Any, int]] = [("", document, 0)]
+    while waiting:
+        path, value, depth = waiting.pop()
+        if depth > DEEPEST:
+            raise InputError(f"{origin}: {path}: more than {DEEPEST} tables or arrays in one another")
+        if isinstance(value, dict):
+            waiting += [(f"{path}.{key}".lstrip("."), inner, depth + 1) for key, inner in value.items()]
+        elif isinstance(value, list):
+            waiting += [(path, inner, depth + 1) for inner in value]
+        elif isinstance(value, str) and "\0" in value:
+            raise InputError(f"{origin}: {_place(path.split('.'))}: the text contains a NUL; remove it")
+        elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+            raise InputError(f"{origin}: {_place(path.split('.'))}: an integer above 2^63 - 1; give a smaller number")
+        elif isinstance(value, float) and math.isfinite(value) and not _usual(value):
+            limits = f"give 0, or a number from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}"
+            raise InputError(f"{origin}: {_place(path.split('.'))}: {value:g} is no value of a recipe; {limits}")
+
+
+def _usual(value: float) -> bool:
+    return value == 0 or SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT
+
+
+def _place(keys: list[str]) -> str:
+    """Return the place of a key as messages name it, for example ``[model] d_ff``."""
+    return f"[{'.'.join(keys[:-1])}] {keys[-1]}" if len(keys) > 1 else keys[0]
 
 
 def validated(kind: type[Kind], document: dict[str, Any], origin: str) -> Kind:
@@ -80,7 +124,9 @@ def _override(document: dict[str, Any], path: str, text: str) -> None:
         return
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except RecursionError:
+        raise InputError(f"--set {path}: more than {DEEPEST} tables or arrays in one another") from None
+    except ValueError:
         # Not a TOML value, so a quantity (7B) or a bare word (cosine).
         try:
             value = parse_quantity(text)
@@ -113,7 +159,7 @@ def explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     if not keys:
         return message
-    where = f"[{'.'.join(keys[:-1])}] {keys[-1]}" if len(keys) > 1 else keys[0]
+    where = _place(keys)
     match fault["type"]:
         case "extra_forbidden":
             return f"{where}: no such key; {_suggestion(keys, kind)}"

@@ -1,7 +1,7 @@
 """The layout of a run: how training is parallelised over ranks. A different layout changes only the last bits of the
 loss."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,19 +11,23 @@ Recompute = Literal["none", "selective", "full"]
 Pipeline = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
+# More ranks than any cluster has accelerators; searching for layouts of so many still ends.
+Degree = Annotated[int, Field(gt=0, le=2**24)]
+
+
 class Layout(Part):
     """The parallelism of a run over dp x cp x tp x pp ranks, and its options to save memory or time."""
 
-    dp: int = Field(default=1, gt=0)  # data-parallel degree
-    tp: int = Field(default=1, gt=0)  # tensor-parallel degree
-    pp: int = Field(default=1, gt=0)  # pipeline-parallel degree
-    cp: int = Field(default=1, gt=0)  # context-parallel degree; for ``leaven plan`` and exports, not for training
-    ep: int = Field(default=1, gt=0)  # expert-parallel degree: the dp x cp ranks that share the experts of a layer
+    dp: Degree = 1  # data-parallel degree
+    tp: Degree = 1  # tensor-parallel degree
+    pp: Degree = 1  # pipeline-parallel degree
+    cp: Degree = 1  # context-parallel degree; for ``leaven plan`` and exports, not for training
+    ep: Degree = 1  # expert-parallel degree: the dp x cp ranks that share the experts of a layer
     zero: int = Field(default=0, ge=0, le=3)  # ZeRO stage
     # Number of replicas (HSDP); ZeRO shards each replica over dp / dp_replicate ranks.
-    dp_replicate: int = Field(default=1, gt=0)
+    dp_replicate: Degree = 1
     schedule: Pipeline = "1f1b"
-    stages_per_rank: int = Field(default=1, gt=0)  # pipeline stages on each rank
+    stages_per_rank: Degree = 1  # pipeline stages on each rank
     recompute: Recompute = "none"  # activation checkpointing: which activations the backward pass recomputes
     compile: bool = False  # torch.compile for each block: costs a minute, speeds up steps, changes the last bits
     timeout_seconds: int = Field(default=600, gt=0)  # the run ends if a process does not answer for this long

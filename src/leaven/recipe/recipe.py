@@ -9,13 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
 from leaven.recipe.base import Part
-from leaven.recipe.batch import Batch, BatchSchedule
+from leaven.recipe.batch import Batch, BatchSchedule, Count
 from leaven.recipe.data import Data
 from leaven.recipe.hyperparameters import Hyperparameters
 from leaven.recipe.init_std import require_one_rule
 from leaven.recipe.layout import Layout
 from leaven.recipe.schedule import Schedule
-from leaven.recipe.shape import ModelShape
+from leaven.recipe.shape import Depth, ModelShape, Width
 
 RuleName = Literal["standard", "mup", "completep", "complete-d-p"]
 BATCH_RULES = ("complete-d-p",)
@@ -41,13 +41,13 @@ class Start(Part):
 class Base(Part):
     """The base: the model size, batch and run length for which the recipe's hyperparameters are written."""
 
-    width: int = Field(gt=0)  # d_model
-    depth: int = Field(gt=0)  # n_layers
-    batch_tokens: int = Field(gt=0)
-    tokens: int = Field(gt=0)  # training tokens
-    d_ff: int | None = Field(default=None, gt=0)  # None: d_ff / d_model is that of the recipe's model
-    d_head: int | None = Field(default=None, gt=0)  # None: d_head of the recipe's model
-    n_kv_heads: int | None = Field(default=None, gt=0)  # None: n_heads / n_kv_heads is that of the recipe's model
+    width: Width  # d_model
+    depth: Depth  # n_layers
+    batch_tokens: Count
+    tokens: Count  # training tokens
+    d_ff: Width | None = None  # None: d_ff / d_model is that of the recipe's model
+    d_head: Width | None = None  # None: d_head of the recipe's model
+    n_kv_heads: Width | None = None  # None: n_heads / n_kv_heads is that of the recipe's model
 
 
 class Scaling(Part):

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -84,18 +84,24 @@ class Parameter:
         return math.prod(self.shape)
 
 
+# Bounds on sizes, ten times or more what any published model has. Beyond them a list of parameters takes minutes, a
+# tokenizer's training aborts the process, and sizes overflow 64 bits.
+Depth = Annotated[int, Field(gt=0, le=2_000)]
+Width = Annotated[int, Field(gt=0, le=2**22)]
+
+
 class ModelShape(Part):
     """The shape of a decoder-only transformer: its sizes and architecture options."""
 
-    n_layers: int = Field(gt=0, le=2_000)
-    d_model: int = Field(gt=0)
-    n_heads: int = Field(gt=0)
-    n_kv_heads: int = Field(gt=0)
-    d_head: int = Field(gt=0)
-    d_attention: int | None = Field(default=None, gt=0)  # n_heads x d_head, if not d_model (most Qwen3 models)
-    d_ff: int = Field(gt=0)
-    vocab_size: int = Field(gt=1)
-    seq_len: int = Field(gt=0)
+    n_layers: Depth
+    d_model: Width
+    n_heads: Width
+    n_kv_heads: Width
+    d_head: Width
+    d_attention: Width | None = None  # n_heads x d_head, if not d_model (most Qwen3 models)
+    d_ff: Width
+    vocab_size: int = Field(gt=1, le=2**22)
+    seq_len: int = Field(gt=0, le=2**30)
     norm: Norm = "rmsnorm"
     norm_eps: float = Field(default=1e-6, gt=0)
     activation: Activation = "swiglu"
@@ -149,7 +155,7 @@ class ModelShape(Part):
             divisors = [k for k in range(1, self.n_heads + 1) if self.n_heads % k == 0]
             raise ValueError(
                 f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}; set n_kv_heads to "
-                f"{' or '.join(map(str, divisors))}"
+                f"{' or '.join(map(str, divisors[:12]))}{' or another divisor' if len(divisors) > 12 else ''}"
             )
         if self.qk_norm_per_head and not self.qk_norm:
             raise ValueError("qk_norm_per_head needs qk_norm; set qk_norm = true")

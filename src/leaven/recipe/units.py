@@ -21,8 +21,12 @@ def parse_quantity(text: str) -> int:
     digits, exponent, suffix = match.groups()
     # Decimal arithmetic on the digits: float("0.58") * 1e9 would not be a whole number.
     whole, _, fraction = digits.replace("_", "").replace(",", "").partition(".")
+    if max(len(digits), len(exponent or "")) > 100:
+        raise InputError(f"{text[:20]!r}... is too long; give a number with fewer digits")
     power = int(exponent or 0) - len(fraction)
     value = int((whole or "0") + fraction) * _SUFFIXES[suffix.upper()]
+    if power < -200:
+        raise InputError(f"{text!r} is not a whole number")
     if power > 30:
         raise InputError(f"{text!r} is too large; give a number below 1e30")
     if power >= 0:

@@ -64,8 +64,8 @@ def _nearest(found: Sequence[ModuleStart]) -> list[dict[str, Any]]:
 
 
 def matrices(table: ParameterTable) -> Iterator[ParameterRow]:
-    """Yield the table rows of the parameters with random initial values: all parameters except gains and biases."""
-    return (row for row in table.rows if len(row.shape) == 2 and not row.init_mean)
+    """Yield the table rows of the parameters with random initial values: all except gains and biases."""
+    return (row for row in table.rows if row.role.is_matrix)
 
 
 def describe(

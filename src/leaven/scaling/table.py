@@ -98,7 +98,7 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
     shared = factors(rule, Role.HIDDEN_WEIGHT, rows[0].ratios, recipe.scaling)
     losses = (0.0, 0.0)
     if model.experts:
-        balance = model.experts.balance_loss if model.experts.balance == "loss" else 0.0
+        balance = model.experts.balance_loss if model.experts.balanced_by_loss else 0.0
         losses = (balance * shared.residual, model.experts.router_z_loss * shared.residual)
     return ParameterTable(
         rule,

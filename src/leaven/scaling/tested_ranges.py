@@ -123,10 +123,12 @@ def _critical_batch(recipe: Recipe) -> Iterator[CautionRow]:
 
 def _tokens_per_parameter(recipe: Recipe) -> Iterator[CautionRow]:
     base, shape = recipe.base, recipe.base_shape
-    before, after = base.tokens / shape.params, recipe.data.tokens / recipe.model.params
+    before, after = base.tokens / shape.params_active, recipe.data.tokens / recipe.model.params_active
     factor, far = after / before, TOKENS_PER_PARAMETER_FACTOR
     if not 1 / far <= factor <= far:
-        decay = power_lines_tau(shape.params, base.tokens) / power_lines_tau(recipe.model.params, recipe.data.tokens)
+        decay = power_lines_tau(shape.params_active, base.tokens) / power_lines_tau(
+            recipe.model.params_active, recipe.data.tokens
+        )
         limit = before * (far if factor > 1 else 1 / far)
         yield _caution("tokens per parameter", after, limit, before=before, factor=factor, decay=decay)
 

@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from leaven import storage
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
@@ -34,7 +35,7 @@ from leaven.storage import place_folder, sync_file
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
 from leaven.training.loop import Callback
 from leaven.training.rewind import Rewind, undone
-from leaven.training.run_folder import checkpoints, tokens_of
+from leaven.training.run_folder import checkpoint_name, checkpoints, tokens_of
 
 if TYPE_CHECKING:
     from leaven.training.metrics import Step
@@ -44,8 +45,10 @@ if TYPE_CHECKING:
 FORMAT, FORMAT_OF_MANY = 2, 3
 """The format number in ``state.json`` if one process wrote the checkpoint, and if several processes wrote it. The
 second format also lists the parts of each tensor."""
+WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # of documents that are not as they were written
 _KINDS = ("model", "optimizer")
 UNFINISHED = ".tokens-*.tmp"
+TEXT = "text"  # key of the state of a run's checkpoint: the fingerprint of the text
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def write_checkpoint(
         NotSaved: if a process cannot write or does not answer, or the parts do not form whole tensors.
     """
     exchange = exchange or Exchange()
-    final = folder / f"tokens-{checkpoint.progress.tokens:015d}"
+    final = folder / checkpoint_name(checkpoint.progress.tokens)
     temporary = folder / f".{final.name}.{exchange.name}.tmp"
     mine: dict[str, Any]
     try:
@@ -210,7 +213,7 @@ def read_checkpoint(
             continue
         try:
             found, unreadable = _read(candidate, group), None
-        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, SafetensorError):
+        except (FileNotFoundError, NotADirectoryError, SafetensorError, *WRONG_TYPES):
             found, unreadable = None, None
         except OSError as error:
             found, unreadable = None, error.strerror or str(error)
@@ -226,9 +229,13 @@ def read_checkpoint(
 
 
 def _read(folder: Path, group: ProcessGroup) -> Checkpoint:
-    state = json.loads((folder / "state.json").read_bytes())
+    state = storage.json_object(storage.read(folder / "state.json"))
+    if state is None:
+        raise ValueError(f"{folder / 'state.json'} is not a JSON object")
     if state.pop("blake2b") != _digest_of(state):
         raise ValueError(f"{folder / 'state.json'} is damaged")
+    if state["tokens"] != tokens_of(folder):
+        raise ValueError(f"{folder} is a copy of the checkpoint {checkpoint_name(state['tokens'])}")
     for name in sorted(state["files"])[group.rank :: group.size]:
         if _fingerprint(folder / name) != state["files"][name]:
             raise ValueError(f"{folder / name} is damaged")
@@ -407,6 +414,7 @@ class Checkpoints(Callback):
         self.log_outcome(wait=True)
         training = self.training
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
+        state[TEXT] = self.trainer.tokens.fingerprint
         self._manager.save(training.checkpoint(state), self.trainer.spikes.good_tokens)
         self._saved_step = training.progress.step
 

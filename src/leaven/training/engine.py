@@ -20,7 +20,7 @@ from leaven.distributed.pipeline import MicroBatch
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.distributed.sharded_model import ShardedModel
 from leaven.errors import InputError
-from leaven.interop.weights import require_start, start_from
+from leaven.interop.weights import require_start, router_biases, start_from
 from leaven.model.initialisation import name_seed
 from leaven.model.kernels import widened
 from leaven.model.loss import IGNORED, isolated
@@ -96,6 +96,8 @@ class Training:
         self.loss_scale = LossScale.build(self.device) if recipe.precision.compute == "fp16" else None
         self.noise = NoiseScale.build(recipe.stability.noise_scale_every_tokens, self.sharded)
         self.load_balance = LoadBalance.build(recipe.model, self.sharded)
+        if recipe.start.folder is not None and self.load_balance is not None and self.load_balance.bias_step:
+            self.load_balance.bias_LE.copy_(router_biases(recipe.model, recipe.start.folder))
         stateful = (self.clipper, self.loss_scale, self.noise, self.load_balance)
         self._stateful = [part for part in stateful if part is not None]
         self.average = WeightAverage(self.sharded) if recipe.average else None

@@ -44,8 +44,8 @@ class LoadedRun:
     tokens: int  # number of tokens trained up to the checkpoint
     damaged: tuple[str, ...]  # names of newer checkpoints that are damaged
     averaged: bool = False  # whether ``weights`` are the averaged weights
-    # The biases with which the routers choose experts, (layers, experts); only with experts.balance = "bias". They
-    # are those of the last step, also beside averaged weights.
+    # The biases with which the routers choose experts, (layers, experts); only if experts are balanced by biases.
+    # They are those of the last step, also beside averaged weights.
     router_bias_LE: Tensor | None = None
 
     @cached_property
@@ -116,6 +116,8 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
             why = f"no whole checkpoint: {', '.join(names)} {'is' if len(names) == 1 else 'are'} damaged"
         elif there:
             why = f"no checkpoint at {tokens:,} tokens; there are {there}"
+        elif trained := folder.trained():
+            why = f"no checkpoint, but {trained}; bring back {folder.checkpoints} (is its disk mounted?)"
         else:
             why = "no checkpoint yet; leaven train writes one at the start of a run"
         raise InputError(f"{run}: {why}")
@@ -225,6 +227,7 @@ def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: st
         run.weights,
         tokenizer=read_text(run.folder.tokenizer_file),
         end_of_text=(str(run.tokenizer.id_to_token(run.end_of_text)), run.end_of_text),
+        router_bias_LE=run.router_bias_LE,
         card=card,
         dtype=dtype,
     )

@@ -33,7 +33,7 @@ class LoadBalance:
         experts = shape.experts
         if experts is None:
             return None
-        step = experts.bias_step if experts.balance == "bias" else 0.0
+        step = experts.bias_step if experts.balanced_by_bias else 0.0
         balance = cls(model, step, torch.zeros(shape.n_layers, experts.number, device=model.device))
         if step:
             for layer, mixture in model.mixtures.items():
@@ -47,8 +47,9 @@ class LoadBalance:
         The balance loss is the mean over layers, without its coefficient, times the number of targets of the step; it
         is this number of targets if the load is even.
         """
-        tally = torch.zeros(len(self.bias_LE), self.bias_LE.shape[1] + 1, dtype=wide(self.model.device))
-        tally = self.model.total_tally(tally.to(self.model.device))
+        layers, experts = self.bias_LE.shape
+        device = self.model.device
+        tally = self.model.total_tally(torch.zeros(layers, experts + 1, dtype=wide(device), device=device))
         load_LE, balance_L = tally[:, :-1], tally[:, -1]
         mean_L = load_LE.mean(1)
         with_experts = mean_L > 0

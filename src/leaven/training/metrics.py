@@ -25,6 +25,7 @@ from leaven.scaling.table import ParameterTable
 from leaven.training.checkpoint import Progress
 from leaven.training.device import Peak, peak_memory, time_fixed_work
 from leaven.training.loop import Callback, StepResult
+from leaven.training.run_folder import MetricsDigest
 
 if TYPE_CHECKING:
     from leaven.training.trainer import RunTrainer
@@ -162,6 +163,7 @@ class Telemetry:
         return event
 
 
+METRICS = "metrics"  # key of the state of the log: which lines metrics.jsonl has
 WRITERS = ("tensorboard", "wandb", "trackio")
 
 
@@ -211,10 +213,16 @@ class StepLog(Callback):
         scalars = {f"validation/{key}": value for key, value in values.items() if value is not None}
         self._write(self.training.progress.step, self.training.tokens, scalars)
 
+    def state(self) -> dict[str, Any]:
+        return {METRICS: asdict(self.trainer.run.metrics_digest())}
+
     def restore(self, state: Mapping[str, Any]) -> None:
         run, training = self.trainer.run, self.training
         self.batch_tokens = training.next_batch_tokens
-        run.truncate_metrics(training.progress.step)
+        written = state.get(METRICS)
+        changed = run.truncate_metrics(training.progress.step, MetricsDigest(**written) if written else None)
+        if changed is not None:
+            self.trainer.event("file_changed", file="metrics.jsonl", why=changed)
         self.close()
         for name in self._names:
             with self._lost_if_it_fails(name):

@@ -17,9 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 
-from leaven import __version__
+from leaven import __version__, storage
 from leaven.data.shards import ShardedTokens, Shards
 from leaven.data.tokens import TokenSet
 from leaven.errors import InputError
@@ -179,9 +178,9 @@ def _rows(run: RunFolder) -> list[CalibrationRecord]:
     try:
         return [
             CalibrationRecord.model_validate_json(json.dumps(row))
-            for row in json.loads(run.plan_file.read_bytes())["rows"]
+            for row in json.loads(storage.read(run.plan_file))["rows"]
         ]
-    except (OSError, ValueError, TypeError, KeyError, ValidationError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # a ValidationError is a ValueError
         return []
 
 

@@ -1,12 +1,17 @@
 """Reads and writes the folder of a run: recipe, metrics (one line per step), events and checkpoints. This module does
 not import torch."""
 
+import json
+import math
 import os
+import re
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from fnmatch import fnmatch
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,8 @@ from leaven.recipe.files import finite, read_recipe, read_text, write_recipe
 from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
 
 LOCK = ".lock"
+MOST_RANGES = 3  # ranges of missing steps that a message lists
+_CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
 
 # The values that --rewind-to may change, because every step reads them from the recipe. Other keys define the model,
@@ -45,13 +52,26 @@ def locked_folder(folder: Path, kind: str) -> Iterator[None]:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the paths of the checkpoints in a folder, fewest tokens first. Damaged checkpoints are included until
-    they are found and renamed."""
-    return sorted(folder.glob("tokens-*"))  # damaged ones that were found are named damaged-tokens-*
+    they are found and renamed to ``damaged-NAME``. Other names, such as those of a user's copies, are ignored."""
+    return sorted((path for path in folder.glob("tokens-*") if _CHECKPOINT.fullmatch(path.name)), key=tokens_of)
+
+
+def checkpoint_name(tokens: int) -> str:
+    """Return the name of the folder of the checkpoint at this number of trained tokens."""
+    return f"tokens-{tokens:015d}"
 
 
 def tokens_of(path: Path) -> int:
     """Return the number of tokens trained at a checkpoint, read from the name of its folder."""
-    return int(path.name.rpartition("-")[2])
+    return int(path.name.removeprefix("tokens-"))
+
+
+@dataclass(frozen=True)
+class MetricsDigest:
+    """Identifies the lines of metrics.jsonl up to a checkpoint."""
+
+    lines: int  # number of lines
+    blake2b: str  # digest of the lines
 
 
 class RunFolder:
@@ -73,7 +93,8 @@ class RunFolder:
         self.unwritten: str | None = None
         self._metrics = path / "metrics.jsonl"
         self._events = path / "events.jsonl"
-        self._waiting: deque[tuple[Path, dict[str, Any]]] = deque()
+        self._waiting: deque[tuple[Path, bytes]] = deque()
+        self._lines, self._digest = 0, _digest(())  # number and digest of the lines of metrics.jsonl
 
     def recipe(self) -> Recipe:
         """Return the run's current recipe. It is correct even if the process was killed after a manual rewind was
@@ -104,10 +125,36 @@ class RunFolder:
                 f"run folder {self.path} holds a run of another recipe: {describe_changes(changes)}; "
                 f"use another --run{or_back}"
             )
+        if not checkpoints(self.checkpoints) and self.finish() is None and (trained := self.trained()):
+            raise InputError(
+                f"run folder {self.path} has no checkpoints, but {trained}; bring back {self.checkpoints} "
+                "(is its disk mounted?), or start again with another --run"
+            )
 
-    def check_text(self, fingerprint: str) -> None:
-        """Raise InputError if the run has begun on a text with another fingerprint."""
-        before = next((event["text"] for event in self.events() if "text" in event), fingerprint)
+    def trained(self) -> str | None:
+        """Return what says that the run has saved a checkpoint, or None if it may not have. A run that is killed in
+        its first steps may have metrics, but neither a checkpoint nor an event that says so."""
+        events = self.events()
+        saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]
+        if saved:
+            return f"{self._events.name} says that it has trained {saved[-1]:,} tokens"
+        lines = [] if events else self.metrics()
+        return f"{self._metrics.name} says that it has trained {lines[-1]['step']:,} steps" if lines else None
+
+    def newest_saved(self) -> int | None:
+        """Return the number of trained tokens at the newest checkpoint according to events.jsonl. Return None if no
+        checkpoint was saved, or none since the last rewind."""
+        for event in reversed(self.events()):
+            if event["event"] in RETURNS:
+                break
+            if (tokens := _saved_tokens(event)) is not None:
+                return tokens
+        return None
+
+    def check_text(self, fingerprint: str, saved: str | None = None) -> None:
+        """Raise InputError if the run has begun on a text with another fingerprint. ``saved`` is the fingerprint in a
+        checkpoint of the run, for an events.jsonl that has lost it."""
+        before = next((event["text"] for event in self.events() if "text" in event), saved or fingerprint)
         if before != fingerprint:
             raise InputError(
                 f"the run in {self.path} was trained on other text: the files of [data] source or the tokenizer have "
@@ -143,37 +190,57 @@ class RunFolder:
         if self.writes and not self.tokenizer_file.exists():
             storage.write_text(self.tokenizer_file, read_text(path))
 
-    def truncate_metrics(self, step: int) -> None:
+    def truncate_metrics(self, step: int, written: MetricsDigest | None = None) -> str | None:
         """Remove the lines of metrics.jsonl for steps after ``step``, because these steps will be repeated. Remove an
-        incomplete last line, too. The file is truncated in place, which works even on a full disk."""
-        self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != self._metrics)
-        if not self.writes or not self._metrics.exists():
-            return
-        end, kept = 0, 0
-        for line in self._metrics.read_bytes().splitlines(keepends=True):
-            end += len(line)
-            found = storage.json_object(line) or {}
-            if found.get("step", 0) > step:
-                break
-            if "step" in found and line.endswith(b"\n"):
-                kept = end
-        os.truncate(self._metrics, kept)
+        incomplete last line, too. The file is truncated in place, which works even on a full disk.
+
+        ``written`` is the :meth:`metrics_digest` at this step. If the remaining lines are not the lines that were
+        written until then, return a sentence that says how they differ, else None.
+        """
+        waiting = [line for path, line in self._waiting if path == self._metrics]
+        self._waiting = deque((path, line) for path, line in self._waiting if path != self._metrics)
+        if not self.writes:
+            return None
+        content = self._metrics.read_bytes() if self._metrics.exists() else b""
+        on_disk = content.split(b"\n")[:-1]
+        lines = [*(line + b"\n" for line in on_disk), *waiting]
+        kept, difference = _kept_metrics(lines, step, written)
+        size = sum(map(len, lines[: min(kept, len(on_disk))]))
+        if size < len(content):
+            os.truncate(self._metrics, size)
+        self._waiting.extend((self._metrics, line) for line in lines[len(on_disk) : kept])
+        self._lines, self._digest = kept, _digest(lines[:kept])
+        return difference
+
+    def metrics_digest(self) -> MetricsDigest:
+        """Return the number and the digest of all lines of metrics.jsonl, also of those that are still in memory."""
+        return MetricsDigest(self._lines, self._digest.hexdigest())
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl in order of steps. If a step was repeated, return only its last line."""
         return self.read_metrics().documents
 
     def read_metrics(self) -> storage.JsonLines:
-        """Return the lines of :meth:`metrics`, and the numbers of the lines of metrics.jsonl that are damaged."""
+        """Return the lines of :meth:`metrics`, and the numbers of the lines of metrics.jsonl that are damaged. A line
+        is damaged, too, if its step does not lie between the steps around it."""
         read = _read(self._metrics)
-        lines: list[dict[str, Any]] = []
-        for line in read.documents:
-            if "step" not in line:
+        numbered = [
+            (number, line)
+            for number, line in zip(read.numbers, read.documents, strict=True)
+            if isinstance(line.get("step"), int)
+        ]
+        steps = [line["step"] for _, line in numbered]
+        lines: list[tuple[int, dict[str, Any]]] = []
+        damaged = list(read.damaged)
+        for (number, line), following in zip(numbered, [*steps[1:], math.inf], strict=False):
+            before = lines[-1][1]["step"] if lines else -math.inf
+            if before < following and not before < line["step"] < following:
+                damaged.append(number)
                 continue
-            while lines and lines[-1]["step"] >= line["step"]:
+            while lines and lines[-1][1]["step"] >= line["step"]:
                 lines.pop()
-            lines.append(line)
-        return storage.JsonLines(lines, read.damaged)
+            lines.append((number, line))
+        return storage.JsonLines([line for _, line in lines], sorted(damaged), [number for number, _ in lines])
 
     def events(self) -> list[dict[str, Any]]:
         """Return the lines of events.jsonl."""
@@ -201,11 +268,14 @@ class RunFolder:
 
     def record(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl. Numbers that are not finite are written as null."""
-        self._append(self._metrics, line)
+        written = _json_line(line)
+        self._lines += 1
+        self._digest.update(written)
+        self._append(self._metrics, written)
 
     def event(self, event: str, **values: Any) -> None:
         """Append a line to events.jsonl, with the time in seconds since 1970."""
-        self._append(self._events, {"event": event, **values, "time": round(time.time(), 3)})
+        self._append(self._events, _json_line({"event": event, **values, "time": round(time.time(), 3)}))
         if self.writes and event in RETURNS and self.unwritten is None:
             with suppress(OSError):
                 storage.sync_file(self._events)  # before the run rolls back
@@ -223,17 +293,17 @@ class RunFolder:
                 "make room and run the same command again"
             )
 
-    def _append(self, path: Path, line: dict[str, Any]) -> None:
+    def _append(self, path: Path, line: bytes) -> None:
         if not self.writes:
             return
-        self._waiting.append((path, finite(line)))
+        self._waiting.append((path, line))
         self._write()
 
     def _write(self) -> None:
         while self._waiting:
             path, line = self._waiting[0]
             try:
-                storage.append_json(path, line)
+                storage.append(path, line)
             except OSError as error:
                 self.unwritten = error.strerror or str(error)
                 return
@@ -241,8 +311,58 @@ class RunFolder:
         self.unwritten = None
 
 
+def _saved_tokens(event: dict[str, Any]) -> int | None:
+    """Return the number of trained tokens at a checkpoint, if the event says that there was one."""
+    tokens = event.get("tokens") if event["event"] in ("checkpoint", "resume") else None
+    return tokens if isinstance(tokens, int) else None
+
+
+def _json_line(document: dict[str, Any]) -> bytes:
+    return json.dumps(finite(document)).encode() + b"\n"
+
+
+def _digest(lines: Iterable[bytes]) -> "blake2b":
+    digest = blake2b(digest_size=16)
+    for line in lines:
+        digest.update(line)
+    return digest
+
+
+def _kept_metrics(lines: Sequence[bytes], step: int, written: MetricsDigest | None) -> tuple[int, str | None]:
+    """Return how many lines of metrics.jsonl belong to the steps up to ``step``, and how they differ from those that
+    were ``written``: a sentence, or None if they do not differ."""
+    if written is not None and _digest(lines[: written.lines]).hexdigest() == written.blake2b:
+        return written.lines, None
+    documents = [storage.json_object(line) or {} for line in lines]
+    steps = [each["step"] if isinstance(each.get("step"), int) else None for each in documents]
+    # Cut where the fewest lines contradict the cut, so that a line whose step is damaged does not remove other lines.
+    contradictions = [sum(found is not None and found <= step for found in steps)]
+    for found in steps:
+        contradictions.append(contradictions[-1] + (0 if found is None else 1 if found > step else -1))
+    kept = min(range(len(lines) + 1), key=lambda cut: (contradictions[cut], cut != step, cut))
+    missing = sorted(set(range(1, step + 1)).difference(steps[:kept]))
+    if missing:
+        return kept, f"{_ranges(missing)} missing"
+    return kept, None if written is None else f"its values up to step {step:,} have been changed"
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Return ascending step numbers in words, such as "steps 3 to 5 and 9 are"."""
+    ranges: list[list[int]] = []
+    for step in steps:
+        if ranges and ranges[-1][-1] == step - 1:
+            ranges[-1][1:] = [step]
+        else:
+            ranges.append([step])
+    parts = [" to ".join(f"{step:,}" for step in each) for each in ranges[:MOST_RANGES]]
+    if len(ranges) > MOST_RANGES:
+        parts.append(f"{len(steps) - sum(each[-1] - each[0] + 1 for each in ranges[:MOST_RANGES]):,} others")
+    listed = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
+    return f"step {listed} is" if len(steps) == 1 else f"steps {listed} are"
+
+
 def _documents(path: Path, key: str) -> list[dict[str, Any]]:
-    return [document for document in _read(path).documents if key in document]
+    return [document for document in _read(path).documents if isinstance(document.get(key), str)]
 
 
 def _read(path: Path) -> storage.JsonLines:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from leaven import storage
 from leaven.errors import InputError
 
 _BLOCK, _HEADER = 32768, 7  # bytes of a block and of a record's header in a W&B file
@@ -33,7 +34,7 @@ def wandb_rows(file: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
     Raises:
         InputError: if the file is damaged.
     """
-    for record in log_records(file.read_bytes(), str(file)):
+    for record in log_records(storage.read(file), str(file)):
         for field, history in _fields(record):
             if field == 2 and isinstance(history, bytes):  # Record.history
                 row = dict(

@@ -59,7 +59,7 @@ from leaven.documents.runs import TrainDocument
 from leaven.errors import InputError, Settled, out_of_memory
 from leaven.planning.flops import utilisation
 from leaven.recipe.recipe import Difference, Recipe, rearrangement
-from leaven.training.checkpoint import Checkpoint, Checkpoints, Progress, read_checkpoint
+from leaven.training.checkpoint import TEXT, Checkpoint, Checkpoints, Progress, read_checkpoint
 from leaven.training.device import (
     default_device,
     device_peak,
@@ -80,7 +80,7 @@ from leaven.training.micro_batch import (
 )
 from leaven.training.profiling import RunProfile
 from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
-from leaven.training.run_folder import RunFolder, checkpoints, recorded_changes, tokens_of
+from leaven.training.run_folder import RunFolder, checkpoint_name, checkpoints, recorded_changes, tokens_of
 from leaven.training.spikes import SpikeGuard
 
 if TYPE_CHECKING:
@@ -205,15 +205,21 @@ class RunTrainer:
     def start(self, **about: Any) -> None:
         """Restore the newest checkpoint, or start a new run. Log this as an event that contains the values ``about``.
         A new run saves a checkpoint before its first step, so that it can always roll back."""
-        rewinds = rewinds_of(self.run)
+        rewinds, saved, begun = rewinds_of(self.run), self.run.newest_saved(), bool(self.run.events())
         found = self._newest(rewinds)
+        if found is not None:
+            self.run.check_text(self.tokens.fingerprint, found.state.get(TEXT))
+        missing = None if saved is None or found is None or saved <= found.progress.tokens else checkpoint_name(saved)
         self._restore(found, rewinds)
+        if found is not None and not begun:
+            self.event("file_changed", file="events.jsonl", why="its lines are missing")
         self.event(
             "start" if found is None else "resume",
             device=str(self.training.device),
             text=self.tokens.fingerprint,
             epochs=self.tokens.epochs(self.training.recipe.data.tokens),
             damaged_checkpoints=[path.name for path in self.damaged],
+            missing_checkpoint=missing if missing not in {path.name for path in self.damaged} else None,
             **self.log.batch(),
             **about,
         )

@@ -24,8 +24,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from pydantic import ValidationError
 
+from leaven import storage
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, split_path
@@ -109,10 +109,10 @@ def _point_of_command(space: CommandSpace, trial: StudyTrial, others: Sequence[D
 
 def _read(folder: Path, what: str) -> StudyDocument:
     try:
-        return StudyDocument.model_validate(json.loads((folder / "study.json").read_text(encoding="utf-8")))
+        return StudyDocument.model_validate(json.loads(storage.read(folder / "study.json")))
     except OSError:
         raise InputError(f"{what}: no study.json there; give the folder of a leaven tune --study") from None
-    except (ValueError, ValidationError):
+    except (ValueError, RecursionError):  # a ValidationError is a ValueError
         raise InputError(
             f"{what}: its study.json is damaged; run its leaven tune command again to write it"
         ) from None

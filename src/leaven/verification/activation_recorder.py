@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from leaven.errors import InputError
+from leaven.interop.multipliers import ROWS
 from leaven.model.kernels import causal_attention
+from leaven.recipe.shape import BRANCH_ENDS
 
-ROWS = 256
+POSITIONS = 256
 """The number of positions that are kept of each output. The RMS over these positions differs by a few percent from
 the RMS over all positions."""
 
@@ -46,6 +48,10 @@ class ActivationRecorder(TorchFunctionMode):
     Outputs with the same label, from several layers or calls, are stacked in the order in which they were computed.
     If a container module returns the output of its last child unchanged, this output is recorded only once.
 
+    Two kinds of outputs are not recorded: in a parametrized model, those of modules inside blocks that contain the
+    last matrix of a branch, such as a sum over experts, because they have the multiplier of the branch; and those of
+    modules inside a module ``experts``, whose rows are the tokens that a router has chosen, others after each step.
+
     After a forward pass, the recorder has these attributes:
 
     - ``containers``: the labels of modules that computed a new output from the outputs of their children
@@ -57,7 +63,11 @@ class ActivationRecorder(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, label: Callable[[str], str | None]) -> None:
         super().__init__()
-        self._labels = {module: label(name) for name, module in model.named_modules()}
+        self._labels = {
+            module: None if "experts" in name.split(".")[:-1] else label(name)
+            for name, module in model.named_modules()
+        }
+        self._branches = _branches(model)
         self._running: list[tuple[nn.Module, int]] = []
         self._seen: list[Tensor] = []
         self._of_matrices: list[Tensor] = []  # outputs of modules with a matrix
@@ -112,7 +122,7 @@ class ActivationRecorder(TorchFunctionMode):
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         _, seen_before = self._running.pop()
         name, tensor = self._labels[module], tensor_of(output)
-        if name is None or tensor is None or not tensor.is_floating_point():
+        if name is None or tensor is None or not tensor.is_floating_point() or module in self._branches:
             return
         if any(tensor is seen for seen in self._seen):
             return
@@ -147,9 +157,16 @@ class ActivationRecorder(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def _branches(model: nn.Module) -> set[nn.Module]:
+    """Return the modules inside blocks of a parametrized model that contain the last matrix of a branch."""
+    ends = [row.name.split(".")[:-1] for row in getattr(model, ROWS, ()) if row.module in BRANCH_ENDS]
+    around = {".".join(end[:n]) for end in ends for n in range(1, len(end)) if any(map(str.isdigit, end[: n - 1]))}
+    return {module for name, module in model.named_modules() if name in around}
+
+
 def _sample(tensor: Tensor) -> Tensor:
     rows = tensor.detach().reshape(-1, tensor.shape[-1])
-    return rows[:: max(len(rows) // ROWS, 1)][:ROWS].float().clone()
+    return rows[:: max(len(rows) // POSITIONS, 1)][:POSITIONS].float().clone()
 
 
 def _attention_logits(query: Tensor, key: Tensor, scale: float | None) -> Tensor:

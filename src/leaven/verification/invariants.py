@@ -67,7 +67,7 @@ def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> 
         label = instance.label(name)
         group = groups.get(parameter, {})
         if label is not None and ("eps" in group or "match" in group):
-            inside = _numbers(name) > _numbers(label)  # a label has no number of a layer
+            inside = numbers(name) > numbers(label)  # a label has no number of a layer
             settings = {"eps": 0.0, "betas": (0.0, 0.0)} | group
             found.setdefault(label, []).append((settings, parameter.numel(), inside))
 
@@ -89,7 +89,8 @@ def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> 
     }
 
 
-def _numbers(name: str) -> int:
+def numbers(name: str) -> int:
+    """Return how many numbers are among the parts of a name or label."""
     return sum(part.isdigit() for part in name.split("."))
 
 

@@ -7,6 +7,7 @@ folders, such as width256-lr0.004. Run folders of leaven are read, too.
 """
 
 import csv
+import io
 import math
 import re
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -170,9 +171,9 @@ def read_rows(path: Path) -> list[LoggedRow]:
             found: list[dict[str, Any]] = read.documents
             headers: Sequence[Iterable[str]] = found
         else:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                reader = csv.DictReader(file, skipinitialspace=True)
-                found, headers = list(reader), [reader.fieldnames or ()]
+            text = storage.read(path).decode("utf-8-sig")
+            reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
+            found, headers = list(reader), [reader.fieldnames or ()]
     except (UnicodeDecodeError, csv.Error):
         raise InputError(f"{path} is not a CSV file; give a text file with a header and commas") from None
     except OSError as error:

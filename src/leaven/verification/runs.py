@@ -22,7 +22,7 @@ from leaven.training.trial import WorkerPool
 from leaven.verification.foreign import CheckTrial, ModelFamily
 from leaven.verification.model_instance import RunSetting
 
-LINES = "runs.jsonl"
+LINES, RESULT = "runs.jsonl", "check.json"
 Key = TypeVar("Key")
 
 
@@ -106,16 +106,24 @@ class RunStore:
 
     def keep(self, document: CheckDocument) -> CheckDocument:
         """Write the check's document into the folder of the runs, for ``leaven report``."""
-        storage.write_text(self.folder / "check.json", json.dumps(document.dump(), indent=2) + "\n")
+        storage.write_text(self.folder / RESULT, json.dumps(document.dump(), indent=2) + "\n")
         return document
 
     def _open(self) -> WorkerPool:
         """Return the worker pool. The first call locks the folder, reads the saved results and starts the workers.
 
         Lines of the results file that contain no outcome are ignored.
+
+        Raises:
+            InputError: if the folder is in use or cannot be created, or has the result of a check without its runs.
         """
         if self._pool is None:
             self._resources.enter_context(locked_folder(self.folder, "--run"))
+            if (self.folder / RESULT).exists() and not (self.folder / LINES).exists():
+                raise InputError(
+                    f"{self.folder} has the result of a check, but not its runs ({LINES}); bring back {LINES}, or "
+                    "start again with another --run"
+                )
             for entry in storage.read_json_lines(self.folder / LINES).documents:
                 with suppress(KeyError, TypeError):
                     key = entry.pop("key")

@@ -15,6 +15,7 @@ from leaven.verification.foreign import BATCH_TOKENS, ForeignFamily, foreign
 from leaven.verification.model_instance import ModelInstance, RunScale
 from leaven.verification.small_models import (
     DEPTHS,
+    EXPERT_DEPTHS,
     TIMES,
     WIDTH,
     CheckStart,
@@ -90,7 +91,8 @@ class SizeCheck(ABC, Generic[Measured]):
         Raises:
             InputError: if there are fewer than two sizes, or a size does not fit the recipe or factory.
         """
-        wide, deep = widths or [WIDTH * times for times in TIMES], depths or DEPTHS
+        experts = not isinstance(subject, str) and subject.model.experts is not None
+        wide, deep = widths or [WIDTH * times for times in TIMES], depths or (EXPERT_DEPTHS if experts else DEPTHS)
         if all(len(set(axis)) < 2 for axis in (wide, deep)):
             raise InputError(
                 "the check fits slopes, and a slope needs at least two sizes; give more --widths or --depths"

@@ -24,6 +24,11 @@ from leaven.verification.recipe_family import RecipeFamily
 
 WIDTH, TIMES = 64, (1, 2, 4, 8)  # the smallest width, and the widths as multiples of it
 DEPTHS = (2, 4, 8, 16)
+EXPERT_DEPTHS = (4, 8, 16)
+"""Depths of models with experts. At depth 2, three quarters of all branches come before the MLP of the middle block,
+in deep models one half. Experts change more in a step than one MLP, so the change of this MLP's input falls with the
+depth (a slope of -0.22 from depth 2 to 8)."""
+
 VOCABULARY, SEQ_LEN = 4096, 256
 """The largest vocabulary and sequence length of the small models. No scaling rule depends on them."""
 
@@ -38,6 +43,10 @@ def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
     """
     shape = _fitted(recipe.model)
     sizes: dict[str, Any] = {"seq_len": min(shape.seq_len, SEQ_LEN)}
+    if shape.experts:
+        # The MLP of a first block reads little but the embedding. Unlike others, it changes mostly through its own
+        # weights, and in small models this change falls with the width (slopes from -0.15 to -0.18).
+        sizes["experts"] = shape.experts.model_copy(update={"dense_layers": 0})
     # The vocabulary of another tokenizer, or of token ids, has a fixed size.
     if recipe.data.tokenizer == "bpe" and not any(source_parts(each).ids for each in recipe.data.sources):
         sizes["vocab_size"] = min(shape.vocab_size, VOCABULARY)
@@ -89,6 +98,7 @@ def _proportions(shape: ModelShape) -> dict[str, float]:
         "d_head": shape.d_head,
         "d_ff / d_model": shape.d_ff / shape.d_model,
         "heads per kv head": shape.n_heads // shape.n_kv_heads,
+        "dense layers": shape.experts.dense_layers if shape.experts else 0,
         "vocab_size": shape.vocab_size,
         "seq_len": shape.seq_len,
     }
@@ -113,7 +123,8 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
       mostly of the outputs of branches. Their sum changes with the depth L as L^(1/2 - alpha), so the exponents of
       the gradients inside blocks would be wrong.
     - The unembedding starts at RMS 1/width. If it were larger, the first gradient of the final norm's gain would be
-      of order 1/width^2, and the logits would hardly change in the first steps. If embedding and unembedding are
+      of order 1/width^2, and the logits would hardly change in the first steps. So do routers: larger logits would
+      fall towards 0 with the width, and change the weights of the experts. If embedding and unembedding are
       tied, a multiplier makes the logits smaller instead (:meth:`SmallModels.table`).
 
     Raises:
@@ -124,7 +135,7 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
     except ValueError as error:
         raise InputError(f"--widths: {error}; or leave --widths out to use widths that fit this recipe") from None
     std = start.hidden * width**-0.5
-    starts = {"embedding": 1.0, "positions": 1.0, "unembedding": 1 / width}
+    starts = {"embedding": 1.0, "positions": 1.0, "unembedding": 1 / width, "mlp.router": 1 / width}
     changes: dict[str, object] = {
         f"hyperparameters.modules.{module}.init_std": starts.get(module, std) / std for module in recipe.model.modules
     }

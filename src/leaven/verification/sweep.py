@@ -187,15 +187,15 @@ def extended(
     seeds: int,
 ) -> tuple[dict[RunScale, list[float]], dict[RunScale, LossGrid]]:
     """Train on the grid of each scale, and extend grids whose best value is at an edge. Return grids and losses."""
-    grids = {scale: list(grid) for scale, grid in grids.items()}
-    losses = losses_of(family, quantity, grids, store, seeds)
+    extending = {scale: list(grid) for scale, grid in grids.items()}
+    losses = losses_of(family, quantity, extending, store, seeds)
     for _ in range(EXTENSIONS):
-        wider = {scale: _wider(family, quantity, scale, grids[scale], losses[scale]) for scale in grids}
-        if wider == grids:
+        wider = {scale: _wider(family, quantity, scale, grid, losses[scale]) for scale, grid in extending.items()}
+        if wider == extending:
             break
-        grids = wider
-        losses = losses_of(family, quantity, grids, store, seeds)
-    return grids, losses
+        extending = wider
+        losses = losses_of(family, quantity, extending, store, seeds)
+    return extending, losses
 
 
 def losses_of(

@@ -14,7 +14,7 @@ from leaven.documents.runs import ComparedRun, ComparedValue, ComparisonDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import adamw_rows
-from leaven.views.folders import RunView, read_folder
+from leaven.views.folders import RunView, consistent, read_folder
 from leaven.views.render import render
 from leaven.views.run_charts import colours, run_charts
 from leaven.views.terminal.files import comparison_tables
@@ -39,17 +39,22 @@ def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, Compari
     """
     if len(folders) > MOST_RUNS:
         raise InputError(f"{len(folders)} runs are too many for one page; give at most {MOST_RUNS}")
-    runs = []
-    for folder in folders:
-        if sum(folder.resolve() == other.resolve() for other in folders) > 1:
-            raise InputError(f"{folder} is given twice; give different runs")
-        run = read_folder(folder)
-        if not isinstance(run, RunView):
-            raise InputError(
-                f"{folder} is not a training run, and only runs can be compared; "
-                "to report on this folder, give it alone"
-            )
-        runs.append(replace(run, title=str(folder)))
+    with consistent(*folders):
+        return _page([_run(folder, folders) for folder in folders], output)
+
+
+def _run(folder: Path, folders: Sequence[Path]) -> RunView:
+    if sum(folder.resolve() == other.resolve() for other in folders) > 1:
+        raise InputError(f"{folder} is given twice; give different runs")
+    run = read_folder(folder)
+    if not isinstance(run, RunView):
+        raise InputError(
+            f"{folder} is not a training run, and only runs can be compared; to report on this folder, give it alone"
+        )
+    return replace(run, title=str(folder))
+
+
+def _page(runs: list[RunView], output: Path) -> tuple[str, ComparisonDocument]:
     document = compare(runs, output)
     results, different = comparison_tables(document)
     page = render(

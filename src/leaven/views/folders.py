@@ -3,7 +3,8 @@
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from leaven import storage
 from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import DemoDocument
 from leaven.errors import InputError
-from leaven.recipe.files import finite, read_recipe
+from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.run_folder import RETURNS, RunFolder
 from leaven.tuning import point
@@ -93,6 +95,7 @@ class StudyView(StudyDocument):
 FolderView = DemoDocument | StudyView | RunView | CheckDocument
 KINDS = {"demo.json": "demo", "study.json": "study", "metrics.jsonl": "run", "check.json": "check"}
 """The kind of a folder, by the first of these files that the folder contains."""
+LARGEST_NUMBER = 1e100  # of metrics and events; larger ones overflow when they are squared
 _BACK = ("tokens", "to_tokens", "skip_from", "skip_to")
 EVENT_KEYS = {"validation": ("tokens",), "rollback": (*_BACK, "why"), "rewind": _BACK}
 """The keys that an event of events.jsonl must have. An event that lacks one is ignored."""
@@ -125,16 +128,34 @@ def read_folder(folder: Path) -> FolderView:
     )
 
 
+@contextmanager
+def consistent(*folders: Path) -> Iterator[None]:
+    """Raise InputError where a page cannot be made of what the files of folders say.
+
+    The files have the right form, but somebody may have changed them: a trial without a searched value, or a number
+    that is too large for a chart.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (ArithmeticError, LookupError, RecursionError, StopIteration, TypeError, ValueError) as error:
+        raise InputError(
+            f"{', '.join(map(str, folders))}: cannot be shown ({type(error).__name__}: {error}); if nobody has "
+            "changed the files, this is a bug: run the command again with LEAVEN_DEBUG=1 and report what it prints"
+        ) from error
+
+
 def read_run(folder: Path) -> RunView:
     """Return the run in a folder. The run's title is the name of the recipe."""
     recipe, written = read_recipe(folder / "recipe.toml"), RunFolder(folder)
     metrics = written.read_metrics()
-    steps = [finite(line) for line in metrics.documents if {"tokens", "loss"} <= line.keys()]
+    steps = [line for line in map(_numbers, metrics.documents) if (line.get("tokens") or 0) > 0 and "loss" in line]
     if not steps:
         raise InputError(f"{folder / 'metrics.jsonl'}: no steps yet; wait for the first step, or give another folder")
     events = [
-        finite(line)
-        for line in written.events()
+        line
+        for line in map(_numbers, written.events())
         if all(line.get(key) is not None for key in EVENT_KEYS.get(line["event"], ()))
     ]
     validation: dict[int, float] = {}
@@ -144,7 +165,7 @@ def read_run(folder: Path) -> RunView:
         elif event["event"] in RETURNS:  # the run returned to an earlier checkpoint; later validations do not count
             validation = {tokens: loss for tokens, loss in validation.items() if tokens <= event["to_tokens"]}
     finish = written.finish()
-    end = finite(finish or {})
+    end = _numbers(finish or {})
     points = sorted(validation.items())
     loss, seconds = end.get("loss"), end.get("seconds")
     return RunView(
@@ -159,6 +180,18 @@ def read_run(folder: Path) -> RunView:
         returns=[event for event in events if event["event"] in RETURNS],
         damaged=len(metrics.damaged),
     )
+
+
+def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers and texts of a line of metrics.jsonl or events.jsonl, and None in place of other values."""
+
+    def plain(key: str, value: Any) -> Any:
+        if isinstance(value, str) and key in {"event", "why"}:
+            return value
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return value if number and abs(value) <= LARGEST_NUMBER else None  # neither infinite nor NaN
+
+    return {key: plain(key, value) for key, value in line.items()}
 
 
 def _elapsed(events: Sequence[dict[str, Any]]) -> float | None:
@@ -194,7 +227,9 @@ def read_check(folder: Path) -> CheckDocument:
 
 def _document(path: Path, kind: type[Kind]) -> Kind:
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(storage.read(path))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except ValidationError as error:
         fault = error.errors()[0]
         where = "".join(f"{key}: " for key in fault["loc"])

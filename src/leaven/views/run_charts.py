@@ -1,4 +1,5 @@
-"""Draw the loss, learning rate, batch size, gradient norm and noise scale of runs over the tokens of training."""
+"""Draw the loss, learning rate, batch size, gradient norm, noise scale and load of experts of runs over the tokens of
+training."""
 
 import math
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ def run_charts(*runs: RunView) -> dict[str, Figure | None]:
         "batch": _batch(coloured, linear),
         "gradient": _gradient(coloured, log),
         "noise": _noise_scale(coloured, log),
+        "load": _load(coloured, linear),
     }
 
 
@@ -106,6 +108,15 @@ def _noise_scale(runs: Coloured, x: Figure) -> Figure | None:
         return None
     y = charts.log_axis(min(seen), max(seen), numbers.quantity, pad=0.06)
     return charts.figure("tokens consumed", "tokens", lines, x=x, y=y)
+
+
+def _load(runs: Coloured, x: Figure) -> Figure | None:
+    lines = []
+    for run, colour in runs:
+        if loads := charts.thin(_values(run, "max_load"), 500, logarithmic=False):
+            lines.append(_line(run, colour, loads, " x the mean", ".2f"))
+    y = {"rangemode": "tozero"}
+    return charts.figure("tokens consumed", "highest load / mean load", lines, x=x, y=y) if lines else None
 
 
 def _values(run: RunView, quantity: str) -> list[Point]:

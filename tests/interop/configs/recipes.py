@@ -20,6 +20,18 @@ GPT2 = {
 NEOX = GPT2 | {"model.positions": "rope", "model.tied_embeddings": False}
 BLOOM = GPT2 | {"model.positions": "alibi", "model.embedding_norm": True, "model.d_ff": 64, "model.dropout": 0.0}
 FAMILIES = {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2, "neox": NEOX, "bloom": BLOOM}
+_EXPERTS = {"number": 4, "active": 2, "d_expert": 32}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": LLAMA | {"model.d_ff": 32, "model.experts": _EXPERTS},
+    "qwen3-moe": QWEN3 | {"model.experts": _EXPERTS | {"dense_layers": 1, "normalise": False, "router_z_loss": 1e-3}},
+    "deepseek": QWEN3
+    | {
+        "model.experts": _EXPERTS
+        | {"router": "sigmoid", "balance": "bias", "shared": 2, "dense_layers": 1, "weight_scale": 2.5}
+    },
+    "deepseek-v3": LLAMA
+    | {"model.experts": _EXPERTS | {"router": "sigmoid", "shared": 1, "balance": "both", "balance_loss": 1e-4}},
+}
 
 PER_MODULE = {
     "hyperparameters.modules": {
@@ -34,7 +46,7 @@ PER_MODULE = {
 def megatron_like(recipe: Recipe) -> Recipe:
     """Return the recipe with the initial values of Megatron at the ends of branches."""
     ends = {"init_std": 1 / (2 * recipe.model.n_layers) ** 0.5}
-    return recipe.replace({"hyperparameters.modules": {"attention.out": ends, "mlp.out": ends}})
+    return recipe.replace({"hyperparameters.modules": dict.fromkeys(recipe.model.branch_ends, ends)})
 
 
 def transferred(recipe: Recipe, rule: str = "complete-d-p") -> Recipe:

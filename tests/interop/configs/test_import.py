@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from tests.conftest import TINY
 from tests.errors import refused
-from tests.interop.configs.recipes import FAMILIES, megatron_like
+from tests.interop.configs.recipes import FAMILIES, MIXTURES, megatron_like
 
 from leaven.errors import InputError
 from leaven.interop.configs import from_megatron, from_transformers
@@ -102,7 +102,11 @@ def test_steps_and_fractions_become_tokens() -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ("--num-experts 8", "--num-experts: leaven does not have mixtures of experts"),
+        ("--num-experts 8 --moe-expert-capacity-factor 1", "leaven does not have experts that drop tokens"),
+        ("--num-experts 8 --moe-layer-freq 2", "supports only layers without experts before all others, such as"),
+        ("--num-experts 8 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 48", "only multiples of"),
+        ("--num-experts 8 --moe-router-load-balancing-type sinkhorn", "sinkhorn: leaven supports only seq_aux_loss"),
+        ("--multi-latent-attention", "leaven does not have multi-latent attention"),
         ("--optimizer sgd", "--optimizer sgd: leaven supports only adam"),
         ("--lr nan", "--lr nan must be a finite number"),
         ("--lr", "--lr has no value"),
@@ -193,14 +197,14 @@ def base() -> Recipe:
 @settings(max_examples=12)
 @sampled(
     values=VALUES,
-    family=st.sampled_from(["llama", "qwen3", "gpt2", "neox"]),
+    family=st.sampled_from(["llama", "qwen3", "gpt2", "neox", *MIXTURES]),
     decay=st.sampled_from(["cosine", "linear", "wsd", "inverse_sqrt", "constant"]),
     ramp=st.booleans(),
 )
 def test_round_trip_through_megatron(values: dict[str, Any], family: str, decay: str, ramp: bool) -> None:
     steps = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 1_000}
     more = {"schedule.decay": decay} | ({"batch.ramp": steps} if ramp else {})
-    recipe = megatron_like(base().replace(FAMILIES[family] | values | more))
+    recipe = megatron_like(base().replace((FAMILIES | MIXTURES)[family] | values | more))
     exported = export("megatron", recipe)
     assert exported.losses == []
     found = from_megatron.read(exported.files[""], "args.sh", "tiny").recipe
@@ -267,6 +271,23 @@ def test_ranks_scale_batch_and_tokens(tmp_path: Path) -> None:
     assert eight.recipe.data.tokens == 8 * alone.recipe.data.tokens == 8 * 100 * 4 * 128
     with pytest.raises(InputError, match="--ranks 3: tp x pp x cp is 2"):
         from_megatron.read(f"{MINIMAL} --tensor-model-parallel-size 2", "args.sh", "x", 3)
+
+
+@pytest.mark.parametrize("family", sorted(MIXTURES.keys() - {"deepseek-v3"}))  # whose loss transformers does not have
+def test_experts_come_back_from_transformers(tmp_path: Path, family: str) -> None:
+    recipe = base().replace(MIXTURES[family])
+    write(export("transformers", recipe), tmp_path / "hf")
+    imported = from_transformers.read(tmp_path / "hf", "tiny")
+    ours, found = recipe.model.experts, imported.recipe.model.experts
+    assert ours is not None
+    assert found is not None
+    assert found.balance_loss == pytest.approx(ours.balance_loss)
+    same = {"balance_loss": 0.01, "router_z_loss": 0.0}  # there is no z-loss in transformers
+    assert found.model_copy(update=same) == ours.model_copy(update=same)
+    document = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(document | {"output_router_logits": False}))
+    unknown = " ".join(from_transformers.read(tmp_path / "hf", "tiny").unknown)
+    assert ("model.experts.balance_loss" in unknown) is (ours.balance == "loss")
 
 
 # transformers -----------------------------------------------------------------------------------------------------
@@ -347,7 +368,7 @@ def test_branch_ends_of_gpt2_start_smaller(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "arguments", "says"),
     [
-        ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}, None, "architecture MixtralForCausalLM"),
+        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, None, "architecture MambaForCausalLM"),
         (CONFIG, {"learning_rate": "fast"}, "learning_rate fast must be a number"),
         (CONFIG, {"gradient_accumulation_steps": 1.5}, "must be a whole number"),
         (CONFIG, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "leaven does not have this schedule"),

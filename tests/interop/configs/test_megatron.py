@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from tests.interop.configs.recipes import FAMILIES, NEOX, PER_MODULE, megatron_like, transferred
+from tests.interop.configs.recipes import FAMILIES, MIXTURES, NEOX, PER_MODULE, megatron_like, transferred
 
 from leaven.documents.runs import LossRow
 from leaven.interop.configs.export import export
@@ -32,6 +32,13 @@ FLAGS: dict[str, Any] = {
     "eod-mask-loss": None, "tensor-model-parallel-size": int, "pipeline-model-parallel-size": int,
     "context-parallel-size": int,
     "num-virtual-stages-per-pipeline-rank": int, "use-distributed-optimizer": None, "use-megatron-fsdp": None,
+    "num-experts": int, "moe-router-topk": int, "moe-ffn-hidden-size": int,
+    "moe-shared-expert-intermediate-size": int, "moe-layer-freq": str, "moe-router-pre-softmax": None,
+    "moe-router-score-function": {"softmax", "sigmoid"}, "moe-router-topk-scaling-factor": float,
+    "moe-router-load-balancing-type": {"seq_aux_loss", "none"}, "moe-aux-loss-coeff": float,
+    "moe-z-loss-coeff": float, "moe-router-enable-expert-bias": None, "moe-router-bias-update-rate": float,
+    "moe-router-dtype": {"fp32"}, "moe-token-dispatcher-type": {"alltoall"}, "moe-grouped-gemm": None,
+    "expert-model-parallel-size": int,
     "data-parallel-sharding-strategy": {"no_shard", "optim", "optim_grads", "optim_grads_params"},
     "recompute-granularity": {"full", "selective"}, "recompute-method": {"uniform"}, "recompute-num-layers": int,
 }  # fmt: skip
@@ -62,6 +69,7 @@ DEGREES = {"layout.dp": 4, "layout.tp": 2, "layout.pp": 2, "layout.cp": 2}
 LAYOUT = DEGREES | {"layout.zero": 3, "layout.recompute": "full"}
 INTERLEAVED = {"layout.pp": 2, "layout.schedule": "interleaved", "layout.stages_per_rank": 2, "layout.zero": 1}
 RAMP = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 3_000}
+SIGMOID = {"number": 4, "active": 2, "d_expert": 32, "router": "sigmoid"}
 WSD = {"schedule.decay": "wsd", "precision.compute": "fp16", "data.documents": "isolated"}
 
 
@@ -74,9 +82,9 @@ def test_flags_and_types_are_megatrons(tiny: Recipe, family: str, more: dict[str
     assert "rampup-batch-size" not in flags
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "neox"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "neox", *MIXTURES])
 def test_a_recipe_like_megatrons_own_loses_nothing(tiny: Recipe, family: str) -> None:
-    recipe = megatron_like(tiny.replace(FAMILIES[family]))
+    recipe = megatron_like(tiny.replace((FAMILIES | MIXTURES)[family]))
     assert export("megatron", recipe).losses == []
     flags = flags_of(recipe)
     shape = recipe.model
@@ -86,6 +94,27 @@ def test_a_recipe_like_megatrons_own_loses_nothing(tiny: Recipe, family: str) ->
     assert flags["min-lr"] == 0.001
     assert math.prod((flags["num-layers"], flags["hidden-size"])) == shape.n_layers * shape.d_model
     assert flags["vocab-size"] % flags["make-vocab-size-divisible-by"] == 0  # no padding
+
+
+def test_flags_of_experts(tiny: Recipe) -> None:
+    """Coefficients of losses are those of the recipe, also under a rule, which scales them with the branches."""
+    mixtral, qwen3, deepseek, both = (flags_of(megatron_like(tiny.replace(each))) for each in MIXTURES.values())
+    assert (mixtral["num-experts"], mixtral["moe-router-topk"], mixtral["moe-ffn-hidden-size"]) == (4, 2, 32)
+    assert (mixtral["moe-router-load-balancing-type"], mixtral["moe-aux-loss-coeff"]) == ("seq_aux_loss", 0.01)
+    assert not {"moe-router-pre-softmax", "moe-layer-freq", "moe-z-loss-coeff"} & mixtral.keys()
+    assert qwen3["moe-router-pre-softmax"]
+    assert qwen3["moe-z-loss-coeff"] == 0.001
+    assert "--moe-layer-freq '([0]*1+[1]*1)'\n" in export("megatron", tiny.replace(MIXTURES["qwen3-moe"])).files[""]
+    assert (deepseek["moe-shared-expert-intermediate-size"], deepseek["moe-router-topk-scaling-factor"]) == (64, 2.5)
+    assert deepseek["moe-router-enable-expert-bias"]
+    assert deepseek["moe-router-load-balancing-type"] == "none"
+    assert both["moe-router-enable-expert-bias"]
+    assert both["moe-aux-loss-coeff"] == 1e-4
+    parallel = tiny.replace(MIXTURES["mixtral"] | {"layout.dp": 4, "layout.ep": 2})
+    assert flags_of(parallel)["expert-model-parallel-size"] == 2
+    deep = transferred(tiny.replace(MIXTURES["mixtral"]))
+    assert flags_of(deep)["moe-aux-loss-coeff"] == pytest.approx(0.01 * 1 / 3)
+    assert "use-mup" not in flags_of(deep)
 
 
 def test_losses_have_key_value_and_reason(tiny: Recipe) -> None:
@@ -111,6 +140,8 @@ LOST: dict[str, dict[str, Any]] = {
     "hyperparameters.grad_clip.mode": {"hyperparameters.grad_clip": {"mode": "per-module", "limit": 1.0}},
     "hyperparameters.z_loss": {"hyperparameters.z_loss": 1e-4},
     "average": {"average": {"last": 0.2}},
+    "model.experts.normalise": {"model.experts": SIGMOID | {"normalise": False}},
+    "model.experts.balance": {"model.experts": SIGMOID | {"router": "softmax", "balance": "bias"}},
     "hyperparameters.decay_norm_and_bias": {"hyperparameters.decay_norm_and_bias": True},
 }
 

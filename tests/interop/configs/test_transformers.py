@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import transformers
-from tests.interop.configs.recipes import FAMILIES, PER_MODULE, transferred
+from tests.interop.configs.recipes import FAMILIES, MIXTURES, PER_MODULE, transferred
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, get_scheduler
 
 from leaven.interop.configs.export import export, write
@@ -54,6 +54,55 @@ def test_the_model_has_our_parameters(tiny: Recipe, tmp_path: Path, family: str)
     assert "import leaven" not in (tmp_path / "out" / "prepare.py").read_text()
     assert sum(parameter.numel() for parameter in model.parameters()) == recipe.model.params
     assert export("transformers", recipe).losses == []
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_get_the_groups_and_initial_values_of_the_table(tiny: Recipe, tmp_path: Path, family: str) -> None:
+    """transformers has gate and input of all experts in one parameter, whose parts have their own initial std."""
+    modules = {"mlp.experts.gate": {"init_std": 3.0}, "mlp.experts.out": {"lr": 0.5}, "mlp.router": {"lr": 0.25}}
+    recipe = tiny.replace(MIXTURES[family] | {"hyperparameters.modules": modules})
+    model, optimizer = prepared(written(recipe, tmp_path / "out"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == recipe.model.params
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    layer, table = model.model.layers[1].mlp, parameter_table(recipe)
+    fused = layer.experts.gate_up_proj.detach()
+    for module, parameter, owner in (
+        ("mlp.experts.gate", fused[:, :32], layer.experts.gate_up_proj),
+        ("mlp.experts.in", fused[:, 32:], layer.experts.gate_up_proj),
+        ("mlp.experts.out", layer.experts.down_proj.detach(), layer.experts.down_proj),
+        ("mlp.router", layer.gate.weight.detach(), layer.gate.weight),
+    ):
+        row = table[f"layers.1.{module}.weight"]
+        assert parameter.shape == row.shape
+        assert float(parameter.std()) == pytest.approx(row.init_std, rel=0.4), module
+        assert groups[id(owner)]["lr"] == pytest.approx(row.lr)
+    lost = {loss.key: loss.why for loss in export("transformers", recipe).losses}
+    z_loss = {"model.experts.router_z_loss"} if family == "qwen3-moe" else set()
+    assert lost.keys() == {"model.experts.balance"} | z_loss
+    other = tiny.replace(MIXTURES[family] | {"hyperparameters.modules": {"mlp.experts.in": {"lr": 0.5}}})
+    assert "lr of mlp.experts.in" in {loss.key for loss in export("transformers", other).losses}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_the_balance_loss_of_transformers_is_ours_if_all_layers_are_alike(
+    tiny: Recipe, tmp_path: Path, family: str
+) -> None:
+    """With an even load: coefficient x layers with experts here, and coefficient x active experts there."""
+    recipe = tiny.replace(MIXTURES[family])
+    model, _ = prepared(written(recipe, tmp_path / "out"))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            if hasattr(layer.mlp, "gate"):
+                layer.mlp.gate.weight.zero_()
+        tokens = torch.randint(0, 320, (2, 32), generator=torch.Generator().manual_seed(0))
+        found = model(tokens, labels=tokens)
+    experts = recipe.model.experts
+    assert experts is not None
+    expected = experts.balance_loss * (recipe.model.n_layers - experts.dense_layers)
+    added = float(
+        found.loss - torch.nn.functional.cross_entropy(found.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    )
+    assert added == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -113,7 +113,8 @@ class Case:
 
     @cached_property
     def params(self) -> int:
-        return self.recipe.model.params
+        """Return the number of parameters that a token uses, by which published runs and laws are compared."""
+        return self.recipe.model.params_active
 
     @cached_property
     def tokens(self) -> int:

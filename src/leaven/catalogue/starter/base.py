@@ -52,7 +52,7 @@ def choose_base(draft: StarterDraft, request: StarterRequest, at: RunSize, batch
     else:
         tuning = choose_proxy(at.model, batch, at.tokens, len(at.near.close), request.proxy)
     proxy = tuning.proxy
-    found = None if at.near.close else tuned_base(at.model, at.tokens)
+    found = None if at.near.close or at.model.experts else tuned_base(at.model, at.tokens)
     facts: dict[str, Any] = {"why": tuning.reason, "params": proxy.params if proxy else None}
     if found:
         tuned, shape = found
@@ -61,7 +61,7 @@ def choose_base(draft: StarterDraft, request: StarterRequest, at: RunSize, batch
     if proxy is None:
         draft.step("proxy", message="no proxy", **facts)
         return StarterBase(at, batch, tuning)
-    size = RunSize(neighbours(proxy.params, proxy.tokens), proxy.shape, proxy.tokens)
+    size = RunSize(neighbours(proxy.shape.params_active, proxy.tokens), proxy.shape, proxy.tokens)
     facts |= {"proxy": proxy, "each": size.tokens_per_parameter}
     facts |= {"steps": proxy.tokens // proxy.batch_tokens, "target_steps": at.tokens // batch}
     draft.step("proxy", ["arXiv 2512.22382"], **facts)

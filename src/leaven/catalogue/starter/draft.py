@@ -33,7 +33,7 @@ class StarterRequest:
     """The options of `leaven new`."""
 
     name: str
-    params: int  # size of the model
+    params: int  # size of the model, with all experts
     tokens: int  # length of the run
     source: str = "python-stdlib"  # the training text
     vocab: int | None = None  # None: leaven chooses
@@ -42,6 +42,12 @@ class StarterRequest:
     gpus: int = 1  # the batch must divide over these GPUs
     proxy: int | None = None  # parameters of the proxy; None: leaven chooses; 0: no proxy
     text_tokens: int | None = None  # tokens of the text, if known
+    experts: tuple[int, int] | None = None  # number of experts in a layer, and how many of them a token uses
+
+    @property
+    def params_active(self) -> int:
+        """Return about how many parameters a token uses."""
+        return used_params(self.params, self.experts)
 
     def validate(self) -> None:
         """Check that all counts are in range.
@@ -65,6 +71,20 @@ class StarterRequest:
         for option, count, least in (("--vocab", self.vocab, 257), ("--seq-len", self.seq_len, 16)):
             if count is not None and count < least:
                 raise InputError(f"{option} {count}: give {least} or more, or leave it out")
+        if self.experts and not self.experts[1] < self.experts[0]:
+            number, active = self.experts
+            raise InputError(f"--active {active}: give fewer than --experts {number}")
+
+
+def used_params(params: int, experts: tuple[int, int] | None) -> int:
+    """Return about how many of ``params`` parameters a token uses, if all layers have experts.
+
+    A third of the parameters that a token uses in a block is in attention, and two thirds are in its experts.
+    """
+    if experts is None:
+        return params
+    number, active = experts
+    return round(3 * params / (1 + 2 * number / active))
 
 
 def find_reference(id: str) -> PublishedRun:
@@ -115,7 +135,7 @@ class RunSize:
 
     @property
     def tokens_per_parameter(self) -> float:
-        return self.tokens / self.model.params
+        return self.tokens / self.model.params_active
 
     @cached_property
     def laws(self) -> list[LawRow]:
@@ -259,6 +279,7 @@ class StarterRecipes:
             path=str(path),
             proxy_path=str(proxy_path) if self.proxy else None,
             params=self.target.model.params,
+            params_active=self.target.model.params_active,
             tokens=self.target.data.tokens,
             steps=list(self.steps),
             proxy=self.tuning.proxy,

@@ -51,7 +51,7 @@ def lr_evidence(at: RunSize, batch: int) -> Evidence:
     The lrs are for the model size of ``at`` and for a batch of ``batch`` tokens: published lrs are converted to this
     size and batch. Only the lr of a reference run is not converted.
     """
-    run, params, critical = at.reference, at.model.params, critical_batch(at.laws)
+    run, params, critical = at.reference, at.model.params_active, critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws if law.law not in NO_VOTE}
     return at.evidence(
         {name: lr.square_root for name, lr in moved.items() if lr},
@@ -141,7 +141,7 @@ def choose_adam(draft: StarterDraft, at: RunSize, batch: int, lr: float) -> None
     near, run = at.near, at.reference
     draft.decide("hyperparameters.optimizer", "adamw")
     voters: list[str] = []
-    tau = power_lines_tau(at.model.params, at.tokens)
+    tau = power_lines_tau(at.model.params_active, at.tokens)
     by_tau = batch / (lr * at.tokens * tau)
     for path, usual in ADAM.items():
         votes = near.most(path)

@@ -4,11 +4,15 @@ A proxy is a smaller model with the target's proportions, as many tokens per par
 and its tokens are smaller by the same factor. The scaling rule's factors for batch and tokens then cancel, so the
 result does not depend on ``token_exponent``, the least certain exponent of the rule. Hyperparameters are written for
 the proxy, and the rule converts them to the target's width and depth.
+
+The proxy of a mixture of experts has as many experts as the target, and each token uses as many of them. All sizes
+here count the parameters that a token uses, except the size that a user requests.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from leaven.catalogue.messages import sentence
@@ -80,17 +84,17 @@ def choose_proxy(
     Raises:
         InputError: if no smaller shape with the target's proportions has about ``size`` parameters.
     """
-    shapes = list(_smaller(model))
     if size is not None:
+        shapes = list(_smaller(model, attrgetter("params")))
         shape = _nearest(model, shapes, size) if shapes else None
         if shape is None or not 1 / NEAR <= shape.params / size <= NEAR:
             raise InputError(f"--proxy {format_quantity(size)}: {_no_shape(shapes, size)}")
         proxy = _proxy(model, shape, batch_tokens, tokens)
         return _advice(proxy, "requested", expensive=proxy.cost > WORTH)
-    known = lineages >= ENOUGH_LINEAGES
-    least = max(SMALLEST, model.params / FARTHEST_PROXY) if known else model.params / SMALL_FACTOR
+    known, params = lineages >= ENOUGH_LINEAGES, model.params_active
+    least = max(SMALLEST, params / FARTHEST_PROXY) if known else params / SMALL_FACTOR
     most = max(SAFE, 1.5 * least)
-    shapes = [shape for shape in shapes if shape[0] >= least]
+    shapes = [shape for shape in _smaller(model, attrgetter("params_active")) if shape[0] >= least]
     if not shapes:
         return _advice(None, "no shape", least=round(least))
     proxies = []
@@ -103,7 +107,7 @@ def choose_proxy(
         proxies.append(proxy)
     if not proxies:
         return _advice(None, "few sequences", sequences=batch_tokens // model.seq_len)
-    smallest = min(proxies, key=lambda proxy: proxy.params)
+    smallest = min(proxies, key=lambda proxy: proxy.shape.params_active)
     if smallest.cost > WORTH:
         return replace(_advice(smallest, "too expensive", worth=WORTH, known=known), proxy=None)
     return _advice(
@@ -113,7 +117,7 @@ def choose_proxy(
 
 def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
     if proxy:
-        hours = proxy.trials * 6 * proxy.params * proxy.tokens / GPU_FLOPS / 3600
+        hours = proxy.trials * 6 * proxy.shape.params_active * proxy.tokens / GPU_FLOPS / 3600
         facts |= {"trials": proxy.trials, "params": proxy.params, "cost": proxy.cost}
         facts["spent"] = sentence("tuning", "cost", facts | {"hours": hours if hours >= 1 else None})
     return TuningAdvice(proxy, sentence("tuning", message, facts))
@@ -145,19 +149,20 @@ def _nearest(model: ModelShape, shapes: Iterable[_Size], params: float) -> Model
     return _scaled(model, width, depth)
 
 
-def _smaller(model: ModelShape) -> Iterator[_Size]:
-    """Yield the size of every possible proxy of ``model``, as (parameters, width, depth).
+def _smaller(model: ModelShape, count: Callable[[ModelShape], int]) -> Iterator[_Size]:
+    """Yield the size of every possible proxy of ``model``, as (parameters, width, depth). ``count`` returns the
+    parameters of a shape.
 
     A proxy has at most half the parameters, and is at most `NARROWER` times narrower and `SHALLOWER` times shallower.
     The head dimension, the query heads per key-value head and d_ff / d_model stay the same.
     """
     unit = model.d_head * (model.n_heads // model.n_kv_heads)
-    half, aspect = model.params / 2, model.d_model / model.n_layers
+    half, aspect = count(model) / 2, model.d_model / model.n_layers
     thinnest, widest = min(THINNEST, aspect / 2), max(WIDEST, aspect)
     shallowest = max(-(-model.n_layers // SHALLOWER), min(LEAST_DEPTH, model.n_layers))
     narrowest = max(LEAST_WIDTH, -(-model.d_model // NARROWER))
     for width in range(-(-narrowest // unit) * unit, model.d_model, unit):
-        one, two = (_scaled(model, width, depth).params for depth in (1, 2))
+        one, two = (count(_scaled(model, width, depth)) for depth in (1, 2))
         for depth in range(shallowest, model.n_layers + 1):
             size = one + (depth - 1) * (two - one)
             if size <= half and thinnest <= width / depth <= widest:
@@ -166,19 +171,22 @@ def _smaller(model: ModelShape) -> Iterator[_Size]:
 
 def _scaled(model: ModelShape, width: int, depth: int) -> ModelShape:
     """Return the model at another width and depth; d_ff / d_model changes only by rounding."""
-    exact = model.d_ff * width % model.d_model == 0
-    step = 32 if width >= 128 else 8
+    # d_expert / d_ff is kept, so d_ff must be a multiple of this number.
+    unit = model.d_ff // math.gcd(model.d_ff, model.experts.d_expert) if model.experts else 1
+    exact = model.d_ff * width % (model.d_model * unit) == 0
+    step = math.lcm(32 if width >= 128 else 8, unit)
     d_ff = None if exact else max(round(model.d_ff * width / model.d_model / step), 1) * step
     return model.scaled(width, depth, d_ff=d_ff)
 
 
 def _proxy(model: ModelShape, shape: ModelShape, batch_tokens: int, tokens: int) -> Proxy:
-    smaller = model.params / shape.params
+    params = shape.params_active
+    smaller = model.params_active / params
     sequences = max(round(batch_tokens / smaller / shape.seq_len), 1)
     length = round(tokens / smaller)
-    each = shape.params * length / (model.params * tokens)
+    each = params * length / (model.params_active * tokens)
     trials = trials_worth(each)
-    known = "safe" if shape.params >= SAFE * 0.8 else "smallest" if shape.params >= SMALLEST * 0.8 else "below"
+    known = "safe" if params >= SAFE * 0.8 else "smallest" if params >= SMALLEST * 0.8 else "below"
     evidence = sentence("tuning", f"evidence: {known}", {"smallest": SMALLEST})
     return Proxy(
         shape=shape,

@@ -78,7 +78,13 @@ def vocabulary(params: int, width: float, usual: float) -> int:
     return max(fitting, default=VOCABULARIES[0])
 
 
-def shape_of(params: int, usual: float, proportions: Proportions, fixed: dict[str, Any]) -> ModelShape:
+def shape_of(
+    params: int,
+    usual: float,
+    proportions: Proportions,
+    fixed: dict[str, Any],
+    experts: tuple[int, int] | None = None,
+) -> ModelShape:
     """Return the shape with about ``params`` parameters whose proportions are nearest to ``proportions``.
 
     If no shape is within `TOLERANCE` of ``params``, return the shape nearest in size. Otherwise return the shape with
@@ -89,6 +95,7 @@ def shape_of(params: int, usual: float, proportions: Proportions, fixed: dict[st
     Args:
         usual: widths within a factor of 3 of this width are tried.
         fixed: values of the other fields of :class:`ModelShape`.
+        experts: number of experts, and how many of them a token uses. Together these are as wide as d_ff.
     """
 
     def cost(pair: tuple[ModelShape, int]) -> tuple[bool, float]:
@@ -107,7 +114,7 @@ def shape_of(params: int, usual: float, proportions: Proportions, fixed: dict[st
             kv_heads = proportions.n_kv_heads or heads // proportions.group
             sides = {"d_model": d, "d_head": proportions.d_head, "n_heads": heads, "n_kv_heads": kv_heads}
             for f in _mlp_widths(d, proportions):
-                one = ModelShape.model_validate(fixed | sides | {"d_ff": f, "n_layers": 1})
+                one = ModelShape.model_validate(fixed | sides | _mlp(f, experts) | {"n_layers": 1})
                 layer = one.model_copy(update={"n_layers": 2}).params - one.params
                 ends = one.params - layer
                 exact = (params - ends) / layer
@@ -117,6 +124,16 @@ def shape_of(params: int, usual: float, proportions: Proportions, fixed: dict[st
 
     best, _ = min(shapes(), key=cost)
     return ModelShape.model_validate(best.model_dump())
+
+
+def _mlp(width: int, experts: tuple[int, int] | None) -> dict[str, Any]:
+    """Return d_ff, and the experts if there are any, for a width near ``width`` of what a token uses."""
+    if experts is None:
+        return {"d_ff": width}
+    number, active = experts
+    step = 64 if width >= 512 * active else 8
+    d_expert = max(round(width / active / step), 1) * step
+    return {"d_ff": active * d_expert, "experts": {"number": number, "active": active, "d_expert": d_expert}}
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
@@ -150,7 +167,7 @@ def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
         return model
 
     def fits(other: StarterRequest) -> bool:
-        found = _nearest(other, neighbours(other.params, other.tokens, reference=near.reference))
+        found = _nearest(other, neighbours(other.params_active, other.tokens, reference=near.reference))
         return abs(found.params / other.params - 1) <= FARTHEST
 
     smaller = (size for size in reversed(VOCABULARIES) if size < model.vocab_size)
@@ -173,12 +190,12 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
     aspect = middle(near.values(lambda run: run.aspect)).value
     if not (run or near.close):
         aspect = min(aspect, SMALL_ASPECT)
-    width = math.cbrt(request.params * aspect / 12)  # the blocks have 12 d^2 L parameters, with L = d / aspect
+    width = math.cbrt(request.params_active * aspect / 12)  # the blocks have 12 d^2 L parameters, with L = d / aspect
     usual = middle(near.values("model.vocab_size")).value
-    vocab = request.vocab or (round(usual) if run else vocabulary(request.params, width, usual))
+    vocab = request.vocab or (round(usual) if run else vocabulary(request.params_active, width, usual))
     tied = arch.tied_embeddings if arch else None
     if tied is None:
-        tied = vocab * width > TIED_SHARE * request.params
+        tied = vocab * width > TIED_SHARE * request.params_active
     seq_len = _seq_len(request, near)
     fixed = stack | {"vocab_size": vocab, "seq_len": seq_len, "tied_embeddings": tied}
     if not run and seq_len > SHORT:
@@ -197,7 +214,7 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
         n_heads, kv_heads = round(width / d_head), 8 if _grouped(near) and width >= 2 * 8 * d_head else None
         ratio = usual_ff_ratio(str(stack["activation"]), n_heads, kv_heads or n_heads)
         proportions = Proportions(aspect, ratio, d_head, n_kv_heads=kv_heads)
-    return shape_of(request.params, width, proportions, fixed)
+    return shape_of(request.params, width, proportions, fixed, request.experts)
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
@@ -239,6 +256,17 @@ def _grouped(near: Neighbours) -> bool:
     return sum(group > 1 for group in shares) * 2 >= max(len(shares), 1)
 
 
+def _widths_of_experts() -> dict[str, float]:
+    """Return the width of all experts that a token uses divided by d_ff of the dense layers, by run id."""
+    found = {}
+    for run in load_runs():
+        arch = run.arch
+        if arch.d_ff and arch.d_expert and arch.experts_per_token:
+            used = arch.experts_per_token + (arch.n_shared_experts or 0)
+            found[run.id] = used * arch.d_expert / arch.d_ff
+    return found
+
+
 def _lengths(near: Neighbours) -> Votes:
     if near.reference:
         return middle(near.values("model.seq_len"))
@@ -263,7 +291,7 @@ def _seq_len(request: StarterRequest, near: Neighbours) -> int:
 
 def _predicted_batch(request: StarterRequest) -> float:
     """Return the median of the batches that laws predict, in tokens."""
-    return float(middle(batches(evaluate(request.params, request.tokens), "optimal")).value)
+    return float(middle(batches(evaluate(request.params_active, request.tokens), "optimal")).value)
 
 
 def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
@@ -289,7 +317,7 @@ def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours,
         "vocab_sizes": middle(near.values("model.vocab_size")),
         "vocab_share": VOCABULARY_SHARE,
         "as_reference": bool(run and run.arch.tied_embeddings is not None),
-        "share": model.vocab_size * model.d_model / request.params,
+        "share": model.vocab_size * model.d_model / model.params_active,
         "tied_share": TIED_SHARE,
         "tied": near.values("model.tied_embeddings"),
         "seq_len": request.seq_len,
@@ -298,9 +326,13 @@ def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours,
         "sequences": int(predicted / model.seq_len) if shortened else None,
         "wanted": SEQUENCES_A_BATCH,
         "shortest": SHORTEST,
+        "experts": model.experts,
+        "widths": _widths_of_experts(),
     }
     for name in _SIZES:
         draft.decide(f"model.{name}", getattr(model, name), **facts)
+    for name in ("number", "active", "d_expert") if model.experts else ():
+        draft.decide(f"model.experts.{name}", getattr(model.experts, name), **facts)
     for name in _CHOICES:
         path, value = f"model.{name}", getattr(model, name)
         by = near.values(path)

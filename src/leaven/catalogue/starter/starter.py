@@ -60,7 +60,7 @@ def starter(request: StarterRequest) -> StarterRecipes:
     """
     request.validate()
     run = find_reference(request.reference) if request.reference else None
-    near = neighbours(request.params, request.tokens, reference=run)
+    near = neighbours(request.params_active, request.tokens, reference=run)
     draft = StarterDraft(reference=request.reference)
     draft.decide("name", request.name)
     model = choose_shape(request, near)
@@ -104,7 +104,7 @@ def starter(request: StarterRequest) -> StarterRecipes:
 def untuned(recipe: Recipe) -> Recipe:
     """Return a recipe with the schedule and hyperparameters that `leaven new` chooses for its shape, batch and
     length, without a proxy or a tuned base."""
-    at = RunSize(neighbours(recipe.model.params, recipe.data.tokens), recipe.model, recipe.data.tokens)
+    at = RunSize(neighbours(recipe.model.params_active, recipe.data.tokens), recipe.model, recipe.data.tokens)
     draft, batch = StarterDraft(), recipe.batch.tokens
     draft.decide("batch", recipe.batch.model_dump(mode="json", exclude_none=True))
     choose_schedule(draft, at, batch)
@@ -159,7 +159,7 @@ def _left_behind(run: PublishedRun) -> Iterator[str]:
 
 
 def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
-    each = request.tokens / model.params
+    each = request.tokens / model.params_active
     ratios = [run.tokens_per_parameter for run in near.runs if run.tokens_per_parameter]
     draft.decide("data.tokens", request.tokens, each=each)
     stand_in = request.source == "python-stdlib"

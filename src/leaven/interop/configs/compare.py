@@ -210,9 +210,9 @@ def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -
     """Return a model shape that a target supports, and one row for each value that is lost because it was replaced.
 
     ``holds`` maps keys of ``[model]`` to the values that the target supports. The first of them replaces a value that
-    is not among them. A ``d_attention`` of None means d_model, and is written "d_model" there. For a key of
-    :meth:`ModelShape.added_defaults` that is not in ``holds``, a target supports only the default. If ``holds`` is
-    empty, the target does not describe models.
+    is not among them; ``["any"]`` stands for all values. A ``d_attention`` of None means d_model, and is written
+    "d_model" there. For a key of :meth:`ModelShape.added_defaults` that is not in ``holds``, a target supports only
+    the default. If ``holds`` is empty, the target does not describe models.
     """
     changes = {
         key: default
@@ -229,6 +229,8 @@ def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -
     ]
     for key, held in holds.items():
         value = getattr(shape, key)
+        if held == ["any"]:
+            continue
         if value is None:
             value = "d_model"
         if value not in held:

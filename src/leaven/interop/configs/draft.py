@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from leaven.catalogue.laws import evaluate
+from leaven.catalogue.laws import main_laws
 from leaven.catalogue.neighbours import nearest
 from leaven.errors import InputError
 from leaven.interop.architectures import HuggingFaceModel, validated
@@ -56,11 +56,11 @@ class Draft:
             return f"{' and '.join(there)} of {file}" if there else f"default of {architecture.name}, not in {file}"
 
         self.values |= {f"model.{key}": value for key, value in model.shape.model_dump(exclude_none=True).items()}
+        self.why |= {f"model.{key}": f"every {architecture.name} has it" for key in architecture.holds}
         for key, theirs in architecture.keys.items():
             if theirs:
-                more = ("rope_scaling", "rope_parameters") if key == "rope_theta" else ()
+                more = ("rope_scaling", "rope_parameters") if key in {"rope_theta", "rotary_fraction"} else ()
                 self.why[f"model.{key}"] = origin(*theirs, *more)
-        self.why |= {f"model.{key}": f"every {architecture.name} has it" for key in architecture.holds}
         std = float(architecture.given(model.config)["initializer_range"])
         self.set("hyperparameters.init_std", std, origin("initializer_range"))
 
@@ -116,7 +116,10 @@ class Draft:
         Raises:
             InputError: if the values are not a valid shape.
         """
-        values = {path.removeprefix("model."): value for path, value in self.values.items() if path[:6] == "model."}
+        values: dict[str, Any] = {}
+        for path, value in self.values.items():
+            if path.startswith("model."):
+                set_path(values, path.removeprefix("model."), value)
         return validated(ModelShape, values, f"{self.origin}: not a shape that leaven supports")
 
     def finish(self, name: str, shape: ModelShape) -> Imported:
@@ -131,7 +134,7 @@ class Draft:
             self.unknown.append(f"{path}: {why}")
 
         if "data.tokens" not in self.values:
-            tokens = TOKENS_PER_PARAMETER * shape.params
+            tokens = TOKENS_PER_PARAMETER * shape.params_active
             guess("data.tokens", tokens, f"{TOKENS_PER_PARAMETER} tokens per parameter, as for a run from scratch")
         tokens = self.values["data.tokens"]
         if "batch.tokens" not in self.values:
@@ -261,10 +264,10 @@ def as_number(value: Any, label: str) -> float:
 
 def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
     """Return the batch in tokens by the Step Law, in whole sequences, and the reason."""
-    laws = evaluate(shape.params, tokens, params_non_embedding=shape.params_non_embedding)
+    laws = main_laws(shape, tokens)
     step_law = next(law for law in laws if law.law == "Step Law 2025")
     assert step_law.batch_tokens is not None
-    scale = f"{format_quantity(shape.params)} parameters, {format_quantity(tokens)} tokens"
+    scale = f"{format_quantity(shape.params_active)} parameters, {format_quantity(tokens)} tokens"
     outside = (
         "" if step_law.in_range else f"; a factor of {format_number(step_law.extrapolation or 1)} outside its range"
     )
@@ -274,7 +277,7 @@ def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
     """Return the peak lr of the published run that is nearest in size, and the reason."""
-    neighbour = next(run for run, _ in nearest(shape.params, tokens, limit=99) if run.peak_lr is not None)
+    neighbour = next(run for run, _ in nearest(shape.params_active, tokens, limit=99) if run.peak_lr is not None)
     assert neighbour.peak_lr is not None
     return neighbour.peak_lr, f"the peak of {neighbour.id}, the published run nearest in size"
 
@@ -283,7 +286,9 @@ def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
     """Return the warm-up in tokens, as the same share of the run as in the published run that is nearest in size, and
     the reason.
     """
-    neighbour = next(run for run, _ in nearest(shape.params, tokens, limit=99) if run.warmup_fraction is not None)
+    neighbour = next(
+        run for run, _ in nearest(shape.params_active, tokens, limit=99) if run.warmup_fraction is not None
+    )
     assert neighbour.warmup_fraction is not None
     share = neighbour.warmup_fraction
     return round(share * tokens), f"{share:.2g} of the run, as in {neighbour.id}, the published run nearest in size"

@@ -21,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from leaven.documents.runs import LossRow
 from leaven.errors import InputError
-from leaven.interop.architectures import nearest
+from leaven.interop.architectures import changed, nearest, shape_values
 from leaven.interop.configs.compare import SAME, SAME_START, ResolvedRecipe, as_written, compare, fitted
 from leaven.interop.configs.per_parameter import CANDIDATES, Candidate, identifier
 from leaven.recipe.recipe import Recipe
@@ -89,12 +89,12 @@ def export(name: str, recipe: Recipe) -> Export:
     to, run = target(name), ResolvedRecipe(recipe.without_muon)
     if to.architecture:
         architecture, changes = nearest(recipe.model, trained=True)
-        shape = ModelShape.model_validate(recipe.model.model_dump() | changes)
+        shape, values = changed(recipe.model, changes), shape_values(recipe.model)
         why = f"all that {architecture.name} has"
         losses = [
             LossRow(
                 key=f"model.{key}",
-                value=as_written(getattr(recipe.model, key)),
+                value=as_written(recipe.model.experts) if key == "experts" else values[key],
                 why=f"would be {'left out' if value is None else json.dumps(value)}: {why}",
             )
             for key, value in changes.items()

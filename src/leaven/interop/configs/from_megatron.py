@@ -39,6 +39,8 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
             raise InputError(f"{origin}: --{flag} {given[flag]:g} must be above 0")
     _sizes(given, draft)
     _kind(given, draft)
+    if "num-experts" in given:
+        _experts(given, draft)
     given.copy_to(draft)
     shape = draft.shape()
     _modules(given, draft, shape)
@@ -136,6 +138,66 @@ def _kind(given: Settings, draft: Draft) -> None:
     draft.set("data.documents", "isolated" if isolated else "packed", why)
     compute = "bf16" if "bf16" in given else "fp16" if "fp16" in given else "fp32"
     draft.set("precision.compute", compute, given.why("bf16", "fp16"))
+
+
+def _experts(given: Settings, draft: Draft) -> None:
+    """Set the experts, their router and how its load is balanced."""
+    origin = given.origin
+
+    def put(key: str, value: object, *flags: str) -> None:
+        draft.set(f"model.experts.{key}", value, given.why(*flags))
+
+    own = "moe-ffn-hidden-size" in given
+    width = given["moe-ffn-hidden-size"] if own else draft.values["model.d_ff"]
+    put("d_expert", width, "moe-ffn-hidden-size" if own else "ffn-hidden-size")
+    active = given["moe-router-topk"]
+    put("active", active, "moe-router-topk")
+    shared = given["moe-shared-expert-intermediate-size"]
+    if shared % width:
+        raise InputError(
+            f"{origin}: --moe-shared-expert-intermediate-size {shared}: leaven supports only multiples of the width "
+            f"of an expert, {width}"
+        )
+    put("shared", shared // width, "moe-shared-expert-intermediate-size")
+    put("dense_layers", _dense_layers(given), "moe-layer-freq")
+    router = given.choice("moe-router-score-function", {"softmax": "softmax", "sigmoid": "sigmoid"})
+    put("router", router, "moe-router-score-function")
+    normalise = active > 1 and (router == "sigmoid" or "moe-router-pre-softmax" not in given)
+    put("normalise", normalise, "moe-router-pre-softmax", "moe-router-score-function")
+    put("weight_scale", given["moe-router-topk-scaling-factor"], "moe-router-topk-scaling-factor")
+    put("router_z_loss", given["moe-z-loss-coeff"], "moe-z-loss-coeff")
+    kind, coefficient = given["moe-router-load-balancing-type"], given["moe-aux-loss-coeff"]
+    if kind not in {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}:
+        raise InputError(
+            f"{origin}: --moe-router-load-balancing-type {kind}: leaven supports only seq_aux_loss and none"
+        )
+    bias, loss = "moe-router-enable-expert-bias" in given, kind != "none" and coefficient > 0
+    balance = {(True, True): "both", (True, False): "bias", (False, True): "loss", (False, False): "none"}[bias, loss]
+    flags = ("moe-router-load-balancing-type", "moe-aux-loss-coeff", "moe-router-enable-expert-bias")
+    put("balance", balance, *flags)
+    if bias:
+        put("bias_step", given["moe-router-bias-update-rate"], "moe-router-bias-update-rate")
+    if loss:
+        put("balance_loss", coefficient, "moe-aux-loss-coeff")
+    if loss and kind != "seq_aux_loss":
+        draft.unread.append(
+            f"--moe-router-load-balancing-type {kind}: leaven's loss is that of a sequence, seq_aux_loss"
+        )
+
+
+def _dense_layers(given: Settings) -> int:
+    """Return the number of layers without experts, which must come before all others."""
+    word, layers = given["moe-layer-freq"].replace(" ", ""), given["num-layers"]
+    terms = re.findall(r"\[([01])\]\*(\d+)", word)
+    pattern = "".join(value * int(count) for value, count in terms)
+    if word == "1":
+        return 0
+    if not re.fullmatch("0*1+", pattern) or len(pattern) != layers:
+        raise InputError(
+            f"{given.origin}: --moe-layer-freq {given['moe-layer-freq']}: leaven supports only layers without "
+            f"experts before all others, such as ([0]*1+[1]*{layers - 1})"
+        )
+    return pattern.count("0")
 
 
 def _modules(given: Settings, draft: Draft, shape: ModelShape) -> None:

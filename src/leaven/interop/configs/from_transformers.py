@@ -39,6 +39,8 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
         for module in shape.branch_ends:
             why = f"{architecture.name} draws this matrix with initializer_range / sqrt(2 n_layers)"
             draft.set(f"hyperparameters.modules.{module}.init_std", 1 / math.sqrt(2 * shape.n_layers), why)
+    if shape.experts and shape.experts.balanced_by_loss:
+        _balance_loss(draft, model.config, shape.n_layers - shape.experts.dense_layers, shape.experts.active)
     state_path = config_path.parent / STATE
     if arguments_path is None and (config_path.parent / PICKLE).exists():
         draft.unread.append(f"{PICKLE}, a pickle: write trainer.args.to_json_string() to {ARGUMENTS} beside it")
@@ -59,6 +61,16 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
     if (config_path.parent / "parameters.json").exists():
         draft.unread.append(f"parameters.json: values of single parameters; the recipe has those of {ARGUMENTS}")
     return draft.finish(name, shape)
+
+
+def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int) -> None:
+    """Set the coefficient of the balance loss. ``layers`` have experts, and ``active`` of them are active."""
+    if not config.get("output_router_logits") or "router_aux_loss_coef" not in config:
+        draft.unknown.append(f"model.experts.balance_loss: {CONFIG} turns no loss on; leaven's default is used")
+        return
+    coefficient = as_number(config["router_aux_loss_coef"], f"{draft.origin}: router_aux_loss_coef")
+    why = f"router_aux_loss_coef of {CONFIG} x active experts / layers with experts, at which both losses are equal"
+    draft.set("model.experts.balance_loss", float(f"{coefficient * active / layers:.12g}"), why)
 
 
 def _paths(path: Path) -> tuple[Path, Path | None]:

@@ -66,7 +66,7 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
             "eps": hidden.eps,
         },
     )
-    if recipe.base.width >= shape.d_model:
+    if recipe.base.width >= shape.d_model or shape.experts:  # which values --use-mup gives experts was not checked
         return
     # Megatron divides the values of matrices by the width ratio m; flags have the values before this division.
     m = recipe.model.d_model / recipe.base_shape.d_model
@@ -104,6 +104,7 @@ def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
         "batch_stages": " ".join(stages),  # for each batch size: first token and sequences
         "vocabulary_multiple": multiple,
         "samples": -(-recipe.data.tokens // shape.seq_len),
+        "router_losses": run.table.router_losses,
     }
 
 
@@ -121,6 +122,7 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
             f"megatron-module sets whole parameters, and layout.zero = {run.recipe.layout.zero} is Megatron-FSDP, "
             "which shards them; use --set layout.zero=1"
         )
+    _require_dense(shape, "megatron-module")
     # Megatron's layer norms have biases even if its matrices have none.
     whole = shape.model_copy(update={"bias": True}) if shape.norm == "layernorm" else shape
     tensors = [
@@ -290,9 +292,15 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
     own initial std. All other settings of the fused matrix are the settings of the query matrix.
     """
     assert architecture is not None
-    given, parameters = _by_tensor(run, architecture.tensors(shape))
-    values = {"architecture": architecture, "config": architecture.config(shape), "parameters": parameters}
-    yield Candidate(given, None, values)
+    given, parameters = _by_tensor(run, architecture.parameters(shape))
+    config = architecture.config(shape)
+    if shape.experts and run.table.router_losses[0] and not architecture.router_bias:
+        # transformers adds its loss only with the router's logits. It takes the mean over layers, where leaven takes
+        # the sum, and its value at an even load is the number of active experts, where leaven's is 1.
+        layers = shape.n_layers - shape.experts.dense_layers
+        coefficient = run.table.router_losses[0] * layers / shape.experts.active
+        config |= {"output_router_logits": True, "router_aux_loss_coef": coefficient}
+    yield Candidate(given, None, {"architecture": architecture, "config": config, "parameters": parameters})
 
 
 def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
@@ -302,6 +310,7 @@ def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture
     values that prepare.py writes.
     """
     assert architecture is not None
+    _require_dense(shape, "automodel")
     settings, parameters = _by_tensor(run, architecture.tensors(shape))
     hidden = next(run.plain[row.name] for row in run.table.rows if run.rows[row.name] == run.hidden)
     decay = hidden.weight_decay or max(each["weight_decay"] for each in parameters.values())
@@ -318,6 +327,11 @@ def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture
     }
     alike = {"beta1": hidden.beta1, "beta2": hidden.beta2, "eps": hidden.eps}
     yield Candidate({name: replace(each, **alike) for name, each in settings.items()}, None, values)
+
+
+def _require_dense(shape: ModelShape, target: str) -> None:
+    if shape.experts:
+        raise InputError(f"--to {target} writes no mixtures of experts; use --to megatron or --to transformers")
 
 
 def _by_tensor(
@@ -340,7 +354,7 @@ def _by_tensor(
             "weight_decay": first.weight_decay,
         }
         if len(parts) > 1:
-            rows = [each[0] for each in stored.parts.values()]
+            rows = [math.prod(each[:-1]) if len(each) > 1 else each[0] for each in stored.parts.values()]
             parameters[stored.name] |= {"rows": rows, "heads": stored.heads, "transposed": stored.transposed}
         for name, part in zip(stored.parts, parts, strict=True):
             if name in run.plain:

@@ -96,7 +96,8 @@ def _start(parameter: Tensor, values: dict[str, Any]) -> None:
     joined = torch.empty_like(
         parameter.T if values["transposed"] else parameter, memory_format=torch.contiguous_format
     )
-    by_head = joined.reshape(values["heads"], -1, *joined.shape[1:])
+    flat = joined.flatten(0, 1) if joined.ndim == 3 else joined  # the matrices of experts, one after the other
+    by_head = flat.view(values["heads"], -1, *flat.shape[1:])
     for part, std in zip(torch.split(by_head, rows, dim=1), values["init_std"], strict=True):
         _draw(part, 0.0, std)
     parameter.copy_(joined.T if values["transposed"] else joined)

@@ -2,9 +2,9 @@
 
 The id of a command names its machine, its process and a number, because one process may run several searches. If the
 process runs on this machine, the operating system knows whether it is alive. For commands on other machines there are
-heartbeats: every command keeps increasing its own counter in the store. A command on another machine counts as dead
-if its counter has not changed for ``lease_seconds``. This time is measured with the clock of the observing machine,
-so the clocks of two machines are never compared.
+heartbeats: every command keeps writing the time of its own clock into the store. A command on another machine counts
+as dead if this value has not changed for ``lease_seconds``. This time is measured with the clock of the observing
+machine, so the clocks of two machines are never compared.
 
 A command may count as dead although it is alive, for example because its machine slept. Other commands then close its
 trials and run them again, and the command drops its own results.
@@ -26,7 +26,7 @@ from optuna.storages import BaseStorage
 
 BEATS = 4  # heartbeats in ``lease_seconds``
 LEAVING = 2.0  # seconds to wait for the heartbeat thread at the end
-_BEAT = "beat:"  # prefix of the names of the counters in the store; the id of the command follows
+_BEAT = "beat:"  # prefix of the names of the heartbeats in the store; the id of the command follows
 
 _numbers = itertools.count()
 _here: set[str] = set()  # ids of running searches of this process
@@ -53,14 +53,15 @@ def gone(owner: str) -> bool:
 
 class Leases:
     """A context manager that sends this command's heartbeat from a thread and watches the heartbeats of other
-    commands."""
+    commands. ``clocks`` has the last heartbeat of each of them: Unix time by its own clock, seconds."""
 
     def __init__(
         self, store: BaseStorage, study: int, seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.node = node(os.getpid(), next(_numbers))
         self._store, self._study, self._seconds, self._clock = store, study, seconds, clock
-        self._seen: dict[str, tuple[int, float]] = {}  # by owner: its counter, and the age of this count in s
+        self.clocks: dict[str, float] = {}
+        self._still: dict[str, float] = {}  # by owner: how long its heartbeat has not changed, seconds
         self._looked = clock()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
@@ -88,21 +89,19 @@ class Leases:
         others = owners - {self.node}
         ended = {owner for owner in others if gone(owner)}
         beats = self._store.get_study_system_attrs(self._study) if others - ended else {}
-        seen = {}
-        for owner in others - ended:
-            count = int(beats.get(_BEAT + owner, 0))
-            before, still = self._seen.get(owner, (count, -passed))
-            seen[owner] = (count, still + passed if count == before else 0.0)
-        self._seen = seen
-        return ended | {owner for owner, (_, still) in seen.items() if still >= self._seconds}
+        clocks = {owner: float(beats.get(_BEAT + owner, 0.0)) for owner in others - ended}
+        self._still = {
+            owner: self._still.get(owner, -passed) + passed if clock == self.clocks.get(owner, clock) else 0.0
+            for owner, clock in clocks.items()
+        }
+        self.clocks = clocks
+        return ended | {owner for owner, still in self._still.items() if still >= self._seconds}
 
     def _beat(self) -> None:
-        count = 0
         while not self._done.is_set():
-            count += 1
             # An unreachable store is ignored here: the loop of the search reports it.
             with suppress(Exception):
-                self._store.set_study_system_attr(self._study, _BEAT + self.node, count)
+                self._store.set_study_system_attr(self._study, _BEAT + self.node, time.time())
             self._done.wait(self._seconds / BEATS)
 
 

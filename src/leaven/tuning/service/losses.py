@@ -58,7 +58,7 @@ def why_none(source: LossSource, where: Path) -> str:
 
 
 def _of_text(pattern: re.Pattern[str], file: Path, complete: bool) -> Losses:
-    text = file.read_bytes().decode(errors="replace").replace("\r", "\n") if file.is_file() else ""
+    text = storage.read(file).decode(errors="replace").replace("\r", "\n") if file.is_file() else ""
     for found in pattern.finditer(text if complete else text[: text.rfind("\n") + 1]):
         step = found.groupdict().get("step")
         if found["loss"] is not None:  # the pattern may have an alternative without a loss

@@ -22,7 +22,7 @@ from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, DROPOUT, OPTIMIZER, TOKENS, WARM_UP, recipe_at
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
 from leaven.tuning.service.search_plan import Budget, check_search, known_runs
-from leaven.tuning.service.study import CHECKPOINTS, BaseStudy
+from leaven.tuning.service.study import CHECKPOINTS, BaseStudy, attempts
 from leaven.tuning.space import Space
 
 POLL = 0.25  # seconds between checks of whether to stop
@@ -206,7 +206,7 @@ class TrialTrainer:
         second after its command was killed.
         """
         folder = self._folder / f"{proposal.origin:06d}-{proposal.number:06d}"
-        for last in sorted(self._folder.glob(f"{proposal.origin:06d}-*"))[-1:]:
+        for last in [path for origin, path in attempts(self._folder) if origin == proposal.origin][-1:]:
             with suppress(OSError):  # it was moved by another attempt or is gone: train from the start
                 last.rename(folder)
         return folder

@@ -160,9 +160,14 @@ class SearchLoop:
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
         if taken := [number for number, owner in running.items() if owner in dead]:
             for number in taken:
-                self._stored.close(number)
+                self._stored.close(number, ended=self._leases.clocks.get(str(running[number])))
             trials = self._stored.trials
-        self.runs = runs_of(trials, self._plan.axes)
+        # Times of a run are by the clock of its owner, which may differ from this machine's.
+        clocks = {number: self._leases.clocks.get(str(owner)) for number, owner in running.items()}
+        self.runs = [
+            replace(run, until=clocks.get(run.number)) if run.state == "running" else run
+            for run in runs_of(trials, self._plan.axes)
+        ]
         return sum(not job.startswith("retry:") for job in jobs_of(trials))
 
     def _begin(self, request: TrialRequest) -> Proposal | None:

@@ -194,10 +194,13 @@ class StoredStudy:
             return True
         return False
 
-    def close(self, number: int, *, released: bool = False) -> None:
+    def close(self, number: int, *, released: bool = False, ended: float | None = None) -> None:
         """Mark a trial as failed, unless it has ended already. ``released`` says that this command gave the trial up;
-        then the trial does not count as one whose process died."""
+        then the trial does not count as one whose process died. ``ended`` is the last time by its owner's clock, if
+        the owner was another machine."""
         with suppress(UpdateFinishedTrialError):
+            if ended is not None:
+                self.store.set_trial_user_attr(self._trial_id(number), ENDED, ended)
             if released:
                 self.store.set_trial_user_attr(self._trial_id(number), RELEASED, True)
             self.store.set_trial_state_values(self._trial_id(number), TrialState.FAIL)

@@ -40,6 +40,7 @@ a run: if its process dies, another trial retries the run.
 
 import json
 import os
+import re
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -69,9 +70,17 @@ from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 
 CHECKPOINTS = "checkpoints"
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # files that a study may leave if it is killed before its first write
+_ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # the run's first trial, and the trial of the attempt
 ANSWERED = "leaven:answered"  # an attribute of a study: a command has run the search to its end
 NOTE_AFTER = 5.0  # seconds without the store after which the screen says so, and a stopping command gives up
 SAVING = 0.1  # the largest share of the time for writing study.json, which takes seconds with thousands of trials
+
+
+def attempts(folder: Path) -> list[tuple[int, Path]]:
+    """Return the checkpoint folders of attempts at runs, in order, each with the number of the run's first trial.
+    Other names, such as those of a user's copies, are ignored."""
+    named = ((_ATTEMPT.fullmatch(path.name), path) for path in sorted(folder.glob("*-*")))
+    return [(int(name[1]), path) for name, path in named if name]
 
 
 class Screen(Protocol):
@@ -167,17 +176,20 @@ class BaseStudy(ABC):
 
     def __enter__(self) -> Self:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        ended = self._ended_trials()
-        if ended and not exists(self._where):
-            raise self._store_lost(ended)
+        ended, begun = self._ended_trials(), (self.out / "centre.toml").exists()
+        if begun and not exists(self._where):
+            raise self._store_lost(ended, ended)
         if isinstance(self._where, Path):
             make_folder(self.out)
         store, name = open_store(self._where, self._waited), self.space.name
         stored = {study.study_name: study._study_id for study in store.get_all_studies()}
         if others := [other for other in stored if other != name and isinstance(self._where, Path)]:
             raise InputError(f"{self._name} contains the study {others[0]}, not {name}; use another --study")
-        if ended and not (name in stored and store.get_n_trials(stored[name])):
-            raise self._store_lost(ended)
+        if begun and name not in stored:
+            raise self._store_lost(ended, ended)
+        there = store.get_all_trials(stored[name], deepcopy=False) if ended else []
+        if lost := ended - {trial.number for trial in there if trial.state.is_finished()}:
+            raise self._store_lost(ended, lost)
         self._stored = join_study(
             store,
             name,
@@ -201,19 +213,24 @@ class BaseStudy(ABC):
     def __exit__(self, *exception: object) -> None:
         self._stored.store.remove_session()
 
-    def _ended_trials(self) -> int:
-        """Return the number of ended trials in study.json; 0 if the file is missing or cannot be read."""
+    def _ended_trials(self) -> set[int]:
+        """Return the numbers of the ended trials in study.json; none if the file is missing or cannot be read."""
         try:
             results = json.loads((self.out / "study.json").read_text())["trials"]
-            return sum(trial["state"] not in UNDER_WAY for trial in results)
+            return {trial["number"] for trial in results if trial["state"] not in UNDER_WAY}
         except (OSError, ValueError, TypeError, KeyError):
-            return 0
+            return set()
 
-    def _store_lost(self, ended: int) -> InputError:
-        """Return an error for a folder that has the results of ``ended`` trials while its store has no trials."""
+    def _store_lost(self, ended: set[int], lost: set[int]) -> InputError:
+        """Return an error for a folder whose store has ``lost`` some of the ``ended`` trials, or the study itself."""
+        results, missing = f"the results of {len(ended)} trials", "none of them"
+        if not ended:
+            results, missing = "a study", "no study of this name"
+        elif lost != ended:
+            missing = f"lost {len(lost)} of them"
         return InputError(
-            f"{self.out} has the results of {ended} trials, but the store of {self._name} has none of them; restore "
-            "the store, or use another folder"
+            f"{self.out} has {results}, but the store of {self._name} has {missing}; restore the store, or use "
+            "another folder"
         )
 
     def _waited(self, seconds: float) -> None:
@@ -295,9 +312,9 @@ class BaseStudy(ABC):
 
     def _remove_checkpoints(self) -> None:
         """Remove the checkpoints of runs that have ended."""
-        ended = {f"{run.origin:06d}" for run in self._stored.runs if run.state not in UNDER_WAY}
-        for folder in (self.out / CHECKPOINTS).glob("*-*"):
-            if folder.name.partition("-")[0] in ended:
+        ended = {run.origin for run in self._stored.runs if run.state not in UNDER_WAY}
+        for origin, folder in attempts(self.out / CHECKPOINTS):
+            if origin in ended:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _save_meanwhile(self) -> None:

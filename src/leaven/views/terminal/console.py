@@ -1,16 +1,33 @@
-"""Print results to standard output, and progress, warnings and errors to standard error."""
+"""Print results to standard output, and progress, warnings and errors to standard error.
+
+Everything a command prints goes through here, where foreign text is made safe to show: names of files, keys and
+values of recipes, and messages of other programs.
+"""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import typer
 from rich.console import Console
+from rich.segment import Segment
 from rich.text import Text
+
+from leaven.errors import shown
 
 NO_TERMINAL = 120  # characters; width of output to a file or a pipe
 
 
+class SafeConsole(Console):
+    """A console that prints the text of every renderable as :func:`leaven.errors.shown` returns it."""
+
+    def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
+        for text, style, control in super().render(*arguments, **options):
+            yield Segment(text if control else shown(text), style, control)
+
+
 def _console(stderr: bool) -> Console:
     # The consoles do not break lines: tables fit the width, and the terminal wraps sentences.
-    made = Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    made = SafeConsole(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not made.is_terminal:
         made.width = NO_TERMINAL
     return made
@@ -20,9 +37,14 @@ console = _console(stderr=False)
 errors = _console(stderr=True)
 
 
+def echo(text: str, newline: bool = True) -> None:
+    """Print a text, such as JSON or TOML, to standard output without styles."""
+    typer.echo(shown(text), nl=newline)
+
+
 def warn(messages: Iterable[str], label: str = "warning") -> None:
     for message in messages:
-        errors.print(Text.assemble((f"{label}: ", "bold yellow"), message))
+        errors.print(Text.assemble((f"{label}: ", "bold yellow"), " ".join(message.split())))
 
 
 def say_damaged(names: Iterable[str]) -> None:

@@ -48,9 +48,12 @@ def derived(document: NewRecipe, files: Sequence[tuple[Path, Recipe]]) -> Iterat
 def adopted(path: Path, recipe: Recipe, weights: Path, architecture: str) -> Iterator[RenderableType]:
     """Yield the screen of ``leaven new --from-weights``: the model, and the values that were chosen for it."""
     shape, why = recipe.model, recipe.why
-    heads = f"heads {shape.n_heads}x{shape.d_head}  d_ff {shape.d_ff}  vocab {shape.vocab_size:,}"
+    sizes = f"heads {shape.n_heads}x{shape.d_head}  d_ff {shape.d_ff}  vocab {shape.vocab_size:,}"
+    if experts := shape.experts:
+        sizes += f"  experts {experts.active} of {experts.number}x{experts.d_expert}"
+    used = f", {format_quantity(shape.params_active)} active" if shape.experts else ""
     lines = {
-        "shape": f"L {shape.n_layers}  d {shape.d_model}  {heads}   {format_quantity(shape.params)} params",
+        "shape": f"L {shape.n_layers}  d {shape.d_model}  {sizes}   {format_quantity(shape.params)} params{used}",
         "weights": f"{weights}   {architecture}",
         "duration": f"{format_quantity(recipe.data.tokens)} tokens   {why['data.tokens']}",
         "batch": f"{format_quantity(recipe.batch.tokens)} tokens   {why['batch.tokens']}",

@@ -23,8 +23,10 @@ def findings_screen(check: RecipeCheck, width: int, chosen: Container[str] = ())
     ``chosen`` contains the paths of values for which the recipe has a reason. A note about such a value refers to the
     reason instead of suggesting a change.
     """
-    size, tokens = format_quantity(check.params), format_quantity(check.tokens)
-    yield Text(f"{check.name}  {size} parameters, {tokens} tokens; values after the scaling rule")
+    size, tokens = f"{format_quantity(check.params)} parameters", format_quantity(check.tokens)
+    if check.params_active != check.params:
+        size += f", of which a token uses {format_quantity(check.params_active)}"
+    yield Text(f"{check.name}  {size}, {tokens} tokens; values after the scaling rule")
     for one in check.findings:
         label = Text(one.severity if one.severity == "note" else one.severity.upper(), _STYLES[one.severity])
         lines = [f"{one.check}: {one.says}", *_evidence(one)]

@@ -35,6 +35,7 @@ EVENTS = {
     "{micro_batch}",
     "slow_rank": "rank {slowest} takes {times_the_median:.1f} times as long as the other ranks, which wait for it",
     "curves_lost": "{writer} gets no curves from {tokens:q} tokens on: {why}",
+    "file_changed": "{file} is not as it was at the checkpoint at {tokens:q} tokens: {why}; the run continues",
     "layout": "{changed} at {tokens:q} tokens: sums are computed in another order, so losses may differ in the last "
     "bits",
 }
@@ -130,6 +131,8 @@ class TrainScreen(LiveScreen):
             self.line(f"  MFU: {values['mfu_convention']}")
         for name in values.get("damaged_checkpoints", ()):
             self.line(f"  checkpoint {name} is damaged and was not used")
+        if values.get("missing_checkpoint"):
+            self.line(f"  checkpoint {values['missing_checkpoint']} is missing; the steps up to it are trained again")
 
     def _say_waiting(self) -> None:
         if self._waiting is not None:

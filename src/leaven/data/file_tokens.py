@@ -1,0 +1,152 @@
+"""Read token ids from files, a slice at a time, and compare each block of a file with its checksum when the block is
+first read.
+
+Files are read with ``pread`` and not memory-mapped: if a file is truncated or its disk fails during training, this is
+an error with a message, and not a signal (SIGBUS) that ends the process.
+"""
+
+import os
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from leaven.errors import InputError
+
+BLOCK = 2**18
+"""Bytes that a checksum covers. At the start of a run every window is in another block, so large blocks would make
+the first steps slow; small ones make the index large."""
+MOST_OPEN = 128  # files that are held open
+
+_seek = Lock()
+
+
+class BlockChecksums:
+    """Computes the CRC-32 of each block of a file from the bytes that are written to it."""
+
+    def __init__(self) -> None:
+        self._blocks: list[int] = []
+        self._current, self._room = 0, BLOCK
+
+    def update(self, data: Any) -> None:
+        """Add bytes, or the buffer of an array."""
+        rest = memoryview(data).cast("B")
+        while len(rest):
+            part, rest = rest[: self._room], rest[self._room :]
+            self._current, self._room = crc32(part, self._current), self._room - len(part)
+            if not self._room:
+                self._blocks.append(self._current)
+                self._current, self._room = 0, BLOCK
+
+    def hexdigest(self) -> str:
+        """Return the checksums so far, eight hexadecimal digits for each block."""
+        last = [self._current] if self._room < BLOCK else []
+        return np.array(self._blocks + last, "<u4").tobytes().hex()
+
+
+class FileTokens:
+    """The token ids in a file, or in a part of it, which can be indexed with slices of step 1.
+
+    Args:
+        count: number of token ids.
+        offset: position of the first id in the file, bytes.
+        checksums: from :class:`BlockChecksums`; empty if they are not known. Then nothing is compared.
+        advice: what to do about a damaged file, in messages.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: np.dtype[Any],
+        count: int,
+        *,
+        offset: int = 0,
+        checksums: str = "",
+        advice: str = "restore it, or write it again",
+    ) -> None:
+        self.path, self.dtype = path, dtype
+        self._count, self._offset, self._advice = count, offset, advice
+        self._bytes = count * dtype.itemsize
+        known = len(checksums) == 8 * -(-self._bytes // BLOCK)
+        self._checksums: NDArray[np.uint32] = np.frombuffer(bytes.fromhex(checksums) if known else b"", "<u4")
+        self._unread = np.ones(len(self._checksums), bool)  # the blocks that have not been compared yet
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: slice, /) -> NDArray[Any]:
+        """Return token ids.
+
+        Raises:
+            InputError: if the file is truncated, cannot be read, or differs from its checksums.
+        """
+        start, stop, step = index.indices(self._count)
+        assert step == 1
+        if start >= stop:
+            return np.zeros(0, self.dtype)
+        first, last = start * self.dtype.itemsize, stop * self.dtype.itemsize
+        blocks = slice(first // BLOCK, -(-last // BLOCK))
+        if not self._unread[blocks].any():
+            return np.frombuffer(self._read(first, last), self.dtype)
+        begin = blocks.start * BLOCK
+        raw = memoryview(self._read(begin, min(blocks.stop * BLOCK, self._bytes)))
+        for block in range(blocks.start, blocks.stop):
+            at = block * BLOCK - begin
+            if crc32(raw[at : at + BLOCK]) != self._checksums[block]:
+                at, end = block * BLOCK, min((block + 1) * BLOCK, self._bytes)
+                raise InputError(
+                    f"{self.path} is damaged: its bytes {self._offset + at:,} to {self._offset + end:,} are not "
+                    f"those that were written; {self._advice}"
+                )
+        self._unread[blocks] = False
+        return np.frombuffer(raw[first - begin : last - begin], self.dtype)
+
+    def with_checksums(self, checksums: str) -> "FileTokens":
+        return FileTokens(self.path, self.dtype, self._count, offset=self._offset, checksums=checksums)
+
+    def _read(self, first: int, last: int) -> bytes:
+        try:
+            file = _open(self)
+            raw = read_at(file.number, last - first, self._offset + first)
+            size = os.fstat(file.number).st_size if len(raw) < last - first else None
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be read: {error.strerror or error}; {self._advice}") from None
+        if size is not None:
+            whole = self._offset + self._bytes
+            raise InputError(f"{self.path} has been truncated to {size:,} of {whole:,} bytes; {self._advice}")
+        return raw
+
+
+class _OpenFile:
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+@lru_cache(MOST_OPEN)
+def _open(tokens: FileTokens) -> _OpenFile:
+    return _OpenFile(tokens.path)
+
+
+def read_at(descriptor: int, size: int, position: int) -> bytes:
+    """Return ``size`` bytes of an open file, or fewer if it ends before."""
+    parts: list[bytes] = []
+    while size:
+        if hasattr(os, "pread"):
+            part = os.pread(descriptor, size, position)
+        else:  # Windows
+            with _seek:
+                os.lseek(descriptor, position, os.SEEK_SET)
+                part = os.read(descriptor, size)
+        if not part:
+            break
+        parts.append(part)
+        size, position = size - len(part), position + len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

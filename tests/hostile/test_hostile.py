@@ -1,0 +1,151 @@
+"""Hostile files, folders and arguments (cases.toml) give one line and an exit code; nothing is written."""
+
+import os
+import resource
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.conftest import Verb
+
+DATA = tomllib.loads((Path(__file__).with_name("cases.toml")).read_text())
+SECONDS = 10  # of processor time of a command in this process; most need 0.01
+WAITING_SECONDS = 100  # on a busy machine
+LONG = {"LONG": "a" * 5000, "NESTED": "[" * 500, "NINES": "9" * 5000, "DOTS": ".".join("a" * 3000)}
+CASES = {
+    f"{case['name']}: {command[:60]}": (case, command)
+    for case in DATA["case"]
+    for command in (DATA["verbs"][case["run"]] if isinstance(case["run"], str) else case["run"])
+}
+
+
+def build(path: Path, content: Any, tiny: str) -> None:
+    """Write one file of a case."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_file() or path.is_symlink():
+        path.unlink()
+    match content:
+        case str():
+            path.write_text(content)
+        case {"recipe": [old, new]}:
+            assert old in tiny
+            path.write_text(tiny.replace(old, new, 1))
+        case {"repeat": [first, part, times, last]}:
+            path.write_text(first + part * times + last)
+        case {"hex": digits}:
+            path.write_bytes(bytes.fromhex(digits))
+        case {"sparse": size}:
+            with path.open("wb") as file:
+                os.truncate(file.fileno(), size)
+        case {"zst": [byte, size]}:
+            import pyarrow
+
+            block = byte.encode() * 10**7
+            with pyarrow.output_stream(str(path), compression="zstd") as stream:
+                for _ in range(size // len(block)):
+                    stream.write(block)
+        case {"fifo": True}:
+            os.mkfifo(path)
+        case {"folder": True}:
+            path.mkdir()
+        case {"link": target}:
+            path.symlink_to(target)
+        case _:
+            raise AssertionError(f"{path.name}: {content}")
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Return what a folder holds: the kind of each path below it, its size and time, and the bytes of small files."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        at = path.lstat()
+        small = stat.S_ISREG(at.st_mode) and at.st_size < 10**6
+        found[str(path.relative_to(folder))] = (
+            at.st_mode,
+            at.st_size,
+            path.read_bytes() if small else at.st_mtime_ns,
+        )
+    return found
+
+
+class Late(BaseException):
+    """A command takes too long. Not an Exception, which the command line would report."""
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Raise Late where the block computes for longer than `SECONDS`, or waits for longer than `WAITING_SECONDS`."""
+
+    def late(*_: object) -> None:
+        raise Late
+
+    before = {number: signal.signal(number, late) for number in (signal.SIGPROF, signal.SIGALRM)}
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, WAITING_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def limited(words: list[str], folder: Path) -> tuple[int, str, str]:
+    """Run a command in a process with little memory and time."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (3 * 10**9, 3 * 10**9))
+        resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+
+    command = [sys.executable, "-m", "leaven", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, preexec_fn=limit, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
+@pytest.mark.parametrize("name", CASES)
+def test_hostile_input_gives_one_line_and_writes_nothing(
+    name: str,
+    leaven: Verb,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    tiny_text: str,
+) -> None:
+    case, command = CASES[name]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(tiny_text)
+    if case.get("with") == "run":
+        shutil.copytree(request.getfixturevalue("scaled_run"), tmp_path / "RUN")
+    elif case.get("with") == "model":
+        shutil.copytree(request.getfixturevalue("exported"), tmp_path / "MODEL")
+    for path, content in case.get("files", {}).items():
+        build(tmp_path / path, content, tiny_text)
+    before = contents(tmp_path)
+    words = []
+    for word in shlex.split(command):
+        key, equals, value = word.rpartition("=")
+        words.append(f"{LONG.get(key, key)}{equals}{LONG.get(value, value)}")
+    if case.get("limit"):
+        code, out, err = limited(words, tmp_path)
+    else:
+        with bounded():
+            code, out, err = leaven(*words)
+    assert (code, out) == (case.get("code", 2), ""), err
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert line.isprintable()
+    assert len(line) < 6_000
+    assert case["says"] in line
+    assert case.get("never", "\0") not in line
+    assert contents(tmp_path) == before

@@ -1,0 +1,197 @@
+"""What is shown of errors: one line, no escape sequences, no passwords; a bug leaves a file to report."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from rich.text import Text
+from tests.cli.conftest import Verb
+
+from leaven.cli import BUG, DEBUG, error_message
+from leaven.errors import shown
+from leaven.storage import write_text
+from leaven.views.terminal.console import SafeConsole, errors
+
+PASSWORD = "hunter2"
+URLS = [
+    f"postgresql://user:{PASSWORD}@host/db",
+    f"postgresql:/user:{PASSWORD}@host/db",  # as a path
+    f"postgresql+psycopg://user:{PASSWORD}@a@b@host:5432/db",
+    f"postgresql://user:a@{PASSWORD}@host/db",
+    f"postgresql://user:{PASSWORD}/with?signs#@host/db",
+    f"postgresql://user:{PASSWORD} with spaces@host/db",
+    f"postgresql://:{PASSWORD}@host/db",
+    f"postgresql://host/db?user=me&password={PASSWORD}&x=1",
+    f"postgresql://host/db?sslpassword={PASSWORD}",
+    f"https://user:{PASSWORD}@host/x.txt",
+]
+PLAIN = [
+    "http://127.0.0.1:8000/?x=1 is open",
+    "sqlite:////a/b:c.db",
+    "C:/a:b/c",
+    "a: b@c",
+    "s3://bucket/a:b",
+    "me@host:5432",
+]
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_a_password_is_never_shown(url: str) -> None:
+    assert PASSWORD not in shown(f"error: cannot open '{url}': no such host")
+    assert "***" in shown(url)
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_text_without_a_password_is_shown_as_it_is(text: str) -> None:
+    assert shown(text) == text
+
+
+def test_control_characters_become_escapes_that_toml_and_json_read() -> None:
+    assert shown("a\x1b[31m\x9b\x7f\r\x00\u202e\u2066\udce9b") == (
+        r"a\u001b[31m\u009b\u007f\u000d\u0000\u202e\u2066\udce9b"
+    )
+    assert shown("lines\nand\ttabs, ä 漢字 🙂") == "lines\nand\ttabs, ä 漢字 🙂"
+
+
+def test_a_console_prints_styles_but_no_foreign_escape_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    console = SafeConsole(force_terminal=True, color_system="standard", soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), "\x1b]0;owned and postgresql://u:p@h"))
+    assert capsys.readouterr().out == "\x1b[1;31merror: \x1b[0m\\u001b]0;owned and postgresql://u:***@h\n"
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, leaven: Verb) -> Verb:
+    """The command line, in which every command has a bug. Files of reports are written to ``tmp_path``."""
+
+    def bug(**_: object) -> None:
+        raise ZeroDivisionError("\x1b[31m in\na line, of postgresql://user:hunter2@host")
+
+    monkeypatch.setattr("leaven.cli.app", bug)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv(DEBUG, raising=False)
+    return leaven
+
+
+def test_a_bug_is_one_line_that_names_a_file_to_report_it_with(broken: Verb, tmp_path: Path) -> None:
+    code, out, err = broken("tune", "x.toml", "--study", f"postgresql://me:{PASSWORD}@host/db")
+    (file,) = tmp_path.iterdir()
+    assert (code, out) == (BUG, "")
+    assert err == (
+        "error: a bug in leaven: ZeroDivisionError: \\u001b[31m in a line, of postgresql://user:***@host; please "
+        f"report it with the file {file}, after removing from it what is private\n"
+    )
+    report = file.read_text()
+    assert "leaven tune x.toml" in report
+    assert "in bug" in report
+    assert "ZeroDivisionError" in report
+    assert PASSWORD not in report
+    assert "\x1b" not in report
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def test_a_panic_of_a_library_and_a_bug_of_another_process_are_shown(
+    leaven: Verb, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class PanicException(BaseException):
+        """As tokenizers and safetensors raise it."""
+
+    def panic(**_: object) -> None:
+        raise PanicException("capacity overflow")
+
+    monkeypatch.setattr("leaven.cli.app", panic)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for quiet in (False, True):  # only the first process of several prints other errors
+        monkeypatch.setattr(errors, "quiet", quiet)
+        code, _, err = leaven("train")
+        assert code == BUG
+        assert err.startswith("error: a bug in leaven: PanicException: capacity overflow")
+
+
+def test_a_bug_whose_file_cannot_be_written_says_how_to_see_it(broken: Verb, tmp_path: Path) -> None:
+    tmp_path.rmdir()
+    code, _, err = broken("show")
+    tmp_path.mkdir()
+    assert code == BUG
+    assert f"run the command again with {DEBUG}=1" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_the_variable_for_debugging_shows_the_traceback(broken: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEBUG, "1")
+    with pytest.raises(ZeroDivisionError):
+        broken("show")
+
+
+def test_errors_of_the_file_system_say_what_to_do_and_those_of_memory_give_no_wrong_advice() -> None:
+    assert error_message(PermissionError(13, "Permission denied", "a")) == (
+        "a: permission denied; use another path, or allow leaven to read and write it"
+    )
+    assert error_message(OSError(5, "Input/output error", "a")) is None
+    assert "use smaller files" in str(error_message(MemoryError()))
+
+
+def _denied() -> list[str]:
+    """Return the start of a command that obeys permissions, which root otherwise does not."""
+    if os.geteuid():
+        return []
+    if not shutil.which("setpriv"):
+        pytest.skip("root, and no setpriv")
+    return ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"]
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("show closed/tiny.toml", "closed/tiny.toml: permission denied"),
+        ("new closed/x.toml --params 1B --tokens 20B", "closed/x.toml: permission denied"),
+        ("report RUN -o RUN/x.html", "RUN/x.html: cannot be written: Permission denied"),
+        pytest.param(
+            "train RUN/recipe.toml --run RUN --rewind-to 5120", "RUN/.lock: permission", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_missing_permissions_are_one_line(
+    tmp_path: Path, tiny_text: str, scaled_run: Path, command: str, says: str
+) -> None:
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "closed/tiny.toml").write_text(tiny_text)
+    shutil.copytree(scaled_run, tmp_path / "RUN", ignore=shutil.ignore_patterns(".lock"))
+    for folder, mode in (("closed", 0o000), ("RUN", 0o500)):
+        (tmp_path / folder).chmod(mode)
+    words = [*_denied(), sys.executable, "-m", "leaven", *command.split()]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+    for folder in ("closed", "RUN"):
+        (tmp_path / folder).chmod(0o700)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert says in line
+    assert not (tmp_path / "RUN/x.html").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
+def test_a_device_stays_one_and_a_pipe_gets_the_page(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "page")
+    assert os.read(reader, 10) == b"page"
+    os.close(reader)
+    assert pipe.is_fifo()
+    if not os.geteuid():
+        device = tmp_path / "null"
+        os.mknod(device, 0o600 | 0o020000, os.makedev(1, 3))
+        write_text(device, "page")
+        assert device.is_char_device()
+
+
+def test_a_page_goes_to_the_standard_output_of_a_shell(tmp_path: Path) -> None:
+    """Where /dev/stdout is a link to a file, the file is written, and neither is replaced."""
+    code = "from leaven.storage import write_text; write_text('/dev/stdout', 'page')"
+    with (tmp_path / "out").open("wb") as out:
+        subprocess.run([sys.executable, "-c", code], stdout=out, check=True)
+    assert (tmp_path / "out").read_text() == "page"
+    assert Path("/dev/stdout").is_symlink()

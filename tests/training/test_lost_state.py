@@ -1,0 +1,262 @@
+"""State that is missing is not taken for state that never was, and no copy is taken for a checkpoint."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.training.conftest import losses
+
+from leaven.data.tokens import TokenSet, prepare
+from leaven.errors import InputError
+from leaven.recipe.recipe import Recipe
+from leaven.training.load import load_run
+from leaven.training.metrics import Step
+from leaven.training.run_folder import RunFolder, checkpoints
+from leaven.training.trainer import train
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("whole") / "run"
+
+
+@pytest.fixture
+def recipe(tiny: Recipe) -> Recipe:
+    return tiny.replace({"stability.checkpoint_every_tokens": 1_024, "stability.keep": 3})
+
+
+@pytest.fixture
+def run(recipe: Recipe, tokens: TokenSet, tmp_path: Path) -> RunFolder:
+    """A run that was stopped after at least 20 of its 40 steps."""
+    folder = RunFolder(tmp_path / "run")
+    assert not train(recipe, tokens, folder.path, stop=lambda: len(folder.metrics()) >= 20).finished
+    return folder
+
+
+@pytest.fixture
+def expected(whole: Path, recipe: Recipe, tokens: TokenSet) -> list[float]:
+    """The losses of an undisturbed run."""
+    if not whole.exists():
+        train(recipe, tokens, whole)
+    return losses(whole)
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("without", [(), ("metrics.jsonl",), ("events.jsonl",)])
+def test_a_run_without_its_checkpoints_does_not_start_again(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, without: tuple[str, ...], empty: bool
+) -> None:
+    shutil.rmtree(run.checkpoints)
+    if empty:
+        run.checkpoints.mkdir()
+    for name in without:
+        (run.path / name).unlink()
+    before = files(run.path)
+    with pytest.raises(InputError, match=r"has no checkpoints, but .*bring back .*or start again with another --run"):
+        train(recipe, tokens, run.path)
+    assert files(run.path) == before
+
+
+def test_a_finished_run_without_checkpoints_still_has_its_result(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet
+) -> None:
+    result = train(recipe, tokens, run.path)
+    shutil.rmtree(run.checkpoints)
+    assert train(recipe, tokens, run.path).loss == result.loss
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, expected: list[float]
+) -> None:
+    shutil.rmtree(run.checkpoints)
+    rewrite(run.path / "events.jsonl", lambda lines: [line for line in lines if line["event"] == "start"])
+    rewrite(run.path / "metrics.jsonl", lambda lines: lines[:3])
+    assert train(recipe, tokens, run.path).finished
+    assert losses(run.path) == expected
+
+
+def rewrite(path: Path, change: "Change") -> None:
+    lines = change([json.loads(line) for line in path.read_text().splitlines()])
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def test_a_missing_newest_checkpoint_is_named(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, expected: list[float]
+) -> None:
+    newest = checkpoints(run.checkpoints)[-1]
+    shutil.rmtree(newest)
+    train(recipe, tokens, run.path)
+    (resumed,) = [event for event in run.events() if event["event"] == "resume"]
+    assert resumed["missing_checkpoint"] == newest.name
+    assert losses(run.path) == expected
+
+
+@pytest.mark.parametrize("name", ["{newest}.bak", "tokens-best", "tokens-zzz-1", "tokens-99999999999999999999"])
+def test_copies_of_checkpoints_are_ignored(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, name: str, expected: list[float]
+) -> None:
+    there = checkpoints(run.checkpoints)
+    copy = run.checkpoints / name.format(newest=there[-1].name)
+    shutil.copytree(there[0], copy)
+    before = files(copy)
+    assert checkpoints(run.checkpoints) == there
+    assert load_run(run.path).tokens == int(there[-1].name.rpartition("-")[2])
+    assert train(recipe, tokens, run.path).finished
+    assert losses(run.path) == expected
+    assert files(copy) == before
+
+
+def test_a_copy_under_the_name_of_another_checkpoint_is_damaged(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, expected: list[float]
+) -> None:
+    there = checkpoints(run.checkpoints)
+    copy = run.checkpoints / f"tokens-{9_000:015d}"
+    shutil.copytree(there[0], copy)
+    loaded = load_run(run.path)
+    assert (loaded.tokens, loaded.damaged) == (int(there[-1].name.rpartition("-")[2]), (copy.name,))
+    assert train(recipe, tokens, run.path).finished
+    assert losses(run.path) == expected
+
+
+def test_lost_events_are_reported_and_the_text_is_still_known(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, expected: list[float]
+) -> None:
+    (run.path / "events.jsonl").unlink()
+    with pytest.raises(InputError, match="was trained on other text"):
+        train(recipe, replace(tokens, fingerprint="other"), run.path)
+    train(recipe, tokens, run.path)
+    (event,) = [event for event in run.events() if event["event"] == "file_changed"]
+    assert (event["file"], event["why"]) == ("events.jsonl", "its lines are missing")
+    assert losses(run.path) == expected
+
+
+def changed_step(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    lines[6]["step"] = 97
+    return lines
+
+
+def lower_step(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    lines[-1]["step"] = 2
+    return lines
+
+
+def changed_loss(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    lines[6]["loss"] += 1e-9
+    return lines
+
+
+Change = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+HARM: list[tuple[Change | None, str]] = [
+    (lambda lines: lines[:9], "steps 10 to {step} are missing"),
+    (lambda lines: lines[:3] + lines[5:7] + lines[8:], "steps 4 to 5 and 8 are missing"),
+    (lambda lines: [], "steps 1 to {step} are missing"),
+    (None, "steps 1 to {step} are missing"),  # no file
+    (changed_step, "step 7 is missing"),
+    (lower_step, "step {step} is missing"),
+    (changed_loss, "its values up to step {step} have been changed"),
+]
+
+
+@pytest.mark.parametrize(("change", "why"), HARM)
+def test_metrics_that_were_changed_are_reported_once(
+    run: RunFolder,
+    recipe: Recipe,
+    tokens: TokenSet,
+    expected: list[float],
+    change: Change | None,
+    why: str,
+) -> None:
+    file = run.path / "metrics.jsonl"
+    step = run.metrics()[-1]["step"]
+    if change is None:
+        file.unlink()
+    else:
+        rewrite(file, change)
+    intact = {line["step"]: line for line in run.metrics()}
+    train(recipe, tokens, run.path, stop=lambda: len(losses(run.path)) > len(intact) + 2)
+    train(recipe, tokens, run.path)
+    (event,) = [event for event in run.events() if event["event"] == "file_changed"]
+    assert event["why"] == why.format(step=step)
+    assert (event["step"], event["tokens"]) == (step, 256 * step)
+    there = {line["step"]: line["loss"] for line in run.metrics()}
+    # Nothing else is dropped: all steps are there that were there, and those after the checkpoint.
+    assert there.keys() == {*intact, *range(step + 1, 41)} - ({step} if change is lower_step else set())
+    assert all(there[number] == loss for number, loss in enumerate(expected, 1) if number > step)
+
+
+def test_lines_after_the_checkpoint_are_dropped_without_a_word(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, expected: list[float]
+) -> None:
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 30}\n{"step": 2}\n{"st')
+    train(recipe, tokens, run.path)
+    assert "file_changed" not in {event["event"] for event in run.events()}
+    assert losses(run.path) == expected
+
+
+def test_a_checkpoint_of_an_older_version_has_no_digest(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leaven.training.metrics.METRICS", "another key")
+    train(recipe, tokens, run.path)
+    assert "file_changed" not in {event["event"] for event in run.events()}
+    assert losses(run.path) == expected
+
+
+def test_lines_that_a_full_disk_kept_in_memory_belong_to_the_digest(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    lines = [{"step": step, "loss": 1.0} for step in range(1, 7)]
+    for line in lines[:2]:
+        run.record(line)
+    file = tmp_path / "metrics.jsonl"
+    (kept, _) = file.replace(tmp_path / "kept"), file.mkdir()  # appending to a folder fails
+    for line in lines[2:4]:
+        run.record(line)
+    at_four = run.metrics_digest()
+    for line in lines[4:]:
+        run.record(line)
+    file.rmdir()
+    kept.replace(file)
+    assert run.truncate_metrics(4, at_four) is None  # a rollback
+    run.record({"step": 5, "loss": 2.0})
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5]
+    assert RunFolder(tmp_path).truncate_metrics(4, at_four) is None
+    assert RunFolder(tmp_path).metrics() == lines[:4]
+
+
+@pytest.mark.parametrize(("place", "step"), [(3, 9), (3, 1), (5, 2), (5, 1), (2, 77)])
+def test_a_line_of_another_step_is_damaged_and_hides_no_other_line(tmp_path: Path, place: int, step: int) -> None:
+    lines = [{"step": number} for number in range(1, 7)]
+    lines[place]["step"] = step
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    read = RunFolder(tmp_path).read_metrics()
+    assert [line["step"] for line in read.documents] == [each for each in range(1, 7) if each != place + 1]
+    assert read.damaged == [place + 1]
+
+
+def test_a_shard_truncated_under_a_running_training_ends_it_with_one_line(recipe: Recipe, tmp_path: Path) -> None:
+    def prepared() -> TokenSet:
+        return prepare(recipe.data, recipe.model.vocab_size, tmp_path / "cache")
+
+    def harm(step: Step) -> None:
+        if step.step == 20:
+            (file,) = (tmp_path / "cache" / "tokens").glob("*/train-00000.bin")
+            os.truncate(file, 1_000)
+
+    run = RunFolder(tmp_path / "run")
+    with pytest.raises(InputError, match=r"train-00000.bin has been truncated to 1,000 of .*; remove it and run"):
+        train(recipe, prepared(), run.path, on_step=harm)
+    again = prepared()
+    assert again.notes  # rebuilt
+    train(recipe, again, run.path)
+    train(recipe, again, tmp_path / "whole")
+    assert losses(run.path) == losses(tmp_path / "whole")
