@@ -252,8 +252,8 @@ def tables(sizes: Sequence[Sequence[str]], exponents: Sequence[Sequence[str]], r
     return "\n".join(
         [
             markdown(header, sizes),
-            f"A size is judged after {looks} seeds and gets no more once it is decided; the base has the most seeds "
-            "of its axis. Intervals are 95% at one number of seeds, not over all of them.\n",
+            f"A size is judged after {looks} seeds and gets no more once it is decided; the base has the most seeds. "
+            "Intervals are 95% at one number of seeds, not over all of them.\n",
             markdown(["case", "axis", "exponent of the best lr", "by the rule"], exponents),
         ]
     )
@@ -278,23 +278,26 @@ def main() -> None:
         family = recipe_models(
             parse_recipe(RECIPE, "lr_transfer.py", [f"name={name}", *overrides, *case.overrides]), prepare
         )
-        for axis in case.axes:
-            if axis not in options.axes:
-                continue
+        wanted = [axis for axis in case.axes if axis in options.axes]
+        if not wanted:
+            continue
 
-            def progress(done: int, total: int, what: str = f"{name}, {axis}") -> None:
-                if done == total or done % 10 == 0:
-                    print(f"{what}: {done} of {total} runs", flush=True)
+        def progress(done: int, total: int, case: str = name) -> None:
+            if done == total or done % 10 == 0:
+                print(f"{case}: {done} of {total} runs", flush=True)
 
-            with StackedRuns(options.run, options.workers, progress) as store:
-                losses = measure(family, scales[axis][several], case.lr, store, rounds)
+        every = dict.fromkeys(scale for axis in wanted for scale in scales[axis][several])  # the base is the first
+        with StackedRuns(options.run, options.workers, progress) as store:
+            found = measure(family, list(every), case.lr, store, rounds)
+        for axis in wanted:
+            losses = {scale: found[scale] for scale in scales[axis][several]}
             document = judge(family, losses)
             sizes += size_rows(name, axis, losses, document)
             exponents += exponent_rows(name, axis, document)
             (options.run / f"{name}-{axis}.json").write_text(json.dumps(document.dump(), indent=2) + "\n")
             (options.run / f"{name}-{axis}.html").write_text(check_page(document))
-            (options.run / "table.md").write_text(tables(sizes, exponents, rounds))
-            print(tables(sizes, exponents, rounds), flush=True)
+        (options.run / "table.md").write_text(tables(sizes, exponents, rounds))
+        print(tables(sizes, exponents, rounds), flush=True)
 
 
 if __name__ == "__main__":
