@@ -125,7 +125,7 @@ def batched(items: Iterable[Item], most: int) -> Iterator[list[Item]]:
 
 
 class StackedRuns(RunStore):
-    """Trains trials of one small shape together, in a stack. On a processor, this takes 0.5 to 0.7 of the time of
+    """Trains trials of one small shape together, in a stack. On a processor, this takes 0.5 to 0.75 of the time of
     single trials at width 32, and more than their time at greater widths."""
 
     def run(self, trials: Iterable[CheckTrial]) -> Callable[[CheckTrial], Outcome]:
