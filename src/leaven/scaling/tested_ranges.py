@@ -162,7 +162,7 @@ def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _betas(table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about betas outside the range in which runs have trained well, the range of ``leaven recipes check``."""
+    """Warn about betas outside the range in which runs have trained well, as ``leaven recipes check`` does."""
     rows = [row for row in table.rows if not row.match]  # those that Adam updates
     for check in CHECKS:
         if check.trained and check.hidden and (row := farthest(rows, check.hidden, check.trained)):
