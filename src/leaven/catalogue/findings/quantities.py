@@ -202,7 +202,7 @@ def tokens_per_parameter(check: Check, case: Case) -> Check:
         check,
         value=value,
         suggestions=[case.with_tokens(math.floor(most if value > most else _CHINCHILLA) * case.params)],
-        facts={"few": value < _CHINCHILLA},
+        facts={"few": value < _CHINCHILLA, "experts": case.recipe.model.experts},
     )
 
 
