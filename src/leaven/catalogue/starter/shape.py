@@ -272,13 +272,7 @@ def _grouped(near: Neighbours) -> bool:
 
 def _widths_of_experts() -> dict[str, float]:
     """Return the width of all experts that a token uses divided by d_ff of the dense layers, by run id."""
-    found = {}
-    for run in load_runs():
-        arch = run.arch
-        if arch.d_ff and arch.d_expert and arch.experts_per_token:
-            used = arch.experts_per_token + (arch.n_shared_experts or 0)
-            found[run.id] = used * arch.d_expert / arch.d_ff
-    return found
+    return {run.id: run.expert_width / run.arch.d_ff for run in load_runs() if run.arch.d_ff and run.expert_width}
 
 
 def _lengths(near: Neighbours) -> Votes:
