@@ -118,6 +118,8 @@ PLANTED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("head size", "outside", {"model__d_head": 32, "model__n_heads": 32, "model__n_kv_heads": 32}, {}),
     ("mlp ratio", "outside", {"model__d_ff": 1024}, {}),
     ("residual std", "note", experts(shared=1), experts()),  # the shared expert's end has the std of other matrices
+    ("branch stds", "note", experts(dense_layers=1), experts(dense_layers=1) | {"hyperparameters.modules": {}}),
+    ("branch stds", "note", {"hyperparameters.modules.attention.out.init_std": 0.03}, {}),
     ("expert width", "outside", experts(d_expert=200), experts()),
     ("expert width", "note", experts(d_expert=800), experts(shared=1, d_expert=600) | {"hyperparameters__modules": {}}),
     ("balance", "outside", experts(balance="none"), experts(balance="bias")),

@@ -412,6 +412,30 @@ def residual_std(check: Check, case: Case) -> Check | None:
     )
 
 
+def branch_stds(check: Check, case: Case) -> Check | None:
+    """Compare the multipliers of the init std of the last matrices of the residual branches with the smallest one.
+
+    A shared expert or a dense layer that is added to a recipe adds a branch, for which the recipe has no multiplier.
+    """
+    tuned = case.recipe.hyperparameters
+    stds = {
+        module: tuned.modules[module].init_std if module in tuned.modules else 1.0
+        for module in case.recipe.model.branch_ends
+    }
+    if tuned.init != "rule" or not (nonzero := {module: std for module, std in stds.items() if std}):
+        return None
+    smallest = min(nonzero, key=nonzero.__getitem__)
+    larger = {module: std for module, std in nonzero.items() if std > float(check.usual[1]) * nonzero[smallest]}
+    paths = [f"hyperparameters.modules.{module}.init_std" for module in larger]
+    return replace(
+        check,
+        path=paths[0] if paths else check.path,
+        value=max(nonzero.values()) / nonzero[smallest],
+        suggestions=[dict.fromkeys(paths, nonzero[smallest])],
+        facts={"larger": list(larger), "smallest": smallest},
+    )
+
+
 def dropout(check: Check, case: Case) -> Check | None:
     """Report dropout in a run of at most 1.5 epochs, in which a model hardly memorises the text."""
     if case.corpus_tokens is not None and case.tokens > 1.5 * case.corpus_tokens:
