@@ -69,7 +69,8 @@ LARGE = {"batch__tokens": 2**26, "data__tokens": 2_000_000_000_000, "schedule__w
 EXPERTS: dict[str, Any] = {
     "model__experts": {"number": 64, "active": 8, "d_expert": 344},
     "hyperparameters__modules": {
-        "attention.out": {"init_std": 0.144}, "mlp.experts.out": {"init_std": 0.144}, "embedding": {"weight_decay": 0.0},
+        "attention.out": {"init_std": 0.144}, "mlp.experts.out": {"init_std": 0.144},
+        "embedding": {"weight_decay": 0.0},
     },
 }  # fmt: skip
 
@@ -121,12 +122,13 @@ PLANTED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("branch stds", "note", experts(dense_layers=1), experts(dense_layers=1) | {"hyperparameters.modules": {}}),
     ("branch stds", "note", {"hyperparameters.modules.attention.out.init_std": 0.03}, {}),
     ("expert width", "outside", experts(d_expert=200), experts()),
-    ("expert width", "note", experts(d_expert=800), experts(shared=1, d_expert=600) | {"hyperparameters__modules": {}}),
+    ("expert width", "note", experts(d_expert=800), experts(shared=1, d_expert=600)),
     ("balance", "outside", experts(balance="none"), experts(balance="bias")),
     ("balance", "outside", experts(balance="none"), experts(active=64, d_expert=43, balance="none")),
     ("balance loss", "outside", experts(balance_loss=0.5), experts(balance_loss=0.01)),
     ("balance loss", "far outside", experts(balance_loss=0.0), experts(balance_loss=0.0, balance="bias")),
-    ("balance loss", "far outside", experts(balance="both", balance_loss=5.0), experts(balance="both", balance_loss=1e-4)),
+    ("balance loss", "far outside", experts(balance="both", balance_loss=5.0),
+     experts(balance="both", balance_loss=1e-4)),
     ("bias step", "outside", experts(balance="bias", bias_step=0.05), experts(bias_step=0.05)),
     ("bias step", "outside", experts(balance="both", bias_step=3e-5), experts(balance="both", bias_step=0.001)),
     ("router z-loss", "outside", experts(router_z_loss=0.05), experts(router_z_loss=0.001)),
@@ -177,7 +179,9 @@ def test_experts_count_with_the_parameters_that_a_token_uses() -> None:
     for ours, theirs in zip(case.size.laws, other.size.laws, strict=True):
         assert ours.lr == pytest.approx(theirs.lr, rel=0.01)
     assert found(sparse) == []
-    (few,) = [one for one in found(healthy(**EXPERTS, data__tokens=3_000_000_000)) if one.check == "tokens per parameter"]
+    (few,) = [
+        one for one in found(healthy(**EXPERTS, data__tokens=3_000_000_000)) if one.check == "tokens per parameter"
+    ]
     assert "tokens per parameter that a token uses" in few.says
 
 

@@ -192,7 +192,9 @@ class GradientCheck(SizeCheck[GradientRecord]):
         if beyond <= 0:
             # A router passes below the limits of other matrices: the top of this file explains why.
             below = router and any(what == "eps" and value < -limit for _, value, limit, what in judged)
-            note = f"passed, because the gradient of a router may fall with the width by up to {-allowed:g} more" * below
+            note = (
+                f"passed, because the gradient of a router may fall with the width by up to {-allowed:g} more" * below
+            )
             return row(slope=value, limit=limit, passed=True, note=note)
         return row(slope=value, limit=limit, passed=False, note=_note(axis.name, value, what), beyond=beyond)
 

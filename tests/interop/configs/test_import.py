@@ -105,7 +105,10 @@ def test_steps_and_fractions_become_tokens() -> None:
         ("--num-experts 8 --moe-expert-capacity-factor 1", "leaven does not have experts that drop tokens"),
         ("--num-experts 8 --moe-layer-freq 2", "supports only layers without experts before all others, such as"),
         ("--num-experts 8 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 48", "only multiples of"),
-        ("--num-experts 8 --moe-router-load-balancing-type sinkhorn", "sinkhorn: leaven reads seq_aux_loss, aux_loss, global_aux_loss"),
+        (
+            "--num-experts 8 --moe-router-load-balancing-type sinkhorn",
+            "sinkhorn: leaven reads seq_aux_loss, aux_loss, global_aux_loss",
+        ),
         (
             "--num-experts 8 --disable-bias-linear --expert-model-parallel-size 8 --pipeline-model-parallel-size 2",
             "--expert-model-parallel-size 8 needs 16 processes or a multiple of that; add --ranks N",

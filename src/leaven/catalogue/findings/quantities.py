@@ -503,7 +503,9 @@ def expert_width(check: Check, case: Case) -> Check | None:
         value=used * model.experts.d_expert / model.d_model,
         suggestions=[{"model.experts.d_expert": d_expert, "model.d_ff": model.experts.active * d_expert}],
     )
-    return _with_published(checked, lambda run: run.arch.d_model and run.expert_width and run.expert_width / run.arch.d_model)
+    return _with_published(
+        checked, lambda run: run.arch.d_model and run.expert_width and run.expert_width / run.arch.d_model
+    )
 
 
 def balance(check: Check, case: Case) -> Check | None:
