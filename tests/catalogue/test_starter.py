@@ -166,7 +166,8 @@ def test_the_option_that_an_error_names_works(asked: dict[str, object]) -> None:
         ({"params": 20 * 10**6, "tokens": B, "vocab": 10**6}, "has 192 M (+862%); give --vocab "),
         (
             {"reference": "olmoe-1b-7b"},
-            "a mixture of experts, but leaven builds only dense models of text; give a run of similar size: olmo-1b",
+            "a mixture of experts (see --experts), but --from reads only dense models of text; give a run of similar "
+            "size: olmo-1b",
         ),
         ({"reference": "nemotron-4-15b"}, "it publishes no learning rate; give a run of similar size: "),
         ({"reference": "cerebras-gpt-1.3b-mup"}, "is for muP"),
@@ -332,6 +333,13 @@ def test_the_share_in_the_reason_is_the_one_that_ties_the_embeddings(
     share = re.search(r"the embedding has ([\d.]+)%", target.why["model.tied_embeddings"])
     assert share is not None
     assert (float(share[1]) > 100 * TIED_SHARE) is target.model.tied_embeddings
+
+
+def test_one_active_expert_is_not_normalised() -> None:
+    target = starter(StarterRequest("wheat", 40_000_000, B, experts=(16, 1))).target
+    assert target.model.experts is not None
+    assert not target.model.experts.normalise
+    assert target.why["model.experts.normalise"].startswith("off: the normalised weight of one expert is always 1")
 
 
 def test_a_proxy_of_experts_has_the_requested_size_with_all_experts() -> None:

@@ -94,6 +94,8 @@ def test_a_recipe_with_experts_passes_the_checks(leaven: Verb, tmp_path: Path) -
     assert recipe.model.experts is not None
     assert proxy.model.experts is not None
     assert (proxy.model.experts.number, proxy.model.experts.active) == (64, 8)
+    assert leaven("transfer", tmp_path / "wheat-proxy.toml", "--like", file, "-o", tmp_path / "big.toml")[0] == 0
+    assert read_recipe(tmp_path / "big.toml").model == recipe.model
     checked = document(leaven("recipes", "check", tmp_path / "wheat-proxy.toml", "--json"))
     assert checked["passed"]
     assert checked["params_active"] == proxy.model.params_active

@@ -161,6 +161,17 @@ def test_a_model_of_another_family_is_refused_with_the_field(
         transfer_like(tiny, target.replace({f"model.{field}": value}))
 
 
+def test_experts_of_another_number_are_refused_and_of_another_size_are_not(tiny: Recipe, target: Recipe) -> None:
+    def with_experts(recipe: Recipe, **more: int) -> Recipe:
+        return recipe.replace({"model.experts": {"number": 8, "active": 2, "d_expert": 16} | more})
+
+    assert transfer_like(with_experts(tiny), with_experts(target, d_expert=64)).model.experts.d_expert == 64  # type: ignore[union-attr]
+    with pytest.raises(InputError, match=r"different families: model\.experts\.number is 8 in .*, 4 in"):
+        transfer_like(with_experts(tiny), with_experts(target, number=4))
+    with pytest.raises(InputError, match=r"model\.experts\.active is 2 in .*, None in"):
+        transfer_like(with_experts(tiny), target)
+
+
 def test_proportions_of_the_proxy_are_stated_in_the_base_of_the_target(tiny: Recipe, target: Recipe) -> None:
     other = target.replace({"model.d_ff": 192})
     big = transfer_like(tiny, other)

@@ -109,7 +109,7 @@ def nearest_runs(
     kind: Annotated[
         Kind,
         typer.Option(
-            help="Only runs of models of this kind. Mixtures of experts are not compared with dense models."
+            help="Only runs of models of this kind. A recipe with experts is as large as what a token uses."
         ),
     ] = "dense",
     factor: Annotated[

@@ -34,6 +34,8 @@ _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     list: ("a list", lambda value: type(value) is list),
 }
 # Keys of [model.experts] that change training only, not what the model computes.
+CLOSEST = {("experts.balance", "bias"): "none", ("experts.balance", "both"): "loss"}
+"""What an architecture has in place of an unsupported value, if that is not its first value."""
 TRAINING_ONLY = frozenset({"balance_loss", "bias_step", "router_z_loss"})
 # Changes of a shape that count more than one in the search for the nearest architecture, with their weights.
 _LARGE = {"experts": 1_000, "norm_placement": 10, "parallel_branches": 10}
@@ -121,7 +123,7 @@ class Architecture:
             if held is None and key not in self.keys:
                 held = [implied.get(key, _field(key).default)]
             if held is not None and value not in held:
-                found[key] = held[0]
+                found[key] = CLOSEST.get((key, value), held[0])
         return found | ({"experts": None} if bool(self.experts) != bool(shape.experts) else {})
 
     def _values(self, shape: ModelShape) -> dict[str, Any]:

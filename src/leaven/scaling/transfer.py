@@ -58,6 +58,14 @@ _FREE_FIELDS = {
 }
 
 
+def _family(recipe: Recipe) -> dict[str, Any]:
+    """Return the values of a model that tuned recipe and target must share, with keys such as ``experts.number``."""
+    fields = recipe.model.model_dump()
+    experts = fields.pop("experts", None) or {}
+    fields |= {f"experts.{key}": value for key, value in experts.items() if key != "d_expert"}
+    return {key: value for key, value in fields.items() if key not in _FREE_FIELDS}
+
+
 def transfer(
     recipe: Recipe,
     *,
@@ -152,11 +160,12 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     Raises:
         InputError: if the two models differ in more than their sizes, or if the run is too short for Adam's moments.
     """
-    for field in type(target.model).model_fields:
-        mine, theirs = getattr(tuned.model, field), getattr(target.model, field)
-        if field not in _FREE_FIELDS and mine != theirs:
+    ours, theirs = _family(tuned), _family(target)
+    for field in dict(sorted((ours | theirs).items())):
+        one, other = ours.get(field), theirs.get(field)
+        if one != other:
             raise InputError(
-                f"--like: the models belong to different families: model.{field} is {mine} in {tuned.name}, {theirs} "
+                f"--like: the models belong to different families: model.{field} is {one} in {tuned.name}, {other} "
                 f"in {target.name}; tune a small model with the target's {field}"
             )
     if target.data.tokens < target.batch.tokens:

@@ -269,3 +269,13 @@ def test_biases_that_an_architecture_always_has_are_a_loss(tiny: Recipe) -> None
     exported = export("transformers", tiny.replace(FAMILIES["gpt2"] | {"model.bias": False, "model.dropout": 0.0}))
     assert json.loads(exported.files["config.json"])["architectures"] == ["GPT2LMHeadModel"]
     assert [loss.key for loss in exported.losses] == ["model.bias"]
+
+
+@pytest.mark.parametrize(("balance", "said"), [("bias", "none"), ("both", "loss")])
+def test_biases_of_experts_are_lost_where_an_architecture_has_none(tiny: Recipe, balance: str, said: str) -> None:
+    exported = export("transformers", tiny.replace(MIXTURES["mixtral"] | {"model.experts.balance": balance}))
+    whys = [loss.why for loss in exported.losses if loss.key == "model.experts.balance"]
+    assert whys[0].startswith(f'would be "{said}"')
+    assert len(whys) == (2 if said == "loss" else 1)
+    config = json.loads(exported.files["config.json"])
+    assert ("router_aux_loss_coef" in config and config.get("output_router_logits", False)) is (said == "loss")

@@ -71,6 +71,8 @@ class StarterRequest:
         for option, count, least in (("--vocab", self.vocab, 257), ("--seq-len", self.seq_len, 16)):
             if count is not None and count < least:
                 raise InputError(f"{option} {count}: give {least} or more, or leave it out")
+        if self.experts and self.experts[0] < 2:
+            raise InputError(f"--experts {self.experts[0]}: give 2 or more, or leave out --experts and --active")
         if self.experts and not self.experts[1] < self.experts[0]:
             number, active = self.experts
             raise InputError(f"--active {active}: give fewer than --experts {number}")
@@ -106,8 +108,8 @@ def find_reference(id: str) -> PublishedRun:
 def _lacks(run: PublishedRun) -> str | None:
     schedule = run.schedule
     if run.kind != "dense":
-        what = "a mixture of experts" if run.kind == "moe" else "a model with vision"
-        return f"{what}, but leaven builds only dense models of text"
+        what = "a mixture of experts (see --experts)" if run.kind == "moe" else "a model with vision"
+        return f"{what}, but --from reads only dense models of text"
     if schedule is None or schedule.peak_lr is None:
         return "it publishes no learning rate"
     if not run.lr_comparable:

@@ -133,7 +133,8 @@ def _mlp(width: int, experts: tuple[int, int] | None) -> dict[str, Any]:
     number, active = experts
     step = 64 if width >= 512 * active else 8
     d_expert = max(round(width / active / step), 1) * step
-    return {"d_ff": active * d_expert, "experts": {"number": number, "active": active, "d_expert": d_expert}}
+    made = {"number": number, "active": active, "d_expert": d_expert, "normalise": active > 1}
+    return {"d_ff": active * d_expert, "experts": made}
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
@@ -341,6 +342,8 @@ def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours,
         draft.decide(f"model.{name}", getattr(model, name), **facts)
     for name in ("number", "active", "d_expert") if model.experts else ():
         draft.decide(f"model.experts.{name}", getattr(model.experts, name), **facts)
+    if model.experts and not model.experts.normalise:
+        draft.decide("model.experts.normalise", False)
     for name in _CHOICES:
         path, value = f"model.{name}", getattr(model, name)
         by = near.values(path)
