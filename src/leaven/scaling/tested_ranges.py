@@ -130,7 +130,7 @@ def _tokens_per_parameter(recipe: Recipe) -> Iterator[CautionRow]:
             recipe.model.params_active, recipe.data.tokens
         )
         limit = before * (far if factor > 1 else 1 / far)
-        facts = {"before": before, "factor": factor, "decay": decay, "experts": recipe.model.experts}
+        facts: dict[str, Any] = {"before": before, "factor": factor, "decay": decay, "experts": recipe.model.experts}
         yield _caution("tokens per parameter", after, limit, **facts)
 
 
