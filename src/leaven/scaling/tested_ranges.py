@@ -130,7 +130,8 @@ def _tokens_per_parameter(recipe: Recipe) -> Iterator[CautionRow]:
             recipe.model.params_active, recipe.data.tokens
         )
         limit = before * (far if factor > 1 else 1 / far)
-        yield _caution("tokens per parameter", after, limit, before=before, factor=factor, decay=decay)
+        facts: dict[str, Any] = {"before": before, "factor": factor, "decay": decay, "experts": recipe.model.experts}
+        yield _caution("tokens per parameter", after, limit, **facts)
 
 
 def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:

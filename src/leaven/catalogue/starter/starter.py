@@ -161,7 +161,7 @@ def _left_behind(run: PublishedRun) -> Iterator[str]:
 def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
     each = request.tokens / model.params_active
     ratios = [run.tokens_per_parameter for run in near.runs if run.tokens_per_parameter]
-    draft.decide("data.tokens", request.tokens, each=each)
+    draft.decide("data.tokens", request.tokens, each=each, model=model)
     stand_in = request.source == "python-stdlib"
     draft.decide("data.source", request.source, stand_in=stand_in)
     draft.decide("data.tokenizer", "bpe")
