@@ -21,13 +21,12 @@ def _masked(found: re.Match[str]) -> str:
 
 
 def shown(text: str) -> str:
-    """Return foreign text as a terminal may show it: without passwords of databases and URLs, and without control characters.
+    """Return foreign text as a terminal may show it: without passwords of URLs and databases, and without control
+    characters.
 
     A control character becomes an escape such as ``\\u001b``, which TOML and JSON read.
     """
-    text = _PASSWORD.sub(
-        lambda found: f"{found[2] or found[3]}=***" if found[1] is None else f"{found[1]}:***@", text
-    )
+    text = _PASSWORD.sub(_masked, text)
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
