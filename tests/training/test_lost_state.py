@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -137,6 +138,42 @@ def test_lost_events_are_reported_and_the_text_is_still_known(
     (event,) = [event for event in run.events() if event["event"] == "file_changed"]
     assert (event["file"], event["why"]) == ("events.jsonl", "its lines are missing")
     assert losses(run.path) == expected
+
+
+def changed_time(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    lines[1]["time"] += 1
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda lines: lines[:3], r"it had \d+ lines and now has 3"),
+        (lambda lines: lines[:1] + lines[4:], r"it had \d+ lines and now has \d+"),
+        (changed_time, r"its first \d+ lines have been changed"),
+    ],
+)
+def test_events_that_were_changed_are_reported_once(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, expected: list[float], change: "Change", why: str
+) -> None:
+    rewrite(run.path / "events.jsonl", change)
+    train(recipe, tokens, run.path, stop=lambda: len(losses(run.path)) > 30)
+    train(recipe, tokens, run.path)
+    (event,) = [event for event in run.events() if event["event"] == "file_changed"]
+    assert event["file"] == "events.jsonl"
+    assert re.fullmatch(why, event["why"])
+    assert losses(run.path) == expected
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"ev', b'{"event": "odd"}'])
+def test_events_after_the_checkpoint_and_a_torn_line_are_no_change(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tail: bytes
+) -> None:
+    with (run.path / "events.jsonl").open("ab") as file:
+        file.write(tail)
+    train(recipe, tokens, run.path, stop=lambda: len(losses(run.path)) > 30)
+    train(recipe, tokens, run.path)
+    assert "file_changed" not in {event["event"] for event in run.events()}
 
 
 def changed_step(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -67,8 +67,8 @@ def tokens_of(path: Path) -> int:
 
 
 @dataclass(frozen=True)
-class MetricsDigest:
-    """Identifies the lines of metrics.jsonl up to a checkpoint."""
+class LinesDigest:
+    """Identifies the lines of metrics.jsonl or events.jsonl up to a checkpoint."""
 
     lines: int  # number of lines
     blake2b: str  # digest of the lines
@@ -190,7 +190,7 @@ class RunFolder:
         if self.writes and not self.tokenizer_file.exists():
             storage.write_text(self.tokenizer_file, read_text(path))
 
-    def truncate_metrics(self, step: int, written: MetricsDigest | None = None) -> str | None:
+    def truncate_metrics(self, step: int, written: LinesDigest | None = None) -> str | None:
         """Remove the lines of metrics.jsonl for steps after ``step``, because these steps will be repeated. Remove an
         incomplete last line, too. The file is truncated in place, which works even on a full disk.
 
@@ -212,9 +212,32 @@ class RunFolder:
         self._lines, self._digest = kept, _digest(lines[:kept])
         return difference
 
-    def metrics_digest(self) -> MetricsDigest:
+    def metrics_digest(self) -> LinesDigest:
         """Return the number and the digest of all lines of metrics.jsonl, also of those that are still in memory."""
-        return MetricsDigest(self._lines, self._digest.hexdigest())
+        return LinesDigest(self._lines, self._digest.hexdigest())
+
+    def events_digest(self) -> LinesDigest:
+        """Return the number and the digest of all lines of events.jsonl, also of those that are still in memory."""
+        lines = [*self._event_lines(), *(line for path, line in self._waiting if path == self._events)]
+        return LinesDigest(len(lines), _digest(lines).hexdigest())
+
+    def events_changed(self, written: LinesDigest | None) -> str | None:
+        """Return a sentence if the first lines of events.jsonl are not the lines that were ``written``, else None.
+        If it is not known what was written, only a file without lines has changed."""
+        lines = self._event_lines()
+        if not lines:
+            return "its lines are missing"
+        if written is None or _digest(lines[: written.lines]).hexdigest() == written.blake2b:
+            return None
+        if len(lines) < written.lines:
+            return f"it had {written.lines:,} lines and now has {len(lines):,}"
+        return f"its first {written.lines:,} lines have been changed"
+
+    def _event_lines(self) -> list[bytes]:
+        """Return the lines of events.jsonl with their newlines. An incomplete last line does not count: the next
+        append completes or removes it."""
+        *lines, last = (self._events.read_bytes() if self._events.exists() else b"").split(b"\n")
+        return [line + b"\n" for line in (lines if storage.json_object(last) is None else [*lines, last])]
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl in order of steps. If a step was repeated, return only its last line."""
@@ -328,7 +351,7 @@ def _digest(lines: Iterable[bytes]) -> "blake2b":
     return digest
 
 
-def _kept_metrics(lines: Sequence[bytes], step: int, written: MetricsDigest | None) -> tuple[int, str | None]:
+def _kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None) -> tuple[int, str | None]:
     """Return how many lines of metrics.jsonl belong to the steps up to ``step``, and how they differ from those that
     were ``written``: a sentence, or None if they do not differ."""
     if written is not None and _digest(lines[: written.lines]).hexdigest() == written.blake2b:

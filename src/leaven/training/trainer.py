@@ -59,7 +59,7 @@ from leaven.documents.runs import TrainDocument
 from leaven.errors import InputError, Settled, out_of_memory
 from leaven.planning.flops import utilisation
 from leaven.recipe.recipe import Difference, Recipe, rearrangement
-from leaven.training.checkpoint import TEXT, Checkpoint, Checkpoints, Progress, read_checkpoint
+from leaven.training.checkpoint import EVENTS, TEXT, Checkpoint, Checkpoints, Progress, read_checkpoint
 from leaven.training.device import (
     default_device,
     device_peak,
@@ -80,7 +80,14 @@ from leaven.training.micro_batch import (
 )
 from leaven.training.profiling import RunProfile
 from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
-from leaven.training.run_folder import RunFolder, checkpoint_name, checkpoints, recorded_changes, tokens_of
+from leaven.training.run_folder import (
+    LinesDigest,
+    RunFolder,
+    checkpoint_name,
+    checkpoints,
+    recorded_changes,
+    tokens_of,
+)
 from leaven.training.spikes import SpikeGuard
 
 if TYPE_CHECKING:
@@ -205,14 +212,17 @@ class RunTrainer:
     def start(self, **about: Any) -> None:
         """Restore the newest checkpoint, or start a new run. Log this as an event that contains the values ``about``.
         A new run saves a checkpoint before its first step, so that it can always roll back."""
-        rewinds, saved, begun = rewinds_of(self.run), self.run.newest_saved(), bool(self.run.events())
+        rewinds, saved = rewinds_of(self.run), self.run.newest_saved()
+        changed: str | None = None
         found = self._newest(rewinds)
         if found is not None:
             self.run.check_text(self.tokens.fingerprint, found.state.get(TEXT))
+            written = found.state.get(EVENTS)
+            changed = self.run.events_changed(LinesDigest(**written) if written else None)
         missing = None if saved is None or found is None or saved <= found.progress.tokens else checkpoint_name(saved)
         self._restore(found, rewinds)
-        if found is not None and not begun:
-            self.event("file_changed", file="events.jsonl", why="its lines are missing")
+        if changed is not None:
+            self.event("file_changed", file="events.jsonl", why=changed)
         self.event(
             "start" if found is None else "resume",
             device=str(self.training.device),
