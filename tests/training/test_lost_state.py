@@ -165,6 +165,45 @@ def test_events_that_were_changed_are_reported_once(
     assert losses(run.path) == expected
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({"event": "rollback", "step": 3}, "the event rollback in line {number} has no tokens"),
+        ({"event": "finish"}, "the event finish in line {number} has no step"),
+        ({"event": "finish", "step": True}, "the event finish in line {number} has a wrong step"),
+        ({"event": "stop"}, "the event stop in line {number} has no why"),
+        ({"event": "rewind", "recipe": {"a": 1}}, "the event rewind in line {number} has no tokens"),
+        ({"event": "layout", "recipe": {"a": 1}}, "its last recipe is damaged"),
+    ],
+)
+def test_an_event_without_the_values_that_a_resume_needs_is_one_line(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, line: dict[str, Any], says: str
+) -> None:
+    rewrite(run.path / "events.jsonl", lambda lines: [*lines, line])
+    number, before = len(run.read_events()), files(run.path)
+    for read in (lambda: train(recipe, tokens, run.path), lambda: load_run(run.path)):
+        with pytest.raises(InputError, match=rf"events.jsonl: {says.format(number=number)}; restore the file"):
+            read()
+    assert files(run.path) == before
+
+
+def test_metrics_without_their_values_do_not_end_a_run(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
+    rewrite(run.path / "metrics.jsonl", lambda lines: [{"step": line["step"], "tflops": "x"} for line in lines])
+    assert train(recipe, tokens, run.path).finished
+    assert train(recipe, tokens, run.path).finished
+
+
+def test_a_folder_with_the_name_of_a_temporary_file_is_left_alone(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    for folder in (run.path, tmp_path / "new"):
+        (folder / ".recipe.toml.y.tmp").mkdir(parents=True)
+    assert train(recipe, tokens, run.path).finished
+    assert (run.path / ".recipe.toml.y.tmp").is_dir()
+    with pytest.raises(InputError, match="is not empty and holds no recipe"):
+        train(recipe, tokens, tmp_path / "new")
+
+
 @pytest.mark.parametrize("tail", [b"", b'{"ev', b'{"event": "odd"}'])
 def test_events_after_the_checkpoint_and_a_torn_line_are_no_change(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, tail: bytes

@@ -117,7 +117,7 @@ class ManualRewind:
             start, seq_len = position(rewinds, to_tokens), recipe.model.seq_len
             rewind = Rewind(to_tokens, start, start + -(-self.skip_tokens // seq_len) * seq_len)
             lines = run.metrics()
-            at = {key: lines[-1][key] if lines else 0 for key in ("step", "tokens")}
+            at = {key: lines[-1].get(key, 0) if lines else 0 for key in ("step", "tokens")}
             changed = recorded_changes(changes, recipe) if changes else {"changes": []}
             run.event("rewind", **at, **asdict(rewind), asked=asdict(self), **changed)
             run.require_written()

@@ -15,6 +15,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from leaven import storage
 from leaven.errors import InputError
 from leaven.recipe.files import finite, read_recipe, read_text, write_recipe
@@ -24,6 +26,26 @@ LOCK = ".lock"
 MOST_RANGES = 3  # ranges of missing steps that a message lists
 _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
+DAMAGED_EVENTS = "restore the file from a copy, or start again with another --run"
+
+# The values that events must have, because a run that is resumed relies on them.
+_NUMBER = int, float
+_OF_RETURN: dict[str, tuple[type, ...]] = {
+    "tokens": (int,),
+    "to_tokens": (int,),
+    "skip_from": (int,),
+    "skip_to": (int,),
+    "lr": _NUMBER,
+    "lr_tokens": (int,),
+    "attempt": (int,),
+    "found_step": (int,),
+}
+_VALUES_OF_EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
+    "rollback": _OF_RETURN | {"why": (str,)},
+    "rewind": _OF_RETURN | {"asked": (dict,)},
+    "stop": {"why": (str,)},
+    "finish": {"step": (int,), "tokens": (int,), "seconds": _NUMBER, "loss": (*_NUMBER, type(None))},
+}
 
 # The values that --rewind-to may change, because every step reads them from the recipe. Other keys define the model,
 # the data or the initial values; the batch sizes determine at which token count a step starts.
@@ -100,7 +122,10 @@ class RunFolder:
         """Return the run's current recipe. It is correct even if the process was killed after a manual rewind was
         recorded and before the recipe file was written."""
         changed = [event["recipe"] for event in self.events() if "recipe" in event]
-        return Recipe.model_validate(changed[-1]) if changed else read_recipe(self.recipe_file)
+        try:
+            return Recipe.model_validate(changed[-1]) if changed else read_recipe(self.recipe_file)
+        except ValidationError:
+            raise InputError(f"{self._events}: its last recipe is damaged; {DAMAGED_EVENTS}") from None
 
     def check(self, recipe: Recipe) -> None:
         """Check that this folder does not exist, is empty, or contains a run of this recipe.
@@ -114,7 +139,7 @@ class RunFolder:
             # Temporary files left by an interrupted write of the recipe, the first file, belong to this run.
             known = (LOCK, f".{self.recipe_file.name}.*.tmp")
             entries = self.path.iterdir() if self.path.exists() else ()
-            if not all(any(fnmatch(entry.name, name) for name in known) for entry in entries):
+            if not all(entry.is_file() and any(fnmatch(entry.name, name) for name in known) for entry in entries):
                 raise InputError(f"run folder {self.path} is not empty and holds no recipe.toml; use another --run")
             return
         changes = changes_of(self.recipe(), recipe)
@@ -171,7 +196,8 @@ class RunFolder:
             self.check(recipe)  # again: another process may have started a run here before this one locked the folder
             for file in (self.recipe_file, self.plan_file):
                 for torn in self.path.glob(f".{file.name}.*.tmp"):
-                    torn.unlink()
+                    if torn.is_file():
+                        torn.unlink()
             if not self.recipe_file.exists():
                 write_recipe(recipe, self.recipe_file)
             yield
@@ -266,8 +292,26 @@ class RunFolder:
         return storage.JsonLines([line for _, line in lines], sorted(damaged), [number for number, _ in lines])
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the lines of events.jsonl."""
-        return _documents(self._events, "event")
+        """Return the lines of events.jsonl.
+
+        Raises:
+            InputError: if an event lacks a value that a run relies on when it is resumed, or has a wrong one.
+        """
+        read = _read(self._events)
+        for number, event in zip(read.numbers, read.documents, strict=True):
+            needed = _VALUES_OF_EVENTS.get(event["event"], {}) if isinstance(event.get("event"), str) else {}
+            for key, types in needed.items():
+                value = event.get(key, ...)
+                if not isinstance(value, types) or isinstance(value, bool):
+                    wrong = f"has no {key}" if value is ... else f"has a wrong {key}"
+                    raise InputError(
+                        f"{self._events}: the event {event['event']} in line {number} {wrong}; {DAMAGED_EVENTS}"
+                    )
+        return _named_events(read)
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """Return the lines of events.jsonl, whatever their values."""
+        return _named_events(_read(self._events))
 
     def rollbacks(self) -> list[dict[str, Any]]:
         """Return the events of the automatic rewinds since the last manual rewind."""
@@ -282,12 +326,7 @@ class RunFolder:
     def finish(self) -> dict[str, Any] | None:
         """Return the ``finish`` event of the run. Return None if the run has not finished, or was rewound after it
         finished."""
-        for event in reversed(self.events()):
-            if event["event"] == "finish":
-                return dict(event)
-            if event["event"] in RETURNS:
-                break
-        return None
+        return finish_of(self.events())
 
     def record(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl. Numbers that are not finite are written as null."""
@@ -384,8 +423,18 @@ def _ranges(steps: Sequence[int]) -> str:
     return f"step {listed} is" if len(steps) == 1 else f"steps {listed} are"
 
 
-def _documents(path: Path, key: str) -> list[dict[str, Any]]:
-    return [document for document in _read(path).documents if isinstance(document.get(key), str)]
+def finish_of(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the last ``finish`` event, or None if there is none, or none since the last rewind."""
+    for event in reversed(events):
+        if event["event"] == "finish":
+            return event
+        if event["event"] in RETURNS:
+            break
+    return None
+
+
+def _named_events(read: storage.JsonLines) -> list[dict[str, Any]]:
+    return [document for document in read.documents if isinstance(document.get("event"), str)]
 
 
 def _read(path: Path) -> storage.JsonLines:

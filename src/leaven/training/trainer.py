@@ -374,10 +374,10 @@ def _summary(
     """Return the result of a run over all its starts. ``finish`` is its ``finish`` event, and ``unsaved`` says why
     the last state could not be saved."""
     # Each start may have measured another peak; the speed of all steps is divided by the latest.
-    starts = [event for event in run.events() if event.get("peak_tflops")]
+    starts = [event for event in run.events() if _positive(event.get("peak_tflops"))]
     metrics = run.metrics()
-    speeds = [line["tflops"] for line in metrics]
-    noise = [line["noise_scale"] for line in metrics if line.get("noise_scale") is not None]
+    speeds = [line["tflops"] for line in metrics if _positive(line.get("tflops"))]
+    noise = [line["noise_scale"] for line in metrics if _positive(line.get("noise_scale"))]
     used: dict[str, Any] = dict.fromkeys(("mfu", "mfu_causal", "hfu"))
     if starts and speeds:
         recipe = run.recipe()
@@ -392,9 +392,14 @@ def _summary(
         finished=finish is not None,
         bits_per_byte=finish.get("bits_per_byte") if finish else None,
         **used,
-        mfu_convention=starts[-1]["mfu_convention"] if starts else None,
+        mfu_convention=starts[-1].get("mfu_convention") if starts else None,
         unsaved=unsaved,
         saved_tokens=max(map(tokens_of, checkpoints(run.checkpoints)), default=0),
         noise_scale=noise[-1] if noise else None,
         averaged_loss=finish.get("averaged_loss") if finish else None,
     )
+
+
+def _positive(value: Any) -> bool:
+    """Return whether a value of metrics.jsonl or events.jsonl, which may be damaged, is a positive number."""
+    return isinstance(value, int | float) and value > 0

@@ -218,7 +218,7 @@ class BaseStudy(ABC):
         try:
             results = json.loads((self.out / "study.json").read_text())["trials"]
             return {trial["number"] for trial in results if trial["state"] not in UNDER_WAY}
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return set()
 
     def _store_lost(self, ended: set[int], lost: set[int]) -> InputError:
