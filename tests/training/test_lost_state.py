@@ -204,6 +204,29 @@ def test_a_folder_with_the_name_of_a_temporary_file_is_left_alone(
         train(recipe, tokens, tmp_path / "new")
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("metrics.jsonl", lambda lines: lines[:-4], "steps 37 to 40 are missing"),
+        ("metrics.jsonl", lambda lines: [], "steps 1 to 40 are missing"),
+        ("events.jsonl", lambda lines: lines[-1:], r"it had \d+ lines and now has 1"),
+    ],
+)
+def test_files_that_were_changed_after_the_end_of_a_run_are_reported(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, name: str, change: "Change", why: str
+) -> None:
+    result = train(recipe, tokens, run.path)
+    told: list[tuple[str, dict[str, Any]]] = []
+    train(recipe, tokens, run.path, on_event=lambda event, values: told.append((event, values)))
+    assert told == []
+    rewrite(run.path / name, change)
+    again = train(recipe, tokens, run.path, on_event=lambda event, values: told.append((event, values)))
+    assert (again.loss, again.finished) == (result.loss, True)
+    ((event, values),) = told
+    assert (event, values["file"]) == ("finished_file_changed", name)
+    assert re.fullmatch(why, values["why"])
+
+
 @pytest.mark.parametrize("tail", [b"", b'{"ev', b'{"event": "odd"}'])
 def test_events_after_the_checkpoint_and_a_torn_line_are_no_change(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, tail: bytes

@@ -3,6 +3,7 @@ not import torch."""
 
 import json
 import math
+import operator
 import os
 import re
 import time
@@ -94,6 +95,14 @@ class LinesDigest:
 
     lines: int  # number of lines
     blake2b: str  # digest of the lines
+
+
+def lines_digest(document: Any) -> LinesDigest | None:
+    """Return the digest in a JSON document, or None if it has none."""
+    try:
+        return LinesDigest(operator.index(document["lines"]), document["blake2b"])
+    except (TypeError, KeyError):
+        return None
 
 
 class RunFolder:
@@ -244,13 +253,24 @@ class RunFolder:
 
     def events_digest(self) -> LinesDigest:
         """Return the number and the digest of all lines of events.jsonl, also of those that are still in memory."""
-        lines = [*self._event_lines(), *(line for path, line in self._waiting if path == self._events)]
+        lines = [*self._lines_of(self._events), *(line for path, line in self._waiting if path == self._events)]
         return LinesDigest(len(lines), _digest(lines).hexdigest())
+
+    def changed_since(self, finish: dict[str, Any]) -> dict[str, str]:
+        """Return the files whose lines up to the ``finish`` event are not those that were written, each with a
+        sentence that says how they differ. Nothing is known of a run that an older version has finished."""
+        metrics, events = (lines_digest(finish.get(key)) for key in ("metrics", "events"))
+        found: dict[str, str | None] = {}
+        if metrics is not None:
+            found[self._metrics.name] = _kept_metrics(self._lines_of(self._metrics), finish["step"], metrics)[1]
+        if events is not None:
+            found[self._events.name] = self.events_changed(events)
+        return {file: why for file, why in found.items() if why is not None}
 
     def events_changed(self, written: LinesDigest | None) -> str | None:
         """Return a sentence if the first lines of events.jsonl are not the lines that were ``written``, else None.
         If it is not known what was written, only a file without lines has changed."""
-        lines = self._event_lines()
+        lines = self._lines_of(self._events)
         if not lines:
             return "its lines are missing"
         if written is None or _digest(lines[: written.lines]).hexdigest() == written.blake2b:
@@ -259,10 +279,10 @@ class RunFolder:
             return f"it had {written.lines:,} lines and now has {len(lines):,}"
         return f"its first {written.lines:,} lines have been changed"
 
-    def _event_lines(self) -> list[bytes]:
-        """Return the lines of events.jsonl with their newlines. An incomplete last line does not count: the next
+    def _lines_of(self, path: Path) -> list[bytes]:
+        """Return the lines of a file with their newlines. An incomplete last line does not count: the next
         append completes or removes it."""
-        *lines, last = (self._events.read_bytes() if self._events.exists() else b"").split(b"\n")
+        *lines, last = (path.read_bytes() if path.exists() else b"").split(b"\n")
         return [line + b"\n" for line in (lines if storage.json_object(last) is None else [*lines, last])]
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -427,7 +447,7 @@ def finish_of(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the last ``finish`` event, or None if there is none, or none since the last rewind."""
     for event in reversed(events):
         if event["event"] == "finish":
-            return event
+            return dict(event)
         if event["event"] in RETURNS:
             break
     return None

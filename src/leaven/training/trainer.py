@@ -81,10 +81,10 @@ from leaven.training.micro_batch import (
 from leaven.training.profiling import RunProfile
 from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
 from leaven.training.run_folder import (
-    LinesDigest,
     RunFolder,
     checkpoint_name,
     checkpoints,
+    lines_digest,
     recorded_changes,
     tokens_of,
 )
@@ -132,6 +132,8 @@ def train(
     run.check_text(tokens.fingerprint)
     finish = run.finish() if back is None else None
     if finish is not None:
+        for file, why in run.changed_since(finish).items():
+            on_event("finished_file_changed", {"file": file, "tokens": finish["tokens"], "why": why})
         return _summary(run, Progress(finish["step"], finish["tokens"], finish["seconds"]), finish)
     memory_before = held_memory(default_device())
     try:
@@ -217,8 +219,7 @@ class RunTrainer:
         found = self._newest(rewinds)
         if found is not None:
             self.run.check_text(self.tokens.fingerprint, found.state.get(TEXT))
-            written = found.state.get(EVENTS)
-            changed = self.run.events_changed(LinesDigest(**written) if written else None)
+            changed = self.run.events_changed(lines_digest(found.state.get(EVENTS)))
         missing = None if saved is None or found is None or saved <= found.progress.tokens else checkpoint_name(saved)
         self._restore(found, rewinds)
         if changed is not None:
@@ -257,7 +258,8 @@ class RunTrainer:
             )
         if not math.isfinite(result["loss"]):
             self.fail({"why": f"the validation loss is {result['loss']:g}: the run has diverged"})
-        self.event("finish", **result, seconds=self.training.progress.seconds)
+        written = {"metrics": asdict(self.run.metrics_digest()), "events": asdict(self.run.events_digest())}
+        self.event("finish", **result, seconds=self.training.progress.seconds, **written)
         self.run.require_written()
         return _summary(self.run, self.training.progress, result)
 
