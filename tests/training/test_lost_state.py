@@ -17,6 +17,7 @@ from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.load import load_run
 from leaven.training.metrics import Step
+from leaven.training.rewind import ManualRewind
 from leaven.training.run_folder import RunFolder, checkpoints
 from leaven.training.trainer import train
 
@@ -202,6 +203,39 @@ def test_a_folder_with_the_name_of_a_temporary_file_is_left_alone(
     assert (run.path / ".recipe.toml.y.tmp").is_dir()
     with pytest.raises(InputError, match="is not empty and holds no recipe"):
         train(recipe, tokens, tmp_path / "new")
+
+
+def test_checkpoints_of_another_run_are_refused(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    other = recipe.replace({"hyperparameters.lr": 0.02})
+    train(other, tokens, tmp_path / "other")
+    shutil.copytree(run.path, tmp_path / "copy")
+    shutil.rmtree(run.checkpoints)
+    shutil.copytree(tmp_path / "other" / "checkpoints", run.checkpoints)
+    before = files(run.path)
+    back = ManualRewind(10_240)
+    for read in (
+        lambda: train(recipe, tokens, run.path),
+        lambda: train(recipe, tokens, run.path, back=back),
+        lambda: load_run(run.path),
+    ):
+        with pytest.raises(InputError, match="has checkpoints of another run; bring back those of this run"):
+            read()
+    assert files(run.path) == before
+    assert train(recipe, tokens, tmp_path / "copy").finished  # a copy of the whole folder is the same run
+
+
+def test_checkpoints_and_events_of_an_older_version_are_accepted(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, expected: list[float]
+) -> None:
+    rewrite(
+        run.path / "events.jsonl", lambda lines: [{k: v for k, v in line.items() if k != "run"} for line in lines]
+    )
+    assert run.identity() is None
+    train(recipe, tokens, run.path)
+    assert run.identity() is not None
+    assert losses(run.path) == expected
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 from leaven.training.run_folder import (
     HYPERPARAMETERS,
+    IDENTITY,
     RETURNS,
     SECTIONS,
     RunFolder,
@@ -136,4 +137,5 @@ class ManualRewind:
                 f"--rewind-to {format_quantity(self.rewind_to)}: no whole checkpoint at or before this count; "
                 + (f"there are checkpoints at {there} tokens" if there else "the run folder has none")
             )
+        run.check_identity(found.state.get(IDENTITY))
         return found.progress.tokens

@@ -27,6 +27,7 @@ LOCK = ".lock"
 MOST_RANGES = 3  # ranges of missing steps that a message lists
 _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
+IDENTITY = "run"  # key of the run's identifier in its events and in the state of its checkpoints
 DAMAGED_EVENTS = "restore the file from a copy, or start again with another --run"
 
 # The values that events must have, because a run that is resumed relies on them.
@@ -193,6 +194,19 @@ class RunFolder:
             raise InputError(
                 f"the run in {self.path} was trained on other text: the files of [data] source or the tokenizer have "
                 "changed since; use another --run"
+            )
+
+    def identity(self) -> str | None:
+        """Return the random identifier that the run got at its start, or None if events.jsonl has none."""
+        return next((event[IDENTITY] for event in self.events() if isinstance(event.get(IDENTITY), str)), None)
+
+    def check_identity(self, saved: str | None) -> None:
+        """Raise InputError if ``saved``, the identifier in a checkpoint, is that of another run. A checkpoint or an
+        events.jsonl without an identifier, of an older version, is accepted."""
+        if saved is not None and self.identity() not in {None, saved}:
+            raise InputError(
+                f"{self.checkpoints} has checkpoints of another run; bring back those of this run, or start again "
+                "with another --run"
             )
 
     @contextmanager

@@ -50,6 +50,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from secrets import token_hex
 from statistics import median
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -81,6 +82,7 @@ from leaven.training.micro_batch import (
 from leaven.training.profiling import RunProfile
 from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
 from leaven.training.run_folder import (
+    IDENTITY,
     RunFolder,
     checkpoint_name,
     checkpoints,
@@ -202,6 +204,7 @@ class RunTrainer:
         self._on_event = on_event
         self.group = training.group
         self.damaged: list[Path] = []  # damaged checkpoints that are newer than the loaded one
+        self.identity = ""  # the identifier of the run
         self._unwritten: str | None = None  # why lines could not be written to the disk
         self.log = StepLog(self, log_to, on_step)
         self.validation = Validation(self, bits_per_byte_factor)
@@ -220,6 +223,8 @@ class RunTrainer:
         if found is not None:
             self.run.check_text(self.tokens.fingerprint, found.state.get(TEXT))
             changed = self.run.events_changed(lines_digest(found.state.get(EVENTS)))
+        saved_identity = found.state.get(IDENTITY) if found is not None else None
+        self.identity = self.run.identity() or saved_identity or token_hex(8)
         missing = None if saved is None or found is None or saved <= found.progress.tokens else checkpoint_name(saved)
         self._restore(found, rewinds)
         if changed is not None:
@@ -228,6 +233,7 @@ class RunTrainer:
             "start" if found is None else "resume",
             device=str(self.training.device),
             text=self.tokens.fingerprint,
+            **{IDENTITY: self.identity},
             epochs=self.tokens.epochs(self.training.recipe.data.tokens),
             damaged_checkpoints=[path.name for path in self.damaged],
             missing_checkpoint=missing if missing not in {path.name for path in self.damaged} else None,
@@ -307,6 +313,8 @@ class RunTrainer:
                 f"{self.run.checkpoints}: every checkpoint is damaged ({', '.join(path.name for path in damaged)}); "
                 "restore an undamaged copy, or start again with another --run"
             )
+        if found is not None:
+            self.run.check_identity(found.state.get(IDENTITY))
         self.damaged = damaged
         return found
 
