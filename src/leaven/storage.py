@@ -190,6 +190,16 @@ def written_folder(path: Path) -> Iterator[Path]:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}; nothing was written") from None
 
 
+def share(path: Path) -> None:
+    """Give a file the permissions of a new file in its folder. Some libraries write files that only the owner can
+    read."""
+    new = _temporary(path)
+    with new.open("xb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    new.unlink()
+    path.chmod(mode)
+
+
 def sync_file(path: Path) -> None:
     """Flush a file to the disk, so that its content survives a power cut."""
     with path.open("rb+") as file:

@@ -66,6 +66,19 @@ def test_the_healthy_recipe_passes() -> None:
 RAMP = {"start_tokens": 131_072, "increment_tokens": 131_072, "over_tokens": 320_000_000}
 SMALL_START = {"start_tokens": 2048, "increment_tokens": 2048}
 LARGE = {"batch__tokens": 2**26, "data__tokens": 2_000_000_000_000, "schedule__warmup_tokens": 20_000_000_000}
+EXPERTS: dict[str, Any] = {
+    "model__experts": {"number": 64, "active": 8, "d_expert": 344},
+    "hyperparameters__modules": {
+        "attention.out": {"init_std": 0.144}, "mlp.experts.out": {"init_std": 0.144},
+        "embedding": {"weight_decay": 0.0},
+    },
+}  # fmt: skip
+
+
+def experts(**changes: Any) -> dict[str, Any]:
+    return EXPERTS | {"model__experts": EXPERTS["model__experts"] | changes}
+
+
 # Check, severity, a fault that it must find, and a similar recipe that passes.
 PLANTED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("size", "note", {"model__n_layers": 1, "model__d_model": 128, "model__n_heads": 2, "model__n_kv_heads": 2}, {}),
@@ -105,6 +118,20 @@ PLANTED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("aspect ratio", "outside", {"model__n_layers": 80}, {}),
     ("head size", "outside", {"model__d_head": 32, "model__n_heads": 32, "model__n_kv_heads": 32}, {}),
     ("mlp ratio", "outside", {"model__d_ff": 1024}, {}),
+    ("residual std", "note", experts(shared=1), experts()),  # the shared expert's end has the std of other matrices
+    ("branch stds", "note", experts(dense_layers=1), experts(dense_layers=1) | {"hyperparameters.modules": {}}),
+    ("branch stds", "note", {"hyperparameters.modules.attention.out.init_std": 0.03}, {}),
+    ("expert width", "outside", experts(d_expert=200), experts()),
+    ("expert width", "note", experts(d_expert=800), experts(shared=1, d_expert=600)),
+    ("balance", "outside", experts(balance="none"), experts(balance="bias")),
+    ("balance", "outside", experts(balance="none"), experts(active=64, d_expert=43, balance="none")),
+    ("balance loss", "outside", experts(balance_loss=0.5), experts(balance_loss=0.01)),
+    ("balance loss", "far outside", experts(balance_loss=0.0), experts(balance_loss=0.0, balance="bias")),
+    ("balance loss", "far outside", experts(balance="both", balance_loss=5.0),
+     experts(balance="both", balance_loss=1e-4)),
+    ("bias step", "outside", experts(balance="bias", bias_step=0.05), experts(bias_step=0.05)),
+    ("bias step", "outside", experts(balance="both", bias_step=3e-5), experts(balance="both", bias_step=0.001)),
+    ("router z-loss", "outside", experts(router_z_loss=0.05), experts(router_z_loss=0.001)),
     ("vocabulary", "note", {"model__vocab_size": 32_769}, {}),
     ("sequence length", "outside", {"model__seq_len": 256}, {"model__seq_len": 4096}),
 ]  # fmt: skip
@@ -142,21 +169,29 @@ def test_a_suggestion_that_breaks_another_value_is_left_out() -> None:
 def test_experts_count_with_the_parameters_that_a_token_uses() -> None:
     """64 experts of which 8 are used, together as wide as the MLP: compared as the dense model, in every check."""
     dense = healthy()
-    modules: dict[str, Any] = {**HEALTHY["hyperparameters"]["modules"], "mlp.experts.out": {"init_std": 0.144}}
-    modules.pop("mlp.out")
-    changes = {"model__experts": {"number": 64, "active": 8, "d_expert": 344}, "hyperparameters__modules": modules}
-    experts = healthy(**changes)
-    assert experts.model.params > 4 * dense.model.params
-    case, other = (Case(recipe, adamw_rows(recipe)) for recipe in (experts, dense))
+    sparse = healthy(**EXPERTS)
+    assert sparse.model.params > 4 * dense.model.params
+    case, other = (Case(recipe, adamw_rows(recipe)) for recipe in (sparse, dense))
     routers = 24 * 64 * 1024
     assert case.params == other.params + routers
     assert case.size.tokens_per_parameter == pytest.approx(8e9 / (other.params + routers))
     assert [run.id for run in case.neighbours] == [run.id for run in other.neighbours]
     for ours, theirs in zip(case.size.laws, other.size.laws, strict=True):
         assert ours.lr == pytest.approx(theirs.lr, rel=0.01)
-    assert outside(experts) == set()
-    short = healthy(**changes, data__tokens=3_000_000_000)
-    assert "tokens per parameter" in {one.check for one in found(short)}
+    assert found(sparse) == []
+    (few,) = [
+        one for one in found(healthy(**EXPERTS, data__tokens=3_000_000_000)) if one.check == "tokens per parameter"
+    ]
+    assert "tokens per parameter that a token uses" in few.says
+
+
+def test_the_residual_std_is_judged_for_each_branch() -> None:
+    """Adding a shared expert or a dense layer adds a branch whose end has no smaller std: it is named."""
+    for changes, module in (({"shared": 1}, "mlp.shared.out"), ({"dense_layers": 1}, "mlp.out")):
+        (one,) = [one for one in found(healthy(**experts(**changes))) if one.check == "residual std"]
+        assert one.path == f"hyperparameters.modules.{module}.init_std"
+        assert f"({module})" in one.says
+        assert [list(each) for each in one.mends] == [[one.path]]
 
 
 def test_epochs_and_dropout_use_the_length_of_the_text() -> None:

@@ -15,6 +15,7 @@ from leaven.catalogue.runs import PublishedRun, find_run, load_runs
 from leaven.catalogue.starter.batch import BATCH_TOKENS_EXPONENT, LEAST_STEPS, batch_ramps
 from leaven.catalogue.starter.draft import StarterRecipes, StarterRequest, used_params
 from leaven.catalogue.starter.optimizer import LR_SIZE_EXPONENT
+from leaven.catalogue.starter.shape import TIED_SHARE
 from leaven.catalogue.starter.starter import starter, untuned
 from leaven.errors import InputError
 from leaven.planning.hardware import parse_cluster
@@ -23,7 +24,7 @@ from leaven.planning.trainable import require_trainable
 from leaven.recipe.batch import Ramp
 from leaven.recipe.files import parse_recipe, render
 from leaven.recipe.recipe import Recipe, flatten
-from leaven.recipe.units import parse_quantity
+from leaven.recipe.units import format_quantity, parse_quantity
 
 B, T = 10**9, 10**12
 
@@ -299,10 +300,39 @@ def test_experts_are_chosen_for_what_a_token_uses(params: float, experts: tuple[
         small = proxy.shape.experts
         assert small is not None
         assert (small.number, small.active) == experts
+        shape = proxy.shape
+        assert (proxy.params, proxy.params_active) == (shape.params, shape.params_active)
+        used = f"of which a token uses {format_quantity(shape.params_active)}"
+        assert any(used in line for step in started.steps for line in step.lines)
         assert proxy.tokens / proxy.shape.params_active == pytest.approx(
             target.data.tokens / model.params_active, rel=0.01
         )
         assert proxy.shape.d_ff == active * small.d_expert
+
+
+def test_reasons_for_experts_say_which_parameters_are_counted() -> None:
+    started = starter(StarterRequest("wheat", 7 * B, 140 * B, experts=(64, 8)))
+    model, why = started.target.model, started.target.why
+    size = next(step for step in started.steps if step.title == "size")
+    used, without = format_quantity(model.params_active), format_quantity(model.params_non_embedding)
+    assert any(f"a token uses {used} of them, {without} without embeddings" in line for line in size.lines)
+    assert why["data.tokens"].endswith("tokens per parameter that a token uses")
+    assert "of the parameters that a token uses" in why["model.tied_embeddings"]
+    dense = starter(StarterRequest("wheat", B, 20 * B)).target
+    assert "that a token uses" not in dense.why["data.tokens"] + dense.why["model.tied_embeddings"]
+
+
+@pytest.mark.parametrize("params", [200_000_000, 1_150_000_000, 1_200_000_000, 1_500_000_000])
+@pytest.mark.parametrize("experts", [None, (64, 8)])
+def test_the_share_in_the_reason_is_the_one_that_ties_the_embeddings(
+    params: int, experts: tuple[int, int] | None
+) -> None:
+    """The reason must not give a share of 7% for tied embeddings if they are tied above 8%."""
+    size = params if experts is None else 6 * params
+    target = starter(StarterRequest("wheat", size, 20 * size, proxy=0, experts=experts)).target
+    share = re.search(r"the embedding has ([\d.]+)%", target.why["model.tied_embeddings"])
+    assert share is not None
+    assert (float(share[1]) > 100 * TIED_SHARE) is target.model.tied_embeddings
 
 
 def test_one_active_expert_is_not_normalised() -> None:

@@ -100,7 +100,7 @@ def test_a_recipe_with_experts_passes_the_checks(leaven: Verb, tmp_path: Path) -
     assert checked["passed"]
     assert checked["params_active"] == proxy.model.params_active
     _, out, _ = leaven("recipes", "check", file)
-    assert "7.15 B parameters, of which a token uses 1.34 B, 100 B tokens" in out
+    assert "7.15 B parameters (of which a token uses 1.34 B), 100 B tokens" in out
 
 
 def test_from_takes_the_size_and_length_of_a_run(leaven: Verb, tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ def test_show_lists_the_experts_and_counts_what_a_token_uses(leaven: Verb, tiny_
     assert code == 0
     assert "used by a token" in out
     assert "number 4 · active 1 · d_expert 32 · shared 0" in " ".join(out.split())
+    columns = out[out.index("\nstd ") :].splitlines()[2].split()
+    assert {"router", "experts.in", "experts.out"} <= set(columns)
 
 
 def test_show_has_no_beta2_and_eps_of_muon(leaven: Verb, tiny_file: Path) -> None:

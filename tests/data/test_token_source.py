@@ -447,7 +447,7 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path, prepare: Any) -> None:
         prepare(one(ids, validation=text))
     with refused("validation is for token ids"):
         prepare(one(text, validation=ids))
-    with refused("has token ids, and bpe would train another tokenizer"):
+    with refused("has token ids, and with data.tokenizer = 'bpe' another tokenizer"):
         prepare([{"source": text}, {"source": ids}])
     with refused("end_of_text is for token ids"):
         prepare(text, end_of_text=1)

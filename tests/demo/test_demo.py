@@ -137,6 +137,20 @@ def test_a_demo_without_its_runs_does_not_start_again(tmp_path: Path, finished: 
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.usefixtures("small")
+def test_a_demo_whose_folder_is_deleted_ends_with_one_line(tmp_path: Path) -> None:
+    folder, polls = tmp_path / "demo", iter(range(100))
+
+    def stop() -> bool:
+        if next(polls) == 3:
+            shutil.rmtree(folder)
+        return False
+
+    with pytest.raises(InputError, match=r"demo.json: cannot be written: No such file or directory"):
+        run(folder, size="quick", stop=stop)
+    assert not folder.exists()
+
+
 def started(folder: Path, runs: int) -> "subprocess.Popen[str]":
     """Start a demo and wait until ``runs`` of its runs have ended."""
     process = subprocess.Popen(

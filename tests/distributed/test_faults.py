@@ -21,7 +21,7 @@ from tests.training.conftest import losses
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.process_group import join_process_group
-from leaven.errors import ProcessLost
+from leaven.errors import InputError, ProcessLost
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
@@ -47,6 +47,21 @@ def run(recipe: Recipe, tokens: TokenSet, folder: Path, how: str = "") -> dict[s
         stop = lambda: how == "stop" and group.rank == 1 and issued[-1] >= 6  # noqa: E731
         summary = train(recipe, tokens, folder, stop=stop, group=group)
     return {"loss": summary.loss, "steps": summary.steps, "rollbacks": summary.rollbacks, "done": summary.finished}
+
+
+def loses_its_folder(recipe: Recipe, tokens: TokenSet, folder: Path) -> str:
+    """The run folder is moved away after step 5."""
+
+    def on_step(step: Step) -> None:
+        if step.step == 5 and group.is_first:
+            folder.rename(folder.with_name("moved"))
+
+    try:
+        with join_process_group(recipe.layout, torch.device("cpu")) as group:
+            train(recipe, tokens, folder, on_step=on_step, group=group)
+    except (InputError, ProcessLost) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nobody missed it"
 
 
 def hangs(recipe: Recipe, tokens: TokenSet, seconds: float) -> str:
@@ -100,6 +115,13 @@ def test_a_nan_on_one_process_rolls_back_all(two: Recipe, tokens: TokenSet, rank
     assert done[0]["done"]
     assert done[0]["rollbacks"] == 1
     assert events(tmp_path / "run").count("rollback") == 1
+
+
+def test_all_end_if_the_run_folder_is_deleted(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:
+    first, second = ranks(2, loses_its_folder, two, tokens, tmp_path / "run")
+    assert first.startswith(f"InputError: run folder {tmp_path / 'run'} was deleted or moved while it was used")
+    assert second.startswith("ProcessLost: rank 1 of 2 timed out or lost its connection")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.kills

@@ -554,6 +554,7 @@ def test_an_export_is_written_whole_or_not_at_all(
     (tmp_path / "out").mkdir()
     export(tmp_path / "out", recipe, model, tokenizer_file)  # an empty folder will do
     before = sorted((tmp_path / "out").iterdir())
+    assert len({path.stat().st_mode for path in before}) == 1
     with pytest.raises(InputError, match=r"exists already; give another name"):
         export(tmp_path / "out", recipe, model, tokenizer_file)
     assert sorted((tmp_path / "out").iterdir()) == before

@@ -1,5 +1,6 @@
 import errno
 import json
+import os
 import random
 import shutil
 import threading
@@ -88,6 +89,19 @@ def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:
         content[at] ^= bit
         file.write_bytes(content)
     assert read_checkpoint(tmp_path)[0] is not None
+
+
+@pytest.mark.skipif(os.name == "nt", reason="permissions")
+@pytest.mark.parametrize("umask", [0o007, 0o022, 0o077])
+def test_the_umask_decides_who_can_read_a_checkpoint(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        folder = write_checkpoint(tmp_path / "checkpoints", checkpoint(1))
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())}
+    files = dict.fromkeys(("state.json", "model.safetensors", "optimizer.safetensors"), 0o666 & ~umask)
+    assert modes == files | {folder.name: 0o777 & ~umask}
 
 
 def test_undone_checkpoints_are_ignored(tmp_path: Path) -> None:

@@ -376,6 +376,45 @@ def test_a_line_of_another_step_is_damaged_and_hides_no_other_line(tmp_path: Pat
     assert read.damaged == [place + 1]
 
 
+def moved(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))  # unlike deleting it, at once, also while a checkpoint is written
+
+
+def replaced(folder: Path) -> None:
+    """Another command starts a run in the place of the deleted one."""
+    moved(folder)
+    folder.mkdir()
+    (folder / ".lock").touch()
+
+
+@pytest.mark.parametrize("harm", [moved, replaced])
+@pytest.mark.parametrize("at", [20, 40])
+def test_a_run_whose_folder_is_deleted_ends_and_writes_nothing(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, harm: Callable[[Path], None], at: int
+) -> None:
+    folder = tmp_path / "run"
+
+    def on_step(step: Step) -> None:
+        if step.step == at:
+            harm(folder)
+
+    with pytest.raises(InputError, match=r"run folder .* was deleted or moved while it was used; bring it back"):
+        train(recipe, tokens, folder, on_step=on_step)
+    assert not any(path.is_file() and path.name != ".lock" for path in folder.rglob("*"))
+
+
+def test_checkpoints_that_are_deleted_under_a_run_are_written_again(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, expected: list[float]
+) -> None:
+    def on_step(step: Step) -> None:
+        if step.step == 30:
+            moved(run.checkpoints)
+
+    assert train(recipe, tokens, run.path, on_step=on_step).finished
+    assert losses(run.path) == expected
+    assert load_run(run.path).tokens == recipe.data.tokens
+
+
 def test_a_shard_truncated_under_a_running_training_ends_it_with_one_line(recipe: Recipe, tmp_path: Path) -> None:
     def prepared() -> TokenSet:
         return prepare(recipe.data, recipe.model.vocab_size, tmp_path / "cache")

@@ -192,9 +192,9 @@ def test_on_a_cpu_only_sizes_that_fit_are_tried(
 def test_a_model_that_cannot_fit_is_refused_before_it_is_built(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five million million parameters: more than any machine has, and none of them is asked for."""
+    """About 200 billion parameters: more than this machine can hold, and none of them is asked for."""
     monkeypatch.setattr("leaven.training.trainer.Training", None)
-    huge = tiny.replace({"model.d_ff": 2**36})
+    huge = tiny.replace({"model.d_ff": 2**22, "model.n_layers": 1_000})
     with pytest.raises(InputError, match=r"training needs about \d.* GiB"):
         train(huge, tokens, tmp_path / "run")
     with pytest.raises(InputError, match=r"training needs about \d.* GiB"):

@@ -45,7 +45,12 @@ base = { width = 8, depth = 2, batch_tokens = 256, tokens = 5_120, d_head = 4 }
 EVERYTHING = "global-full,per-module,per-module-full,hyperparameters.depth.*"
 AROUND = space(RECIPE, EVERYTHING)
 LIMITS = {
-    path: st.sampled_from([float(level) for level in ends]) if isinstance(ends, range) else st.floats(*ends)
+    # Rounded: a recipe has no numbers below 1e-40, and a search does not come near them.
+    path: (
+        st.sampled_from([float(level) for level in ends])
+        if isinstance(ends, range)
+        else st.floats(*ends).map(lambda distance: round(distance, 9))
+    )
     for path, ends in AROUND.limits.items()
 }
 POINTS = st.fixed_dictionaries({}, optional=LIMITS)

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import resource
 import sqlite3
 import subprocess
@@ -310,6 +311,7 @@ def without_psycopg(path: Path) -> None:
         (has_other_records, "{}", "not a journal of Optuna"),
         (is_database, "{}", "an SQLite database; give sqlite:////"),
         (is_damaged, "{}", "line 2 is damaged; keep only the lines before it: head -n 1"),
+        (os.mkfifo, "{}", "a pipe or a device, not a regular file"),
         (Path.mkdir, "{}", "a folder; give the file of a journal, such as .*journal.log"),
         (None, "sqlite:///{}/study.db", "there is no folder"),
         (None, "sqlite:///file:some.db?uri=true", "give sqlite:///FILE"),

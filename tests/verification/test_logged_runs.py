@@ -432,7 +432,7 @@ def test_runs_of_tensorboard_and_wandb(tmp_path: Path) -> None:
     (expected,) = transfer_of_runs(write(tmp_path / "rows.csv", runs)).rows
     assert document.passed
     assert document.rows[0].slope == pytest.approx(expected.slope, abs=1e-4)
-    with pytest.raises(InputError, match="has no loss, but grad_norm, val/loss; name the loss with --loss"):
+    with pytest.raises(InputError, match="has no column loss; it has grad_norm, val/loss; name the loss with --loss"):
         transfer_of_runs(tmp_path / "tb")
     with SummaryWriter(tmp_path / "tb" / "width64" / "lr=1_seed-1") as writer:
         writer.add_scalar("val/loss", 3.0, 10)

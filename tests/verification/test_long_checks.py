@@ -2,12 +2,14 @@
 
 import math
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from tests.verification.families import SMALL, WIDE, pretend
 
+from leaven.cli import error_message
 from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
@@ -154,6 +156,21 @@ def test_a_fault_does_not_widen_its_own_limit(tiny: Recipe) -> None:
 def test_too_few_steps_are_refused(tiny: Recipe, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has 10 steps.*204,800 tokens"):
         equivalence(RecipeFamily(tiny), SMALL, [0.25, 4], RunStore(tmp_path))
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_check_whose_folder_is_deleted_ends_with_one_line(tiny: Recipe, tmp_path: Path) -> None:
+    short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128})
+    folder = tmp_path / "check"
+
+    def on_run(done: int, total: int) -> None:
+        if done == 1:
+            shutil.rmtree(folder)
+
+    with pytest.raises(FileNotFoundError) as ended, RunStore(folder, 1, on_run) as store:
+        store.run([RecipeTrial(short.replace({"data.seed": seed})) for seed in range(3)])
+    assert error_message(ended.value) == f"{folder / runs.LINES}: no such file or directory; check this path"
+    assert not folder.exists()
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from planned import planned
 from written import HOSTILE, collapse_check, demo, slopes_check, write_demo, write_losses_check
 
 from leaven.catalogue.runs import load_runs
+from leaven.documents.checks import CheckDocument, VerdictCurve
 from leaven.documents.planning import Price
 from leaven.errors import InputError
 from leaven.views.catalogue_page import catalogue_page
@@ -262,3 +264,54 @@ def test_a_study_shows_all_trials_on_request(browser: Browser, pages: dict[str, 
     readout = "document.querySelector('.bands').closest('section').querySelector('.readout').textContent"
     browser.evaluate("document.querySelector('.bands svg').dispatchEvent(new Event('click', {bubbles: true}))")
     assert browser.evaluate(readout).startswith("every block, lr, layer by layer: ")
+
+
+LINK = '<a href="https://evil.example">look</a>%{x}'
+
+
+def strings(part):
+    """Return all texts of a part of a chart."""
+    if isinstance(part, str):
+        return [part]
+    parts = part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else ()
+    return [text for each in parts for text in strings(each)]
+
+
+def hostile_study(folder: Path) -> Path:
+    """Write a study in which every text has a link."""
+    state = studied.durations(studied.study(14))
+    first = replace(state.dimensions[0], unit="choice", levels=(LINK,) * 20, low=0.0, high=19.0)
+    trials = [
+        replace(each, worker=LINK, state=each.state if each.purpose == "search" else LINK) for each in state.trials
+    ]
+    changes = {"name": LINK, "progress": LINK, "trials": tuple(trials), "dimensions": (first, *state.dimensions[1:])}
+    return studied.write(folder, studied.replace(state, **changes))
+
+
+def hostile_sweep() -> CheckDocument:
+    x, module = [1.0, 2.0], LINK
+    curves = [VerdictCurve(module=module, axis=LINK, quantity="loss", x=x, y=[3.0, 3.1])]
+    curves.append(VerdictCurve(module=module, axis=LINK, quantity="best", x=x, y=[1.0, 1.1]))
+    return slopes_check().model_copy(update={"check": "lr", "curves": curves, "settings": {"unit": LINK, "seeds": 1}})
+
+
+def test_no_text_becomes_a_link_in_a_chart(tmp_path):
+    slopes = slopes_check()
+    slopes = slopes.model_copy(
+        update={"curves": [each.model_copy(update={"module": LINK, "axis": LINK}) for each in slopes.curves]}
+    )
+    collapse = collapse_check()
+    collapse = collapse.model_copy(
+        update={"curves": [each.model_copy(update={"axis": LINK}) for each in collapse.curves]}
+    )
+    pages = {
+        "study": folder_page(hostile_study(tmp_path / "study")),
+        "sweep": check_page(hostile_sweep()),
+        "slopes": check_page(slopes),
+        "curves": check_page(collapse),
+        "demo": folder_page(write_demo(tmp_path / "demo", demo(LINK))),
+    }
+    texts = {name: strings(json.loads(re.search(r'id="charts">(.*?)</script>', page, re.S)[1])["figures"])
+             for name, page in pages.items()}  # fmt: skip
+    assert {name for name, found in texts.items() if any("evil" in text for text in found)} == pages.keys() - {"demo"}
+    assert {name: found for name in texts if (found := [t for t in texts[name] if "<a" in t or "%{x}" in t])} == {}

@@ -7,6 +7,8 @@ median of the votes, or the most frequent vote.
 
 - ``q``: a quantity, such as ``1.50 B``
 - ``n DIGITS``: a number with this many significant digits
+- ``params``: the number of parameters of a model, and how many of them a token uses
+- ``used``: nothing, or " that a token uses" if the field is true
 - ``names``: all values, separated by commas
 - ``listed``: all values, separated by bars
 - ``size``: the number of values
@@ -24,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from leaven.recipe.units import format_number, format_quantity
+from leaven.recipe.units import format_number, format_parameters, format_quantity
 
 
 class _LeftOut(Exception):
@@ -45,6 +47,8 @@ class _Formatter(string.Formatter):
             if bool(value) is (kind == "unless"):
                 raise _LeftOut
             return ""
+        if kind == "used":
+            return " that a token uses" if value else ""
         if value is None:
             raise _LeftOut
         return _KINDS[kind](value, show) if kind in _KINDS else format(value, spec)
@@ -70,6 +74,7 @@ def _count(votes: Any, show: str) -> str:
 _KINDS: dict[str, Callable[[Any, str], str]] = {
     "q": lambda value, _: format_quantity(value),
     "n": lambda value, digits: format_number(value, int(digits or 3)),
+    "params": lambda model, _: format_parameters(model.params, model.params_active),
     "names": lambda values, _: ", ".join(values),
     "listed": lambda values, _: " | ".join(values),
     "size": lambda values, _: str(len(values)),

@@ -285,6 +285,14 @@ class PublishedRun(Part):
         return self.arch.d_ff / self.arch.d_model if self.arch.d_ff and self.arch.d_model else None
 
     @property
+    def expert_width(self) -> int | None:
+        """Return the width of all experts that a token uses, shared ones included."""
+        arch = self.arch
+        if not (arch.d_expert and arch.experts_per_token):
+            return None
+        return (arch.experts_per_token + (arch.n_shared_experts or 0)) * arch.d_expert
+
+    @property
     def query_groups(self) -> float | None:
         """Return the number of query heads per key-value head."""
         return self.arch.n_heads / self.arch.n_kv_heads if self.arch.n_heads and self.arch.n_kv_heads else None

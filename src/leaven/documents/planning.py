@@ -234,6 +234,7 @@ class ProxyRow(Entry):
     """The small proxy model on which a recipe is tuned."""
 
     params: int
+    params_active: int  # number of parameters that one token uses (fewer than params in a mixture of experts)
     tokens: int  # number of tokens of one trial
     batch_tokens: int
     trials: int  # number of trials

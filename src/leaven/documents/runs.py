@@ -35,7 +35,7 @@ class ParameterValues(Entry):
 class Totals(Entry):
     params: int
     params_active: int  # number of parameters that one token uses (fewer than params in a mixture of experts)
-    params_non_embedding: int
+    params_non_embedding: int  # params_active without token embedding, position embedding and unembedding
     flops_per_token: Number
 
 

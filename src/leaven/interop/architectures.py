@@ -262,7 +262,7 @@ class Architecture:
             _require(key, value, float)
         if not old and fraction != 1:
             raise InputError(
-                f"config.json: partial rotary positions: {self.name} has none in leaven; set the factor to 1"
+                f"config.json: leaven's {self.name} has no partial rotary positions; set partial_rotary_factor to 1"
             )
         return {"rope_theta": float(theta), "rotary_fraction": float(fraction)}
 

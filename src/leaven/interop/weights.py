@@ -35,7 +35,7 @@ from leaven.recipe.recipe import Recipe, flatten
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 from leaven.scaling.table import ParameterTable, folding
-from leaven.storage import written_folder
+from leaven.storage import share, written_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5 * 10**9
@@ -101,7 +101,6 @@ def write_huggingface(
     with written_folder(folder) as temporary:
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
-        mode = (temporary / "config.json").stat().st_mode  # safetensors writes files that only the owner can read
         biases = (
             {} if router_bias_LE is None else {ROUTER_BIAS.format(n): row for n, row in enumerate(router_bias_LE)}
         )
@@ -120,7 +119,7 @@ def write_huggingface(
                 save_file(tensors, temporary / file, metadata={"format": "pt"})
             except SafetensorError as error:
                 raise OSError(str(error)) from None
-            (temporary / file).chmod(mode)
+            share(temporary / file)
 
 
 def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:

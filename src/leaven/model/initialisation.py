@@ -46,8 +46,9 @@ def fill(
     """Fill ``piece`` with normally distributed values.
 
     By default, ``piece`` is a whole parameter. With ``shape`` and ``offset``, it is a block of a parameter: ``shape``
-    is the shape of the whole parameter, and ``offset`` is the index of the block's first element. The matrices of
-    experts, (experts, fan out, fan in), are drawn one by one, each by its own name.
+    is the shape of the whole parameter, and ``offset`` is the index of the block's first element. ``seed`` and
+    ``name`` select the random numbers. Each matrix of a tensor of experts, of shape (experts, fan out, fan in), has
+    random numbers of its own.
 
     Values are drawn in fp32 and then cast, so that models of different dtypes have the same values up to rounding.
     """

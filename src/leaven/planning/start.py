@@ -120,7 +120,11 @@ def _proxy(started: StarterRecipes) -> Recipe | None:
     least = LEAST_HELD_OUT * proxy.shape.seq_len
     held_out = min(max(proxy.tokens // 100, least), target.evaluation.tokens)
     why = small.why | {
-        **{path: sentence("proxy", path, {"target": target.name}) for path in constants("proxy") if path != "layout"},
+        **{
+            path: sentence("proxy", path, {"target": target.name, "model": target.model})
+            for path in constants("proxy")
+            if path != "layout"
+        },
         **dict.fromkeys(one, sentence("proxy", "layout", {})),
     }
     often = max(small.evaluation.every_tokens or 0, round(held_out / MOST_EVALUATED))

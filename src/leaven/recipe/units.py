@@ -48,6 +48,13 @@ def format_quantity(value: float, digits: int = 3) -> str:
     return _significant(value, digits)
 
 
+def format_parameters(params: int, params_active: int) -> str:
+    """Format a number of parameters, and how many of them a token uses: ``6.9 B parameters (of which a token uses
+    1.3 B)``."""
+    size = f"{format_quantity(params)} parameters"
+    return size if params_active == params else f"{size} (of which a token uses {format_quantity(params_active)})"
+
+
 def format_number(value: float, digits: int = 3) -> str:
     """Format a number with ``digits`` significant digits, and commas in a large number: ``0.31``, ``15,600``."""
     rounded = float(f"{value:.{digits}g}")

@@ -130,7 +130,8 @@ def _tokens_per_parameter(recipe: Recipe) -> Iterator[CautionRow]:
             recipe.model.params_active, recipe.data.tokens
         )
         limit = before * (far if factor > 1 else 1 / far)
-        yield _caution("tokens per parameter", after, limit, before=before, factor=factor, decay=decay)
+        facts: dict[str, Any] = {"before": before, "factor": factor, "decay": decay, "experts": recipe.model.experts}
+        yield _caution("tokens per parameter", after, limit, **facts)
 
 
 def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
@@ -162,7 +163,7 @@ def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _betas(table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about betas outside the range in which runs have trained well, the range of ``leaven recipes check``."""
+    """Warn about betas outside the range in which runs have trained well, as ``leaven recipes check`` does."""
     rows = [row for row in table.rows if not row.match]  # those that Adam updates
     for check in CHECKS:
         if check.trained and check.hidden and (row := farthest(rows, check.hidden, check.trained)):

@@ -31,7 +31,7 @@ from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.errors import InputError
-from leaven.storage import place_folder, sync_file
+from leaven.storage import place_folder, share, sync_file
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
 from leaven.training.loop import Callback
 from leaven.training.rewind import Rewind, undone
@@ -131,7 +131,8 @@ def write_checkpoint(
 def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
     """Write this process's share of the tensors. Return the length and digest of each file, the position of each part
     in its tensor, and the tensors that this process holds but other processes have to save (``of_others``)."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted is not made again
+    folder.mkdir(exist_ok=True)
     part: dict[str, Any] = {"files": {}}
     held = set(checkpoint.places)
     for kind, tensors in zip(_KINDS, (checkpoint.model, checkpoint.optimizer), strict=True):
@@ -139,6 +140,7 @@ def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> di
         if group.size > 1:
             file = f"{kind}-{group.rank + 1:05d}-of-{group.size:05d}.safetensors"
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / file)
+        share(folder / file)
         sync_file(folder / file)
         part["files"][file] = _fingerprint(folder / file)
         part[kind] = {}
@@ -414,6 +416,7 @@ class Checkpoints(Callback):
 
     def save(self) -> None:
         self.log_outcome(wait=True)
+        self.trainer.run.require_there()
         training = self.training
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
         state[TEXT] = self.trainer.tokens.fingerprint

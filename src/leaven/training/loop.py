@@ -112,7 +112,7 @@ class Loop:
         return self._pass_on(started)
 
     def rewound(self) -> None:
-        """Tell the loop that a callback rewinds the run. The step that has been started but not read is dropped."""
+        """Tell the loop that a callback has rewound the run. A step whose loss has not been read yet is dropped."""
         self._unread, self._rewound = None, True
 
     def _pass_on(self, started: Callable[[], StepResult] | None) -> bool:

@@ -126,6 +126,7 @@ class RunFolder:
         self._metrics = path / "metrics.jsonl"
         self._events = path / "events.jsonl"
         self._waiting: deque[tuple[Path, bytes]] = deque()
+        self._lock: os.stat_result | None = None  # the lock file, once this process holds the lock
         self._lines, self._digest = 0, _digest(())  # number and digest of the lines of metrics.jsonl
 
     def recipe(self) -> Recipe:
@@ -223,7 +224,27 @@ class RunFolder:
                         torn.unlink()
             if not self.recipe_file.exists():
                 write_recipe(recipe, self.recipe_file)
+            self._lock = (self.path / LOCK).stat()
             yield
+
+    def require_there(self) -> None:
+        """Raise InputError if the folder that :meth:`opened` has locked was deleted. Another one may be in its place:
+        it belongs to another process."""
+        if self._lock is None:
+            return
+        try:
+            there = os.path.samestat(self._lock, (self.path / LOCK).stat())
+        except (FileNotFoundError, NotADirectoryError):
+            there = False
+        except OSError:  # a fault of the disk
+            return
+        if there:
+            return
+        self.writes = False
+        raise InputError(
+            f"run folder {self.path} was deleted or moved while it was used; bring it back (is its disk mounted?) "
+            "and run the same command again, or start again with another --run"
+        )
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
         """Write ``recipe`` as the run's recipe, and return it with a reason for each change in its ``why``, such as
@@ -392,6 +413,7 @@ class RunFolder:
     def _append(self, path: Path, line: bytes) -> None:
         if not self.writes:
             return
+        self.require_there()
         self._waiting.append((path, line))
         self._write()
 

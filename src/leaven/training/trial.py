@@ -212,7 +212,8 @@ class TrialCheckpoint(Callback):
         if self._training.finished or time.monotonic() - self._last < self._every:
             return
         state = {key: value for callback in self._callbacks for key, value in callback.state().items()}
-        with suppress(NotSaved):
+        with suppress(NotSaved, OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
             kept = write_checkpoint(self._folder, self._training.checkpoint(state))
             for other in checkpoints(self._folder):
                 if other != kept:

@@ -136,7 +136,9 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
     ]
     if not rows:
         names = sorted({name for _, row in found for name in row})
-        raise InputError(f"{path} has no {loss}, but {', '.join(names) or 'nothing'}; name the loss with --loss")
+        raise InputError(
+            f"{path} has no column {loss}; it has {', '.join(names) or 'no columns'}; name the loss with --loss"
+        )
     return rows
 
 

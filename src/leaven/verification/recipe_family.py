@@ -137,7 +137,7 @@ class RecipeTrial:
 
 
 def recipe_models(recipe: Recipe, prepare: Prepare) -> RecipeFamily:
-    """Return the family of a recipe. ``prepare`` tokenises its text.
+    """Return the family of models of a recipe. ``prepare`` tokenises the recipe's text.
 
     Raises:
         InputError: if the recipe cannot be trained.

@@ -100,14 +100,7 @@ def sweep(
     values = sorted(set(grid or (family.value(quantity) * 2.0**octave for octave in swept.octaves)))
     if len(scales) < 2 or len(values) < 3:
         raise InputError(f"this check needs at least two scales and three values of {swept.label} ({swept.option})")
-    grids = dict.fromkeys(scales, values)
-    losses = losses_of(family, quantity, grids, store, seeds)
-    for _ in range(EXTENSIONS):
-        wider = {scale: _wider(family, quantity, scale, grids[scale], losses[scale]) for scale in grids}
-        if wider == grids:
-            break
-        grids = wider
-        losses = losses_of(family, quantity, grids, store, seeds)
+    _, losses = extended(family, quantity, dict.fromkeys(scales, values), store, seeds)
     names = labels(scales)
     settings = {
         "rule": family.rule,
@@ -184,6 +177,25 @@ def _wider(
     except InputError:
         return grid
     return sorted([*grid, value])
+
+
+def extended(
+    family: ModelFamily,
+    quantity: Quantity,
+    grids: Mapping[RunScale, Sequence[float]],
+    store: RunStore,
+    seeds: int,
+) -> tuple[dict[RunScale, list[float]], dict[RunScale, LossGrid]]:
+    """Train on the grid of each scale, and extend grids whose best value is at an edge. Return grids and losses."""
+    extending = {scale: list(grid) for scale, grid in grids.items()}
+    losses = losses_of(family, quantity, extending, store, seeds)
+    for _ in range(EXTENSIONS):
+        wider = {scale: _wider(family, quantity, scale, grid, losses[scale]) for scale, grid in extending.items()}
+        if wider == extending:
+            break
+        extending = wider
+        losses = losses_of(family, quantity, extending, store, seeds)
+    return extending, losses
 
 
 def losses_of(

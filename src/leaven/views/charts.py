@@ -88,10 +88,13 @@ def figure(
     notes: Iterable[Figure] = (),
     **layout: Any,
 ) -> Figure:
-    """Return a chart of traces. ``x`` and ``y`` are axes, e.g. from :func:`log_axis`; ``notes`` are annotations."""
-    axes = {"xaxis": {"title": {"text": x_title}, **(x or {})}, "yaxis": y or {}}
+    """Return a chart of traces. ``x`` and ``y`` are axes, e.g. from :func:`log_axis`; ``notes`` are annotations.
+
+    The titles may be a user's text. In all other text of a chart, a user's text needs :func:`text`.
+    """
+    axes = {"xaxis": {"title": {"text": text(x_title)}, **(x or {})}, "yaxis": y or {}}
     marks = {"shapes": list(shapes), "annotations": list(notes)}
-    return {"data": list(traces), "layout": {"title": {"text": y_title}, **axes, **marks, **layout}}
+    return {"data": list(traces), "layout": {"title": {"text": text(y_title)}, **axes, **marks, **layout}}
 
 
 def line(

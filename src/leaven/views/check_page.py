@@ -96,12 +96,10 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
             points = zip(star.x, star.y, strict=True)
             traces.append(_line(f"best for {curve.module}", points, colour, marker=marker))
     axis = charts.measured_axis((value for curve in curves for value in curve.x), numbers.value)
-    drawn: dict[str, Figure | None] = {
-        "losses": charts.figure(charts.text(f"{name}, {unit}"), "final loss, nats", traces, x=axis)
-    }
+    drawn: dict[str, Figure | None] = {"losses": charts.figure(f"{name}, {unit}", "final loss, nats", traces, x=axis)}
     best = [curve for curve in check.curves if curve.quantity == "best"]
     limit = next((row.limit for row in check.rows if row.limit is not None), None)
-    drawn |= {f"best-{curve.axis}": _best(curve, charts.text(f"best {name}, {unit}"), limit) for curve in best}
+    drawn |= {f"best-{curve.axis}": _best(curve, f"best {name}, {unit}", limit) for curve in best}
     axes = [curve.axis for curve in best]
     section = {"name": name, "stars": bool(stars), "legend": legend, "best": axes, "limit": limit}
     return drawn, {"losses": section}

@@ -102,9 +102,9 @@ def at_base(recipe: Recipe) -> Recipe | None:
 def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: str) -> str:
     """Return why a tensor's value differs from its base value: a formula such as ``m_in^-1 = 0.25``, or a sentence.
 
-    The formula gives the factor by which the scaling rule multiplies the base value. The symbols m_in, m_out, m_H,
-    m_L, m_B, m_D and m_match are ratios target / base: of the tensor's fan in and fan out, the head dimension, the
-    depth, the batch size, the tokens, and Muon's factor on a step.
+    The formula gives the factor by which the scaling rule multiplies the base value. The symbols are ratios
+    target / base: m_in of the tensor's fan in, m_out of its fan out, m_H of the head dimension, m_L of the depth, m_B
+    of the batch size, m_D of the tokens, and m_match of the factor by which Muon multiplies its update.
     """
     init = recipe.hyperparameters.init
     if quantity == "init_std" and init != "rule" and row.init_std:

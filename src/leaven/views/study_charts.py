@@ -83,7 +83,7 @@ def hover(trial: StudyTrial, study: StudyView) -> str:
     if trial.loss is not None:
         lines.append(f"{numbers.loss(trial.loss)} nats per token{' predicted' if trial.state == PRUNED else ''}")
     if trial.state != "complete":
-        lines.append(f"{trial.state} {points.share(trial, study)}".strip())
+        lines.append(charts.text(f"{trial.state} {points.share(trial, study)}".strip()))
     return "<br>".join([*lines, *(charts.text(part) for part in points.summary(trial, study, 150).split(", "))])
 
 
@@ -174,8 +174,8 @@ def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float
     above, below = ([p.loss + sign * p.deviation for p in coordinate.slice] for sign in (1, -1))
     traces += between(above, below, "var(--band)")
     hovers = [
-        f"<b>{points.change(dimension, p.octaves)}</b><br>{numbers.delta(p.loss)} ± {p.deviation:.4f} nats"
-        + (f"<br>{p.risk:.0%} diverge" if p.risk > 0.005 else "")
+        f"<b>{charts.text(points.change(dimension, p.octaves))}</b><br>"
+        f"{numbers.delta(p.loss)} ± {p.deviation:.4f} nats" + (f"<br>{p.risk:.0%} diverge" if p.risk > 0.005 else "")
         for p in coordinate.slice
     ]
     line = [(at, min(max(p.loss, depth), 3 * height)) for at, p in zip(x, coordinate.slice, strict=True)]
@@ -194,7 +194,7 @@ def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float
     traces.append(charts.dots([(coordinate.best, 0.0)], ACCENT, 9))
     every = next(step for step in (1, 2, 4, 8, 16) if (high - low) / step <= 3.5)
     ticks = [place for place in range(math.ceil(low), math.floor(high) + 1) if place % every == 0]
-    labels = [points.change(dimension, place) for place in ticks]
+    labels = [charts.text(points.change(dimension, place)) for place in ticks]
     return charts.figure(
         "",
         "",

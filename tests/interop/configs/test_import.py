@@ -105,7 +105,14 @@ def test_steps_and_fractions_become_tokens() -> None:
         ("--num-experts 8 --moe-expert-capacity-factor 1", "leaven does not have experts that drop tokens"),
         ("--num-experts 8 --moe-layer-freq 2", "supports only layers without experts before all others, such as"),
         ("--num-experts 8 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 48", "only multiples of"),
-        ("--num-experts 8 --moe-router-load-balancing-type sinkhorn", "sinkhorn: leaven supports only seq_aux_loss"),
+        (
+            "--num-experts 8 --moe-router-load-balancing-type sinkhorn",
+            "sinkhorn: leaven reads seq_aux_loss, aux_loss, global_aux_loss",
+        ),
+        (
+            "--num-experts 8 --disable-bias-linear --expert-model-parallel-size 8 --pipeline-model-parallel-size 2",
+            "--expert-model-parallel-size 8 needs 16 processes or a multiple of that; add --ranks N",
+        ),
         ("--multi-latent-attention", "leaven does not have multi-latent attention"),
         ("--optimizer sgd", "--optimizer sgd: leaven supports only adam"),
         ("--lr nan", "--lr nan must be a finite number"),
@@ -127,6 +134,17 @@ def test_steps_and_fractions_become_tokens() -> None:
 def test_unsupported_megatron_flags_are_refused(more: str, says: str) -> None:
     with refused("args.sh: ", says):
         from_megatron.read(f"{MINIMAL} --vocab-size 512 {more}", "args.sh", "x")
+
+
+def test_experts_on_the_processes_of_ranks() -> None:
+    text = f"{MINIMAL} --vocab-size 512 --num-experts 8 --disable-bias-linear --moe-aux-loss-coeff 0.02"
+    found = from_megatron.read(f"{text} --expert-model-parallel-size 4", "args.sh", "x", ranks=8)
+    assert (found.recipe.layout.ep, found.recipe.layout.dp) == (4, 8)
+    assert found.recipe.model.experts is not None
+    assert found.recipe.model.experts.balance_loss == 0.02
+    assert [line for line in found.unread if line.startswith("aux_loss of") and "gets --moe-aux-loss-coeff" in line]
+    with refused("args.sh: ", "needs 4 processes or a multiple of that"):
+        from_megatron.read(f"{text} --expert-model-parallel-size 4", "args.sh", "x", ranks=6)
 
 
 def test_flags_of_megatron_deepspeed_and_older_versions() -> None:

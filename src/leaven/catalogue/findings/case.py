@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Literal
 
 from leaven.catalogue.neighbours import neighbours, ratio, size_ratio
@@ -178,10 +178,14 @@ class Case:
         return median(stds or [0.0])
 
     @cached_property
-    def residual_std(self) -> float:
-        """Return the RMS of (init std x branch multiplier) over the last matrices of all residual branches."""
-        ends: list[float] = [(row.init_std * row.multiplier) ** 2 for row in self.rows if row.module in BRANCH_ENDS]
-        return math.sqrt(sum(ends) / len(ends))
+    def residual_stds(self) -> dict[str, float]:
+        """Return the RMS of (init std x branch multiplier) over the layers, for the last matrix of each residual
+        branch."""
+        squares: dict[str, list[float]] = {}
+        for row in self.rows:
+            if row.module in BRANCH_ENDS:
+                squares.setdefault(row.module, []).append((row.init_std * row.multiplier) ** 2)
+        return {module: math.sqrt(fmean(each)) for module, each in squares.items()}
 
     @property
     def as_trained(self) -> dict[str, float]:

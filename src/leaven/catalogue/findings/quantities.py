@@ -11,7 +11,7 @@ from operator import attrgetter
 from statistics import median
 
 from leaven.catalogue import laws
-from leaven.catalogue.findings.case import Case, Check
+from leaven.catalogue.findings.case import Case, Check, OfRun
 from leaven.catalogue.laws import find_law, power_lines_tau
 from leaven.catalogue.neighbours import FACTOR, ratio, size_ratio
 from leaven.catalogue.runs import PublishedRun, find_run, load_runs
@@ -202,7 +202,7 @@ def tokens_per_parameter(check: Check, case: Case) -> Check:
         check,
         value=value,
         suggestions=[case.with_tokens(math.floor(most if value > most else _CHINCHILLA) * case.params)],
-        facts={"few": value < _CHINCHILLA},
+        facts={"few": value < _CHINCHILLA, "experts": case.recipe.model.experts},
     )
 
 
@@ -379,10 +379,10 @@ def init_std(check: Check, case: Case) -> Check | None:
 
 
 def residual_std(check: Check, case: Case) -> Check | None:
-    """Compare the init std of the last matrices of the residual branches with that of the other matrices in blocks.
+    """Compare the init std of the last matrix of each residual branch with that of the other matrices in blocks.
 
-    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2. Nothing is
-    compared with norms on the outputs of branches, which undo the std.
+    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2, of the branch in which it
+    is largest. Nothing is compared with norms on the outputs of branches, which undo the std.
     """
     if not case.init_std or case.recipe.model.norm_placement != "pre":
         return None
@@ -393,20 +393,46 @@ def residual_std(check: Check, case: Case) -> Check | None:
             return None
         return std / run.init_std * math.sqrt(2 * n_layers)
 
-    ends, share = 2 * case.recipe.model.n_layers, case.residual_std / case.init_std
-    value, modules = share * math.sqrt(ends), case.recipe.hyperparameters.modules
-    written = {
-        module: modules[module].init_std if module in modules else 1.0 for module in case.recipe.model.branch_ends
-    }
+    ends, modules = 2 * case.recipe.model.n_layers, case.recipe.hyperparameters.modules
+    values = {module: std / case.init_std * math.sqrt(ends) for module, std in case.residual_stds.items()}
+    value, largest = max((value, module) for module, value in values.items())
+    high = {module: value for module, value in values.items() if value > float(check.usual[1])}
+    written = {module: modules[module].init_std if module in modules else 1.0 for module in high}
     other = {
-        f"hyperparameters.modules.{module}.init_std": float(f"{std / value:.2g}") for module, std in written.items()
+        f"hyperparameters.modules.{module}.init_std": float(f"{std / high[module]:.2g}")
+        for module, std in written.items()
     }
     return replace(
         check,
+        path=f"hyperparameters.modules.{largest}.init_std",
         value=value,
         of_run=of_run,
         suggestions=[other],
-        facts={"share": share, "ends": ends},
+        facts={"share": value / math.sqrt(ends), "ends": ends, "modules": list(high)},
+    )
+
+
+def branch_stds(check: Check, case: Case) -> Check | None:
+    """Compare the multipliers of the init std of the last matrices of the residual branches with the smallest one.
+
+    A shared expert or a dense layer that is added to a recipe adds a branch, for which the recipe has no multiplier.
+    """
+    tuned = case.recipe.hyperparameters
+    stds = {
+        module: tuned.modules[module].init_std if module in tuned.modules else 1.0
+        for module in case.recipe.model.branch_ends
+    }
+    if tuned.init != "rule" or not (nonzero := {module: std for module, std in stds.items() if std}):
+        return None
+    smallest = min(nonzero, key=nonzero.__getitem__)
+    larger = {module: std for module, std in nonzero.items() if std > float(check.usual[1]) * nonzero[smallest]}
+    paths = [f"hyperparameters.modules.{module}.init_std" for module in larger]
+    return replace(
+        check,
+        path=paths[0] if paths else check.path,
+        value=max(nonzero.values()) / nonzero[smallest],
+        suggestions=[dict.fromkeys(paths, nonzero[smallest])],
+        facts={"larger": list(larger), "smallest": smallest},
     )
 
 
@@ -451,7 +477,7 @@ def head_size(check: Check, case: Case) -> Check:
 
 
 def mlp_ratio(check: Check, case: Case) -> Check | None:
-    """Compare d_ff / d_model with dense runs; published widths of experts are too different for limits."""
+    """Compare d_ff / d_model with dense runs. For experts there is :func:`expert_width`."""
     model = case.recipe.model
     if model.experts:
         return None
@@ -463,6 +489,65 @@ def mlp_ratio(check: Check, case: Case) -> Check | None:
         suggestions=[{"model.d_ff": max(round(model.d_model * usual / 64) * 64, 64)}],
         facts={"gated": model.gated},
     )
+
+
+def expert_width(check: Check, case: Case) -> Check | None:
+    """Compare the width of all experts that a token uses / d_model."""
+    model = case.recipe.model
+    if not model.experts:
+        return None
+    used = model.experts.active + model.experts.shared
+    d_expert = max(round(8 / 3 * model.d_model / used / 8), 1) * 8
+    checked = replace(
+        check,
+        value=used * model.experts.d_expert / model.d_model,
+        suggestions=[{"model.experts.d_expert": d_expert, "model.d_ff": model.experts.active * d_expert}],
+    )
+    return _with_published(
+        checked, lambda run: run.arch.d_model and run.expert_width and run.expert_width / run.arch.d_model
+    )
+
+
+def balance(check: Check, case: Case) -> Check | None:
+    """Report that nothing balances the load of the experts, which is needed if a token does not use all of them."""
+    experts = case.recipe.model.experts
+    if not experts or experts.balance != "none" or experts.active == experts.number:
+        return None
+    balanced = [run for run in load_runs() if run.optim and run.optim.moe_load_balance_loss]
+    return replace(check, value=0.0, runs=balanced)
+
+
+def balance_loss(check: Check, case: Case) -> Check | None:
+    """Compare the coefficient of the balance loss at the base, where it is written."""
+    experts = case.recipe.model.experts
+    if not experts or not experts.balanced_by_loss:
+        return None
+    usual = 1e-4 if experts.balanced_by_bias else 0.01
+    checked = replace(check, value=experts.balance_loss, suggestions=[{"model.experts.balance_loss": usual}])
+    return _with_published(checked, lambda run: run.optim and run.optim.moe_load_balance_loss)
+
+
+def bias_step(check: Check, case: Case) -> Check | None:
+    experts = case.recipe.model.experts
+    if not experts or not experts.balanced_by_bias:
+        return None
+    checked = replace(check, value=experts.bias_step)
+    return _with_published(checked, lambda run: run.optim and run.optim.moe_bias_update_speed)
+
+
+def router_z_loss(check: Check, case: Case) -> Check | None:
+    experts = case.recipe.model.experts
+    if not experts:
+        return None
+    checked = replace(check, value=experts.router_z_loss)
+    return _with_published(checked, lambda run: run.optim and run.optim.moe_router_z_loss)
+
+
+def _with_published(check: Check, of_run: OfRun) -> Check:
+    """Return the check with the mixtures of experts for which ``of_run`` has a value, and the range of the values."""
+    known = [(run, value) for run in load_runs() if run.kind == "moe" and (value := of_run(run))]
+    values = [value for _, value in known]
+    return replace(check, runs=[run for run, _ in known], facts={"least": min(values), "most": max(values)})
 
 
 def vocabulary(check: Check, case: Case) -> Check | None:

@@ -121,7 +121,7 @@ def _choose_decay(draft: StarterDraft, at: RunSize) -> None:
     assert decay is not None
     floors = near.values("schedule.min_lr_ratio")
     if near.reference is None and at.tokens_per_parameter >= LINEAR_TO_ZERO:
-        facts = {"each": at.tokens_per_parameter, "decays": decay.by, "floors": floors}
+        facts = {"each": at.tokens_per_parameter, "decays": decay.by, "floors": floors, "model": at.model}
         draft.decide("schedule.decay", "linear", "linear to zero", **facts)
         draft.decide("schedule.min_lr_ratio", 0.0, "linear to zero", **facts)
         return

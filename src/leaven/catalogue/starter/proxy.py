@@ -96,7 +96,7 @@ def choose_proxy(
     most = max(SAFE, 1.5 * least)
     shapes = [shape for shape in _smaller(model, attrgetter("params_active")) if shape[0] >= least]
     if not shapes:
-        return _advice(None, "no shape", least=round(least))
+        return _advice(None, "no shape", least=round(least), experts=model.experts)
     proxies = []
     for wanted in (most * (least / most) ** (n / 8) for n in range(9)):
         proxy = _proxy(model, _nearest(model, shapes, wanted), batch_tokens, tokens)
@@ -118,7 +118,7 @@ def choose_proxy(
 def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
     if proxy:
         hours = proxy.trials * 6 * proxy.shape.params_active * proxy.tokens / GPU_FLOPS / 3600
-        facts |= {"trials": proxy.trials, "params": proxy.params, "cost": proxy.cost}
+        facts |= {"trials": proxy.trials, "proxy": proxy, "cost": proxy.cost}
         facts["spent"] = sentence("tuning", "cost", facts | {"hours": hours if hours >= 1 else None})
     return TuningAdvice(proxy, sentence("tuning", message, facts))
 
@@ -187,10 +187,11 @@ def _proxy(model: ModelShape, shape: ModelShape, batch_tokens: int, tokens: int)
     each = params * length / (model.params_active * tokens)
     trials = trials_worth(each)
     known = "safe" if params >= SAFE * 0.8 else "smallest" if params >= SMALLEST * 0.8 else "below"
-    evidence = sentence("tuning", f"evidence: {known}", {"smallest": SMALLEST})
+    evidence = sentence("tuning", f"evidence: {known}", {"smallest": SMALLEST, "experts": model.experts})
     return Proxy(
         shape=shape,
         params=shape.params,
+        params_active=params,
         tokens=length,
         batch_tokens=sequences * shape.seq_len,
         trials=trials,

@@ -187,16 +187,14 @@ def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
 def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
     """Return the shape nearest to the requested size, in the proportions of the reference run or the neighbours."""
     run, arch = near.reference, near.reference.arch if near.reference else None
+    width = _usual_width(request, near)
     stack = _stack_of(run) if run else _STACK
-    aspect = middle(near.values(lambda run: run.aspect)).value
-    if not (run or near.close):
-        aspect = min(aspect, SMALL_ASPECT)
-    width = math.cbrt(request.params_active * aspect / 12)  # the blocks have 12 d^2 L parameters, with L = d / aspect
+    aspect = _usual_aspect(near)
     usual = middle(near.values("model.vocab_size")).value
     vocab = request.vocab or (round(usual) if run else vocabulary(request.params_active, width, usual))
     tied = arch.tied_embeddings if arch else None
     if tied is None:
-        tied = vocab * width > TIED_SHARE * request.params_active
+        tied = _embedding_share(request, near, vocab) > TIED_SHARE
     seq_len = _seq_len(request, near)
     fixed = stack | {"vocab_size": vocab, "seq_len": seq_len, "tied_embeddings": tied}
     if not run and seq_len > SHORT:
@@ -216,6 +214,22 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
         ratio = usual_ff_ratio(str(stack["activation"]), n_heads, kv_heads or n_heads)
         proportions = Proportions(aspect, ratio, d_head, n_kv_heads=kv_heads)
     return shape_of(request.params, width, proportions, fixed, request.experts)
+
+
+def _usual_aspect(near: Neighbours) -> float:
+    """Return d / L of the reference run, or the median of the neighbours."""
+    aspect = float(middle(near.values(lambda run: run.aspect)).value)
+    return aspect if near.reference or near.close else min(aspect, SMALL_ASPECT)
+
+
+def _usual_width(request: StarterRequest, near: Neighbours) -> float:
+    """Return the width at which the blocks, of 12 d^2 L parameters, have as many parameters as a token uses."""
+    return math.cbrt(request.params_active * _usual_aspect(near) / 12)
+
+
+def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> float:
+    """Return the embedding's share of the parameters that a token uses, at the usual width."""
+    return vocab * _usual_width(request, near) / request.params_active
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
@@ -259,13 +273,7 @@ def _grouped(near: Neighbours) -> bool:
 
 def _widths_of_experts() -> dict[str, float]:
     """Return the width of all experts that a token uses divided by d_ff of the dense layers, by run id."""
-    found = {}
-    for run in load_runs():
-        arch = run.arch
-        if arch.d_ff and arch.d_expert and arch.experts_per_token:
-            used = arch.experts_per_token + (arch.n_shared_experts or 0)
-            found[run.id] = used * arch.d_expert / arch.d_ff
-    return found
+    return {run.id: run.expert_width / run.arch.d_ff for run in load_runs() if run.arch.d_ff and run.expert_width}
 
 
 def _lengths(near: Neighbours) -> Votes:
@@ -318,7 +326,7 @@ def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours,
         "vocab_sizes": middle(near.values("model.vocab_size")),
         "vocab_share": VOCABULARY_SHARE,
         "as_reference": bool(run and run.arch.tied_embeddings is not None),
-        "share": model.vocab_size * model.d_model / model.params_active,
+        "share": _embedding_share(request, near, model.vocab_size),
         "tied_share": TIED_SHARE,
         "tied": near.values("model.tied_embeddings"),
         "seq_len": request.seq_len,

@@ -102,8 +102,8 @@ def starter(request: StarterRequest) -> StarterRecipes:
 
 
 def untuned(recipe: Recipe) -> Recipe:
-    """Return a recipe with the schedule and hyperparameters that `leaven new` chooses for its shape, batch and
-    length, without a proxy or a tuned base."""
+    """Return ``recipe`` with the schedule and hyperparameters that `leaven new` would choose for its shape, batch and
+    length if there were no proxy and no tuned base."""
     at = RunSize(neighbours(recipe.model.params_active, recipe.data.tokens), recipe.model, recipe.data.tokens)
     draft, batch = StarterDraft(), recipe.batch.tokens
     draft.decide("batch", recipe.batch.model_dump(mode="json", exclude_none=True))
@@ -161,7 +161,7 @@ def _left_behind(run: PublishedRun) -> Iterator[str]:
 def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
     each = request.tokens / model.params_active
     ratios = [run.tokens_per_parameter for run in near.runs if run.tokens_per_parameter]
-    draft.decide("data.tokens", request.tokens, each=each)
+    draft.decide("data.tokens", request.tokens, each=each, model=model)
     stand_in = request.source == "python-stdlib"
     draft.decide("data.source", request.source, stand_in=stand_in)
     draft.decide("data.tokenizer", "bpe")
@@ -189,8 +189,8 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
 def _choose_scaling(draft: StarterDraft, at: RunSize, base: StarterBase) -> None:
     """Choose the precision and ``scaling.base``, the scale for which the recipe's hyperparameters are written.
 
-    ``scaling.base`` is the scale of the reference run if the user names one, else of the tuned base, the proxy or the
-    target.
+    ``scaling.base`` is the scale of the first of these that exists: the reference run that the user names, the tuned
+    base, the proxy, the target.
     """
     model, run, shape = at.model, at.reference, base.size.model
     if model.params <= PROCESSOR_PARAMS:

@@ -169,7 +169,8 @@ def _experts(given: Settings, draft: Draft) -> None:
     kind, coefficient = given["moe-router-load-balancing-type"], given["moe-aux-loss-coeff"]
     if kind not in {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}:
         raise InputError(
-            f"{origin}: --moe-router-load-balancing-type {kind}: leaven supports only seq_aux_loss and none"
+            f"{origin}: --moe-router-load-balancing-type {kind}: leaven reads seq_aux_loss, aux_loss, "
+            "global_aux_loss and none"
         )
     bias, loss = "moe-router-enable-expert-bias" in given, kind != "none" and coefficient > 0
     balance = {(True, True): "both", (True, False): "bias", (False, True): "loss", (False, False): "none"}[bias, loss]
@@ -181,7 +182,8 @@ def _experts(given: Settings, draft: Draft) -> None:
         put("balance_loss", coefficient, "moe-aux-loss-coeff")
     if loss and kind != "seq_aux_loss":
         draft.unread.append(
-            f"--moe-router-load-balancing-type {kind}: leaven's loss is that of a sequence, seq_aux_loss"
+            f"{kind} of --moe-router-load-balancing-type (leaven's loss is that of a sequence, seq_aux_loss; it gets "
+            "--moe-aux-loss-coeff)"
         )
 
 
@@ -302,10 +304,16 @@ def _layout(given: Settings, draft: Draft, ranks: int | None) -> None:
         draft.set("layout.recompute", recompute, given.why("recompute-granularity", "recompute-activations"))
     if "layout.stages_per_rank" in draft.values:
         draft.set("layout.schedule", "interleaved", draft.why["layout.stages_per_rank"])
+    tp, pp, cp, ep = (draft.values[f"layout.{degree}"] for degree in ("tp", "pp", "cp", "ep"))
+    each = tp * pp * cp
+    if ((ranks or each) // each * cp) % ep:
+        raise InputError(
+            f"{given.origin}: --expert-model-parallel-size {ep} needs {each * ep // math.gcd(cp, ep)} processes or a "
+            "multiple of that; add --ranks N, the number of processes of the run"
+        )
     if ranks is None:
         draft.unknown.append("layout.dp: follows from the number of processes, here 1; give it with --ranks N")
         return
-    each = math.prod(draft.values[f"layout.{degree}"] for degree in ("tp", "pp", "cp"))
     if ranks % each:
         raise InputError(
             f"--ranks {ranks}: tp x pp x cp is {each} in {given.origin}; --ranks must be a multiple of that"

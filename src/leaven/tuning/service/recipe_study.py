@@ -247,8 +247,8 @@ class Study(BaseStudy):
         space = _narrowed(space, method, durations)
         if TOKENS in space.paths and max(tokens.epochs(recipe.data.tokens).values()) <= 1:
             raise InputError(
-                f"--space {TOKENS}: no text is repeated, so more tokens are always better and cost more; leave this "
-                "value out, or compare run lengths with --durations"
+                f"--space {TOKENS}: no text is repeated, so a search would only find that the most tokens are best; "
+                f"leave {TOKENS} out, or compare run lengths with --durations"
             )
         self._tokens, self._durations = tokens, tuple(durations)
         super().__init__(

@@ -230,7 +230,7 @@ def open_journal(path: Path) -> JournalStorage:
         raise InputError(f"{path}: there is no folder {path.parent}; create it")
     try:
         if path.exists():
-            with path.open("rb") as file:
+            with storage.open_file(path) as file:
                 first = file.readline()
             if first.startswith(SQLITE):
                 raise InputError(f"{path}: an SQLite database; give sqlite:///{path}")

@@ -161,7 +161,7 @@ class AxisOfDistribution:
             low, high, step = math.log2(low), math.log2(high), math.log2(low + step) - math.log2(low)
         if not high - low < math.inf:
             limits = f"{distribution.low:g} to {distribution.high:g}"
-            raise InputError(f"{name}: the range {limits} is too wide for numbers; give a finite one")
+            raise InputError(f"{name}: the range {limits} is too wide for a float; give a narrower one")
         unit = max((high - low) / STEPS, step) or 1.0
         return cls(name, distribution, (low / unit, high / unit), unit)
 

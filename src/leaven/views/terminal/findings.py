@@ -9,7 +9,7 @@ from rich.text import Text
 
 from leaven.catalogue.runs import find_run, listed
 from leaven.documents.catalogue import FindingRow, RecipeCheck
-from leaven.recipe.units import format_number, format_quantity
+from leaven.recipe.units import format_number, format_parameters, format_quantity
 from leaven.views.tables import Facts, under
 
 _STYLES = {"far outside": "bold red", "outside": "red", "note": "dim"}
@@ -23,9 +23,7 @@ def findings_screen(check: RecipeCheck, width: int, chosen: Container[str] = ())
     ``chosen`` contains the paths of values for which the recipe has a reason. A note about such a value refers to the
     reason instead of suggesting a change.
     """
-    size, tokens = f"{format_quantity(check.params)} parameters", format_quantity(check.tokens)
-    if check.params_active != check.params:
-        size += f", of which a token uses {format_quantity(check.params_active)}"
+    size, tokens = format_parameters(check.params, check.params_active), format_quantity(check.tokens)
     yield Text(f"{check.name}  {size}, {tokens} tokens; values after the scaling rule")
     for one in check.findings:
         label = Text(one.severity if one.severity == "note" else one.severity.upper(), _STYLES[one.severity])

@@ -160,6 +160,13 @@ SHOWN = (
     ("mlp.gate", 1),
     ("mlp.in", 0),
     ("mlp.out", 0),
+    ("mlp.router", 0),
+    ("mlp.experts.gate", 1),
+    ("mlp.experts.in", 0),
+    ("mlp.experts.out", 0),
+    ("mlp.shared.gate", 3),
+    ("mlp.shared.in", 3),
+    ("mlp.shared.out", 1),
     ("unembedding", 0),
 )
 
