@@ -175,27 +175,64 @@ def test_a_shard_that_is_truncated_while_it_is_read_gives_one_line(data: Data, t
         found.train[:]
 
 
+def without_blocks(entry: dict[str, Any]) -> None:
+    del entry["blocks"]
+
+
+def short_blocks(entry: dict[str, Any]) -> None:
+    entry["blocks"]["train"] = "00"
+
+
+def no_hexadecimal(entry: dict[str, Any]) -> None:
+    entry["blocks"]["train"] = "g" * len(entry["blocks"]["train"])
+
+
+BLOCKS_HARM = [without_blocks, short_blocks, no_hexadecimal]
+
+
+def change_entries(folder: Path, change: Callable[[dict[str, Any]], None], *names: str) -> None:
+    """Change the entry of each shard in index.json and in shards.jsonl, under their old time stamps."""
+    for path in (folder / name for name in names):
+        stamp = path.stat().st_mtime_ns
+        if path.name == "index.json":
+            document = json.loads(path.read_text())
+            for entry in document["shards"]:
+                change(entry)
+            path.write_text(json.dumps(document))
+        else:
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            for line in lines:
+                change(line)
+            path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        os.utime(path, ns=(stamp, stamp))
+
+
 @pytest.mark.usefixtures("small")
-def test_shards_of_an_older_version_are_read_without_checksums_of_blocks(
-    data: Data, prepared: TokenSet, tmp_path: Path
+def test_shards_of_an_older_version_get_checksums_of_blocks(data: Data, prepared: TokenSet, tmp_path: Path) -> None:
+    prepare(data, 300, tmp_path)
+    folder = folder_in(tmp_path)
+    index = json.loads((folder / "index.json").read_text())
+    change_entries(folder, without_blocks, "index.json", "shards.jsonl")
+    before = {path: path.stat().st_ino for path in folder.glob("*.bin")}
+    assert same(prepare(data, 300, tmp_path), prepared)
+    assert json.loads((folder / "index.json").read_text()) == index
+    assert {path: path.stat().st_ino for path in folder.glob("*.bin")} == before
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("names", [["index.json"], ["index.json", "shards.jsonl"]])
+@pytest.mark.parametrize("change", BLOCKS_HARM)
+def test_a_shard_that_rots_beside_damaged_checksums_is_rebuilt(
+    data: Data, prepared: TokenSet, tmp_path: Path, change: Callable[[dict[str, Any]], None], names: list[str]
 ) -> None:
     prepare(data, 300, tmp_path)
     folder = folder_in(tmp_path)
-    index, journal = folder / "index.json", folder / "shards.jsonl"
-    document = json.loads(index.read_text())
-    lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    for entry in (*document["shards"], *lines):
-        del entry["blocks"]
-    stamp = index.stat().st_mtime_ns
-    index.write_text(json.dumps(document))
-    journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    os.utime(index, ns=(stamp, stamp))
-    before = {path: path.stat().st_ino for path in folder.glob("*.bin")}
-    found = prepare(data, 300, tmp_path)
-    assert same(found, prepared)
-    index.unlink()
+    damaged = folder / "train-00003.bin"
+    stamp = damaged.stat()
+    flipped(damaged)
+    os.utime(damaged, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    change_entries(folder, change, *names)
     assert same(prepare(data, 300, tmp_path), prepared)
-    assert {path: path.stat().st_ino for path in folder.glob("*.bin")} == before
 
 
 @given(st.integers(0, 200), st.integers(0, 9), st.data())
@@ -226,8 +263,22 @@ def test_every_block_is_compared_once_when_it_is_first_read(count: int, offset: 
                     fresh[index]
 
 
-@pytest.mark.parametrize("harm", [Path.unlink, truncated])
-@pytest.mark.parametrize("name", ["index.json", "shards.jsonl"])
+def nested(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+def odd_shard(path: Path) -> None:
+    """Add an entry whose number is no number to shards.jsonl."""
+    path.write_text(path.read_text() + json.dumps(json.loads(path.read_text()) | {"shard": "x"}) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        *[(name, harm) for name in ("index.json", "shards.jsonl") for harm in (Path.unlink, truncated, nested)],
+        ("shards.jsonl", odd_shard),
+    ],
+)
 def test_damaged_index_files_are_rebuilt(
     data: Data, prepared: TokenSet, tmp_path: Path, harm: Callable[[Path], None], name: str
 ) -> None:

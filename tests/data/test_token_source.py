@@ -156,30 +156,27 @@ def test_the_files_are_read_where_they_are(tmp_path: Path, prepare: Any) -> None
         assert isinstance(shard.tokens, FileTokens)
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("blocks", [None, "", "00"])
 @pytest.mark.parametrize("write", [nanogpt, numpy_file, llm_c, megatron])
 def test_a_file_that_rots_after_it_was_read_is_refused(
-    tmp_path: Path, prepare: Any, write: Callable[..., str], known: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, prepare: Any, write: Callable[..., str], blocks: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("leaven.data.token_files.file_stamp", lambda path: [1])  # rot changes no time stamp
     file = tmp_path / ("a.npy" if write is numpy_file else "a.bin")
     source = write(file, TEXTS)
-    expected = prepare(source).train[:]
-    if not known:  # the survey was cached by an older version
+    prepare(source)
+    if blocks is not None:  # the survey was cached by an older version, or its checksums are damaged
         (cached,) = (tmp_path / "cache" / "surveys").glob("*.json")
         document = json.loads(cached.read_text())
         for part in document["parts"].values():
-            del part["survey"]["blocks"]
+            part["survey"]["blocks"] = blocks
         cached.write_text(json.dumps(document))
     found = prepare(source)
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2 & ~1] ^= 1
     file.write_bytes(raw)
-    if known:
-        with pytest.raises(InputError, match=r"a.* is damaged: its bytes .* are not those .*; restore it"):
-            found.train[:]
-    else:
-        assert not np.array_equal(found.train[:], expected)
+    with pytest.raises(InputError, match=r"a.* is damaged: its bytes .* are not those .*; restore it"):
+        found.train[:]
 
 
 def test_validation_can_have_files_of_its_own(tmp_path: Path, prepare: Any) -> None:

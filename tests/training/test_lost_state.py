@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.load import load_run
 from leaven.training.metrics import Step
+from leaven.training.rewind import ManualRewind
 from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
 from leaven.training.trainer import train
 
@@ -157,6 +159,137 @@ def test_lost_events_are_reported_and_the_text_is_still_known(
     (event,) = [event for event in run.events() if event["event"] == "file_changed"]
     assert (event["file"], event["why"]) == ("events.jsonl", "its lines are missing")
     assert losses(run.path) == expected
+
+
+def changed_time(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    lines[1]["time"] += 1
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda lines: lines[:3], r"it had \d+ lines and now has 3"),
+        (lambda lines: lines[:1] + lines[4:], r"it had \d+ lines and now has \d+"),
+        (changed_time, r"its first \d+ lines have been changed"),
+    ],
+)
+def test_events_that_were_changed_are_reported_once(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, expected: list[float], change: "Change", why: str
+) -> None:
+    rewrite(run.path / "events.jsonl", change)
+    train(recipe, tokens, run.path, stop=lambda: len(losses(run.path)) > 30)
+    train(recipe, tokens, run.path)
+    (event,) = [event for event in run.events() if event["event"] == "file_changed"]
+    assert event["file"] == "events.jsonl"
+    assert re.fullmatch(why, event["why"])
+    assert losses(run.path) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({"event": "rollback", "step": 3}, "the event rollback in line {number} has no tokens"),
+        ({"event": "finish"}, "the event finish in line {number} has no step"),
+        ({"event": "finish", "step": True}, "the event finish in line {number} has a wrong step"),
+        ({"event": "stop"}, "the event stop in line {number} has no why"),
+        ({"event": "rewind", "recipe": {"a": 1}}, "the event rewind in line {number} has no tokens"),
+        ({"event": "layout", "recipe": {"a": 1}}, "its last recipe is damaged"),
+    ],
+)
+def test_an_event_without_the_values_that_a_resume_needs_is_one_line(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, line: dict[str, Any], says: str
+) -> None:
+    rewrite(run.path / "events.jsonl", lambda lines: [*lines, line])
+    number, before = len(run.read_events()), files(run.path)
+    for read in (lambda: train(recipe, tokens, run.path), lambda: load_run(run.path)):
+        with pytest.raises(InputError, match=rf"events.jsonl: {says.format(number=number)}; restore the file"):
+            read()
+    assert files(run.path) == before
+
+
+def test_metrics_without_their_values_do_not_end_a_run(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
+    rewrite(run.path / "metrics.jsonl", lambda lines: [{"step": line["step"], "tflops": "x"} for line in lines])
+    assert train(recipe, tokens, run.path).finished
+    assert train(recipe, tokens, run.path).finished
+
+
+def test_a_folder_with_the_name_of_a_temporary_file_is_left_alone(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    for folder in (run.path, tmp_path / "new"):
+        (folder / ".recipe.toml.y.tmp").mkdir(parents=True)
+    assert train(recipe, tokens, run.path).finished
+    assert (run.path / ".recipe.toml.y.tmp").is_dir()
+    with pytest.raises(InputError, match="is not empty and holds no recipe"):
+        train(recipe, tokens, tmp_path / "new")
+
+
+def test_checkpoints_of_another_run_are_refused(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    other = recipe.replace({"hyperparameters.lr": 0.02})
+    train(other, tokens, tmp_path / "other")
+    shutil.copytree(run.path, tmp_path / "copy")
+    shutil.rmtree(run.checkpoints)
+    shutil.copytree(tmp_path / "other" / "checkpoints", run.checkpoints)
+    before = files(run.path)
+    back = ManualRewind(10_240)
+    for read in (
+        lambda: train(recipe, tokens, run.path),
+        lambda: train(recipe, tokens, run.path, back=back),
+        lambda: load_run(run.path),
+    ):
+        with pytest.raises(InputError, match="has checkpoints of another run; bring back those of this run"):
+            read()
+    assert files(run.path) == before
+    assert train(recipe, tokens, tmp_path / "copy").finished  # a copy of the whole folder is the same run
+
+
+def test_checkpoints_and_events_of_an_older_version_are_accepted(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, expected: list[float]
+) -> None:
+    rewrite(
+        run.path / "events.jsonl", lambda lines: [{k: v for k, v in line.items() if k != "run"} for line in lines]
+    )
+    assert run.identity() is None
+    train(recipe, tokens, run.path)
+    assert run.identity() is not None
+    assert losses(run.path) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("metrics.jsonl", lambda lines: lines[:-4], "steps 37 to 40 are missing"),
+        ("metrics.jsonl", lambda lines: [], "steps 1 to 40 are missing"),
+        ("events.jsonl", lambda lines: lines[-1:], r"it had \d+ lines and now has 1"),
+    ],
+)
+def test_files_that_were_changed_after_the_end_of_a_run_are_reported(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, name: str, change: "Change", why: str
+) -> None:
+    result = train(recipe, tokens, run.path)
+    told: list[tuple[str, dict[str, Any]]] = []
+    train(recipe, tokens, run.path, on_event=lambda event, values: told.append((event, values)))
+    assert told == []
+    rewrite(run.path / name, change)
+    again = train(recipe, tokens, run.path, on_event=lambda event, values: told.append((event, values)))
+    assert (again.loss, again.finished) == (result.loss, True)
+    ((event, values),) = told
+    assert (event, values["file"]) == ("finished_file_changed", name)
+    assert re.fullmatch(why, values["why"])
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"ev', b'{"event": "odd"}'])
+def test_events_after_the_checkpoint_and_a_torn_line_are_no_change(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tail: bytes
+) -> None:
+    with (run.path / "events.jsonl").open("ab") as file:
+        file.write(tail)
+    train(recipe, tokens, run.path, stop=lambda: len(losses(run.path)) > 30)
+    train(recipe, tokens, run.path)
+    assert "file_changed" not in {event["event"] for event in run.events()}
 
 
 def changed_step(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

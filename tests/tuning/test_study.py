@@ -593,6 +593,15 @@ def test_a_study_that_has_lost_its_trials_does_not_start_again(
     assert tree(folder) == before
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_a_study_with_damaged_results_goes_on(study: Callable[..., Study], tmp_path: Path) -> None:
+    with study() as first:
+        first.run(2, 1)
+    (tmp_path / "study" / "study.json").write_text("[" * 100_000)
+    with study() as again:
+        assert len(again.run(3, 1).trials) == 3
+
+
 def test_a_folder_in_which_nothing_can_be_written_is_refused_before_the_store_is_made(
     short: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

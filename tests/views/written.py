@@ -82,7 +82,9 @@ def write_run(folder: Path, recipe: Recipe, floor: float, *, seed: int = 0, torn
         lines.append(line)
         if (step + 1) % 40 == 0 or step + 1 == recipe.steps:
             events.append({"event": "validation", "tokens": tokens, "time": 1.76e9 + step, "loss": loss_at(tokens)})
-    events.append({"event": "finish", "tokens": tokens, "loss": loss_at(tokens), "seconds": 131.0})
+    events.append(
+        {"event": "finish", "step": recipe.steps, "tokens": tokens, "loss": loss_at(tokens), "seconds": 131.0}
+    )
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text + ('{"step": 99, "tok' if torn else ""))
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))

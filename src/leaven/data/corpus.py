@@ -213,19 +213,19 @@ def cached_surveys(
     path: Path | None,
     meter: Meter,
     survey: Callable[[AnyPart, Meter], AnySurvey],
-    restored: Callable[[Any], AnySurvey | None],
+    restored: Callable[[AnyPart, Any], AnySurvey | None],
 ) -> list[AnySurvey]:
     """Return the survey of each part. Surveys of unchanged parts come from the cache file ``path``.
 
     Args:
         survey: makes the survey of a part, a data class.
-        restored: returns the survey with the values in the cache, or None if the part must be read again. It may
-            raise KeyError or TypeError if the values are damaged.
+        restored: returns the survey of a part with the values in the cache, or None if the part must be read again.
+            It may raise KeyError or TypeError if the values are damaged.
     """
     known: dict[str, Any] = {}
     if path is not None:
         try:
-            document = json.loads(path.read_bytes())
+            document: Any = storage.json_object(path.read_bytes())
             known = dict(document["parts"]) if document["format"] == FORMAT else {}
         except (OSError, ValueError, KeyError, TypeError):
             pass
@@ -233,7 +233,7 @@ def cached_surveys(
     changed, saved = False, time.monotonic()
     for part in parts:
         stamp = part.stamp()
-        found = _valid(known.get(part.key), stamp, restored)
+        found = _valid(part, known.get(part.key), stamp, restored)
         if found is None:
             found, changed = survey(part, meter), True
         else:
@@ -247,16 +247,18 @@ def cached_surveys(
     return surveys
 
 
-def _valid(entry: Any, stamp: FileStamp | None, restored: Callable[[Any], AnySurvey | None]) -> AnySurvey | None:
+def _valid(
+    part: AnyPart, entry: Any, stamp: FileStamp | None, restored: Callable[[AnyPart, Any], AnySurvey | None]
+) -> AnySurvey | None:
     """Return the survey in a cache entry. Return None, so that the part is read again, if the part has changed, or if
     the entry is damaged."""
     try:
-        return restored(entry["survey"]) if stamp is not None and entry["stamp"] == stamp else None
+        return restored(part, entry["survey"]) if stamp is not None and entry["stamp"] == stamp else None
     except (KeyError, TypeError):
         return None
 
 
-def _restored(values: Any) -> Survey | None:
+def _restored(_: TextPart, values: Any) -> Survey | None:
     return None if values["broken"] else Survey(**values | {"faults": tuple(values["faults"])})
 
 

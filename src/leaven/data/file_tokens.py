@@ -48,13 +48,19 @@ class BlockChecksums:
         return np.array(self._blocks + last, "<u4").tobytes().hex()
 
 
+def checksums_fit(checksums: Any, n_bytes: int) -> bool:
+    """Return whether a value has the form of :meth:`BlockChecksums.hexdigest` of a file with ``n_bytes`` bytes."""
+    digits = 8 * -(-n_bytes // BLOCK)
+    return isinstance(checksums, str) and len(checksums) == digits and set(checksums) <= set("0123456789abcdef")
+
+
 class FileTokens:
     """The token ids in a file, or in a part of it, which can be indexed with slices of step 1.
 
     Args:
         count: number of token ids.
         offset: position of the first id in the file, bytes.
-        checksums: from :class:`BlockChecksums`; empty if they are not known. Then nothing is compared.
+        checksums: from :class:`BlockChecksums`; None if they are not known. Then nothing is compared.
         advice: what to do about a damaged file, in messages.
     """
 
@@ -65,14 +71,13 @@ class FileTokens:
         count: int,
         *,
         offset: int = 0,
-        checksums: str = "",
+        checksums: str | None = None,
         advice: str = "restore it, or write it again",
     ) -> None:
         self.path, self.dtype = path, dtype
         self._count, self._offset, self._advice = count, offset, advice
         self._bytes = count * dtype.itemsize
-        known = len(checksums) == 8 * -(-self._bytes // BLOCK)
-        self._checksums: NDArray[np.uint32] = np.frombuffer(bytes.fromhex(checksums) if known else b"", "<u4")
+        self._checksums: NDArray[np.uint32] = np.frombuffer(bytes.fromhex(checksums or ""), "<u4")
         self._unread = np.ones(len(self._checksums), bool)  # the blocks that have not been compared yet
 
     def __len__(self) -> int:
@@ -104,6 +109,10 @@ class FileTokens:
                 )
         self._unread[blocks] = False
         return np.frombuffer(raw[first - begin : last - begin], self.dtype)
+
+    def fits(self, checksums: Any) -> bool:
+        """Return whether a value has the form of the checksums of these ids."""
+        return checksums_fit(checksums, self._bytes)
 
     def with_checksums(self, checksums: str) -> "FileTokens":
         return FileTokens(self.path, self.dtype, self._count, offset=self._offset, checksums=checksums)

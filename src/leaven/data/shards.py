@@ -6,10 +6,12 @@ process that is killed loses only the shard that it was writing. ``index.json`` 
 is unfinished.
 
 At the start of a run, the size of each file is compared with the index, and the checksum of each file that is newer
-than the index. A file that has rotten without a newer time stamp is found when its damaged block is first read.
+than the index. A file that has rotten without a newer time stamp is found when its damaged block is first read. An
+index without the checksums of all blocks is written again, after the checksums of the whole files were compared.
 """
 
 import json
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -24,7 +26,7 @@ from numpy.typing import NDArray
 
 from leaven import storage
 from leaven.data.corpus import Corpus, Meter
-from leaven.data.file_tokens import BlockChecksums, FileTokens
+from leaven.data.file_tokens import BlockChecksums, FileTokens, checksums_fit
 from leaven.data.pool import PieceBatch, encode_in_order
 from leaven.data.stream import Tokens
 from leaven.data.tokenizer import Encoder, pieces
@@ -90,7 +92,7 @@ class ShardFile:
     documents: int  # number of documents that end in this file
     bytes: int  # bytes of UTF-8 text that the tokens encode
     blake2b: str  # checksum of the file
-    blocks: str = ""  # checksums of its blocks, from BlockChecksums; empty if an older version wrote the file
+    blocks: str = ""  # checksums of its blocks, from BlockChecksums; empty if an older version wrote this record
 
 
 ShardRecord = dict[str, ShardFile]
@@ -134,13 +136,14 @@ def _open(folder: Path, dtype: np.dtype[Any]) -> Shards | None:
     """Open the shards in a folder. Return None if the folder is unfinished or damaged."""
     path = folder / "index.json"
     try:
-        index = json.loads(path.read_bytes())
+        index: Any = storage.json_object(path.read_bytes())
         written = path.stat().st_mtime_ns
-        records = [_record(entry) for entry in index["shards"]]
+        records = [_record(entry, dtype) for entry in index["shards"]]
         fingerprint = index["fingerprint"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    if any(_damage(folder, shard, record, dtype, written) for shard, record in enumerate(records)):
+    unknown = any(file.tokens and not file.blocks for record in records for file in record.values())
+    if unknown or any(_damage(folder, shard, record, dtype, written) for shard, record in enumerate(records)):
         return None
     files = [_file(folder, split, shard) for split in SPLITS for shard in range(len(records))]
     newest = max((file.stat().st_mtime_ns for file in files), default=0)
@@ -163,12 +166,14 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
     records: dict[int, ShardRecord] = {}
     for entry in storage.read_json_lines(folder / "shards.jsonl").documents:
         with suppress(KeyError, TypeError, ValueError):
-            records[entry["shard"]] = _record(entry)
+            records[operator.index(entry["shard"])] = _record(entry, encoder.dtype)
     damage: dict[Path, str] = {}
     for shard, record in list(records.items()):
         if found := _damage(folder, shard, record, encoder.dtype):
             damage |= found
             del records[shard]
+        else:
+            records[shard] = {split: _with_blocks(_file(folder, split, shard), record[split]) for split in SPLITS}
     for remains in (*folder.glob(".*.tmp"), folder / "index.json"):
         remains.unlink(missing_ok=True)
 
@@ -238,9 +243,26 @@ def _entry(record: ShardRecord) -> dict[str, Any]:
     return files | {BLOCKS: {split: record[split].blocks for split in SPLITS}}
 
 
-def _record(entry: dict[str, Any]) -> ShardRecord:
+def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
+    """Return the record in an entry. Raise KeyError, TypeError or ValueError if the entry is damaged."""
     blocks = entry.get(BLOCKS, dict.fromkeys(SPLITS, ""))
-    return {split: ShardFile(**entry[split], blocks=blocks[split]) for split in SPLITS}
+    record = {split: ShardFile(**entry[split], blocks=blocks[split]) for split in SPLITS}
+    for file in record.values():
+        counts = [operator.index(count) for count in (file.tokens, file.documents, file.bytes)]
+        if min(counts) < 0 or not (file.blocks == "" or checksums_fit(file.blocks, file.tokens * dtype.itemsize)):
+            raise ValueError
+    return record
+
+
+def _with_blocks(path: Path, file: ShardFile) -> ShardFile:
+    """Return the record of a file, which the caller has compared with its checksum, with the checksums of blocks."""
+    if file.blocks:
+        return file
+    blocks = BlockChecksums()
+    with path.open("rb") as content:
+        while piece := content.read(2**22):
+            blocks.update(piece)
+    return replace(file, blocks=blocks.hexdigest())
 
 
 def _damage(

@@ -41,7 +41,7 @@ class TokenSurvey:
     lowest: int  # smallest id
     highest: int  # largest id
     ends: int  # how often the end-of-text token occurs
-    blocks: str = ""  # of a file, the checksums of its blocks; empty if an older version has read it
+    blocks: str  # of a file, the checksums of its blocks
 
 
 class DocumentTokens:
@@ -175,7 +175,7 @@ class TokenReader:
             surveys_file(self.memory, name, str(FORMAT), source.text, str(source.dtype), str(end_of_text)),
             meter,
             lambda part, meter: _survey(mapped[part.key], end_of_text, meter),
-            lambda values: TokenSurvey(**values),
+            lambda part, values: _restored(mapped[part.key], values),
         )
         meter.finish()
         for part, survey in zip(parts, surveys, strict=True):
@@ -249,6 +249,13 @@ def _survey(mapped: MappedTokens, end_of_text: int | None, meter: Meter) -> Toke
             meter.advance(ids.nbytes)
     content.update(b"" if mapped.ends is None else np.ascontiguousarray(mapped.ends).data)
     return TokenSurvey(content.hexdigest(), lowest, highest, ends, blocks.hexdigest())
+
+
+def _restored(mapped: MappedTokens, values: Any) -> TokenSurvey | None:
+    """Return a survey from the cache, or None if its checksums are missing or damaged."""
+    survey = TokenSurvey(**values)
+    fit = all(ids.fits(survey.blocks) for ids in mapped.arrays if isinstance(ids, FileTokens))
+    return survey if fit else None
 
 
 def _verified(mapped: MappedTokens, survey: TokenSurvey) -> MappedTokens:

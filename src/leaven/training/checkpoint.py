@@ -35,7 +35,7 @@ from leaven.storage import place_folder, share, sync_file
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
 from leaven.training.loop import Callback
 from leaven.training.rewind import Rewind, undone
-from leaven.training.run_folder import checkpoint_name, checkpoints, tokens_of
+from leaven.training.run_folder import IDENTITY, checkpoint_name, checkpoints, tokens_of
 
 if TYPE_CHECKING:
     from leaven.training.metrics import Step
@@ -48,7 +48,9 @@ second format also lists the parts of each tensor."""
 WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # of documents that are not as they were written
 _KINDS = ("model", "optimizer")
 UNFINISHED = ".tokens-*.tmp"
-TEXT = "text"  # key of the state of a run's checkpoint: the fingerprint of the text
+# Keys of the state of a run's checkpoint:
+TEXT = "text"  # the fingerprint of the text
+EVENTS = "events"  # the lines of events.jsonl
 
 
 @dataclass(frozen=True)
@@ -419,6 +421,8 @@ class Checkpoints(Callback):
         training = self.training
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
         state[TEXT] = self.trainer.tokens.fingerprint
+        state[IDENTITY] = self.trainer.identity
+        state[EVENTS] = asdict(self.trainer.run.events_digest())
         self._manager.save(training.checkpoint(state), self.trainer.spikes.good_tokens)
         self._saved_step = training.progress.step
 

@@ -26,7 +26,7 @@ from leaven.training.average import AVERAGE
 from leaven.training.checkpoint import Checkpoint, read_checkpoint
 from leaven.training.load_balance import BIASES
 from leaven.training.rewind import rewinds_of
-from leaven.training.run_folder import RunFolder, checkpoints, missing_checkpoint, tokens_of
+from leaven.training.run_folder import IDENTITY, RunFolder, checkpoints, missing_checkpoint, tokens_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -122,6 +122,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         else:
             why = "no checkpoint yet; leaven train writes one at the start of a run"
         raise InputError(f"{run}: {why}")
+    folder.check_identity(checkpoint.state.get(IDENTITY))
     missing = missing_checkpoint(saved, checkpoint.progress.tokens)
     if averaged and not any(name.startswith(f"{AVERAGE}.") for name in checkpoint.optimizer):
         if recipe.average is None:

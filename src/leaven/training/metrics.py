@@ -25,7 +25,7 @@ from leaven.scaling.table import ParameterTable
 from leaven.training.checkpoint import Progress
 from leaven.training.device import Peak, peak_memory, time_fixed_work
 from leaven.training.loop import Callback, StepResult
-from leaven.training.run_folder import MetricsDigest
+from leaven.training.run_folder import lines_digest
 
 if TYPE_CHECKING:
     from leaven.training.trainer import RunTrainer
@@ -219,8 +219,7 @@ class StepLog(Callback):
     def restore(self, state: Mapping[str, Any]) -> None:
         run, training = self.trainer.run, self.training
         self.batch_tokens = training.next_batch_tokens
-        written = state.get(METRICS)
-        changed = run.truncate_metrics(training.progress.step, MetricsDigest(**written) if written else None)
+        changed = run.truncate_metrics(training.progress.step, lines_digest(state.get(METRICS)))
         if changed is not None:
             self.trainer.event("file_changed", file="metrics.jsonl", why=changed)
         self.close()

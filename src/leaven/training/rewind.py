@@ -14,6 +14,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 from leaven.training.run_folder import (
     HYPERPARAMETERS,
+    IDENTITY,
     RETURNS,
     SECTIONS,
     RunFolder,
@@ -117,7 +118,7 @@ class ManualRewind:
             start, seq_len = position(rewinds, to_tokens), recipe.model.seq_len
             rewind = Rewind(to_tokens, start, start + -(-self.skip_tokens // seq_len) * seq_len)
             lines = run.metrics()
-            at = {key: lines[-1][key] if lines else 0 for key in ("step", "tokens")}
+            at = {key: lines[-1].get(key, 0) if lines else 0 for key in ("step", "tokens")}
             changed = recorded_changes(changes, recipe) if changes else {"changes": []}
             run.event("rewind", **at, **asdict(rewind), asked=asdict(self), **changed)
             run.require_written()
@@ -136,4 +137,5 @@ class ManualRewind:
                 f"--rewind-to {format_quantity(self.rewind_to)}: no whole checkpoint at or before this count; "
                 + (f"there are checkpoints at {there} tokens" if there else "the run folder has none")
             )
+        run.check_identity(found.state.get(IDENTITY))
         return found.progress.tokens

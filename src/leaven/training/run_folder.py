@@ -3,6 +3,7 @@ not import torch."""
 
 import json
 import math
+import operator
 import os
 import re
 import time
@@ -15,6 +16,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from leaven import storage
 from leaven.errors import InputError
 from leaven.recipe.files import finite, read_recipe, read_text, write_recipe
@@ -24,6 +27,27 @@ LOCK = ".lock"
 MOST_RANGES = 3  # ranges of missing steps that a message lists
 _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
+IDENTITY = "run"  # key of the run's identifier in its events and in the state of its checkpoints
+DAMAGED_EVENTS = "restore the file from a copy, or start again with another --run"
+
+# The values that events must have, because a run that is resumed relies on them.
+_NUMBER = int, float
+_OF_RETURN: dict[str, tuple[type, ...]] = {
+    "tokens": (int,),
+    "to_tokens": (int,),
+    "skip_from": (int,),
+    "skip_to": (int,),
+    "lr": _NUMBER,
+    "lr_tokens": (int,),
+    "attempt": (int,),
+    "found_step": (int,),
+}
+_VALUES_OF_EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
+    "rollback": _OF_RETURN | {"why": (str,)},
+    "rewind": _OF_RETURN | {"asked": (dict,)},
+    "stop": {"why": (str,)},
+    "finish": {"step": (int,), "tokens": (int,), "seconds": _NUMBER, "loss": (*_NUMBER, type(None))},
+}
 
 # The values that --rewind-to may change, because every step reads them from the recipe. Other keys define the model,
 # the data or the initial values; the batch sizes determine at which token count a step starts.
@@ -73,11 +97,19 @@ def tokens_of(path: Path) -> int:
 
 
 @dataclass(frozen=True)
-class MetricsDigest:
-    """Identifies the lines of metrics.jsonl up to a checkpoint."""
+class LinesDigest:
+    """Identifies the lines of metrics.jsonl or events.jsonl up to a checkpoint."""
 
     lines: int  # number of lines
     blake2b: str  # digest of the lines
+
+
+def lines_digest(document: Any) -> LinesDigest | None:
+    """Return the digest in a JSON document, or None if it has none."""
+    try:
+        return LinesDigest(operator.index(document["lines"]), document["blake2b"])
+    except (TypeError, KeyError):
+        return None
 
 
 class RunFolder:
@@ -107,7 +139,10 @@ class RunFolder:
         """Return the run's current recipe. It is correct even if the process was killed after a manual rewind was
         recorded and before the recipe file was written."""
         changed = [event["recipe"] for event in self.events() if "recipe" in event]
-        return Recipe.model_validate(changed[-1]) if changed else read_recipe(self.recipe_file)
+        try:
+            return Recipe.model_validate(changed[-1]) if changed else read_recipe(self.recipe_file)
+        except ValidationError:
+            raise InputError(f"{self._events}: its last recipe is damaged; {DAMAGED_EVENTS}") from None
 
     def check(self, recipe: Recipe) -> None:
         """Check that this folder does not exist, is empty, or contains a run of this recipe.
@@ -122,7 +157,7 @@ class RunFolder:
             # Temporary files left by an interrupted write of the recipe, the first file, belong to this run.
             known = (LOCK, f".{self.recipe_file.name}.*.tmp")
             entries = self.path.iterdir() if self.path.exists() else ()
-            if not all(any(fnmatch(entry.name, name) for name in known) for entry in entries):
+            if not all(entry.is_file() and any(fnmatch(entry.name, name) for name in known) for entry in entries):
                 raise InputError(f"run folder {self.path} is not empty and holds no recipe.toml; use another --run")
             return
         changes = changes_of(self.recipe(), recipe)
@@ -169,6 +204,19 @@ class RunFolder:
                 "changed since; use another --run"
             )
 
+    def identity(self) -> str | None:
+        """Return the random identifier that the run got at its start, or None if events.jsonl has none."""
+        return next((event[IDENTITY] for event in self.events() if isinstance(event.get(IDENTITY), str)), None)
+
+    def check_identity(self, saved: str | None) -> None:
+        """Raise InputError if ``saved``, the identifier in a checkpoint, is that of another run. A checkpoint or an
+        events.jsonl without an identifier, of an older version, is accepted."""
+        if saved is not None and self.identity() not in {None, saved}:
+            raise InputError(
+                f"{self.checkpoints} has checkpoints of another run; bring back those of this run, or start again "
+                "with another --run"
+            )
+
     @contextmanager
     def opened(self, recipe: Recipe) -> Iterator[None]:
         """Create the folder if necessary, and lock it for this process. If it has no recipe file, write ``recipe``.
@@ -179,7 +227,8 @@ class RunFolder:
             self.check(recipe)  # again: another process may have started a run here before this one locked the folder
             for file in (self.recipe_file, self.plan_file):
                 for torn in self.path.glob(f".{file.name}.*.tmp"):
-                    torn.unlink()
+                    if torn.is_file():
+                        torn.unlink()
             if not self.recipe_file.exists():
                 write_recipe(recipe, self.recipe_file)
             self._lock = (self.path / LOCK).stat()
@@ -218,7 +267,7 @@ class RunFolder:
         if self.writes and not self.tokenizer_file.exists():
             storage.write_text(self.tokenizer_file, read_text(path))
 
-    def truncate_metrics(self, step: int, written: MetricsDigest | None = None) -> str | None:
+    def truncate_metrics(self, step: int, written: LinesDigest | None = None) -> str | None:
         """Remove the lines of metrics.jsonl for steps after ``step``, because these steps will be repeated. Remove an
         incomplete last line, too. The file is truncated in place, which works even on a full disk.
 
@@ -245,9 +294,43 @@ class RunFolder:
         self._lines, self._digest = kept, _digest(lines[:kept])
         return difference
 
-    def metrics_digest(self) -> MetricsDigest:
+    def metrics_digest(self) -> LinesDigest:
         """Return the number and the digest of all lines of metrics.jsonl, also of those that are still in memory."""
-        return MetricsDigest(self._lines, self._digest.hexdigest())
+        return LinesDigest(self._lines, self._digest.hexdigest())
+
+    def events_digest(self) -> LinesDigest:
+        """Return the number and the digest of all lines of events.jsonl, also of those that are still in memory."""
+        lines = [*self._lines_of(self._events), *(line for path, line in self._waiting if path == self._events)]
+        return LinesDigest(len(lines), _digest(lines).hexdigest())
+
+    def changed_since(self, finish: dict[str, Any]) -> dict[str, str]:
+        """Return the files whose lines up to the ``finish`` event are not those that were written, each with a
+        sentence that says how they differ. Nothing is known of a run that an older version has finished."""
+        metrics, events = (lines_digest(finish.get(key)) for key in ("metrics", "events"))
+        found: dict[str, str | None] = {}
+        if metrics is not None:
+            found[self._metrics.name] = _kept_metrics(self._lines_of(self._metrics), finish["step"], metrics)[1]
+        if events is not None:
+            found[self._events.name] = self.events_changed(events)
+        return {file: why for file, why in found.items() if why is not None}
+
+    def events_changed(self, written: LinesDigest | None) -> str | None:
+        """Return a sentence if the first lines of events.jsonl are not the lines that were ``written``, else None.
+        If it is not known what was written, only a file without lines has changed."""
+        lines = self._lines_of(self._events)
+        if not lines:
+            return "its lines are missing"
+        if written is None or _digest(lines[: written.lines]).hexdigest() == written.blake2b:
+            return None
+        if len(lines) < written.lines:
+            return f"it had {written.lines:,} lines and now has {len(lines):,}"
+        return f"its first {written.lines:,} lines have been changed"
+
+    def _lines_of(self, path: Path) -> list[bytes]:
+        """Return the lines of a file with their newlines. An incomplete last line does not count: the next
+        append completes or removes it."""
+        *lines, last = (path.read_bytes() if path.exists() else b"").split(b"\n")
+        return [line + b"\n" for line in (lines if storage.json_object(last) is None else [*lines, last])]
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl in order of steps. If a step was repeated, return only its last line."""
@@ -276,8 +359,26 @@ class RunFolder:
         return storage.JsonLines([line for _, line in lines], sorted(damaged), [number for number, _ in lines])
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the lines of events.jsonl."""
-        return _documents(self._events, "event")
+        """Return the lines of events.jsonl.
+
+        Raises:
+            InputError: if an event lacks a value that a run relies on when it is resumed, or has a wrong one.
+        """
+        read = _read(self._events)
+        for number, event in zip(read.numbers, read.documents, strict=True):
+            needed = _VALUES_OF_EVENTS.get(event["event"], {}) if isinstance(event.get("event"), str) else {}
+            for key, types in needed.items():
+                value = event.get(key, ...)
+                if not isinstance(value, types) or isinstance(value, bool):
+                    wrong = f"has no {key}" if value is ... else f"has a wrong {key}"
+                    raise InputError(
+                        f"{self._events}: the event {event['event']} in line {number} {wrong}; {DAMAGED_EVENTS}"
+                    )
+        return _named_events(read)
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """Return the lines of events.jsonl, whatever their values."""
+        return _named_events(_read(self._events))
 
     def rollbacks(self) -> list[dict[str, Any]]:
         """Return the events of the automatic rewinds since the last manual rewind."""
@@ -292,12 +393,7 @@ class RunFolder:
     def finish(self) -> dict[str, Any] | None:
         """Return the ``finish`` event of the run. Return None if the run has not finished, or was rewound after it
         finished."""
-        for event in reversed(self.events()):
-            if event["event"] == "finish":
-                return dict(event)
-            if event["event"] in RETURNS:
-                break
-        return None
+        return finish_of(self.events())
 
     def record(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl. Numbers that are not finite are written as null."""
@@ -362,7 +458,7 @@ def _digest(lines: Iterable[bytes]) -> "blake2b":
     return digest
 
 
-def _kept_metrics(lines: Sequence[bytes], step: int, written: MetricsDigest | None) -> tuple[int, str | None]:
+def _kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None) -> tuple[int, str | None]:
     """Return how many lines of metrics.jsonl belong to the steps up to ``step``, and how they differ from those that
     were ``written``: a sentence, or None if they do not differ."""
     if written is not None and _digest(lines[: written.lines]).hexdigest() == written.blake2b:
@@ -395,8 +491,18 @@ def _ranges(steps: Sequence[int]) -> str:
     return f"step {listed} is" if len(steps) == 1 else f"steps {listed} are"
 
 
-def _documents(path: Path, key: str) -> list[dict[str, Any]]:
-    return [document for document in _read(path).documents if isinstance(document.get(key), str)]
+def finish_of(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the last ``finish`` event, or None if there is none, or none since the last rewind."""
+    for event in reversed(events):
+        if event["event"] == "finish":
+            return dict(event)
+        if event["event"] in RETURNS:
+            break
+    return None
+
+
+def _named_events(read: storage.JsonLines) -> list[dict[str, Any]]:
+    return [document for document in read.documents if isinstance(document.get("event"), str)]
 
 
 def _read(path: Path) -> storage.JsonLines:

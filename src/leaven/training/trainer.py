@@ -50,6 +50,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from secrets import token_hex
 from statistics import median
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -59,7 +60,7 @@ from leaven.documents.runs import TrainDocument
 from leaven.errors import InputError, Settled, out_of_memory
 from leaven.planning.flops import utilisation
 from leaven.recipe.recipe import Difference, Recipe, rearrangement
-from leaven.training.checkpoint import TEXT, Checkpoint, Checkpoints, Progress, read_checkpoint
+from leaven.training.checkpoint import EVENTS, TEXT, Checkpoint, Checkpoints, Progress, read_checkpoint
 from leaven.training.device import (
     default_device,
     device_peak,
@@ -80,7 +81,15 @@ from leaven.training.micro_batch import (
 )
 from leaven.training.profiling import RunProfile
 from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
-from leaven.training.run_folder import RunFolder, checkpoints, missing_checkpoint, recorded_changes, tokens_of
+from leaven.training.run_folder import (
+    IDENTITY,
+    RunFolder,
+    checkpoints,
+    lines_digest,
+    missing_checkpoint,
+    recorded_changes,
+    tokens_of,
+)
 from leaven.training.spikes import SpikeGuard
 
 if TYPE_CHECKING:
@@ -125,6 +134,8 @@ def train(
     run.check_text(tokens.fingerprint)
     finish = run.finish() if back is None else None
     if finish is not None:
+        for file, why in run.changed_since(finish).items():
+            on_event("finished_file_changed", {"file": file, "tokens": finish["tokens"], "why": why})
         return _summary(run, Progress(finish["step"], finish["tokens"], finish["seconds"]), finish)
     memory_before = held_memory(default_device())
     try:
@@ -193,6 +204,7 @@ class RunTrainer:
         self._on_event = on_event
         self.group = training.group
         self.damaged: list[Path] = []  # damaged checkpoints that are newer than the loaded one
+        self.identity = ""  # the identifier of the run
         self._unwritten: str | None = None  # why lines could not be written to the disk
         self.log = StepLog(self, log_to, on_step)
         self.validation = Validation(self, bits_per_byte_factor)
@@ -205,18 +217,23 @@ class RunTrainer:
     def start(self, **about: Any) -> None:
         """Restore the newest checkpoint, or start a new run. Log this as an event that contains the values ``about``.
         A new run saves a checkpoint before its first step, so that it can always roll back."""
-        rewinds, saved, begun = rewinds_of(self.run), self.run.newest_saved(), bool(self.run.events())
+        rewinds, saved = rewinds_of(self.run), self.run.newest_saved()
+        changed: str | None = None
         found = self._newest(rewinds)
         if found is not None:
             self.run.check_text(self.tokens.fingerprint, found.state.get(TEXT))
+            changed = self.run.events_changed(lines_digest(found.state.get(EVENTS)))
+        saved_identity = found.state.get(IDENTITY) if found is not None else None
+        self.identity = self.run.identity() or saved_identity or token_hex(8)
         missing = None if found is None else missing_checkpoint(saved, found.progress.tokens)
         self._restore(found, rewinds)
-        if found is not None and not begun:
-            self.event("file_changed", file="events.jsonl", why="its lines are missing")
+        if changed is not None:
+            self.event("file_changed", file="events.jsonl", why=changed)
         self.event(
             "start" if found is None else "resume",
             device=str(self.training.device),
             text=self.tokens.fingerprint,
+            **{IDENTITY: self.identity},
             epochs=self.tokens.epochs(self.training.recipe.data.tokens),
             damaged_checkpoints=[path.name for path in self.damaged],
             missing_checkpoint=missing if missing not in {path.name for path in self.damaged} else None,
@@ -247,7 +264,8 @@ class RunTrainer:
             )
         if not math.isfinite(result["loss"]):
             self.fail({"why": f"the validation loss is {result['loss']:g}: the run has diverged"})
-        self.event("finish", **result, seconds=self.training.progress.seconds)
+        written = {"metrics": asdict(self.run.metrics_digest()), "events": asdict(self.run.events_digest())}
+        self.event("finish", **result, seconds=self.training.progress.seconds, **written)
         self.run.require_written()
         return _summary(self.run, self.training.progress, result)
 
@@ -295,6 +313,8 @@ class RunTrainer:
                 f"{self.run.checkpoints}: every checkpoint is damaged ({', '.join(path.name for path in damaged)}); "
                 "restore an undamaged copy, or start again with another --run"
             )
+        if found is not None:
+            self.run.check_identity(found.state.get(IDENTITY))
         self.damaged = damaged
         return found
 
@@ -364,10 +384,10 @@ def _summary(
     """Return the result of a run over all its starts. ``finish`` is its ``finish`` event, and ``unsaved`` says why
     the last state could not be saved."""
     # Each start may have measured another peak; the speed of all steps is divided by the latest.
-    starts = [event for event in run.events() if event.get("peak_tflops")]
+    starts = [event for event in run.events() if _positive(event.get("peak_tflops"))]
     metrics = run.metrics()
-    speeds = [line["tflops"] for line in metrics]
-    noise = [line["noise_scale"] for line in metrics if line.get("noise_scale") is not None]
+    speeds = [line["tflops"] for line in metrics if _positive(line.get("tflops"))]
+    noise = [line["noise_scale"] for line in metrics if _positive(line.get("noise_scale"))]
     used: dict[str, Any] = dict.fromkeys(("mfu", "mfu_causal", "hfu"))
     if starts and speeds:
         recipe = run.recipe()
@@ -382,9 +402,14 @@ def _summary(
         finished=finish is not None,
         bits_per_byte=finish.get("bits_per_byte") if finish else None,
         **used,
-        mfu_convention=starts[-1]["mfu_convention"] if starts else None,
+        mfu_convention=starts[-1].get("mfu_convention") if starts else None,
         unsaved=unsaved,
         saved_tokens=max(map(tokens_of, checkpoints(run.checkpoints)), default=0),
         noise_scale=noise[-1] if noise else None,
         averaged_loss=finish.get("averaged_loss") if finish else None,
     )
+
+
+def _positive(value: Any) -> bool:
+    """Return whether a value of metrics.jsonl or events.jsonl, which may be damaged, is a positive number."""
+    return isinstance(value, int | float) and value > 0

@@ -18,7 +18,7 @@ from leaven.documents.runs import DemoDocument
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.training.run_folder import RETURNS, RunFolder
+from leaven.training.run_folder import RETURNS, RunFolder, finish_of
 from leaven.tuning import point
 from leaven.tuning.command import CommandFile, command_space, is_command_file
 from leaven.tuning.point import Value
@@ -153,9 +153,10 @@ def read_run(folder: Path) -> RunView:
     steps = [line for line in map(_numbers, metrics.documents) if (line.get("tokens") or 0) > 0 and "loss" in line]
     if not steps:
         raise InputError(f"{folder / 'metrics.jsonl'}: no steps yet; wait for the first step, or give another folder")
+    logged = written.read_events()
     events = [
         line
-        for line in map(_numbers, written.events())
+        for line in map(_numbers, logged)
         if all(line.get(key) is not None for key in EVENT_KEYS.get(line["event"], ()))
     ]
     validation: dict[int, float] = {}
@@ -164,7 +165,7 @@ def read_run(folder: Path) -> RunView:
             validation[event["tokens"]] = event["loss"]
         elif event["event"] in RETURNS:  # the run returned to an earlier checkpoint; later validations do not count
             validation = {tokens: loss for tokens, loss in validation.items() if tokens <= event["to_tokens"]}
-    finish = written.finish()
+    finish = finish_of(logged)
     end = _numbers(finish or {})
     points = sorted(validation.items())
     loss, seconds = end.get("loss"), end.get("seconds")

@@ -220,7 +220,7 @@ class BaseStudy(ABC):
         try:
             results = json.loads(read(path))["trials"]
             return {trial["number"] for trial in results if trial["state"] not in UNDER_WAY}
-        except (FileNotFoundError, ValueError, TypeError, KeyError):
+        except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
             return set()
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
