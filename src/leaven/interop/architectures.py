@@ -34,8 +34,8 @@ _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     list: ("a list", lambda value: type(value) is list),
 }
 # Keys of [model.experts] that change training only, not what the model computes.
-CLOSEST = {("experts.balance", "bias"): "none", ("experts.balance", "both"): "loss"}
-"""What an architecture has in place of an unsupported value, if that is not its first value."""
+WITHOUT_BIASES = {"bias": "none", "both": "loss"}
+"""How experts are balanced, by ``experts.balance``, in a training with an architecture that has no biases of routers."""
 TRAINING_ONLY = frozenset({"balance_loss", "bias_step", "router_z_loss"})
 # Changes of a shape that count more than one in the search for the nearest architecture, with their weights.
 _LARGE = {"experts": 1_000, "norm_placement": 10, "parallel_branches": 10}
@@ -123,7 +123,7 @@ class Architecture:
             if held is None and key not in self.keys:
                 held = [implied.get(key, _field(key).default)]
             if held is not None and value not in held:
-                found[key] = CLOSEST.get((key, value), held[0])
+                found[key] = held[0]
         return found | ({"experts": None} if bool(self.experts) != bool(shape.experts) else {})
 
     def _values(self, shape: ModelShape) -> dict[str, Any]:
@@ -397,6 +397,8 @@ def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dic
         misfits = architecture.misfits(shape)
         if trained and architecture.holds.get("bias") == [True, False] and not shape.bias:
             misfits["bias"] = True
+        if trained and shape.experts and "experts.balance" in misfits:
+            misfits["experts.balance"] = WITHOUT_BIASES[shape.experts.balance]
         changes.append((architecture, misfits))
     return min(changes, key=lambda each: sum(_LARGE.get(key, 1) for key in each[1]))
 
