@@ -34,9 +34,9 @@ _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     list: ("a list", lambda value: type(value) is list),
 }
 # Keys of [model.experts] that change training only, not what the model computes.
+TRAINING_ONLY = frozenset({"balance_loss", "bias_step", "router_z_loss"})
 WITHOUT_BIASES = {"bias": "none", "both": "loss"}
 """How a training with an architecture that has no biases of routers balances experts, by ``experts.balance``."""
-TRAINING_ONLY = frozenset({"balance_loss", "bias_step", "router_z_loss"})
 # Changes of a shape that count more than one in the search for the nearest architecture, with their weights.
 _LARGE = {"experts": 1_000, "norm_placement": 10, "parallel_branches": 10}
 
