@@ -225,7 +225,7 @@ def cached_surveys(
     known: dict[str, Any] = {}
     if path is not None:
         try:
-            document: Any = storage.json_object(path.read_bytes())
+            document: Any = storage.json_object(storage.read(path))
             known = dict(document["parts"]) if document["format"] == FORMAT else {}
         except (OSError, ValueError, KeyError, TypeError):
             pass

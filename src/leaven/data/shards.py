@@ -136,7 +136,7 @@ def _open(folder: Path, dtype: np.dtype[Any]) -> Shards | None:
     """Open the shards in a folder. Return None if the folder is unfinished or damaged."""
     path = folder / "index.json"
     try:
-        index: Any = storage.json_object(path.read_bytes())
+        index: Any = storage.json_object(storage.read(path))
         written = path.stat().st_mtime_ns
         records = [_record(entry, dtype) for entry in index["shards"]]
         fingerprint = index["fingerprint"]

@@ -250,8 +250,8 @@ def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
     from tokenizers import Tokenizer
 
     try:
-        path = folder / name.read_text(encoding="ascii") / "tokenizer.json"
-        raw = path.read_bytes()
+        path = folder / storage.read(name).decode("ascii") / "tokenizer.json"
+        raw = storage.read(path)
     except (OSError, ValueError):
         return None
     return (path, Encoder(Tokenizer.from_str(raw.decode()))) if _hash(raw) == path.parent.name else None
