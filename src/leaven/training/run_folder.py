@@ -278,12 +278,7 @@ class RunFolder:
         self._waiting = deque((path, line) for path, line in self._waiting if path != self._metrics)
         if not self.writes:
             return None
-        try:
-            content = storage.read(self._metrics, math.inf)
-        except FileNotFoundError:
-            content = b""
-        except OSError as error:
-            raise InputError(f"{self._metrics}: cannot be read: {error.strerror}") from None
+        content = _content(self._metrics)
         on_disk = content.split(b"\n")[:-1]
         lines = [*(line + b"\n" for line in on_disk), *waiting]
         kept, difference = _kept_metrics(lines, step, written)
@@ -329,7 +324,7 @@ class RunFolder:
     def _lines_of(self, path: Path) -> list[bytes]:
         """Return the lines of a file with their newlines. An incomplete last line does not count: the next
         append completes or removes it."""
-        *lines, last = (path.read_bytes() if path.exists() else b"").split(b"\n")
+        *lines, last = _content(path).split(b"\n")
         return [line + b"\n" for line in (lines if storage.json_object(last) is None else [*lines, last])]
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -503,6 +498,16 @@ def finish_of(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _named_events(read: storage.JsonLines) -> list[dict[str, Any]]:
     return [document for document in read.documents if isinstance(document.get("event"), str)]
+
+
+def _content(path: Path) -> bytes:
+    """Return the content of a file, or nothing if it is missing."""
+    try:
+        return storage.read(path, math.inf)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _read(path: Path) -> storage.JsonLines:
