@@ -24,7 +24,7 @@ from tests.data.written import (
 from tests.errors import refused
 
 from leaven.data.file_tokens import FileTokens
-from leaven.data.shards import Part, ShardedTokens
+from leaven.data.shards import ShardedTokens, TokenRange
 from leaven.data.sources import estimated_tokens
 from leaven.data.stream import Mixture, Stream
 from leaven.data.token_source import DocumentTokens
@@ -152,7 +152,7 @@ def test_a_document_longer_than_the_held_out_part_is_cut(tmp_path: Path, prepare
 def test_the_files_are_read_where_they_are(tmp_path: Path, prepare: Any) -> None:
     for source in (nanogpt(tmp_path / "a.bin", TEXTS), numpy_file(tmp_path / "a.npy", TEXTS)):
         shard = prepare(source).train.shards[0]
-        assert isinstance(shard, Part)
+        assert isinstance(shard, TokenRange)
         assert isinstance(shard.tokens, FileTokens)
 
 

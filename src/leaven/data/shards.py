@@ -57,7 +57,7 @@ class ShardedTokens:
     def between(self, start: int, stop: int) -> list[Tokens]:
         """Return the tokens from position ``start`` to ``stop``, a part for each shard that has some of them. Nothing
         is read."""
-        return [Part(shard, first, last) for shard, first, last in self._between(start, stop)]
+        return [TokenRange(shard, first, last) for shard, first, last in self._between(start, stop)]
 
     def _between(self, start: int, stop: int) -> Iterator[tuple[Tokens, int, int]]:
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -68,7 +68,7 @@ class ShardedTokens:
 
 
 @dataclass(frozen=True)
-class Part:
+class TokenRange:
     """Some of the tokens of a shard, which are read when the part is indexed."""
 
     tokens: Tokens  # the shard

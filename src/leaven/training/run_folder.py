@@ -3,16 +3,13 @@ not import torch."""
 
 import json
 import math
-import operator
 import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from fnmatch import fnmatch
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +19,9 @@ from leaven import storage
 from leaven.errors import InputError
 from leaven.recipe.files import finite, read_recipe, read_text, write_recipe
 from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
+from leaven.training.line_digests import LinesDigest, digest, kept_metrics, lines_digest
 
 LOCK = ".lock"
-MOST_RANGES = 3  # ranges of missing steps that a message lists
 _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
 IDENTITY = "run"  # key of the run's identifier in its events and in the state of its checkpoints
@@ -96,22 +93,6 @@ def tokens_of(path: Path) -> int:
     return int(path.name.removeprefix("tokens-"))
 
 
-@dataclass(frozen=True)
-class LinesDigest:
-    """Identifies the lines of metrics.jsonl or events.jsonl up to a checkpoint."""
-
-    lines: int  # number of lines
-    blake2b: str  # digest of the lines
-
-
-def lines_digest(document: Any) -> LinesDigest | None:
-    """Return the digest in a JSON document, or None if it has none."""
-    try:
-        return LinesDigest(operator.index(document["lines"]), document["blake2b"])
-    except (TypeError, KeyError):
-        return None
-
-
 class RunFolder:
     """The folder of a run on disk.
 
@@ -133,7 +114,7 @@ class RunFolder:
         self._events = path / "events.jsonl"
         self._waiting: deque[tuple[Path, bytes]] = deque()
         self._lock: os.stat_result | None = None  # the lock file, once this process holds the lock
-        self._lines, self._digest = 0, _digest(())  # number and digest of the lines of metrics.jsonl
+        self._lines, self._digest = 0, digest(())  # number and digest of the lines of metrics.jsonl
 
     def recipe(self) -> Recipe:
         """Return the run's current recipe. It is correct even if the process was killed after a manual rewind was
@@ -281,12 +262,12 @@ class RunFolder:
         content = _content(self._metrics)
         on_disk = content.split(b"\n")[:-1]
         lines = [*(line + b"\n" for line in on_disk), *waiting]
-        kept, difference = _kept_metrics(lines, step, written)
+        kept, difference = kept_metrics(lines, step, written)
         size = sum(map(len, lines[: min(kept, len(on_disk))]))
         if size < len(content):
             os.truncate(self._metrics, size)
         self._waiting.extend((self._metrics, line) for line in lines[len(on_disk) : kept])
-        self._lines, self._digest = kept, _digest(lines[:kept])
+        self._lines, self._digest = kept, digest(lines[:kept])
         return difference
 
     def metrics_digest(self) -> LinesDigest:
@@ -296,7 +277,7 @@ class RunFolder:
     def events_digest(self) -> LinesDigest:
         """Return the number and the digest of all lines of events.jsonl, also of those that are still in memory."""
         lines = [*self._lines_of(self._events), *(line for path, line in self._waiting if path == self._events)]
-        return LinesDigest(len(lines), _digest(lines).hexdigest())
+        return LinesDigest(len(lines), digest(lines).hexdigest())
 
     def changed_since(self, finish: dict[str, Any]) -> dict[str, str]:
         """Return the files whose lines up to the ``finish`` event are not those that were written, each with a
@@ -304,7 +285,7 @@ class RunFolder:
         metrics, events = (lines_digest(finish.get(key)) for key in ("metrics", "events"))
         found: dict[str, str | None] = {}
         if metrics is not None:
-            found[self._metrics.name] = _kept_metrics(self._lines_of(self._metrics), finish["step"], metrics)[1]
+            found[self._metrics.name] = kept_metrics(self._lines_of(self._metrics), finish["step"], metrics)[1]
         if events is not None:
             found[self._events.name] = self.events_changed(events)
         return {file: why for file, why in found.items() if why is not None}
@@ -315,7 +296,7 @@ class RunFolder:
         lines = self._lines_of(self._events)
         if not lines:
             return "its lines are missing"
-        if written is None or _digest(lines[: written.lines]).hexdigest() == written.blake2b:
+        if written is None or digest(lines[: written.lines]).hexdigest() == written.blake2b:
             return None
         if len(lines) < written.lines:
             return f"it had {written.lines:,} lines and now has {len(lines):,}"
@@ -444,46 +425,6 @@ def _saved_tokens(event: dict[str, Any]) -> int | None:
 
 def _json_line(document: dict[str, Any]) -> bytes:
     return json.dumps(finite(document)).encode() + b"\n"
-
-
-def _digest(lines: Iterable[bytes]) -> "blake2b":
-    digest = blake2b(digest_size=16)
-    for line in lines:
-        digest.update(line)
-    return digest
-
-
-def _kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None) -> tuple[int, str | None]:
-    """Return how many lines of metrics.jsonl belong to the steps up to ``step``, and how they differ from those that
-    were ``written``: a sentence, or None if they do not differ."""
-    if written is not None and _digest(lines[: written.lines]).hexdigest() == written.blake2b:
-        return written.lines, None
-    documents = [storage.json_object(line) or {} for line in lines]
-    steps = [each["step"] if isinstance(each.get("step"), int) else None for each in documents]
-    # Cut where the fewest lines contradict the cut, so that a line whose step is damaged does not remove other lines.
-    contradictions = [sum(found is not None and found <= step for found in steps)]
-    for found in steps:
-        contradictions.append(contradictions[-1] + (0 if found is None else 1 if found > step else -1))
-    kept = min(range(len(lines) + 1), key=lambda cut: (contradictions[cut], cut != step, cut))
-    missing = sorted(set(range(1, step + 1)).difference(steps[:kept]))
-    if missing:
-        return kept, f"{_ranges(missing)} missing"
-    return kept, None if written is None else f"its values up to step {step:,} have been changed"
-
-
-def _ranges(steps: Sequence[int]) -> str:
-    """Return ascending step numbers in words, such as "steps 3 to 5 and 9 are"."""
-    ranges: list[list[int]] = []
-    for step in steps:
-        if ranges and ranges[-1][-1] == step - 1:
-            ranges[-1][1:] = [step]
-        else:
-            ranges.append([step])
-    parts = [" to ".join(f"{step:,}" for step in each) for each in ranges[:MOST_RANGES]]
-    if len(ranges) > MOST_RANGES:
-        parts.append(f"{len(steps) - sum(each[-1] - each[0] + 1 for each in ranges[:MOST_RANGES]):,} others")
-    listed = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
-    return f"step {listed} is" if len(steps) == 1 else f"steps {listed} are"
 
 
 def finish_of(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

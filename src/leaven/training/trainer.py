@@ -69,6 +69,7 @@ from leaven.training.device import (
     reset_peak_memory,
 )
 from leaven.training.engine import StopRequested, Training
+from leaven.training.line_digests import lines_digest
 from leaven.training.loop import Callback, Diverged, Loop
 from leaven.training.metrics import Step, StepLog, Validation
 from leaven.training.micro_batch import (
@@ -85,7 +86,6 @@ from leaven.training.run_folder import (
     IDENTITY,
     RunFolder,
     checkpoints,
-    lines_digest,
     missing_checkpoint,
     recorded_changes,
     tokens_of,

@@ -1,0 +1,68 @@
+"""Compare the lines of metrics.jsonl and events.jsonl with the digests that a checkpoint has of them."""
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from leaven import storage
+
+MOST_RANGES = 3  # ranges of missing steps that a message lists
+
+
+@dataclass(frozen=True)
+class LinesDigest:
+    """Identifies the lines of metrics.jsonl or events.jsonl up to a checkpoint."""
+
+    lines: int  # number of lines
+    blake2b: str  # digest of the lines
+
+
+def lines_digest(document: Any) -> LinesDigest | None:
+    """Return the digest in a JSON document, or None if it has none."""
+    try:
+        return LinesDigest(operator.index(document["lines"]), document["blake2b"])
+    except (TypeError, KeyError):
+        return None
+
+
+def digest(lines: Iterable[bytes]) -> "blake2b":
+    """Return the running digest of some lines."""
+    made = blake2b(digest_size=16)
+    for line in lines:
+        made.update(line)
+    return made
+
+
+def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None) -> tuple[int, str | None]:
+    """Return how many lines of metrics.jsonl belong to the steps up to ``step``, and how they differ from those that
+    were ``written``: a sentence, or None if they do not differ."""
+    if written is not None and digest(lines[: written.lines]).hexdigest() == written.blake2b:
+        return written.lines, None
+    documents = [storage.json_object(line) or {} for line in lines]
+    steps = [each["step"] if isinstance(each.get("step"), int) else None for each in documents]
+    # Cut where the fewest lines contradict the cut, so that a line whose step is damaged does not remove other lines.
+    contradictions = [sum(found is not None and found <= step for found in steps)]
+    for found in steps:
+        contradictions.append(contradictions[-1] + (0 if found is None else 1 if found > step else -1))
+    kept = min(range(len(lines) + 1), key=lambda cut: (contradictions[cut], cut != step, cut))
+    missing = sorted(set(range(1, step + 1)).difference(steps[:kept]))
+    if missing:
+        return kept, f"{_ranges(missing)} missing"
+    return kept, None if written is None else f"its values up to step {step:,} have been changed"
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Return ascending step numbers in words, such as "steps 3 to 5 and 9 are"."""
+    ranges: list[list[int]] = []
+    for step in steps:
+        if ranges and ranges[-1][-1] == step - 1:
+            ranges[-1][1:] = [step]
+        else:
+            ranges.append([step])
+    parts = [" to ".join(f"{step:,}" for step in each) for each in ranges[:MOST_RANGES]]
+    if len(ranges) > MOST_RANGES:
+        parts.append(f"{len(steps) - sum(each[-1] - each[0] + 1 for each in ranges[:MOST_RANGES]):,} others")
+    listed = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
+    return f"step {listed} is" if len(steps) == 1 else f"steps {listed} are"
