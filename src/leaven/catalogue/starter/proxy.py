@@ -45,8 +45,6 @@ SHARE = 0.10
 WORTH = 0.24
 """Largest gain from tuning, as a share of the run: at 7.2 B it was worth 1.32 times the tokens (arXiv 2512.22382), in
 leaven's own measurement 1.09 times (docs/log.md)."""
-GPU_FLOPS = 4e14
-"""FLOP/s of one H100 at an MFU of 40%, for costs in hours."""
 NEAR = 1.25
 """Largest factor between the size of a proxy that the user requests and the nearest possible size."""
 ENOUGH_LINEAGES = 3
@@ -117,9 +115,8 @@ def choose_proxy(
 
 def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
     if proxy:
-        hours = proxy.trials * 6 * proxy.shape.params_active * proxy.tokens / GPU_FLOPS / 3600
         facts |= {"trials": proxy.trials, "proxy": proxy, "cost": proxy.cost}
-        facts["spent"] = sentence("tuning", "cost", facts | {"hours": hours if hours >= 1 else None})
+        facts["spent"] = sentence("tuning", "cost", facts)
     return TuningAdvice(proxy, sentence("tuning", message, facts))
 
 
