@@ -281,33 +281,57 @@ def test_an_untuned_recipe_has_the_values_of_leaven_new_for_its_size_and_batch()
 )
 def test_experts_are_chosen_for_what_a_token_uses(params: float, experts: tuple[int, int]) -> None:
     """--params has all experts; lr, batch and neighbours are those of a dense model with the parameters in use."""
-    active = experts[1]
     started = starter(StarterRequest("wheat", int(params), int(20 * params), experts=experts))
     target, model = started.target, started.target.model
     assert model.experts is not None
     assert (model.experts.number, model.experts.active) == experts
     assert model.params == pytest.approx(params, rel=0.05)
-    assert model.d_ff == active * model.experts.d_expert
-    assert 2 < model.d_ff / model.d_model < 4.5
+    used = model.experts.active + model.experts.shared
+    assert model.d_ff == used * model.experts.d_expert
+    assert 2 < model.d_ff / model.d_model < 6
     assert model.params_active == pytest.approx(used_params(int(params), experts), rel=0.25)
     dense = starter(StarterRequest("wheat", model.params_active, target.data.tokens, proxy=0)).target
     sparse = starter(StarterRequest("wheat", int(params), target.data.tokens, proxy=0, experts=experts)).target
     assert sparse.hyperparameters.lr == pytest.approx(dense.hyperparameters.lr, rel=0.15)
     assert sparse.batch.tokens == pytest.approx(dense.batch.tokens, rel=0.5)
     assert "model.experts.d_expert" in target.why
-    assert "deepseek-v3 1," in target.why["model.experts.d_expert"]
     if (proxy := started.tuning.proxy) is not None:
         small = proxy.shape.experts
         assert small is not None
         assert (small.number, small.active) == experts
         shape = proxy.shape
         assert (proxy.params, proxy.params_active) == (shape.params, shape.params_active)
-        used = f"of which a token uses {format_quantity(shape.params_active)}"
-        assert any(used in line for step in started.steps for line in step.lines)
+        words = f"of which a token uses {format_quantity(shape.params_active)}"
+        assert any(words in line for step in started.steps for line in step.lines)
         assert proxy.tokens / proxy.shape.params_active == pytest.approx(
             target.data.tokens / model.params_active, rel=0.01
         )
-        assert proxy.shape.d_ff == active * small.d_expert
+        assert proxy.shape.d_ff == used * small.d_expert
+
+
+def test_published_experts_vote_on_experts() -> None:
+    """Near 1.3 B parameters that a token uses these are OLMoE, DeepSeekMoE 16B and, with Muon, Moonlight."""
+    why = starter(StarterRequest("wheat", 7 * B, 140 * B, experts=(64, 8))).target.why
+    for name in ("hyperparameters.lr", "batch.tokens", "model.vocab_size", "hyperparameters.beta2"):
+        assert "olmoe-1b-7b" in why[name]
+        assert "moonlight" not in why["hyperparameters.lr"]
+    for name, value in {"active": "6", "d_expert": "5.5", "shared": "2 of 3", "dense_layers": "2 of 3"}.items():
+        reason = why[f"model.experts.{name}"]
+        assert value in reason
+        assert all(id in reason for id in ("olmoe-1b-7b", "deepseek-moe-16b", "moonlight-16b-a3b"))
+    dense = starter(StarterRequest("wheat", B, 20 * B)).target.why
+    assert not any("olmoe" in reason for path, reason in dense.items())
+    large = starter(StarterRequest("wheat", 600 * B, 10 * T, experts=(256, 8), proxy=0)).target.model
+    assert large.experts is not None
+    assert (large.experts.shared, large.experts.dense_layers) == (1, 3)  # GLM-4.5, DeepSeek-V3
+
+
+def test_the_shape_of_new_experts_has_a_hugging_face_format() -> None:
+    from leaven.interop.architectures import ARCHITECTURES
+
+    for number, active in ((64, 8), (8, 2)):
+        model = starter(StarterRequest("wheat", 7 * B, 140 * B, experts=(number, active))).target.model
+        assert any(not architecture.misfits(model) for architecture in ARCHITECTURES)
 
 
 def test_reasons_for_experts_say_which_parameters_are_counted() -> None:

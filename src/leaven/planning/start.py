@@ -44,7 +44,7 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
     if proxy:
         started = _with_gpu_hours(started, proxy)
     target = started.target
-    near = neighbours(target.model.params_active, target.data.tokens)
+    near = neighbours(target.model.params_active, target.data.tokens, experts=bool(target.model.experts))
     compared = _compared(target, near)
     if near.close:
         moved = [one.what for one in compared if one.outside and not one.what.startswith("init")]

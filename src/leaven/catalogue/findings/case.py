@@ -128,8 +128,14 @@ class Case:
     def size(self) -> RunSize:
         """The recipe's size, with the published runs near it and the laws, as `leaven new` would weigh them."""
         model = self.recipe.model
-        near = neighbours(self.params, self.tokens, qk_norm=model.qk_norm, norm_placement=model.norm_placement)
-        return RunSize(near, self.recipe.model, self.tokens)
+        near = neighbours(
+            self.params,
+            self.tokens,
+            qk_norm=model.qk_norm,
+            norm_placement=model.norm_placement,
+            experts=bool(model.experts),
+        )
+        return RunSize(near, model, self.tokens)
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:

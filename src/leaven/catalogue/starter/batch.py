@@ -6,7 +6,7 @@ from typing import Any
 
 from leaven.catalogue.laws import batches, critical_batch
 from leaven.catalogue.messages import sentence
-from leaven.catalogue.neighbours import middle, of_size
+from leaven.catalogue.neighbours import middle
 from leaven.catalogue.runs import PublishedRun, load_runs
 from leaven.catalogue.starter.draft import Evidence, RunSize, StarterDraft
 from leaven.errors import InputError
@@ -168,7 +168,7 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
         votes: dict[str, bool] = {}
         voters: Sequence[str] = [run.id]
     else:
-        families = {run.family: run for run in (of_size(near.params) if near.close else near.runs)}
+        families = {run.family: run for run in (near.of_size() if near.close else near.runs)}
         votes = {
             run.id: grew for run in families.values() if run.lr_comparable and (grew := run.batch_grew) is not None
         }

@@ -157,11 +157,13 @@ def _smaller(model: ModelShape, count: Callable[[ModelShape], int]) -> Iterator[
     half, aspect = count(model) / 2, model.d_model / model.n_layers
     thinnest, widest = min(THINNEST, aspect / 2), max(WIDEST, aspect)
     shallowest = max(-(-model.n_layers // SHALLOWER), min(LEAST_DEPTH, model.n_layers))
+    if model.experts:
+        shallowest = max(shallowest, model.experts.dense_layers + 1)
     narrowest = max(LEAST_WIDTH, -(-model.d_model // NARROWER))
     for width in range(-(-narrowest // unit) * unit, model.d_model, unit):
-        one, two = (count(_scaled(model, width, depth)) for depth in (1, 2))
+        one, two = (count(_scaled(model, width, depth)) for depth in (shallowest, shallowest + 1))
         for depth in range(shallowest, model.n_layers + 1):
-            size = one + (depth - 1) * (two - one)
+            size = one + (depth - shallowest) * (two - one)
             if size <= half and thinnest <= width / depth <= widest:
                 yield size, width, depth
 

@@ -60,7 +60,7 @@ def starter(request: StarterRequest) -> StarterRecipes:
     """
     request.validate()
     run = find_reference(request.reference) if request.reference else None
-    near = neighbours(request.params_active, request.tokens, reference=run)
+    near = neighbours(request.params_active, request.tokens, reference=run, experts=bool(request.experts))
     draft = StarterDraft(reference=request.reference)
     draft.decide("name", request.name)
     model = choose_shape(request, near)
@@ -104,7 +104,8 @@ def starter(request: StarterRequest) -> StarterRecipes:
 def untuned(recipe: Recipe) -> Recipe:
     """Return ``recipe`` with the schedule and hyperparameters that `leaven new` would choose for its shape, batch and
     length if there were no proxy and no tuned base."""
-    at = RunSize(neighbours(recipe.model.params_active, recipe.data.tokens), recipe.model, recipe.data.tokens)
+    model, tokens = recipe.model, recipe.data.tokens
+    at = RunSize(neighbours(model.params_active, tokens, experts=bool(model.experts)), model, tokens)
     draft, batch = StarterDraft(), recipe.batch.tokens
     draft.decide("batch", recipe.batch.model_dump(mode="json", exclude_none=True))
     choose_schedule(draft, at, batch)
@@ -127,7 +128,7 @@ def _neighbours_step(draft: StarterDraft, near: Neighbours) -> None:
         some_close=0 < len(near.close) < len(runs),
         none_close=not near.close,
         distance=size_ratio(runs[0], near.params),
-        side="smaller" if runs[0].params_total > near.params else "larger",
+        side="smaller" if runs[0].params_active > near.params else "larger",
         nearest=runs[0].id,
         lineages=[f"{run.id} ({run.lineage.name})" for run in runs],
     )
