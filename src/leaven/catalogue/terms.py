@@ -55,6 +55,12 @@ _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
     "batch.ramp.start_tokens": lambda recipe: _sizes(recipe)[0],
     "batch.ramp.over_tokens": lambda recipe: _sizes(recipe)[1],
     "batch.micro_batch": lambda recipe: None if recipe.batch.micro_batch == "auto" else recipe.batch.micro_batch,
+    "model.experts.balance_loss": lambda recipe: (
+        recipe.model.experts.balance_loss if recipe.model.experts and recipe.model.experts.balanced_by_loss else None
+    ),
+    "model.experts.bias_step": lambda recipe: (
+        recipe.model.experts.bias_step if recipe.model.experts and recipe.model.experts.balanced_by_bias else None
+    ),
     "hyperparameters.grad_clip": _clip,
     "hyperparameters.optimizer": _optimizer,
     "hyperparameters.z_loss": lambda recipe: recipe.hyperparameters.z_loss or None,
