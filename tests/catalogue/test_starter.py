@@ -280,7 +280,7 @@ def test_an_untuned_recipe_has_the_values_of_leaven_new_for_its_size_and_batch()
     ("params", "experts"), [(7 * B, (64, 8)), (47 * B, (8, 2)), (30 * B, (128, 6)), (40e6, (16, 2))]
 )
 def test_experts_are_chosen_for_what_a_token_uses(params: float, experts: tuple[int, int]) -> None:
-    """--params has all experts; lr, batch and neighbours are those of a dense model with the parameters in use."""
+    """--params has all experts; lr and batch are about those of a dense model with the parameters in use."""
     started = starter(StarterRequest("wheat", int(params), int(20 * params), experts=experts))
     target, model = started.target, started.target.model
     assert model.experts is not None
@@ -292,7 +292,7 @@ def test_experts_are_chosen_for_what_a_token_uses(params: float, experts: tuple[
     assert model.params_active == pytest.approx(used_params(int(params), experts), rel=0.25)
     dense = starter(StarterRequest("wheat", model.params_active, target.data.tokens, proxy=0)).target
     sparse = starter(StarterRequest("wheat", int(params), target.data.tokens, proxy=0, experts=experts)).target
-    assert sparse.hyperparameters.lr == pytest.approx(dense.hyperparameters.lr, rel=0.15)
+    assert 0.7 < sparse.hyperparameters.lr / dense.hyperparameters.lr < 1.15  # OLMoE had a lower lr
     assert sparse.batch.tokens == pytest.approx(dense.batch.tokens, rel=0.5)
     assert "model.experts.d_expert" in target.why
     if (proxy := started.tuning.proxy) is not None:
@@ -311,7 +311,7 @@ def test_experts_are_chosen_for_what_a_token_uses(params: float, experts: tuple[
 
 def test_published_experts_vote_on_experts() -> None:
     """Near 1.3 B parameters that a token uses these are OLMoE, DeepSeekMoE 16B and, with Muon, Moonlight."""
-    why = starter(StarterRequest("wheat", 7 * B, 140 * B, experts=(64, 8))).target.why
+    why = new(7 * B, 140 * B, experts=(64, 8)).target.why
     for name in ("hyperparameters.lr", "batch.tokens", "model.vocab_size", "hyperparameters.beta2"):
         assert "olmoe-1b-7b" in why[name]
         assert "moonlight" not in why["hyperparameters.lr"]

@@ -64,7 +64,9 @@ def test_experts_are_compared(recipe: Recipe) -> None:
     }
     assert found["model.experts.active"] == (8, 4)
     assert found["model.experts.router_z_loss"] == (0.001, 0.0)
-    assert not {"model.experts.number", "model.experts.balance_loss", "optim.moe_load_balance_loss"} & set(found)  # equal
+    assert not {"model.experts.number", "model.experts.balance_loss", "optim.moe_load_balance_loss"} & set(
+        found
+    )  # equal
     by_bias = recipe.replace({"model.experts": experts | {"balance": "bias"}, "model.bias": False})
     assert "model.experts.balance_loss" not in terms(by_bias)  # not used
     assert terms(by_bias)["model.experts.bias_step"] == 0.001

@@ -192,12 +192,6 @@ class Neighbours:
         near = [run for run in load_runs() if run.kind in kinds and size_ratio(run, self.params) <= FACTOR]
         return sorted(near, key=lambda run: run.params_active)
 
-    def mixtures(self) -> "Neighbours":
-        """Return the neighbours among the mixtures of experts alone, with any optimizer: they decide the experts."""
-        runs = [run for run in load_runs() if run.kind == "moe"]
-        nearest = first_of_each(sorted(runs, key=lambda run: size_ratio(run, self.params)))
-        return Neighbours(self.params, tuple(nearest), experts=True)
-
     @cached_property
     def table(self) -> dict[str, PublishedRun]:
         return {run.id: run for run in (*self.runs, *([self.reference] if self.reference else []))}
@@ -250,6 +244,13 @@ class Neighbours:
     def sources(self, ids: Iterable[str]) -> list[str]:
         """Return one line for each run: its id and the sources of its learning rate."""
         return [f"{id}: {'; '.join(self.table[id].lr_sources)}" for id in ids if id in self.table]
+
+
+def mixtures(params: int) -> Neighbours:
+    """Return the nearest mixtures of experts, with any optimizer, for a model of which a token uses ``params``
+    parameters. They decide the shape of its experts."""
+    runs = sorted((run for run in load_runs() if run.kind == "moe"), key=lambda run: size_ratio(run, params))
+    return Neighbours(params, tuple(first_of_each(runs)), experts=True)
 
 
 def neighbours(

@@ -164,7 +164,7 @@ def scatter(
     own: Recipe | None = None,
     own_value: float | None = None,
 ) -> tuple[Figure, list[str]]:
-    """Return a chart of published runs over the parameters that a token uses, and the names of the lines in the chart.
+    """Return a chart of published runs over the parameters that a token uses, and the names of its lines.
 
     The lines are numbered in the chart, in the order of the names. The recipe ``own`` is drawn as a star at its size
     and ``own_value``.

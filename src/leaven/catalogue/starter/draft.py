@@ -13,7 +13,7 @@ from typing import Any
 
 from leaven.catalogue.laws import main_laws
 from leaven.catalogue.messages import parts, sentence
-from leaven.catalogue.neighbours import Neighbours, Votes, middle, nearest
+from leaven.catalogue.neighbours import Neighbours, Votes, middle, mixtures, nearest
 from leaven.catalogue.runs import PublishedRun, find_run, listed, load_runs
 from leaven.catalogue.starter.proxy import TuningAdvice
 from leaven.documents.catalogue import LawRow
@@ -81,12 +81,23 @@ class StarterRequest:
 def used_params(params: int, experts: tuple[int, int] | None) -> int:
     """Return about how many of ``params`` parameters a token uses, if all layers have experts.
 
-    A third of the parameters that a token uses in a block is in attention, and two thirds are in its experts.
+    The experts have the shape of the nearest published ones. In a block, attention has 4 d_model^2 parameters, and
+    the experts that a token uses have 3 x width x d_model^2.
     """
     if experts is None:
         return params
     number, active = experts
-    return round(3 * params / (1 + 2 * number / active))
+    near = mixtures(round(3 * params / (1 + 2 * number / active)))  # first guess: no shared experts, width 8/3
+    width, votes = widths_of_experts(near).value, near.most("model.experts.shared")
+    shared = votes.value if votes else 0
+    return round(params * (4 + 3 * width) / (4 + 3 * width * (number + shared) / (active + shared)))
+
+
+def widths_of_experts(near: Neighbours) -> Votes:
+    """Return the width of all experts that a token uses, shared ones included, / d_model."""
+    return near.middle(
+        near.values(lambda run: run.expert_width and run.arch.d_model and run.expert_width / run.arch.d_model)
+    )
 
 
 def find_reference(id: str) -> PublishedRun:

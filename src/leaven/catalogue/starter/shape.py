@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 from leaven.catalogue.laws import batches, evaluate
-from leaven.catalogue.neighbours import Neighbours, Votes, first_of_each, middle, neighbours
+from leaven.catalogue.neighbours import Neighbours, Votes, first_of_each, middle, mixtures, neighbours
 from leaven.catalogue.runs import PublishedRun, load_runs
-from leaven.catalogue.starter.draft import StarterDraft, StarterRequest
+from leaven.catalogue.starter.draft import StarterDraft, StarterRequest, widths_of_experts
 from leaven.catalogue.terms import terms
 from leaven.errors import InputError
 from leaven.recipe.shape import Activation, ModelShape, Positions
@@ -143,19 +143,11 @@ def _experts_of(request: StarterRequest, near: Neighbours) -> dict[str, Any] | N
     if request.experts is None:
         return None
     number, active = request.experts
-    shared, dense = (near.mixtures().most(f"model.experts.{name}") for name in ("shared", "dense_layers"))
+    shared, dense = (mixtures(near.params).most(f"model.experts.{name}") for name in ("shared", "dense_layers"))
     assert shared
     assert dense
     made = {"number": number, "active": active, "normalise": active > 1, "shared": shared.value}
     return made | {"dense_layers": dense.value, "router": "sigmoid" if shared.value else "softmax"}
-
-
-def _widths_of_experts(near: Neighbours) -> Votes:
-    """Return the width of all experts that a token uses / d_model in the nearest mixtures of experts."""
-    mixtures = near.mixtures()
-    return mixtures.middle(
-        mixtures.values(lambda run: run.expert_width and run.arch.d_model and run.expert_width / run.arch.d_model)
-    )
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
@@ -235,7 +227,7 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
         d_head = next(size for least, size in ((1_024, 128), (256, 64), (128, 32), (0, 16)) if width >= least)
         n_heads, kv_heads = round(width / d_head), 8 if _grouped(near) and width >= 2 * 8 * d_head else None
         ratio = (
-            _widths_of_experts(near).value
+            widths_of_experts(mixtures(near.params)).value
             if request.experts
             else usual_ff_ratio(str(stack["activation"]), n_heads, kv_heads or n_heads)
         )
@@ -358,14 +350,14 @@ def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours,
         "wanted": SEQUENCES_A_BATCH,
         "shortest": SHORTEST,
         "experts": model.experts,
-        "widths": _widths_of_experts(near) if model.experts else None,
-        "actives": near.mixtures().values(lambda run: run.arch.experts_per_token),
+        "widths": widths_of_experts(mixtures(near.params)) if model.experts else None,
+        "actives": mixtures(near.params).values(lambda run: run.arch.experts_per_token),
     }
     for name in _SIZES:
         draft.decide(f"model.{name}", getattr(model, name), **facts)
     for name in ("number", "active", "d_expert", "shared", "dense_layers") if model.experts else ():
         path = f"model.experts.{name}"
-        draft.decide(path, getattr(model.experts, name), **facts, votes=near.mixtures().most(path))
+        draft.decide(path, getattr(model.experts, name), **facts, votes=mixtures(near.params).most(path))
     if model.experts and model.experts.shared:
         draft.decide("model.experts.router", model.experts.router)
     if model.experts and not model.experts.normalise:
