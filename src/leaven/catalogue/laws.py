@@ -185,7 +185,7 @@ class Law(Sourced):
     params_definition: ParamsDefinition
     lr: Power | LogLinear | None = None  # peak learning rate of AdamW
     lr_batch: int | None = None  # batch in tokens for which the lr is valid; None: the batch that the law predicts
-    lr_batch_exponent: float | None = None  # in the law's data the best lr grows with this power of the batch
+    lr_batch_exponent: float | None = None  # in the law's own data, the best lr grows with batch^lr_batch_exponent
     batch: Power | None = None  # batch in tokens
     batch_kind: BatchKind | None = None  # optimal: the best batch; critical: a larger batch saves little time
     loss: LossLaw | None = None
@@ -227,8 +227,9 @@ APPROACH_3, REPLICATION = (
 def evaluate(params: float, tokens: float, *, params_non_embedding: float | None = None) -> list[LawRow]:
     """Return what each law predicts for a run of ``tokens`` tokens with ``params`` parameters.
 
-    For a mixture of experts ``params`` are those that a token uses: its compute is 6 N D with this N, which is also
-    the N of the law that was fitted to experts (arXiv 2502.05172).
+    For a mixture of experts, ``params`` are the parameters N that a token uses: training takes about 6 N D FLOPs. The
+    law that was fitted to mixtures of experts counts N in this way, too (arXiv 2502.05172).
+
     Laws that count parameters without the embeddings use ``params_non_embedding`` if it is given, else ``params``.
     Above 1B parameters the two counts are nearly equal, but for GPT-2 124M ``params`` is 45% larger.
 

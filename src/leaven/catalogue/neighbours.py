@@ -24,11 +24,12 @@ FACTOR = 4.0
 NEAREST = 3
 """At least this many lineages vote, even if they are not near, so that no lineage decides alone."""
 EDGE = 1.5
-"""With fewer than `NEAREST` near lineages, farther runs vote, too. Weights then fall to 0 at this factor beyond the
-farthest of them: if it is 10 times larger than the model, at 15 times."""
+"""If fewer than `NEAREST` lineages are near, farther runs vote, too. Weights then fall to 0 at this factor beyond the
+farthest run that votes: if this run is 10 times larger than the model, at 15 times the model's size."""
 LEAST_WEIGHT = 1e-6
 """Smallest weight of a vote; it is not 0, so that a single vote still counts."""
-# Weight of log2(tokens) in a distance; log2(parameters) has weight 1. Published values hardly depend on the tokens.
+# Weight of log2(tokens) in a distance, in which log2(parameters) has weight 1. It is small, because published values
+# hardly depend on the tokens.
 _TOKEN_WEIGHT = 0.125
 
 
@@ -144,8 +145,8 @@ def most_common(by: Mapping[str, Any]) -> Votes | None:
 def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Votes:
     """Return the values ``by`` of runs or laws together with their geometric median, exp(median of the logarithms).
 
-    With ``weights``, the median is weighted: half of the total weight is below the median. Half of a value's own
-    weight counts as below that value, and logarithms are interpolated linearly between values. Equal weights give the
+    With ``weights``, half of the total weight is below the median. Half of a value's own weight counts as below this
+    value, and logarithms are interpolated linearly between values. Values 1 and 4 with equal weights -> 2, the
     ordinary median.
     """
     if weights is None:

@@ -29,8 +29,8 @@ class Multipliers(Part):
     lr: Positive = 1.0
     init_std: NonNegative = 1.0
     weight_decay: NonNegative = 1.0
-    # A multiplier m replaces beta by beta ** m, which stays within (0, 1) and divides the half-life of Adam's moment
-    # by m.
+    # A multiplier m of a beta replaces the beta by beta ** m. The result is between 0 and 1, and the half-life of
+    # Adam's moment is divided by m: m = 2 -> half the half-life.
     beta1: Positive = 1.0
     beta2: Positive = 1.0
     eps: Positive = 1.0
@@ -136,9 +136,9 @@ class Hyperparameters(Part):
     residual: Positive = 1.0  # multiplies the output of every branch before it is added to the residual stream
     # A limit on the global gradient norm (0 switches clipping off), or a :class:`Clip`.
     grad_clip: Annotated[Clip, BeforeValidator(Clip.read), PlainSerializer(Clip.written)] = Clip(mode="global")
-    # Coefficient of the z-loss. Training minimises the loss + z_loss x log^2 Z of each token, where Z is the sum of
-    # the exponentials of the token's logits; the logged loss does not contain it. PaLM: 1e-4, OLMo 2: 1e-5. No rule
-    # scales it.
+    # Coefficient of the z-loss. Training minimises loss + z_loss x (log Z)^2 for each token, where Z is the sum of
+    # exp(logit) over the vocabulary. The logged loss is without the z-loss. PaLM: 1e-4, OLMo 2: 1e-5. No rule scales
+    # this coefficient.
     z_loss: NonNegative = 0.0
     modules: dict[str, Multipliers] = {}  # multipliers by the name of a module, such as mlp.out
     depth: DepthProfile = DepthProfile()

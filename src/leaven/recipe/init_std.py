@@ -36,7 +36,7 @@ class MatrixPlace:
 class Formula:
     """A formula for a standard deviation."""
 
-    text: str  # the formula in the letters that are the fields of :class:`MatrixPlace`
+    text: str  # the formula as printed; its letters are the fields of :class:`MatrixPlace`
     std: Callable[[MatrixPlace], float]
 
 
@@ -45,7 +45,7 @@ class Init:
     """A published initialisation: formulas for the std of each kind of matrix."""
 
     source: str
-    inputs: Formula  # for all matrices to which none of the other formulas applies
+    inputs: Formula  # for all matrices without another formula
     outputs: Formula  # for the matrices that write to the residual stream: attention.out and mlp.out
     embedding: Formula | None = None  # None: the formula ``inputs``
     unembedding: Formula | None = None  # also for a tied embedding; None: the formula ``inputs``

@@ -122,9 +122,9 @@ class EvaluationSettings(Part):
 class Average(Part):
     """An average of the weights over steps. A run computes, validates and saves it in addition to the weights.
 
-    Without a half-life the average is uniform over all tokens since its start. With a half-life it is an exponential
-    moving average: weights count half as much as those of ``half_life_tokens`` later. While the average is still
-    young, it is uniform, so the initial weights never count more than others.
+    Without a half-life, the average is uniform over all tokens since its start. With a half-life, it is an
+    exponential moving average: weights count half as much as weights ``half_life_tokens`` tokens later. A moving
+    average begins as a uniform average, so the initial weights never count more than others.
     """
 
     # Half-life of an exponential moving average in tokens; None: a uniform average.

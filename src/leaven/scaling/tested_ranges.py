@@ -22,8 +22,8 @@ TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
     Path(__file__).with_name("tested_ranges.toml").read_text(encoding="utf-8")
 )
 """For each rule: the lowest and the highest tested ratio on each axis, and the source."""
-# Warn beyond this change of the tokens per parameter: there the best weight decay is about twice as large or half as
-# large (Power Lines: the best timescale is proportional to (tokens per parameter)^-0.527).
+# Warn if the tokens per parameter change by more than this factor. At this factor, the best weight decay is about
+# twice or half as large (Power Lines: the best timescale is proportional to (tokens per parameter)^-0.527).
 TOKENS_PER_PARAMETER_FACTOR = 4.0
 # With Muon, warn beyond this ratio of batch or tokens: the sweeps of arXiv 2512.05620 move only width and depth.
 MUON_FACTOR = 4.0

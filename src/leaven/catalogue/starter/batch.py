@@ -18,8 +18,8 @@ BATCH_TOKENS_EXPONENT = 0.46
 """A published batch is converted to another number of tokens with this exponent: the median of Step Law 0.57, Zhang
 0.47, Power Lines 0.46 and 0.38, DeepSeek 0.33."""
 LEAST_STEPS = 1_250
-"""The batch is limited so that the run has at least this many steps; `leaven recipes check` reports fewer than
-1,000."""
+"""The batch is limited so that the run has at least this many steps, a little more than the 1,000 below which
+`leaven recipes check` reports a run."""
 FEWEST_STEPS = 200
 """If the batch is that of a reference run (``--from``), a run with fewer steps than this is refused."""
 LARGEST_CONSTANT = 8_400_000

@@ -184,7 +184,7 @@ class Evidence:
 
     @property
     def weight(self) -> float:
-        """Return the weight of the laws in :attr:`middle`; the weight of the published runs is 1 minus this weight.
+        """Return the weight of the laws in :attr:`middle`; the published runs have 1 minus this weight.
 
         The weight is 1/2 if all laws are within their fitted ranges, and 1/4 if no law is within its range.
         """

@@ -122,6 +122,7 @@ def _neighbours_step(draft: StarterDraft, near: Neighbours) -> None:
         ratio=size_ratio(run, near.params) if run else None,
         lost=list(_left_behind(run)) or None if run else None,
         factor=FACTOR,
+        experts=near.experts,
         runs=len(runs),
         close=len(near.close),
         all_close=len(near.close) == len(runs),
