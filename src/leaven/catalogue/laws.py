@@ -215,13 +215,8 @@ def find_law(name: str) -> Law:
     return next(law for law in LAWS if law.name == name)
 
 
-# The loss laws that predict the loss of every frontier's optimum; both were fitted to Chinchilla's runs.
-APPROACH_3, REPLICATION = (
-    frontier.sizes
-    for name in ("Chinchilla approach 3", "Besiroglu 2024 replication")
-    for frontier in FRONTIERS
-    if frontier.name == name and isinstance(frontier.sizes, LossLaw)
-)
+# The two laws that give a loss for every optimum: Chinchilla's approach 3, and its replication by Besiroglu et al.
+APPROACH_3, REPLICATION = (frontier.sizes for frontier in FRONTIERS if isinstance(frontier.sizes, LossLaw))
 
 
 def evaluate(params: float, tokens: float, *, params_non_embedding: float | None = None) -> list[LawRow]:

@@ -97,8 +97,7 @@ def z_loss(check: Check, case: Case) -> Check | None:
     if not (len(without) > 1 and value > 1.5 * highest and users):
         return None
     suggestions = [{"hyperparameters.z_loss": 1e-4}, case.at_base("lr", highest, math.floor)]
-    facts = {"highest": highest}
-    return replace(check, value=value, suggestions=suggestions, runs=users[:5], facts=facts)
+    return replace(check, value=value, suggestions=suggestions, runs=users[:5], facts={"highest": highest})
 
 
 def beta2(check: Check, case: Case) -> Check:
