@@ -24,7 +24,7 @@ FEWEST_STEPS = 200
 """If the batch is that of a reference run (``--from``), a run with fewer steps than this is refused."""
 LARGEST_CONSTANT = 8_400_000
 """Largest batch without a ramp in well-documented runs, in tokens (OLMo 2 13B and 32B). Larger batches were reached
-with a ramp (Llama 3 405B 16 M, Apertus 70B 16.8 M), or it is not published how."""
+with a ramp (Llama 3 405B 16 M, Apertus 70B 16.8 M), or their sources do not say how."""
 MOST_INCREMENTS = 16
 """A ramp starts at 1/2 to 1/16 of the batch and grows in increments of that size."""
 

@@ -157,8 +157,8 @@ def _smaller(model: ModelShape, count: Callable[[ModelShape], int]) -> Iterator[
     half, aspect = count(model) / 2, model.d_model / model.n_layers
     thinnest, widest = min(THINNEST, aspect / 2), max(WIDEST, aspect)
     shallowest = max(-(-model.n_layers // SHALLOWER), min(LEAST_DEPTH, model.n_layers))
-    if model.experts:
-        shallowest = max(shallowest, model.experts.dense_layers + 1)
+    if model.experts:  # at least LEAST_DEPTH layers have experts
+        shallowest = max(shallowest, min(model.experts.dense_layers + LEAST_DEPTH, model.n_layers))
     narrowest = max(LEAST_WIDTH, -(-model.d_model // NARROWER))
     for width in range(-(-narrowest // unit) * unit, model.d_model, unit):
         one, two = (count(_scaled(model, width, depth)) for depth in (shallowest, shallowest + 1))
