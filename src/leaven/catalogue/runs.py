@@ -285,12 +285,12 @@ class PublishedRun(Part):
         return self.arch.d_ff / self.arch.d_model if self.arch.d_ff and self.arch.d_model else None
 
     @property
-    def expert_width(self) -> int | None:
-        """Return the width of all experts that a token uses, shared ones included."""
+    def expert_ratio(self) -> float | None:
+        """Return the width of all experts that a token uses, shared ones included, / d_model."""
         arch = self.arch
-        if not (arch.d_expert and arch.experts_per_token):
+        if not (arch.d_expert and arch.experts_per_token and arch.d_model):
             return None
-        return (arch.experts_per_token + (arch.n_shared_experts or 0)) * arch.d_expert
+        return (arch.experts_per_token + (arch.n_shared_experts or 0)) * arch.d_expert / arch.d_model
 
     @property
     def query_groups(self) -> float | None:

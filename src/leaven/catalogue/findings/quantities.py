@@ -9,9 +9,10 @@ from dataclasses import replace
 from functools import cache
 from operator import attrgetter
 from statistics import median
+from typing import Any
 
 from leaven.catalogue import laws
-from leaven.catalogue.findings.case import Case, Check, OfRun
+from leaven.catalogue.findings.case import Case, Check
 from leaven.catalogue.laws import find_law, power_lines_tau
 from leaven.catalogue.neighbours import FACTOR, ratio, size_ratio
 from leaven.catalogue.runs import PublishedRun, find_run, load_runs
@@ -497,13 +498,11 @@ def expert_width(check: Check, case: Case) -> Check | None:
         return None
     used = model.experts.active + model.experts.shared
     d_expert = max(round(8 / 3 * model.d_model / used / 8), 1) * 8
-    checked = replace(
+    return _with_published(
         check,
         value=used * model.experts.d_expert / model.d_model,
-        suggestions=[{"model.experts.d_expert": d_expert, "model.d_ff": model.experts.active * d_expert}],
-    )
-    return _with_published(
-        checked, lambda run: run.arch.d_model and run.expert_width and run.expert_width / run.arch.d_model
+        of_run=attrgetter("expert_ratio"),
+        suggestions=[{"model.experts.d_expert": d_expert, "model.d_ff": used * d_expert}],
     )
 
 
@@ -522,29 +521,22 @@ def balance_loss(check: Check, case: Case) -> Check | None:
     if not experts or not experts.balanced_by_loss:
         return None
     usual = 1e-4 if experts.balanced_by_bias else 0.01
-    checked = replace(check, value=experts.balance_loss, suggestions=[{"model.experts.balance_loss": usual}])
-    return _with_published(checked, lambda run: run.optim and run.optim.moe_load_balance_loss)
+    return _with_published(check, suggestions=[{"model.experts.balance_loss": usual}])
 
 
 def bias_step(check: Check, case: Case) -> Check | None:
     experts = case.recipe.model.experts
-    if not experts or not experts.balanced_by_bias:
-        return None
-    checked = replace(check, value=experts.bias_step)
-    return _with_published(checked, lambda run: run.optim and run.optim.moe_bias_update_speed)
+    return _with_published(check) if experts and experts.balanced_by_bias else None
 
 
 def router_z_loss(check: Check, case: Case) -> Check | None:
-    experts = case.recipe.model.experts
-    if not experts:
-        return None
-    checked = replace(check, value=experts.router_z_loss)
-    return _with_published(checked, lambda run: run.optim and run.optim.moe_router_z_loss)
+    return _with_published(check) if case.recipe.model.experts else None
 
 
-def _with_published(check: Check, of_run: OfRun) -> Check:
-    """Return the check with the mixtures of experts for which ``of_run`` has a value, and the range of the values."""
-    known = [(run, value) for run in load_runs() if run.kind == "moe" and (value := of_run(run))]
+def _with_published(check: Check, **changes: Any) -> Check:
+    """Return the check with ``changes``, the mixtures of experts that publish the compared value, and their range."""
+    check = replace(check, **changes)
+    known = [(run, value) for run in load_runs() if run.kind == "moe" and (value := check.of_run(run))]
     values = [value for _, value in known]
     return replace(check, runs=[run for run, _ in known], facts={"least": min(values), "most": max(values)})
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,7 @@ def used_params(params: int, experts: tuple[int, int] | None) -> int:
 
 def widths_of_experts(near: Neighbours) -> Votes:
     """Return the width of all experts that a token uses, shared ones included, / d_model."""
-    return near.middle(
-        near.values(lambda run: run.expert_width and run.arch.d_model and run.expert_width / run.arch.d_model)
-    )
+    return near.middle(near.values(attrgetter("expert_ratio")))
 
 
 def find_reference(id: str) -> PublishedRun:
