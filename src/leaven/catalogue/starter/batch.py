@@ -218,9 +218,7 @@ def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
     The result is 2^k or 3 x 2^k, so that it splits evenly over GPUs. If the number of GPUs has an odd factor, the
     result is this factor times 2^k.
     """
-    odd = gpus
-    while odd % 2 == 0:
-        odd //= 2
+    odd = gpus // (gpus & -gpus)  # without its factors of 2
     bases = (1, 3) if odd == 1 else (odd,)
     sizes = [base << k for base in bases for k in range(48)]
     fitting = [size for size in sizes if size * seq_len <= most] or [min(sizes)]
