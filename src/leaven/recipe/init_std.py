@@ -140,7 +140,7 @@ INITS: Mapping[str, Init] = MappingProxyType(
             outputs=Formula("1 / sqrt(2 f (l + 1))", lambda at: 1 / math.sqrt(2 * at.f * (at.l + 1))),
         ),
         "fan-in": Init(
-            source="LeCun et al. 1998: StarCoder, SmolLM, and facebookresearch/lingua by default (no factor for depth)",
+            source="LeCun et al. 1998: StarCoder, SmolLM; facebookresearch/lingua by default (no factor for depth)",
             inputs=_FAN_IN,
             outputs=_FAN_IN,
             embedding=_LECUN,
