@@ -5,12 +5,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    PlainSerializer,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from leaven.recipe.base import Part
 from leaven.recipe.init_std import INITS, InitName
@@ -144,6 +139,8 @@ class Hyperparameters(Part):
     depth: DepthProfile = DepthProfile()
     muon: Muon | None = None  # only with optimizer = "muon", which sets a missing table to the defaults of Muon
 
+    added: ClassVar = ("muon", "z_loss")
+
     @model_validator(mode="before")
     @classmethod
     def _complete_muon(cls, values: Any) -> Any:
@@ -182,8 +179,6 @@ class Hyperparameters(Part):
                 'for example to 0.02, or use match = "adamw_rms"'
             )
         return self
-
-    added: ClassVar = ("muon", "z_loss")
 
     @model_validator(mode="after")
     def _validate_init(self) -> "Hyperparameters":
