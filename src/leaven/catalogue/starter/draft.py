@@ -89,8 +89,9 @@ def used_params(params: int, experts: tuple[int, int] | None) -> int:
         return params
     number, active = experts
     near = mixtures(round(3 * params / (1 + 2 * number / active)))  # first guess: no shared experts, width 8/3
-    width, votes = widths_of_experts(near).value, near.most("model.experts.shared")
-    shared = votes.value if votes else 0
+    width: float = widths_of_experts(near).value
+    votes = near.most("model.experts.shared")
+    shared: int = votes.value if votes else 0
     return round(params * (4 + 3 * width) / (4 + 3 * width * (number + shared) / (active + shared)))
 
 
