@@ -82,17 +82,17 @@ class StarterRequest:
 def used_params(params: int, experts: tuple[int, int] | None) -> int:
     """Return about how many of ``params`` parameters a token uses, if all layers have experts.
 
-    The experts have the shape of the nearest published ones. In a block, attention has 4 d_model^2 parameters, and
-    the experts that a token uses have 3 x width x d_model^2.
+    In a block, attention has 4 d_model^2 parameters. The experts that a token uses have 3 x ratio x d_model^2, where
+    ratio is their total width / d_model in the nearest published mixtures of experts.
     """
     if experts is None:
         return params
     number, active = experts
-    near = mixtures(round(3 * params / (1 + 2 * number / active)))  # first guess: no shared experts, width 8/3
-    width: float = widths_of_experts(near).value
+    near = mixtures(round(3 * params / (1 + 2 * number / active)))  # first guess: ratio 8/3, no shared experts
+    ratio: float = widths_of_experts(near).value
     votes = near.most("model.experts.shared")
     shared: int = votes.value if votes else 0
-    return round(params * (4 + 3 * width) / (4 + 3 * width * (number + shared) / (active + shared)))
+    return round(params * (4 + 3 * ratio) / (4 + 3 * ratio * (number + shared) / (active + shared)))
 
 
 def widths_of_experts(near: Neighbours) -> Votes:
