@@ -44,8 +44,8 @@ class Batch(Part):
     ramp: Ramp | None = None
     stages: Annotated[tuple[BatchStage, ...], Field(strict=False)] = ()
     stages_rule: RampRule | None = None  # like ``ramp.rule``, for ``stages``; None is "fixed"
-    # Sequences per forward pass of a rank; auto: the fastest, timed when the run starts. If it does not divide the
-    # batch, the micro-batches are as equal as possible.
+    # Sequences per forward pass of a rank; auto: the fastest number, timed when the run starts. If this number does
+    # not divide the batch, the micro-batches are as equal as possible.
     micro_batch: Count | Literal["auto"] = "auto"
 
     @model_validator(mode="after")

@@ -45,9 +45,9 @@ class Base(Part):
     depth: Depth  # n_layers
     batch_tokens: Count
     tokens: Count  # training tokens
-    d_ff: Width | None = None  # None: d_ff / d_model is that of the recipe's model
-    d_head: Width | None = None  # None: d_head of the recipe's model
-    n_kv_heads: Width | None = None  # None: n_heads / n_kv_heads is that of the recipe's model
+    d_ff: Width | None = None  # None: the base has d_ff / d_model of the recipe's model
+    d_head: Width | None = None  # None: the base has d_head of the recipe's model
+    n_kv_heads: Width | None = None  # None: the base has n_heads / n_kv_heads of the recipe's model
 
 
 class Scaling(Part):
@@ -57,14 +57,16 @@ class Scaling(Part):
     """
 
     rule: RuleName = "complete-d-p"
-    # Each residual branch is multiplied by depth^-alpha, and the lr inside the blocks by depth^(alpha-1).
+    # Each residual branch is multiplied by depth^-alpha, and the lr inside the blocks by depth^(alpha-1), where depth
+    # is n_layers / the base's. Depth 12 -> 24 with alpha = 1: branches / 2, lr unchanged.
     alpha: float = Field(default=1.0, ge=0.5, le=1)
-    # t: the lr is proportional to (training tokens)^-t; published values are 0.3 to 0.5.
+    # The exponent t in lr ~ (training tokens)^-t; published values are 0.3 to 0.5.
     token_exponent: float = Field(default=0.5, ge=0, le=1)
     # 95% interval of token_exponent, measured by ``leaven check duration``; outside it, ``leaven transfer`` warns.
     token_exponent_interval: tuple[float, float] | None = Field(default=None, strict=False)
-    # Multiplies the weight decay of hidden weights by depth^(1-alpha). If alpha < 1, their lr falls with depth, and
-    # this factor keeps lr x decay x steps constant. CompleteP and Complete(d)P do not apply it.
+    # Whether the weight decay of hidden weights is multiplied by depth^(1-alpha). With alpha < 1 the lr of hidden
+    # weights falls with depth, and this factor keeps lr x decay x steps constant. CompleteP and Complete(d)P have no
+    # such factor.
     scale_decay_with_depth: bool = False
     base: Base | None = None
 
