@@ -97,18 +97,13 @@ class LossLaw(Part):
         return self.irreducible + self.a / math.pow(params, self.alpha) + self.b / math.pow(tokens, self.beta)
 
     def worth_in_tokens(self, tokens: float, nats: float) -> float:
-        """Return the factor by which a run of ``tokens`` tokens must be longer to lower its loss by ``nats``.
-
-        The result is infinite if no number of tokens lowers the loss that far.
-        """
+        """Return the factor by which a run of ``tokens`` tokens must be longer to lower its loss by ``nats``, or inf if
+        no run is long enough."""
         reducible = self.b / math.pow(tokens, self.beta)
         return math.pow(1 - nats / reducible, -1 / self.beta) if nats < reducible else math.inf
 
     def optimal_params(self, flops: float) -> float:
-        """Return the number of parameters N with the lowest loss for a budget of 6 N D = ``flops`` training FLOPs.
-
-        The formula is equation 4 of arXiv 2203.15556.
-        """
+        """Return the parameters N with the lowest loss for 6 N D = ``flops`` FLOPs (arXiv 2203.15556, equation 4)."""
         both = self.alpha + self.beta
         scale = math.pow(self.alpha * self.a / (self.beta * self.b), 1 / both)
         return scale * math.pow(flops / 6, self.beta / both)
@@ -263,29 +258,22 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
 
 
 def main_laws(model: ModelShape, tokens: int) -> list[LawRow]:
-    """Return what each law predicts for a run of a model. Of a law with several forms only the main form is used.
-
-    A mixture of experts counts with the parameters that a token uses.
-    """
+    """Return what each law predicts for a run of a model; of a law with several forms, only the main form."""
     rows = evaluate(model.params_active, tokens, params_non_embedding=model.params_non_embedding)
     return [row for row in rows if row.form_of is None]
 
 
 def power_lines_tau(params: float, tokens: float) -> float:
-    """Return the AdamW timescale that the Power Lines law (arXiv 2505.13738) predicts as best, as a share of the run.
-
-    The timescale is batch / (lr x weight decay x tokens).
-    """
+    """Return the best timescale of AdamW, batch / (lr x weight decay x tokens), by Power Lines (arXiv 2505.13738)."""
     tau = find_law("Power Lines 2025 timescale").tau
     assert tau
     return tau.at(Point(params, tokens, 1, 1))
 
 
 def batches(laws: Iterable[LawRow], kind: BatchKind) -> dict[str, float]:
-    """Return the batch size that each law predicts, in tokens, by the law's name.
+    """Return the optimal or critical batch sizes (``kind``) that laws predict, in tokens, by the law's name.
 
-    ``kind`` selects optimal or critical batch sizes. Laws that predict none of this kind are left out. Of a law with
-    several forms, only the main form is included.
+    Of a law with several forms, only the main form is included.
     """
     return {
         law.law: law.batch_tokens for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of

@@ -179,11 +179,7 @@ class Neighbours:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the runs whose values count, the nearest in size first.
-
-        All runs within `FACTOR` of the model's size count. If they are fewer than `NEAREST`, the nearest `NEAREST`
-        runs count.
-        """
+        """Return the runs within `FACTOR` of the model's size, but at least the nearest `NEAREST`, nearest first."""
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
 
@@ -213,17 +209,12 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return the values ``by`` (run id -> value) together with their weighted median.
-
-        The closer a run is to the model in size, the more weight it has.
-        """
+        """Return values by run id together with their weighted median; nearer sizes have more weight."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
-        """Return the published values at a path of a recipe, with the most frequent value as the chosen one.
-
-        In a tie, the value of the nearest run is chosen. Return None if no run publishes a value.
-        """
+        """Return the published values at a path of a recipe and the most frequent one (in a tie, that of the nearest
+        run), or None if no run publishes a value."""
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:

@@ -11,10 +11,7 @@ from leaven.recipe.recipe import Recipe, flatten
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
-    """Return (first batch in tokens, tokens after which the batch has its full size).
-
-    Both are None if the batch never grows.
-    """
+    """Return (first batch in tokens, tokens after which the batch has its full size), or Nones if it never grows."""
     if recipe.batch.ramp is not None:
         return recipe.batch.ramp.start_tokens, recipe.batch.ramp.over_tokens
     sizes = recipe.batch.sizes
@@ -27,11 +24,7 @@ def _clip(recipe: Recipe) -> float | None:
 
 
 def _optimizer(recipe: Recipe) -> str:
-    """Return the optimizer's name, or `L2_DECAY` for ``adam`` with weight decay.
-
-    The name "adam" alone would look equal to the Adam of a published run. But ``adam`` in a recipe adds the decay to
-    the gradient, and papers that write Adam mean AdamW.
-    """
+    """Return the optimizer's name, or `L2_DECAY` for ``adam`` with weight decay: a paper's Adam is AdamW."""
     tuned = recipe.hyperparameters
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
 

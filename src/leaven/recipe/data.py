@@ -79,9 +79,6 @@ class Data(Part):
 
     @property
     def proportions(self) -> tuple[Fraction, ...]:
-        """Return the fraction of the samples that each source provides: its weight / the sum of all weights.
-
-        The fraction is exact: a weight of 0.1 counts as 1/10, not as the nearest binary number.
-        """
+        """Return the share of samples from each source: its weight / the sum of all weights, where 0.1 is 1/10."""
         weights = [Fraction(repr(source.weight)) for source in self.sources]
         return tuple(weight / sum(weights) for weight in weights)

@@ -29,8 +29,7 @@ def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
     """Return the recipe in a TOML file, with ``a.b=value`` overrides applied before validation.
 
     Raises:
-        InputError: if the file cannot be read, is not TOML, or is not a recipe; the message names file, key and
-            remedy.
+        InputError: if the file is not a valid recipe; the message names file, key and remedy.
     """
     return parse_recipe(read_text(path), str(path), overrides)
 

@@ -71,10 +71,7 @@ class Clip(Part):
 
     @staticmethod
     def read(value: Any) -> Any:
-        """Convert a plain number to a table with mode ``global`` and this number as ``limit``.
-
-        Any other value is returned unchanged.
-        """
+        """Return a plain number as a table with mode ``global`` and this limit, and any other value unchanged."""
         return {"mode": "global", "limit": value} if isinstance(value, int | float | str) else value
 
     def written(self) -> Any:

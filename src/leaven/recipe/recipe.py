@@ -204,7 +204,7 @@ class Tuning(Part):
         return self
 
 
-# Parts of a recipe that do not affect the loss.
+# Parts of a recipe that change at most the last bits of the loss.
 NOT_NUMBERS = {"name", "why", "layout", "tuning"}
 
 
@@ -369,18 +369,14 @@ Difference = tuple[str, Any, Any]  # dotted path, value in the first recipe, val
 
 
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the values in which two recipes differ, as (dotted path, value in a, value in b).
-
-    Name, reasons, layout and search settings are not compared, because they change at most the last bits of the loss.
-    """
+    """Return the differences between two recipes, without `NOT_NUMBERS`, which change at most the last bits of the
+    loss."""
     return differing(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
 
 
 def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the differences between two recipes in layout and micro-batch, as (dotted path, value in a, value in b).
-
-    Layout and micro-batch change only the order in which numbers are summed, and so only the last bits of the loss.
-    """
+    """Return the differences between two recipes in layout and micro-batch, which change only the order of sums, and
+    so only the last bits of the loss."""
     return differing(*(recipe.model_dump(include={"layout": True, "batch": {"micro_batch"}}) for recipe in (a, b)))
 
 

@@ -318,10 +318,7 @@ class ModelShape(Part):
 
     @property
     def roles(self) -> dict[str, Role]:
-        """Return the role of each module, by the module's name.
-
-        The parameters of the module ``biases`` have different roles; its role is that of its last parameter.
-        """
+        """Return the role of each module by name; that of ``biases`` is the role of its last parameter."""
         return {parameter.module: parameter.role for parameter in self.parameters()}
 
     @property

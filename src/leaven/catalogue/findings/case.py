@@ -145,11 +145,8 @@ class Case:
 
     @cached_property
     def neighbours(self) -> tuple[PublishedRun, ...]:
-        """Return at most five published runs within a factor of 4 of the recipe's size, one of each lineage.
-
-        A lineage is a group of runs that copied one another's lr. Runs with AdamW and the recipe's ``norm_placement``
-        and ``qk_norm`` come before all other runs. Among equals, the run nearest in size comes first.
-        """
+        """Return at most `VOTES` runs within a factor of 4 of the recipe's size, in the order of
+        :func:`leaven.catalogue.neighbours.neighbours`: one of each lineage."""
         return self.size.near.close[:VOTES]
 
     @cached_property
@@ -172,10 +169,8 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of the hidden weights, except the last matrix of each residual branch.
-
-        Weights with an init std of 0 do not count. If all have 0, return 0.
-        """
+        """Return the median init std of the hidden weights, without the last matrices of branches and weights with a
+        std of 0; return 0 if no other weight is left."""
         stds: list[float] = [
             row.init_std
             for row in self.rows
@@ -242,9 +237,6 @@ class Case:
         return {"batch.tokens": self.sequences(tokens)} | gone
 
     def with_tokens(self, tokens: int) -> Suggestion:
-        """Return the change of the recipe to a run of ``tokens`` tokens.
-
-        A warm-up that is longer than the new run is shortened to 1% of the new run.
-        """
+        """Return the change to a run of ``tokens`` tokens; a longer warm-up is shortened to 1% of the new run."""
         longer = self.recipe.schedule.warmup_tokens > tokens
         return {"data.tokens": tokens} | ({"schedule.warmup_tokens": tokens // 100} if longer else {})

@@ -102,10 +102,7 @@ def z_loss(check: Check, case: Case) -> Check | None:
 
 
 def beta2(check: Check, case: Case) -> Check:
-    """Compare beta2 with limits that depend on the batch.
-
-    Adam's default of 0.999 is usual at small batches, but rare in runs with half a million tokens a batch.
-    """
+    """Compare beta2 with limits that depend on the batch: 0.999 is usual only at small batches."""
     known = [run.optim.beta2 for run in case.runs if run.optim and run.optim.beta2]
     if case.batch <= _SMALL_BATCH:
         check = replace(check, **check.otherwise)
@@ -114,10 +111,9 @@ def beta2(check: Check, case: Case) -> Check:
 
 
 def weight_decay(check: Check, case: Case) -> Check | None:
-    """Compare the weight decay with published values. Return None if the scaling rule raises the decay.
+    """Compare the weight decay with published values, unless the scaling rule changes the decay.
 
-    Some rules divide the lr by a factor and multiply the decay by the same factor. Then the check ``timescale``
-    compares the product of both.
+    A rule that multiplies the decay divides the lr; the check ``timescale`` compares the product of both.
     """
     tuned = case.recipe.hyperparameters
     moved = check.value and ratio(check.value, tuned.weight_decay) > 1.02
@@ -125,10 +121,7 @@ def weight_decay(check: Check, case: Case) -> Check | None:
 
 
 def l2_decay(check: Check, case: Case) -> Check | None:
-    """Report weight decay with the optimizer ``adam``, which adds the decay to the gradient before normalising it.
-
-    Published decays are for AdamW, even where a paper writes Adam, so they cannot be compared.
-    """
+    """Report weight decay with the optimizer ``adam``: published decays are for AdamW, even if a paper says Adam."""
     return check if case.recipe.hyperparameters.optimizer == "adam" and check.value else None
 
 

@@ -184,10 +184,7 @@ class Evidence:
 
     @property
     def weight(self) -> float:
-        """Return the weight of the laws in :attr:`middle`; the published runs have 1 minus this weight.
-
-        The weight is 1/2 if all laws are within their fitted ranges, and 1/4 if no law is within its range.
-        """
+        """Return the weight of the laws in :attr:`middle`: 1/2 if all are in their fitted ranges, 1/4 if none is."""
         return (1 + self.inside / len(self.laws.by)) / 4
 
     @property
@@ -209,13 +206,8 @@ def derivation_step(
     values: Mapping[str, Any] | None = None,
     sources: Sequence[str] = (),
 ) -> DerivationRow:
-    """Return one step in the derivation of a recipe.
-
-    Args:
-        lines: the reasons.
-        values: the values that the step sets, by path.
-        sources: the runs and laws used; duplicates are removed.
-    """
+    """Return one step in the derivation of a recipe: its reasons (``lines``), the values that it sets, by path, and
+    the runs and laws that it uses, without duplicates."""
     once = list(dict.fromkeys(sources))
     return DerivationRow(
         step=number, title=title, values=dict(values or {}), lines=list(lines), reason="; ".join(lines), sources=once
@@ -241,11 +233,8 @@ class StarterDraft:
         return BatchSchedule(Batch.model_validate(self.document["batch"]).sizes)
 
     def decide(self, path: str, value: Any, message: str | None = None, **facts: Any) -> None:
-        """Set a value and its reason.
-
-        ``message`` is the key of the reason's text in ``messages.toml``, by default ``path``. ``facts`` fill in the
-        fields of the text.
-        """
+        """Set a value and its reason: the text ``message`` (by default ``path``) of ``messages.toml``, filled with
+        ``facts``."""
         set_path(self.document, path, value)
         self._open[path] = {"value": value, "reference": self.reference} | facts
         self.why[path] = sentence("reasons", message or path, self._open[path])

@@ -121,10 +121,9 @@ def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
 
 
 def trials_worth(each: float) -> int:
-    """Return the largest number of trials in `TRIALS` that costs at most `SHARE` of the run.
+    """Return the largest number in `TRIALS` that costs at most `SHARE` of the run, or else the smallest number.
 
-    If every number in `TRIALS` costs more, return the smallest number. ``each`` is the cost of one trial as a share
-    of the run.
+    ``each`` is the cost of one trial as a share of the run.
     """
     return next((trials for trials in TRIALS if trials * each <= SHARE), TRIALS[-1])
 

@@ -271,10 +271,7 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near the model's size, without runs from before the year `RECENT`.
-
-    A lineage is a group of runs that copied one another's lr. If no run is left, return the neighbours' runs.
-    """
+    """Return the newest run of each lineage near the size, from the year `RECENT` on, or else the neighbours."""
     newest = first_of_each(reversed(sorted(near.of_size(), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 
