@@ -56,8 +56,8 @@ class Check:
     path: str  # dotted path of the recipe's value that a finding is about
     message: str | Sequence[str]  # templates, see `leaven.catalogue.messages`
     usual: Sequence[float | str] = ()  # a value beyond this range gives a note
-    outside: Sequence[float | str] = ()  # a value beyond this range is outside
-    far: Sequence[float | str] = ()  # a value beyond this range is far outside
+    outside: Sequence[float | str] = (-math.inf, math.inf)  # a value beyond this range is outside
+    far: Sequence[float | str] = (-math.inf, math.inf)  # a value beyond this range is far outside
     otherwise: Mapping[str, Any] = field(default_factory=dict)  # replaces usual, outside, far for some recipes
     trained: Bounds | None = None  # beyond this range a value is "outside", even if a search found it
     source: str = "the published runs"  # evidence in addition to the runs that a finding names
