@@ -7,7 +7,8 @@ The method:
   itself if tuning is not worth its cost. The scaling rule then converts them for the target.
 - The evidence is empirical laws and published runs. Each lineage (runs that copied one another's lr) has one vote.
   The lineages within a factor of 4 of the target's size vote. If these are fewer than three, the nearest three
-  lineages vote. The farther a run is from this size, the less weight its vote has.
+  lineages vote. The farther a run is from this size, the less weight its vote has. For a mixture of experts, the size
+  is the number of parameters that a token uses, and mixtures of experts vote beside dense runs.
 - Values are converted before they are averaged. A published lr is converted to the size and batch of the new recipe,
   a published batch to the tokens of the new recipe, and the lr of a law to the batch of the new recipe.
 - All laws together have as much weight as all published runs together. Laws outside their fitted range have less.
