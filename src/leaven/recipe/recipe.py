@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from leaven.recipe.base import Part
 from leaven.recipe.batch import Batch, BatchSchedule, Count
@@ -69,16 +69,6 @@ class Scaling(Part):
     # such factor.
     scale_decay_with_depth: bool = False
     base: Base | None = None
-
-    @field_validator("rule", mode="before")
-    @classmethod
-    def _refuse_the_removed_rule(cls, rule: Any) -> Any:
-        if rule == "complete-d-p-printed":
-            raise ValueError(
-                'the rule complete-d-p-printed was removed; write rule = "complete-d-p", which differs only in the '
-                "eps of the final norm"
-            )
-        return rule
 
 
 class Precision(Part):
