@@ -34,7 +34,7 @@ L2_DECAY = "adam, L2 decay"
 _OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
     "model.vocab_size": lambda run: run.arch.vocab_padded or run.arch.vocab_size,
     "model.positions": lambda run: "rope" if run.arch.positional == "rotary" else run.arch.positional,
-    # A mixture of experts that publishes no MLP width has no layer without experts.
+    # A mixture of experts without a d_ff has no layer without experts.
     "model.experts.dense_layers": lambda run: (
         0 if run.kind == "moe" and run.arch.d_ff is None else run.arch.n_dense_layers
     ),

@@ -138,12 +138,13 @@ def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"d_ff": used * d_expert, "experts": {**experts, "d_expert": d_expert}}
 
 
-def _experts_of(request: StarterRequest, near: Neighbours) -> dict[str, Any] | None:
+def _experts_of(request: StarterRequest) -> dict[str, Any] | None:
     """Return the experts without d_expert, as most of the nearest published mixtures of experts have them."""
     if request.experts is None:
         return None
     number, active = request.experts
-    shared, dense = (mixtures(near.params).most(f"model.experts.{name}") for name in ("shared", "dense_layers"))
+    near = mixtures(request.params_active)
+    shared, dense = near.most("model.experts.shared"), near.most("model.experts.dense_layers")
     assert shared
     assert dense
     made = {"number": number, "active": active, "normalise": active > 1, "shared": shared.value}
@@ -226,13 +227,11 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
     else:
         d_head = next(size for least, size in ((1_024, 128), (256, 64), (128, 32), (0, 16)) if width >= least)
         n_heads, kv_heads = round(width / d_head), 8 if _grouped(near) and width >= 2 * 8 * d_head else None
-        ratio = (
-            widths_of_experts(mixtures(near.params)).value
-            if request.experts
-            else usual_ff_ratio(str(stack["activation"]), n_heads, kv_heads or n_heads)
-        )
+        ratio = usual_ff_ratio(str(stack["activation"]), n_heads, kv_heads or n_heads)
+        if request.experts:
+            ratio = float(widths_of_experts(mixtures(near.params)).value)
         proportions = Proportions(aspect, ratio, d_head, n_kv_heads=kv_heads)
-    return shape_of(request.params, width, proportions, fixed, _experts_of(request, near))
+    return shape_of(request.params, width, proportions, fixed, _experts_of(request))
 
 
 def _usual_aspect(near: Neighbours) -> float:
@@ -317,7 +316,7 @@ def _predicted_batch(request: StarterRequest) -> float:
 def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
     """Add the values of ``model``, a shape from :func:`choose_shape`, to the draft as one step, with reasons."""
     run, lengths, predicted = near.reference, _lengths(near), _predicted_batch(request)
-    aspects, grouped = middle(near.values(lambda run: run.aspect)), _grouped(near)
+    aspects, grouped, experts = middle(near.values(lambda run: run.aspect)), _grouped(near), mixtures(near.params)
     shares_heads = model.n_kv_heads < model.n_heads
     shortened = not request.seq_len and model.seq_len < lengths.value / 1.5
     facts: dict[str, Any] = {
@@ -347,14 +346,14 @@ def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours,
         "wanted": SEQUENCES_A_BATCH,
         "shortest": SHORTEST,
         "experts": model.experts,
-        "widths": widths_of_experts(mixtures(near.params)) if model.experts else None,
-        "actives": mixtures(near.params).values(lambda run: run.arch.experts_per_token),
+        "widths": widths_of_experts(experts),
+        "actives": experts.values("model.experts.active"),
     }
     for name in _SIZES:
         draft.decide(f"model.{name}", getattr(model, name), **facts)
     for name in ("number", "active", "d_expert", "shared", "dense_layers") if model.experts else ():
         path = f"model.experts.{name}"
-        draft.decide(path, getattr(model.experts, name), **facts, votes=mixtures(near.params).most(path))
+        draft.decide(path, getattr(model.experts, name), **facts, votes=experts.most(path))
     if model.experts and model.experts.shared:
         draft.decide("model.experts.router", model.experts.router)
     if model.experts and not model.experts.normalise:
