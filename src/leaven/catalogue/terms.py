@@ -11,7 +11,7 @@ from leaven.recipe.recipe import Recipe, flatten
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
-    """Return (first batch in tokens, tokens after which the batch has its full size), or Nones if it never grows."""
+    """Return (first batch in tokens, tokens after which it has its full size); (None, None): it never grows."""
     if recipe.batch.ramp is not None:
         return recipe.batch.ramp.start_tokens, recipe.batch.ramp.over_tokens
     sizes = recipe.batch.sizes
@@ -24,7 +24,10 @@ def _clip(recipe: Recipe) -> float | None:
 
 
 def _optimizer(recipe: Recipe) -> str:
-    """Return the optimizer's name, or `L2_DECAY` for ``adam`` with weight decay: a paper's Adam is AdamW."""
+    """Return the optimizer's name, or `L2_DECAY` for ``adam`` with weight decay.
+
+    The name "adam" alone would look equal to the Adam of a paper, which is AdamW.
+    """
     tuned = recipe.hyperparameters
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
 

@@ -79,6 +79,6 @@ class Data(Part):
 
     @property
     def proportions(self) -> tuple[Fraction, ...]:
-        """Return the share of samples from each source: its weight / the sum of all weights, where 0.1 is 1/10."""
+        """Return the share of samples from each source: its weight / the sum of all weights; 0.1 is exactly 1/10."""
         weights = [Fraction(repr(source.weight)) for source in self.sources]
         return tuple(weight / sum(weights) for weight in weights)
