@@ -138,7 +138,8 @@ def _proxy(started: StarterRecipes) -> Recipe | None:
 def _with_gpu_hours(started: StarterRecipes, proxy: Recipe) -> StarterRecipes:
     """Return the recipes, with the planned GPU-hours of all trials in the step about the proxy.
 
-    The hours are those of `leaven plan` on the smallest cluster for the proxy. They are left out if it has no plan.
+    The hours are those of `leaven plan` on the smallest cluster for the proxy. They are left out if there is no plan,
+    or if they are less than 1, as for a proxy that a CPU can train.
     """
     tuning = started.tuning
     assert tuning.proxy
@@ -148,6 +149,8 @@ def _with_gpu_hours(started: StarterRecipes, proxy: Recipe) -> StarterRecipes:
         return started
     cluster = found.job.cluster
     hours = tuning.proxy.trials * cluster_cost(cluster, found.seconds).gpu_hours
+    if hours < 1:
+        return started
     line = sentence("tuning", "planned", {"trials": tuning.proxy.trials, "hours": hours, "cluster": cluster})
     steps = (
         derivation_step(step.step, step.title, [*step.lines, line], step.values, step.sources)
