@@ -175,7 +175,8 @@ def test_experts_count_with_the_parameters_that_a_token_uses() -> None:
     routers = 24 * 64 * 1024
     assert case.params == other.params + routers
     assert case.size.tokens_per_parameter == pytest.approx(8e9 / (other.params + routers))
-    assert [run.id for run in case.neighbours] == [run.id for run in other.neighbours]
+    assert case.neighbours[0].id == "olmoe-1b-7b"  # mixtures of experts come first
+    assert {run.id for run in case.neighbours[1:]} < {run.id for run in other.neighbours}
     for ours, theirs in zip(case.size.laws, other.size.laws, strict=True):
         assert ours.lr == pytest.approx(theirs.lr, rel=0.01)
     assert found(sparse) == []

@@ -47,7 +47,7 @@ def test_a_recipe_that_copies_a_run_has_no_difference(recipe: Recipe) -> None:
 
 def test_values_without_a_counterpart_are_listed_separately(recipe: Recipe) -> None:
     of_run = {row.path for row in diff_in_terms(find_run("deepseek-v3"), recipe) if not row.counterpart}
-    assert {"arch.kv_lora_rank", "optim.moe_bias_update_speed"} <= of_run
+    assert "arch.kv_lora_rank" in of_run
     assert not {"arch.norm_placement", "arch.gated", "schedule.shape_note"} & of_run  # as in a recipe; free text
     tuned = recipe.replace({"hyperparameters.modules": {"embedding": {"lr": 4.0}}})
     alone: dict[str, Any] = dict(without_counterpart(tuned))
@@ -64,7 +64,12 @@ def test_experts_are_compared(recipe: Recipe) -> None:
     }
     assert found["model.experts.active"] == (8, 4)
     assert found["model.experts.router_z_loss"] == (0.001, 0.0)
-    assert "model.experts.number" not in found  # equal
+    assert not {"model.experts.number", "model.experts.balance_loss", "optim.moe_load_balance_loss"} & set(
+        found
+    )  # equal
+    by_bias = recipe.replace({"model.experts": experts | {"balance": "bias"}, "model.bias": False})
+    assert "model.experts.balance_loss" not in terms(by_bias)  # not used
+    assert terms(by_bias)["model.experts.bias_step"] == 0.001
 
 
 def test_a_recipe_is_compared_by_its_resolved_values(recipe: Recipe) -> None:

@@ -1,5 +1,7 @@
 """`leaven new` derives a target and its proxy from one base."""
 
+import re
+
 import pytest
 
 from leaven.catalogue.findings import findings
@@ -7,6 +9,8 @@ from leaven.catalogue.starter.base import tuned_bases
 from leaven.catalogue.starter.draft import StarterRequest
 from leaven.catalogue.starter.proxy import SHARE, SMALLEST, WORTH, trials_worth
 from leaven.errors import InputError
+from leaven.planning.hardware import cluster_for, parse_cluster
+from leaven.planning.plan import plan_recipe
 from leaven.planning.start import StarterRecipes, start
 from leaven.recipe.shape import Role
 from leaven.recipe.units import parse_quantity
@@ -37,6 +41,25 @@ def test_a_value_is_not_called_outside_by_a_factor_of_1(starts: dict[tuple[str, 
     lines = [line for started in starts.values() for step in started.steps for line in step.lines]
     assert any("beta1" in line and "published" in line for line in lines)
     assert not [line for line in lines if line.partition(": outside by a factor of ")[2] == "1"]
+
+
+@pytest.mark.parametrize("experts", [None, (64, 8)])
+@pytest.mark.parametrize("gpus", [8, 64, 512])
+def test_the_hours_of_the_search_are_those_of_the_plan_of_its_trials(
+    gpus: int, experts: tuple[int, int] | None
+) -> None:
+    """With an assumed MFU of 40% they were a third of the planned hours for experts."""
+    request = StarterRequest("wheat", 7_000_000_000, 140_000_000_000, experts=experts, gpus=gpus)
+    started = start(request, parse_cluster(f"{gpus}xH100"))
+    assert started.proxy
+    assert started.tuning.proxy
+    planned = plan_recipe(started.proxy, cluster_for(started.proxy)).document()
+    gpu_hours = planned.gpu_hours * started.tuning.proxy.trials
+    lines = next(step.lines for step in started.steps if step.title == "proxy")
+    for text in (started.tuning.reason, lines[-1]):
+        said = re.search(r"about ([\d,.]+) GPU-hours on 1xH100", text)
+        assert said
+        assert float(said[1].replace(",", "")) == pytest.approx(gpu_hours, rel=0.05)
 
 
 @pytest.mark.parametrize("size", SIZES, ids="-".join)

@@ -115,7 +115,6 @@ def test_overrides(tiny_file: Path, override: str, path: tuple[str, ...], value:
             r"no module 'attention.quary' .* did you mean attention.query\?",
         ),
         ("scaling.base={width = 20, depth = 1, batch_tokens = 1, tokens = 1}", r"scaling.base: width 20 is not"),
-        ("scaling.rule=complete-d-p-printed", 'was removed; write rule = "complete-d-p"'),
         ("name.x=3", "name is a value, not a table"),
         ("nothing", "write --set key.subkey=value"),
     ],

@@ -183,11 +183,8 @@ def test_init_and_rule_never_both_scale_the_std(tiny: Recipe, init: str, rule: s
                 assert row.init_std == INITS[init].std(parameter, big.model.n_layers, big.model.gated)
         if rule in SCALES_BRANCHES and grown is DEEPER:
             out = table["layers.3.attention.out.weight"]
-            assert (out.multiplier, out.init_std) == (0.5, start_std(start))
-
-
-def start_std(recipe: Recipe) -> float:
-    return parameter_table(recipe)["layers.1.attention.out.weight"].init_std
+            before = parameter_table(start)["layers.1.attention.out.weight"].init_std
+            assert (out.multiplier, out.init_std) == (0.5, before)
 
 
 def test_multipliers_of_modules_and_depth_multiply_a_named_init(tiny: Recipe) -> None:

@@ -14,22 +14,14 @@ N, L, B, D = 4.0, 8.0, 2.0, 32.0
 AT = Ratios(width=N, depth=L, batch=B, tokens=D)
 DECAYED = (Role.EMBEDDING, Role.HIDDEN_WEIGHT, Role.EXPERT_WEIGHT, Role.ROUTER, Role.UNEMBEDDING, Role.TIED_EMBEDDING)
 # Shapes at the base; the target is N times wider by more heads of the same size.
-SHAPES = {
-    Role.EMBEDDING: ((100, 16), (100, 64)),
-    Role.EMBEDDING_NORM: ((16,), (64,)),
-    Role.EMBEDDING_BIAS: ((16,), (64,)),
+SHAPES: dict[Role, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    **dict.fromkeys(Role, ((16,), (64,))),
+    **dict.fromkeys((Role.EMBEDDING, Role.UNEMBEDDING, Role.TIED_EMBEDDING), ((100, 16), (100, 64))),
     Role.HIDDEN_WEIGHT: ((48, 16), (192, 64)),
-    Role.HIDDEN_BIAS: ((16,), (64,)),
-    Role.HIDDEN_NORM: ((16,), (64,)),
-    Role.OUTPUT_NORM: ((16,), (64,)),
-    Role.QK_NORM: ((8,), (8,)),
-    Role.FINAL_NORM: ((16,), (64,)),
-    Role.FINAL_BIAS: ((16,), (64,)),
     Role.EXPERT_WEIGHT: ((8, 48, 16), (8, 192, 64)),
     Role.ROUTER: ((8, 16), (8, 64)),
-    Role.UNEMBEDDING: ((100, 16), (100, 64)),
+    Role.QK_NORM: ((8,), (8,)),
     Role.UNEMBEDDING_BIAS: ((100,), (100,)),
-    Role.TIED_EMBEDDING: ((100, 16), (100, 64)),
 }
 
 
@@ -47,59 +39,46 @@ ONE = lambda a: 1  # noqa: E731
 PER_N = lambda a: 1 / N  # noqa: E731
 BLOCK_LR = lambda a: L ** (a - 1)  # noqa: E731
 BLOCK_EPS = lambda a: L**-a / N  # noqa: E731
-# Not in the printed tables; the embedding's row, whose gradient theirs moves with.
-INPUT = dict.fromkeys((Role.EMBEDDING_NORM, Role.EMBEDDING_BIAS), (ONE, ONE, PER_N, 1, 1))
+# The norm of the embedding is not in the printed tables: its gradient moves with that of the embedding.
+INPUT = dict.fromkeys((Role.EMBEDDING, Role.EMBEDDING_NORM, Role.EMBEDDING_BIAS), (ONE, ONE, PER_N, 1, 1))
+PLAIN = dict.fromkeys((Role.FINAL_NORM, Role.FINAL_BIAS, Role.UNEMBEDDING_BIAS), (ONE, ONE, ONE, 1, 1))
+# derived: the papers have no norm on a branch's output
+BLOCK = dict.fromkeys((Role.HIDDEN_BIAS, Role.HIDDEN_NORM, Role.OUTPUT_NORM), (ONE, BLOCK_LR, BLOCK_EPS, 1, 1))
 HIDDEN = (PER_N, lambda a: L ** (a - 1) / N, BLOCK_EPS, N, 1)
 ROUTER = (lambda a: N**-2, lambda a: L ** (a - 1) / N, lambda a: L**-a, N, 1)
 PRINTED_COMPLETE_D_P = {  # arXiv 2512.22382, Table 1
-    Role.EMBEDDING: (ONE, ONE, PER_N, 1, 1),
     **INPUT,
+    **BLOCK,
+    **PLAIN,
     Role.HIDDEN_WEIGHT: HIDDEN,
-    Role.HIDDEN_BIAS: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),
-    Role.HIDDEN_NORM: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),
-    Role.OUTPUT_NORM: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),  # derived: the papers have no norm on a branch's output
     Role.QK_NORM: (ONE, BLOCK_LR, lambda a: L**-a, 1, 1),
-    Role.FINAL_NORM: (ONE, ONE, ONE, 1, 1),
-    Role.FINAL_BIAS: (ONE, ONE, ONE, 1, 1),
     Role.EXPERT_WEIGHT: HIDDEN,  # derived, as are the router's: the papers have no experts
     Role.ROUTER: ROUTER,
     Role.UNEMBEDDING: (lambda a: N**-2, PER_N, ONE, N, 1),
-    Role.UNEMBEDDING_BIAS: (ONE, ONE, ONE, 1, 1),
     Role.TIED_EMBEDDING: (ONE, ONE, PER_N, 1, 1 / N),  # derived by the symmetry tested below
 }
 ROWS = {
     "standard": {role: (ONE, ONE, ONE, 1, 1) for role in Role},
     # Tensor Programs V, Table 3 (Adam); eps and decay as in the muP column of Table 1.
     "mup": {
-        Role.EMBEDDING: (ONE, ONE, PER_N, 1, 1),
         **INPUT,
+        **dict.fromkeys(BLOCK, (ONE, ONE, PER_N, 1, 1)),
+        **PLAIN,
         **dict.fromkeys((Role.HIDDEN_WEIGHT, Role.EXPERT_WEIGHT), (PER_N, PER_N, PER_N, N, 1)),
         Role.ROUTER: (lambda a: N**-2, PER_N, ONE, N, 1),
-        Role.HIDDEN_BIAS: (ONE, ONE, PER_N, 1, 1),
-        Role.HIDDEN_NORM: (ONE, ONE, PER_N, 1, 1),
-        Role.OUTPUT_NORM: (ONE, ONE, PER_N, 1, 1),
         Role.QK_NORM: (ONE, ONE, ONE, 1, 1),
-        Role.FINAL_NORM: (ONE, ONE, ONE, 1, 1),
-        Role.FINAL_BIAS: (ONE, ONE, ONE, 1, 1),
         Role.UNEMBEDDING: (lambda a: N**-2, PER_N, ONE, N, 1),
-        Role.UNEMBEDDING_BIAS: (ONE, ONE, ONE, 1, 1),
         Role.TIED_EMBEDDING: (ONE, ONE, PER_N, 1, 1 / N),
     },
     # Dey et al. 2025, Table 1.
     "completep": {
-        Role.EMBEDDING: (ONE, ONE, ONE, 1, 1),
-        Role.EMBEDDING_NORM: (ONE, ONE, ONE, 1, 1),
-        Role.EMBEDDING_BIAS: (ONE, ONE, ONE, 1, 1),
+        **dict.fromkeys(INPUT, (ONE, ONE, ONE, 1, 1)),
+        **BLOCK,
+        **PLAIN,
         **dict.fromkeys((Role.HIDDEN_WEIGHT, Role.EXPERT_WEIGHT), HIDDEN),
         Role.ROUTER: ROUTER,
-        Role.HIDDEN_BIAS: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),
-        Role.HIDDEN_NORM: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),
-        Role.OUTPUT_NORM: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),
         Role.QK_NORM: (ONE, BLOCK_LR, lambda a: L**-a, 1, 1),
-        Role.FINAL_NORM: (ONE, ONE, ONE, 1, 1),
-        Role.FINAL_BIAS: (ONE, ONE, ONE, 1, 1),
         Role.UNEMBEDDING: (ONE, ONE, ONE, 1, 1 / N),
-        Role.UNEMBEDDING_BIAS: (ONE, ONE, ONE, 1, 1),
         Role.TIED_EMBEDDING: (ONE, ONE, ONE, 1, 1 / N),
     },
     # The printed table but for the eps of the final norm, which is 1 there ("Output weights/biases/norms").

@@ -54,15 +54,8 @@ def test_a_depth_profile_is_linear_in_the_logarithm() -> None:
 
 def test_every_quantity_is_rule_times_module_times_depth(tiny: Recipe) -> None:
     """The factors of rule, module and depth multiply: they are additive in the logarithm."""
-    types = {
-        "lr": 3.0,
-        "init_std": 0.5,
-        "weight_decay": 4.0,
-        "eps": 2.0,
-        "beta1": 0.25,
-        "beta2": 2.0,
-        "residual": 0.7,
-    }
+    types = {"lr": 3.0, "init_std": 0.5, "weight_decay": 4.0, "eps": 2.0}
+    types |= {"beta1": 0.25, "beta2": 2.0, "residual": 0.7}
     depth = {quantity: (1.0, 1.5) for quantity in types}
     big = transfer(tiny, width=32, depth=4, tokens=40_960)
     both = big.replace({"hyperparameters.modules": {"mlp.out": types}, "hyperparameters.depth": depth})

@@ -28,7 +28,7 @@ def test_every_known_value_is_a_point_with_its_source(quantity: CatalogueChart) 
         if trace.hovertext is not None
         for x, y, hover in zip(trace.x, trace.y, trace.hovertext, strict=True)
     }
-    known = {run.id: (run.params_total, value) for run in RUNS if (value := read(run, quantity.path))}
+    known = {run.id: (run.params_active, value) for run in RUNS if (value := read(run, quantity.path))}
     assert {id: point[:2] for id, point in drawn.items()} == {id: pytest.approx(point) for id, point in known.items()}
     for id, (_, _, said) in drawn.items():
         group, field = quantity.path.split(".")
@@ -58,7 +58,7 @@ def test_a_lineage_has_one_vote_in_the_band() -> None:
     """Four lineages at the same size, one of them with ten runs."""
     four = {run.lineage.name: run for run in RUNS}
     names = ["llama", "smollm", "olmo2", "dclm"]
-    same = [four[name].model_copy(update={"params_total": 10**9}) for name in names]
+    same = [four[name].model_copy(update={"params_active": 10**9}) for name in names]
     values = [1e-4, 2e-4, 4e-4, 8e-4]
     points = [*zip(same, values, strict=True), *[(same[0], 1e-4)] * 9]
     low, high = band(points)[0][1:]

@@ -35,7 +35,7 @@ class PublishedGroup(Provenance):
     """A table of published values that all come from one source, except the fields in ``exceptions``."""
 
     evidence: Evidence | None = None  # kind of the source
-    exceptions: dict[str, Provenance] = Field(default_factory=dict)  # source of each field with a different source
+    exceptions: dict[str, Provenance] = Field(default_factory=dict)  # the source of each field that has another
     derived: Texts = ()  # fields that were computed from other values
 
     def provenance(self, field: str) -> Provenance:

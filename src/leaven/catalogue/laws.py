@@ -97,18 +97,12 @@ class LossLaw(Part):
         return self.irreducible + self.a / math.pow(params, self.alpha) + self.b / math.pow(tokens, self.beta)
 
     def worth_in_tokens(self, tokens: float, nats: float) -> float:
-        """Return the factor by which a run of ``tokens`` tokens must be longer to lower its loss by ``nats``.
-
-        The result is infinite if no number of tokens lowers the loss that far.
-        """
+        """Return the factor by which ``tokens`` must grow to lower the loss by ``nats``; inf: no length is enough."""
         reducible = self.b / math.pow(tokens, self.beta)
         return math.pow(1 - nats / reducible, -1 / self.beta) if nats < reducible else math.inf
 
     def optimal_params(self, flops: float) -> float:
-        """Return the number of parameters N with the lowest loss for a budget of 6 N D = ``flops`` training FLOPs.
-
-        The formula is equation 4 of arXiv 2203.15556.
-        """
+        """Return the parameters N with the lowest loss for 6 N D = ``flops`` FLOPs (arXiv 2203.15556, equation 4)."""
         both = self.alpha + self.beta
         scale = math.pow(self.alpha * self.a / (self.beta * self.b), 1 / both)
         return scale * math.pow(flops / 6, self.beta / both)
@@ -185,7 +179,7 @@ class Law(Sourced):
     params_definition: ParamsDefinition
     lr: Power | LogLinear | None = None  # peak learning rate of AdamW
     lr_batch: int | None = None  # batch in tokens for which the lr is valid; None: the batch that the law predicts
-    lr_batch_exponent: float | None = None  # in the law's data the best lr grows with this power of the batch
+    lr_batch_exponent: float | None = None  # in the law's own data, the best lr grows with batch^lr_batch_exponent
     batch: Power | None = None  # batch in tokens
     batch_kind: BatchKind | None = None  # optimal: the best batch; critical: a larger batch saves little time
     loss: LossLaw | None = None
@@ -215,20 +209,16 @@ def find_law(name: str) -> Law:
     return next(law for law in LAWS if law.name == name)
 
 
-# The loss laws that predict the loss of every frontier's optimum; both were fitted to Chinchilla's runs.
-APPROACH_3, REPLICATION = (
-    frontier.sizes
-    for name in ("Chinchilla approach 3", "Besiroglu 2024 replication")
-    for frontier in FRONTIERS
-    if frontier.name == name and isinstance(frontier.sizes, LossLaw)
-)
+# The two laws that give a loss for every optimum: Chinchilla's approach 3, and its replication by Besiroglu et al.
+APPROACH_3, REPLICATION = (frontier.sizes for frontier in FRONTIERS if isinstance(frontier.sizes, LossLaw))
 
 
 def evaluate(params: float, tokens: float, *, params_non_embedding: float | None = None) -> list[LawRow]:
     """Return what each law predicts for a run of ``tokens`` tokens with ``params`` parameters.
 
-    For a mixture of experts ``params`` are those that a token uses: its compute is 6 N D with this N, which is also
-    the N of the law that was fitted to experts (arXiv 2502.05172).
+    For a mixture of experts, ``params`` are the parameters N that a token uses: training takes about 6 N D FLOPs. The
+    law that was fitted to mixtures of experts counts N in this way, too (arXiv 2502.05172).
+
     Laws that count parameters without the embeddings use ``params_non_embedding`` if it is given, else ``params``.
     Above 1B parameters the two counts are nearly equal, but for GPT-2 124M ``params`` is 45% larger.
 
@@ -267,29 +257,22 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
 
 
 def main_laws(model: ModelShape, tokens: int) -> list[LawRow]:
-    """Return what each law predicts for a run of a model. Of a law with several forms only the main form is used.
-
-    A mixture of experts counts with the parameters that a token uses.
-    """
+    """Return what each law predicts for a run of a model; of a law with several forms, only the main form."""
     rows = evaluate(model.params_active, tokens, params_non_embedding=model.params_non_embedding)
     return [row for row in rows if row.form_of is None]
 
 
 def power_lines_tau(params: float, tokens: float) -> float:
-    """Return the AdamW timescale that the Power Lines law (arXiv 2505.13738) predicts as best, as a share of the run.
-
-    The timescale is batch / (lr x weight decay x tokens).
-    """
+    """Return the best timescale of AdamW, batch / (lr x weight decay x tokens), by Power Lines (arXiv 2505.13738)."""
     tau = find_law("Power Lines 2025 timescale").tau
     assert tau
     return tau.at(Point(params, tokens, 1, 1))
 
 
 def batches(laws: Iterable[LawRow], kind: BatchKind) -> dict[str, float]:
-    """Return the batch size that each law predicts, in tokens, by the law's name.
+    """Return the optimal or critical batch sizes (``kind``) that laws predict, in tokens, by the law's name.
 
-    ``kind`` selects optimal or critical batch sizes. Laws that predict none of this kind are left out. Of a law with
-    several forms, only the main form is included.
+    Of a law with several forms, only the main form is included.
     """
     return {
         law.law: law.batch_tokens for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from statistics import median
 from typing import Any
 
@@ -23,11 +24,12 @@ FACTOR = 4.0
 NEAREST = 3
 """At least this many lineages vote, even if they are not near, so that no lineage decides alone."""
 EDGE = 1.5
-"""With fewer than `NEAREST` near lineages, farther runs vote, too. Weights then fall to 0 at this factor beyond the
-farthest of them: if it is 10 times larger than the model, at 15 times."""
+"""If fewer than `NEAREST` lineages are near, farther runs vote, too. Weights then fall to 0 at this factor beyond the
+farthest run that votes: if this run is 10 times larger than the model, at 15 times the model's size."""
 LEAST_WEIGHT = 1e-6
 """Smallest weight of a vote; it is not 0, so that a single vote still counts."""
-# Weight of log2(tokens) in a distance; log2(parameters) has weight 1. Published values hardly depend on the tokens.
+# Weight of log2(tokens) in a distance, in which log2(parameters) has weight 1. It is small, because published values
+# hardly depend on the tokens.
 _TOKEN_WEIGHT = 0.125
 
 
@@ -37,13 +39,8 @@ def ratio(a: float, b: float) -> float:
 
 
 def size_ratio(run: PublishedRun, params: int) -> float:
-    """Return the factor of at least 1 by which a run's number of parameters differs from ``params``."""
-    return ratio(run.params_total, params)
-
-
-def of_size(params: int) -> list[PublishedRun]:
-    """Return the dense runs near a size (within `FACTOR`), with any optimizer, from small to large."""
-    return [run for run in load_runs() if run.kind == "dense" and size_ratio(run, params) <= FACTOR]
+    """Return the factor of at least 1 by which the parameters that a token uses in a run differ from ``params``."""
+    return ratio(run.params_active, params)
 
 
 def first_of_each(runs: Iterable[PublishedRun]) -> list[PublishedRun]:
@@ -62,15 +59,17 @@ def nearest(
     factor: float = FACTOR,
     stack: Stack | None = None,
     kind: Kind = "dense",
+    used: bool = False,
 ) -> list[tuple[PublishedRun, float]]:
     """Return the published runs nearest to a model, each with its distance.
 
-    A factor of 2 in parameters is a distance of 1. Only runs within ``factor`` of the model's size are returned.
-    Runs that fit ``stack`` (the wanted norm placement, QK-norm and optimizer) come before runs that do not, and
-    nearer runs before farther runs. If no run is within ``factor``, runs of all sizes are returned, ordered by
-    distance alone. In this order, the first run of each lineage (runs that copied one another's lr) is then moved to
-    the front. A run is left out if its lr, such as a muP lr, cannot be compared with an lr of the stack's optimizer
-    (by default AdamW).
+    Sizes are compared by all parameters, or, with ``used``, by the parameters that a token uses. With ``used``, dense
+    runs are returned, too, after the runs of ``kind``. A factor of 2 in size is a distance of 1. Only runs within
+    ``factor`` of the model's size are returned. Runs that fit ``stack`` (the wanted norm placement, QK-norm and
+    optimizer) come before runs that do not, and nearer runs before farther runs. If no run is within ``factor``, runs
+    of all sizes are returned, ordered by distance alone. In this order, the first run of each lineage (runs that
+    copied one another's lr) is then moved to the front. A run is left out if its lr, such as a muP lr, cannot be
+    compared with an lr of the stack's optimizer (by default AdamW).
 
     Raises:
         InputError: if ``params`` or ``tokens`` is not above 0, if ``factor`` is below 1, or if no run of this kind
@@ -82,18 +81,25 @@ def nearest(
         raise InputError(f"a factor of {factor:g} excludes every size; give at least 1, for example 4")
     stack = stack or Stack()
     optimizers = same_lr_meaning(stack.optimizer or "adamw")
+    size: Callable[[PublishedRun], int] = attrgetter("params_active" if used else "params_total")
+    kinds = {kind, "dense"} if used else {kind}
+
+    def rank(pair: tuple[PublishedRun, float]) -> tuple[bool, bool, float]:
+        run, distance = pair
+        return bool(within) and run.kind != kind, bool(within) and not stack.fits(run.stack), distance
+
     found = [
-        (run, math.hypot(math.log2(run.params_total / params), _TOKEN_WEIGHT * math.log2(run.tokens / tokens)))
+        (run, math.hypot(math.log2(size(run) / params), _TOKEN_WEIGHT * math.log2(run.tokens / tokens)))
         for run in load_runs()
-        if run.kind == kind and run.comparable_lr(optimizers) and run.tokens
+        if run.kind in kinds and run.comparable_lr(optimizers) and run.tokens
     ]
     if not found:
         raise InputError(
             f"no published {kind} run with {listed(optimizers)} has a learning rate that can be compared; "
             "give another optimizer"
         )
-    within = [pair for pair in found if size_ratio(pair[0], params) <= factor]
-    ranked = sorted(within or found, key=lambda pair: (bool(within) and not stack.fits(pair[0].stack), pair[1]))
+    within = [pair for pair in found if ratio(size(pair[0]), params) <= factor]
+    ranked = sorted(within or found, key=rank)
     best = {run.id for run in first_of_each(run for run, _ in ranked)}
     return sorted(ranked, key=lambda pair: pair[0].id not in best)[:limit]
 
@@ -103,12 +109,12 @@ def near_run(run: PublishedRun, distance: float, params: int, factor: float, wan
 
     ``distance`` is its distance (:func:`nearest`) from a model of ``params`` parameters.
     """
-    ratio = size_ratio(run, params)
+    apart = ratio(run.params_total, params)
     return NearRun(
         **run.summary().model_dump(),
         distance=distance,
-        size_ratio=ratio,
-        within_factor=ratio <= factor,
+        size_ratio=apart,
+        within_factor=apart <= factor,
         same_stack=wanted.fits(run.stack),
         stack=run.stack.text,
     )
@@ -139,8 +145,8 @@ def most_common(by: Mapping[str, Any]) -> Votes | None:
 def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Votes:
     """Return the values ``by`` of runs or laws together with their geometric median, exp(median of the logarithms).
 
-    With ``weights``, the median is weighted: half of the total weight is below the median. Half of a value's own
-    weight counts as below that value, and logarithms are interpolated linearly between values. Equal weights give the
+    With ``weights``, half of the total weight is below the median. Half of a value's own weight counts as below this
+    value, and logarithms are interpolated linearly between values. Values 1 and 4 with equal weights -> 2, the
     ordinary median.
     """
     if weights is None:
@@ -161,9 +167,10 @@ def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) 
 class Neighbours:
     """The neighbours of a model: the nearest run of each lineage."""
 
-    params: int  # size of the model
+    params: int  # size of the model: the parameters that a token uses
     ranked: tuple[PublishedRun, ...]  # runs within `FACTOR` first; of these, runs that fit the stack first
     reference: PublishedRun | None = None  # run of ``--from``, which alone decides the values that it publishes
+    experts: bool = False  # whether the model is a mixture of experts, for which runs with experts vote, too
 
     @cached_property
     def close(self) -> tuple[PublishedRun, ...]:
@@ -172,13 +179,15 @@ class Neighbours:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the runs whose values count, the nearest in size first.
-
-        All runs within `FACTOR` of the model's size count. If they are fewer than `NEAREST`, the nearest `NEAREST`
-        runs count.
-        """
+        """Return the runs within `FACTOR` of the model's size, but at least the nearest `NEAREST`, nearest first."""
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
+
+    def of_size(self) -> list[PublishedRun]:
+        """Return the runs within `FACTOR` of the size, with any optimizer, from small to large."""
+        kinds = {"dense", "moe"} if self.experts else {"dense"}
+        near = [run for run in load_runs() if run.kind in kinds and size_ratio(run, self.params) <= FACTOR]
+        return sorted(near, key=lambda run: run.params_active)
 
     @cached_property
     def table(self) -> dict[str, PublishedRun]:
@@ -200,17 +209,12 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return the values ``by`` (run id -> value) together with their weighted median.
-
-        The closer a run is to the model in size, the more weight it has.
-        """
+        """Return values by run id together with their weighted median; nearer sizes have more weight."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
-        """Return the published values at a path of a recipe, with the most frequent value as the chosen one.
-
-        In a tie, the value of the nearest run is chosen. Return None if no run publishes a value.
-        """
+        """Return the published values at a path of a recipe and the most frequent one (in a tie, that of the nearest
+        run), or None if no run publishes a value."""
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
@@ -234,6 +238,13 @@ class Neighbours:
         return [f"{id}: {'; '.join(self.table[id].lr_sources)}" for id in ids if id in self.table]
 
 
+def mixtures(params: int) -> Neighbours:
+    """Return the nearest mixtures of experts, with any optimizer, for a model of which a token uses ``params``
+    parameters. They decide the shape of its experts."""
+    runs = sorted((run for run in load_runs() if run.kind == "moe"), key=lambda run: size_ratio(run, params))
+    return Neighbours(params, tuple(first_of_each(runs)), experts=True)
+
+
 def neighbours(
     params: int,
     tokens: int,
@@ -241,14 +252,23 @@ def neighbours(
     qk_norm: bool | None = None,
     norm_placement: NormPlacement = "pre",
     reference: PublishedRun | None = None,
+    experts: bool = False,
 ) -> Neighbours:
-    """Return the neighbours of a model: one dense run of each lineage, with an lr comparable to AdamW's.
+    """Return the neighbours of a model: one run of each lineage, with an lr comparable to AdamW's.
 
-    A lineage is a group of runs that copied one another's lr. Runs are sorted by three keys: first
-    those within `FACTOR` of the model's size, then those with AdamW and the given norm placement and QK-norm, then by
-    distance in size and tokens. The neighbours are the first run of each lineage in this order. If no run is within
-    `FACTOR`, only the distance counts.
+    The neighbours of a dense model are dense runs. The neighbours of a mixture of experts (``experts``) are mixtures
+    of experts and dense runs. ``params`` and the size of a run count the parameters that a token uses.
+
+    A lineage is a group of runs that copied one another's lr. Runs are sorted: first those within `FACTOR` of the
+    model's size, then those of the model's kind, then those with AdamW and the given norm placement and QK-norm, then
+    by distance in size and tokens. The neighbours are the first run of each lineage in this order. If no run is
+    within `FACTOR`, only the distance counts.
     """
     stack = Stack(norm_placement, qk_norm, "adamw")
-    ranked = [run for factor in (FACTOR, math.inf) for run, _ in nearest(params, tokens, factor=factor, stack=stack)]
-    return Neighbours(params, tuple(first_of_each(ranked)), reference)
+    kind: Kind = "moe" if experts else "dense"
+    ranked = [
+        run
+        for factor in (FACTOR, math.inf)
+        for run, _ in nearest(params, tokens, factor=factor, stack=stack, kind=kind, used=experts)
+    ]
+    return Neighbours(params, tuple(first_of_each(ranked)), reference, experts)

@@ -28,18 +28,12 @@ def gradient_noise(small: Any, small_squared: Any, big: Any, big_squared: Any) -
 
 
 def tokens_over_least(batch: float, critical: float) -> float:
-    """Return the tokens that a run with this batch size needs to reach a loss, relative to a tiny batch.
-
-    The batch size ``batch`` and the critical batch size ``critical`` are in tokens (arXiv 1812.06162, section 2.3).
-    """
+    """Return the tokens that a run needs to reach a loss, relative to a tiny batch (McCandlish 2018, section 2.3)."""
     return 1 + batch / critical
 
 
 def steps_over_least(batch: float, critical: float) -> float:
-    """Return the steps that a run with this batch size needs to reach a loss, relative to a huge batch.
-
-    The batch size ``batch`` and the critical batch size ``critical`` are in tokens (arXiv 1812.06162, section 2.3).
-    """
+    """Return the steps that a run needs to reach a loss, relative to a huge batch (same source)."""
     return 1 + critical / batch
 
 

@@ -42,10 +42,7 @@ _BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(number of residual layers)")
 
 
 def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the optimizers whose learning rates can be compared with those of ``optimizer``.
-
-    Adam and AdamW can be compared with each other. Any other optimizer can be compared only with itself.
-    """
+    """Return the optimizers with comparable learning rates: Adam and AdamW, or ``optimizer`` alone."""
     return ("adam", "adamw") if optimizer in ("adam", "adamw") else (optimizer,)
 
 
@@ -258,10 +255,8 @@ class PublishedRun(Part):
 
     @property
     def residual_init_std(self) -> float | None:
-        """Return the init std of the matrices that write to the residual stream.
-
-        Return None if the std is not known, or if it differs from layer to layer (as with the init ``mitchell``).
-        """
+        """Return the init std of the matrices that write to the residual stream, or None if it is not known or
+        differs between layers (as with the init ``mitchell``)."""
         init, n_layers = self.init, self.arch.n_layers
         if init is None or init.residual_std is not None or init.std is None:
             return init.residual_std if init else None
@@ -285,12 +280,12 @@ class PublishedRun(Part):
         return self.arch.d_ff / self.arch.d_model if self.arch.d_ff and self.arch.d_model else None
 
     @property
-    def expert_width(self) -> int | None:
-        """Return the width of all experts that a token uses, shared ones included."""
+    def expert_ratio(self) -> float | None:
+        """Return the width of all experts that a token uses, shared ones included, / d_model."""
         arch = self.arch
-        if not (arch.d_expert and arch.experts_per_token):
+        if not (arch.d_expert and arch.experts_per_token and arch.d_model):
             return None
-        return (arch.experts_per_token + (arch.n_shared_experts or 0)) * arch.d_expert
+        return (arch.experts_per_token + (arch.n_shared_experts or 0)) * arch.d_expert / arch.d_model
 
     @property
     def query_groups(self) -> float | None:

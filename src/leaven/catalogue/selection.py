@@ -42,11 +42,7 @@ class Condition(NamedTuple):
 
 
 def parse_condition(written: str) -> Condition:
-    """Parse a condition such as ``schedule.shape=cosine``.
-
-    Raises:
-        InputError: if the text is not a condition.
-    """
+    """Parse a condition such as ``schedule.shape=cosine``, or raise InputError."""
     match = _CONDITION.fullmatch(written)
     if match is None:
         raise InputError(
@@ -57,11 +53,7 @@ def parse_condition(written: str) -> Condition:
 
 
 def parse_range(path: str, written: str) -> list[Condition]:
-    """Parse ``1B..10B``, ``..10B`` or ``1B..`` as conditions on a path; both ends are included.
-
-    Raises:
-        InputError: if the text is not a range, or if the range is empty.
-    """
+    """Parse ``1B..10B``, ``..10B`` or ``1B..`` as conditions on a path, both ends included, or raise InputError."""
     low, dots, high = (part.strip() for part in written.partition(".."))
     if not dots or not (low or high):
         raise InputError(f"{written!r} is not a range; write for example 1B..10B, ..10B or 1B..")

@@ -11,10 +11,7 @@ from leaven.recipe.recipe import Recipe, flatten
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
-    """Return (first batch in tokens, tokens after which the batch has its full size).
-
-    Both are None if the batch never grows.
-    """
+    """Return (first batch in tokens, tokens after which it has its full size); (None, None): it never grows."""
     if recipe.batch.ramp is not None:
         return recipe.batch.ramp.start_tokens, recipe.batch.ramp.over_tokens
     sizes = recipe.batch.sizes
@@ -29,8 +26,7 @@ def _clip(recipe: Recipe) -> float | None:
 def _optimizer(recipe: Recipe) -> str:
     """Return the optimizer's name, or `L2_DECAY` for ``adam`` with weight decay.
 
-    The name "adam" alone would look equal to the Adam of a published run. But ``adam`` in a recipe adds the decay to
-    the gradient, and papers that write Adam mean AdamW.
+    The name "adam" alone would look equal to the Adam of a paper, which is AdamW.
     """
     tuned = recipe.hyperparameters
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
@@ -41,6 +37,10 @@ L2_DECAY = "adam, L2 decay"
 _OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
     "model.vocab_size": lambda run: run.arch.vocab_padded or run.arch.vocab_size,
     "model.positions": lambda run: "rope" if run.arch.positional == "rotary" else run.arch.positional,
+    # A mixture of experts without a d_ff has no layer without experts.
+    "model.experts.dense_layers": lambda run: (
+        0 if run.kind == "moe" and run.arch.d_ff is None else run.arch.n_dense_layers
+    ),
     "hyperparameters.z_loss": lambda run: (run.optim and run.optim.z_loss) or None,
     "schedule.warmup_tokens": lambda run: None if run.warmup_tokens is None else round(run.warmup_tokens),
 }
@@ -51,6 +51,12 @@ _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
     "batch.ramp.start_tokens": lambda recipe: _sizes(recipe)[0],
     "batch.ramp.over_tokens": lambda recipe: _sizes(recipe)[1],
     "batch.micro_batch": lambda recipe: None if recipe.batch.micro_batch == "auto" else recipe.batch.micro_batch,
+    "model.experts.balance_loss": lambda recipe: (
+        recipe.model.experts.balance_loss if recipe.model.experts and recipe.model.experts.balanced_by_loss else None
+    ),
+    "model.experts.bias_step": lambda recipe: (
+        recipe.model.experts.bias_step if recipe.model.experts and recipe.model.experts.balanced_by_bias else None
+    ),
     "hyperparameters.grad_clip": _clip,
     "hyperparameters.optimizer": _optimizer,
     "hyperparameters.z_loss": lambda recipe: recipe.hyperparameters.z_loss or None,

@@ -13,10 +13,11 @@ from leaven.catalogue.starter.draft import StarterRecipes, StarterRequest, deriv
 from leaven.catalogue.starter.starter import LEAST_HELD_OUT, MOST_EVALUATED, starter
 from leaven.documents.planning import ComparedRow
 from leaven.errors import InputError
-from leaven.planning.hardware import Cluster
+from leaven.planning.cost import cluster_cost
+from leaven.planning.hardware import Cluster, cluster_for
 from leaven.planning.layouts import Job
 from leaven.planning.memory import GIB
-from leaven.planning.plan import ACCURACY, plan
+from leaven.planning.plan import ACCURACY, ACCURACY_OF_EXPERTS, plan, plan_recipe
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
@@ -39,8 +40,11 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
     started = starter(request)
     if cluster:
         started = laid_out(started, cluster)
+    proxy = _proxy(started)
+    if proxy:
+        started = _with_gpu_hours(started, proxy)
     target = started.target
-    near = neighbours(target.model.params_active, target.data.tokens)
+    near = neighbours(target.model.params_active, target.data.tokens, experts=bool(target.model.experts))
     compared = _compared(target, near)
     if near.close:
         moved = [one.what for one in compared if one.outside and not one.what.startswith("init")]
@@ -53,7 +57,7 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
     else:
         lines = parts("target", "nothing near", {})
     comparison = derivation_step(len(started.steps) + 1, "at the target", lines)
-    return replace(started, steps=(*started.steps, comparison), proxy=_proxy(started), compared=compared)
+    return replace(started, steps=(*started.steps, comparison), proxy=proxy, compared=compared)
 
 
 def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
@@ -93,7 +97,7 @@ def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
             step.title,
             (step.lines[0], *lines, *step.lines[2:]),
             {**step.values, **chosen},
-            (*step.sources, ACCURACY),
+            (*step.sources, ACCURACY_OF_EXPERTS if recipe.model.experts else ACCURACY),
         )
         if "precision.compute" in step.values
         else step
@@ -129,6 +133,32 @@ def _proxy(started: StarterRecipes) -> Recipe | None:
     }
     often = max(small.evaluation.every_tokens or 0, round(held_out / MOST_EVALUATED))
     return small.replace({"evaluation.tokens": held_out, "evaluation.every_tokens": often, "why": why})
+
+
+def _with_gpu_hours(started: StarterRecipes, proxy: Recipe) -> StarterRecipes:
+    """Return the recipes, with the planned GPU-hours of all trials in the step about the proxy.
+
+    The hours are those of `leaven plan` on the smallest cluster for the proxy. They are left out if there is no plan,
+    or if they are less than 1, as for a proxy that a CPU can train.
+    """
+    tuning = started.tuning
+    assert tuning.proxy
+    try:
+        found = plan_recipe(proxy, cluster_for(proxy))
+    except InputError:  # no layout divides the proxy's batch
+        return started
+    cluster = found.job.cluster
+    hours = tuning.proxy.trials * cluster_cost(cluster, found.seconds).gpu_hours
+    if hours < 1:
+        return started
+    line = sentence("tuning", "planned", {"trials": tuning.proxy.trials, "hours": hours, "cluster": cluster})
+    steps = (
+        derivation_step(step.step, step.title, [*step.lines, line], step.values, step.sources)
+        if step.title == "proxy"
+        else step
+        for step in started.steps
+    )
+    return replace(started, steps=tuple(steps), tuning=replace(tuning, reason=f"{tuning.reason}; {line}"))
 
 
 def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:

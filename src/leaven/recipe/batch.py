@@ -9,12 +9,12 @@ from pydantic import Field, model_validator
 
 from leaven.recipe.base import Part
 
-# A run of 10^18 tokens is longer than any by five orders of magnitude, and its tokens times 8 bytes fit 64 bits.
+# 10,000 times as many tokens as any published run; this number times 8 bytes still fits into 64 bits.
 MOST_TOKENS = 10**18
 MOST_INCREMENTS = 10_000  # of a ramp; each is an entry in the schedule of batch sizes
 Count = Annotated[int, Field(gt=0, le=MOST_TOKENS)]
-# Hyperparameters while the batch is smaller than the full batch. fixed: they stay as for the full batch; scaled: the
-# scaling rule computes them for the smaller batch.
+# Which hyperparameters apply while the batch is smaller than the full batch. fixed: those of the full batch; scaled:
+# those that the scaling rule computes for the smaller batch.
 RampRule = Literal["fixed", "scaled"]
 
 
@@ -44,8 +44,8 @@ class Batch(Part):
     ramp: Ramp | None = None
     stages: Annotated[tuple[BatchStage, ...], Field(strict=False)] = ()
     stages_rule: RampRule | None = None  # like ``ramp.rule``, for ``stages``; None is "fixed"
-    # Sequences per forward pass of a rank; auto: the fastest, timed when the run starts. If it does not divide the
-    # batch, the micro-batches are as equal as possible.
+    # Sequences per forward pass of a rank; auto: the fastest number, timed when the run starts. If this number does
+    # not divide the batch, the micro-batches are as equal as possible.
     micro_batch: Count | Literal["auto"] = "auto"
 
     @model_validator(mode="after")

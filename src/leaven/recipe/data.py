@@ -2,9 +2,9 @@
 
 from fractions import Fraction
 from math import lcm
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from leaven.recipe.base import Part
 from leaven.recipe.batch import Count
@@ -15,15 +15,7 @@ LONGEST_PERIOD = 100_000
 """Limit on the common denominator of the sources' shares: samples from the sources alternate with this period."""
 
 
-class _Sparse(Part):
-    """A part that is written without its unset values, so that hashes of recipes do not depend on newer keys."""
-
-    @model_serializer(mode="wrap")
-    def _without_unset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in write(self).items() if value is not None}
-
-
-class DataSource(_Sparse):
+class DataSource(Part):
     """One of several sources of text or of token ids."""
 
     source: str  # where the text is: python-stdlib, tiny-shakespeare, a path or glob, or hf://org/dataset
@@ -34,6 +26,8 @@ class DataSource(_Sparse):
     # Token ids to validate on, named like ``source``; None: a twentieth of ``source``.
     validation: str | None = None
 
+    added: ClassVar = ("dtype", "validation")
+
 
 def _form(source: Any) -> str:
     return "tag:several" if isinstance(source, list | tuple) else "tag:one"
@@ -42,7 +36,7 @@ def _form(source: Any) -> str:
 _Several = Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1, max_length=1_000)]
 
 
-class Data(_Sparse):
+class Data(Part):
     """The sources of the text or of token ids, the tokenizer, and the number of tokens to train on."""
 
     # python-stdlib, tiny-shakespeare, a path or glob, hf://org/dataset; or a list of :class:`DataSource`.
@@ -62,6 +56,8 @@ class Data(_Sparse):
     documents: Literal["packed", "isolated"] = "packed"
     # The run stops if a larger share of a source's lines or files is unreadable.
     corrupt_share: float = Field(default=0.001, ge=0, le=1)
+
+    added: ClassVar = ("end_of_text",)
 
     @model_validator(mode="after")
     def _validate_weights(self) -> "Data":
@@ -83,9 +79,6 @@ class Data(_Sparse):
 
     @property
     def proportions(self) -> tuple[Fraction, ...]:
-        """Return the fraction of the samples that each source provides: its weight / the sum of all weights.
-
-        The fraction is exact: a weight of 0.1 counts as 1/10, not as the nearest binary number.
-        """
+        """Return the share of samples from each source: its weight / the sum of all weights; 0.1 is exactly 1/10."""
         weights = [Fraction(repr(source.weight)) for source in self.sources]
         return tuple(weight / sum(weights) for weight in weights)

@@ -28,17 +28,18 @@ class Experts(Part):
     # Whether the scores of the chosen experts are divided by their sum (Mixtral, Qwen3, DeepSeek-V3; not OLMoE).
     normalise: bool = True
     weight_scale: float = Field(default=1.0, gt=0)  # factor on the weights of the chosen experts (DeepSeek-V3: 2.5)
-    # How the load is balanced. loss: a loss that is small if each sequence uses all experts alike. bias: a bias on
-    # each expert's score, used for the choice only, which rises after a step in which the expert had less than the
-    # mean load and falls after others (Wang et al. 2024, arXiv 2408.15664). both: DeepSeek-V3, with a loss of 1e-4.
-    # none: not at all.
+    # How the load is balanced. loss: a loss that is small if each sequence uses all experts equally often. bias: each
+    # expert has a bias, which is added to its score when experts are chosen, but not to its weight. After a step, the
+    # bias rises if the expert had less than the mean load, and falls if not (Wang et al. 2024, arXiv 2408.15664).
+    # both: as in DeepSeek-V3, with a loss of 1e-4. none: not at all.
     balance: Literal["loss", "bias", "both", "none"] = "loss"
-    # Coefficient of the balance loss of a sequence (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20), which is 1 at
-    # an even load. It is averaged over sequences and summed over layers. Rules with depth scale it as they scale the
-    # branches, so that its share of the router's gradient does not change. Only with balance = "loss" or "both".
+    # Coefficient of the balance loss (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20); only with balance = "loss"
+    # or "both". The loss of a sequence is 1 at an even load. It is averaged over sequences and summed over layers.
+    # Scaling rules for depth multiply the coefficient by the same factor as the residual branches, so that the share
+    # of this loss in the router's gradient does not change.
     balance_loss: float = Field(default=0.01, ge=0)
     bias_step: float = Field(default=0.001, gt=0)  # change of a bias in a step; only with balance = "bias" or "both"
-    # Coefficient of log^2 of the sum of the exponentials of the logits. Rules scale it as they scale balance_loss.
+    # Coefficient of the router's z-loss, (log of the sum of exp(logit) over experts)^2; scaled like balance_loss.
     router_z_loss: float = Field(default=0.0, ge=0)
 
     @property

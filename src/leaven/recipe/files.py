@@ -20,17 +20,16 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 LONGEST = 10_000_000  # characters of a recipe; the longest ones have 10,000
 MOST_DOTS = 10_000  # in a line
-DEEPEST = 20  # tables and arrays in one another; recipes have 4
+DEEPEST = 20  # levels of nested tables and arrays; recipes have 4
 LARGEST_INTEGER = 2**63 - 1  # of TOML, and of torch
-SMALLEST_FLOAT, LARGEST_FLOAT = 1e-40, 1e30  # others overflow where they are squared or divided by
+SMALLEST_FLOAT, LARGEST_FLOAT = 1e-40, 1e30  # the square or the inverse of other numbers may overflow
 
 
 def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
     """Return the recipe in a TOML file, with ``a.b=value`` overrides applied before validation.
 
     Raises:
-        InputError: if the file cannot be read, is not TOML, or is not a recipe; the message names file, key and
-            remedy.
+        InputError: if the file is not a valid recipe; the message names file, key and remedy.
     """
     return parse_recipe(read_text(path), str(path), overrides)
 
@@ -81,8 +80,8 @@ def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[st
 
 
 def _require_plain(document: dict[str, Any], origin: str) -> None:
-    """Raise InputError for values that are TOML and that no recipe has: very deep tables, numbers that overflow, and
-    strings with a NUL, which ends a string in the file system."""
+    """Raise InputError for values that TOML allows but leaven cannot use: very deep tables, numbers that overflow,
+    and strings with a NUL character, at which the file system would cut a name off."""
     waiting: list[tuple[str, Any, int]] = [("", document, 0)]
     while waiting:
         path, value, depth = waiting.pop()

@@ -5,12 +5,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    PlainSerializer,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from leaven.recipe.base import Part
 from leaven.recipe.init_std import INITS, InitName
@@ -29,8 +24,8 @@ class Multipliers(Part):
     lr: Positive = 1.0
     init_std: NonNegative = 1.0
     weight_decay: NonNegative = 1.0
-    # A multiplier m replaces beta by beta ** m, which stays within (0, 1) and divides the half-life of Adam's moment
-    # by m.
+    # A multiplier m of a beta replaces the beta by beta ** m. The result is between 0 and 1, and the half-life of
+    # Adam's moment is divided by m: m = 2 -> half the half-life.
     beta1: Positive = 1.0
     beta2: Positive = 1.0
     eps: Positive = 1.0
@@ -68,18 +63,15 @@ class DepthProfile(Part):
 class Clip(Part):
     """The way in which gradients are clipped."""
 
-    # global: the norm over all parameters is at most ``limit``; per-module: the norm of each module in each block is;
-    # running: the global norm is at most ``limit`` x its root mean square over recent steps, averaged with Adam's
-    # beta2.
+    # global: the norm over all parameters is at most ``limit``. per-module: the norm of each module in each block is
+    # at most ``limit``. running: the global norm is at most ``limit`` x the root mean square of the global norms of
+    # recent steps, averaged with Adam's beta2.
     mode: Literal["global", "per-module", "running"]
     limit: NonNegative = 1.0  # limit of the norm, see ``mode``; 0 switches clipping off
 
     @staticmethod
     def read(value: Any) -> Any:
-        """Convert a plain number to a table with mode ``global`` and this number as ``limit``.
-
-        Any other value is returned unchanged.
-        """
+        """Return a plain number as a table with mode ``global`` and this limit, and any other value unchanged."""
         return {"mode": "global", "limit": value} if isinstance(value, int | float | str) else value
 
     def written(self) -> Any:
@@ -136,13 +128,15 @@ class Hyperparameters(Part):
     residual: Positive = 1.0  # multiplies the output of every branch before it is added to the residual stream
     # A limit on the global gradient norm (0 switches clipping off), or a :class:`Clip`.
     grad_clip: Annotated[Clip, BeforeValidator(Clip.read), PlainSerializer(Clip.written)] = Clip(mode="global")
-    # Coefficient of the z-loss. Training minimises the loss + z_loss x log^2 Z of each token, where Z is the sum of
-    # the exponentials of the token's logits; the logged loss does not contain it. PaLM: 1e-4, OLMo 2: 1e-5. No rule
-    # scales it.
+    # Coefficient of the z-loss. Training minimises loss + z_loss x (log Z)^2 for each token, where Z is the sum of
+    # exp(logit) over the vocabulary. The logged loss is without the z-loss. PaLM: 1e-4, OLMo 2: 1e-5. No rule scales
+    # this coefficient.
     z_loss: NonNegative = 0.0
     modules: dict[str, Multipliers] = {}  # multipliers by the name of a module, such as mlp.out
     depth: DepthProfile = DepthProfile()
     muon: Muon | None = None  # only with optimizer = "muon", which sets a missing table to the defaults of Muon
+
+    added: ClassVar = ("muon", "z_loss")
 
     @model_validator(mode="before")
     @classmethod
@@ -182,8 +176,6 @@ class Hyperparameters(Part):
                 'for example to 0.02, or use match = "adamw_rms"'
             )
         return self
-
-    added: ClassVar = ("muon", "z_loss")
 
     @model_validator(mode="after")
     def _validate_init(self) -> "Hyperparameters":

@@ -36,7 +36,7 @@ class MatrixPlace:
 class Formula:
     """A formula for a standard deviation."""
 
-    text: str  # the formula in the letters that are the fields of :class:`MatrixPlace`
+    text: str  # the formula as printed; its letters are the fields of :class:`MatrixPlace`
     std: Callable[[MatrixPlace], float]
 
 
@@ -45,7 +45,7 @@ class Init:
     """A published initialisation: formulas for the std of each kind of matrix."""
 
     source: str
-    inputs: Formula  # for all matrices to which none of the other formulas applies
+    inputs: Formula  # for all matrices without another formula
     outputs: Formula  # for the matrices that write to the residual stream: attention.out and mlp.out
     embedding: Formula | None = None  # None: the formula ``inputs``
     unembedding: Formula | None = None  # also for a tied embedding; None: the formula ``inputs``
@@ -140,13 +140,13 @@ INITS: Mapping[str, Init] = MappingProxyType(
             outputs=Formula("1 / sqrt(2 f (l + 1))", lambda at: 1 / math.sqrt(2 * at.f * (at.l + 1))),
         ),
         "fan-in": Init(
-            source="LeCun et al. 1998: StarCoder, SmolLM, and facebookresearch/lingua as it comes (no factor)",
+            source="LeCun et al. 1998: StarCoder, SmolLM; facebookresearch/lingua by default (no factor for depth)",
             inputs=_FAN_IN,
             outputs=_FAN_IN,
             embedding=_LECUN,
         ),
         "openelm": Init(
-            source="OpenELM, arXiv 2404.14619; Lingua's factor global_depth has L + 1 for L",
+            source="OpenELM, arXiv 2404.14619; Lingua's factor global_depth uses L + 1 in place of L",
             inputs=_LECUN,
             outputs=Formula("1 / sqrt(2 d L)", lambda at: 1 / math.sqrt(2 * at.d * at.L)),
         ),
@@ -166,7 +166,7 @@ COMPARED: Mapping[str, Init] = MappingProxyType(
     {
         **INITS,
         "nanochat": Init(
-            source="karpathy/nanochat; goes with its own lr for each group; q, k and v are drawn uniformly",
+            source="karpathy/nanochat; needs its own lr for each group of parameters; q, k and v are drawn uniformly",
             inputs=_LECUN,
             outputs=_ZERO,
             embedding=Formula("0.8", lambda at: 0.8),
@@ -174,8 +174,8 @@ COMPARED: Mapping[str, Init] = MappingProxyType(
             modules={"mlp.in": Formula("0.4 / sqrt(d)", lambda at: 0.4 * at.d**-0.5)},
         ),
         "deepnet": Init(
-            source="Wang et al. 2022, arXiv 2203.00555, decoder only; goes with norms after the branches and a "
-            "residual stream times (2 L)^1/4",
+            source="Wang et al. 2022, arXiv 2203.00555, decoder only; needs norms after the branches and a "
+            "residual stream multiplied by (2 L)^1/4",
             inputs=Formula("sqrt(2 / (f + o))", lambda at: math.sqrt(2 / (at.f + at.o))),
             outputs=_DEEPNET,
             embedding=_LECUN,
@@ -183,7 +183,7 @@ COMPARED: Mapping[str, Init] = MappingProxyType(
             modules={"attention.value": _DEEPNET, "mlp.in": _DEEPNET, "mlp.gate": _DEEPNET},
         ),
         "mup": Init(
-            source="Yang et al. 2022, arXiv 2203.03466; Cerebras-GPT's base, 0.08 at width 256; goes with rule mup",
+            source="Yang et al. 2022, arXiv 2203.03466; Cerebras-GPT's base, 0.08 at width 256; needs the rule mup",
             inputs=Formula("0.08 sqrt(256 / d)", lambda at: _MUP_SIGMA * math.sqrt(_MUP_WIDTH / at.d)),
             outputs=Formula(
                 "0.08 sqrt(256 / (2 d L))", lambda at: _MUP_SIGMA * math.sqrt(_MUP_WIDTH / (2 * at.d * at.L))

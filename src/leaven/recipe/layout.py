@@ -11,7 +11,7 @@ Recompute = Literal["none", "selective", "full"]
 Pipeline = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
-# More ranks than any cluster has accelerators; searching for layouts of so many still ends.
+# More ranks than any cluster has accelerators. Up to this number, a search for layouts still ends.
 Degree = Annotated[int, Field(gt=0, le=2**24)]
 
 

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from leaven.recipe.base import Part
 from leaven.recipe.batch import Batch, BatchSchedule, Count
@@ -45,9 +45,9 @@ class Base(Part):
     depth: Depth  # n_layers
     batch_tokens: Count
     tokens: Count  # training tokens
-    d_ff: Width | None = None  # None: d_ff / d_model is that of the recipe's model
-    d_head: Width | None = None  # None: d_head of the recipe's model
-    n_kv_heads: Width | None = None  # None: n_heads / n_kv_heads is that of the recipe's model
+    d_ff: Width | None = None  # None: the base has d_ff / d_model of the recipe's model
+    d_head: Width | None = None  # None: the base has d_head of the recipe's model
+    n_kv_heads: Width | None = None  # None: the base has n_heads / n_kv_heads of the recipe's model
 
 
 class Scaling(Part):
@@ -57,26 +57,18 @@ class Scaling(Part):
     """
 
     rule: RuleName = "complete-d-p"
-    # Each residual branch is multiplied by depth^-alpha, and the lr inside the blocks by depth^(alpha-1).
+    # Each residual branch is multiplied by depth^-alpha, and the lr inside the blocks by depth^(alpha-1), where depth
+    # is n_layers / the base's. Depth 12 -> 24 with alpha = 1: branches / 2, lr unchanged.
     alpha: float = Field(default=1.0, ge=0.5, le=1)
-    # t: the lr is proportional to (training tokens)^-t; published values are 0.3 to 0.5.
+    # The exponent t in lr ~ (training tokens)^-t; published values are 0.3 to 0.5.
     token_exponent: float = Field(default=0.5, ge=0, le=1)
     # 95% interval of token_exponent, measured by ``leaven check duration``; outside it, ``leaven transfer`` warns.
     token_exponent_interval: tuple[float, float] | None = Field(default=None, strict=False)
-    # Multiplies the weight decay of hidden weights by depth^(1-alpha). If alpha < 1, their lr falls with depth, and
-    # this factor keeps lr x decay x steps constant. CompleteP and Complete(d)P do not apply it.
+    # Whether the weight decay of hidden weights is multiplied by depth^(1-alpha). With alpha < 1 the lr of hidden
+    # weights falls with depth, and this factor keeps lr x decay x steps constant. CompleteP and Complete(d)P have no
+    # such factor.
     scale_decay_with_depth: bool = False
     base: Base | None = None
-
-    @field_validator("rule", mode="before")
-    @classmethod
-    def _refuse_the_removed_rule(cls, rule: Any) -> Any:
-        if rule == "complete-d-p-printed":
-            raise ValueError(
-                'the rule complete-d-p-printed was removed; write rule = "complete-d-p", which differs only in the '
-                "eps of the final norm"
-            )
-        return rule
 
 
 class Precision(Part):
@@ -122,9 +114,9 @@ class EvaluationSettings(Part):
 class Average(Part):
     """An average of the weights over steps. A run computes, validates and saves it in addition to the weights.
 
-    Without a half-life the average is uniform over all tokens since its start. With a half-life it is an exponential
-    moving average: weights count half as much as those of ``half_life_tokens`` later. While the average is still
-    young, it is uniform, so the initial weights never count more than others.
+    Without a half-life, the average is uniform over all tokens since its start. With a half-life, it is an
+    exponential moving average: weights count half as much as weights ``half_life_tokens`` tokens later. A moving
+    average begins as a uniform average, so the initial weights never count more than others.
     """
 
     # Half-life of an exponential moving average in tokens; None: a uniform average.
@@ -202,7 +194,7 @@ class Tuning(Part):
         return self
 
 
-# Parts of a recipe that do not affect the loss.
+# Parts of a recipe that change at most the last bits of the loss.
 NOT_NUMBERS = {"name", "why", "layout", "tuning"}
 
 
@@ -367,18 +359,14 @@ Difference = tuple[str, Any, Any]  # dotted path, value in the first recipe, val
 
 
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the values in which two recipes differ, as (dotted path, value in a, value in b).
-
-    Name, reasons, layout and search settings are not compared, because they change at most the last bits of the loss.
-    """
+    """Return the differences between two recipes, without `NOT_NUMBERS`, which change at most the last bits of the
+    loss."""
     return differing(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
 
 
 def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the differences between two recipes in layout and micro-batch, as (dotted path, value in a, value in b).
-
-    Layout and micro-batch change only the order in which numbers are summed, and so only the last bits of the loss.
-    """
+    """Return the differences between two recipes in layout and micro-batch, which change only the order of sums, and
+    so only the last bits of the loss."""
     return differing(*(recipe.model_dump(include={"layout": True, "batch": {"micro_batch"}}) for recipe in (a, b)))
 
 

@@ -84,8 +84,8 @@ class Parameter:
         return math.prod(self.shape)
 
 
-# Bounds on sizes, ten times or more what any published model has. Beyond them a list of parameters takes minutes, a
-# tokenizer's training aborts the process, and sizes overflow 64 bits.
+# Bounds on sizes, at least ten times those of any published model. With larger sizes, listing the parameters takes
+# minutes, training a tokenizer aborts the process, and products of sizes overflow 64 bits.
 Depth = Annotated[int, Field(gt=0, le=2_000)]
 Width = Annotated[int, Field(gt=0, le=2**22)]
 
@@ -318,10 +318,7 @@ class ModelShape(Part):
 
     @property
     def roles(self) -> dict[str, Role]:
-        """Return the role of each module, by the module's name.
-
-        The module ``biases`` contains parameters with different roles; for it, return the role of the last parameter.
-        """
+        """Return the role of each module by name; that of ``biases`` is the role of its last parameter."""
         return {parameter.module: parameter.role for parameter in self.parameters()}
 
     @property

@@ -1,5 +1,5 @@
-"""Builds the result of ``leaven show``: lr, init and other values of each parameter, and a comparison of the init
-with published inits."""
+"""Build the document of ``leaven show``: lr, init and other values of each parameter, and the nearest published
+inits."""
 
 import math
 from collections.abc import Iterator, Sequence

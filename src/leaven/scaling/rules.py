@@ -146,6 +146,8 @@ _HIDDEN_GAINS = (Role.HIDDEN_NORM, Role.QK_NORM, Role.OUTPUT_NORM)
 _INPUT = (Role.EMBEDDING_NORM, Role.EMBEDDING_BIAS)
 _FINAL = (Role.FINAL_NORM, Role.FINAL_BIAS)
 _GAINS_AND_BIASES = (*_INPUT, Role.HIDDEN_BIAS, *_HIDDEN_GAINS, *_FINAL, Role.UNEMBEDDING_BIAS)
+_BLOCK = (*_HIDDEN, Role.HIDDEN_BIAS, Role.HIDDEN_NORM)
+_READOUT = (Role.UNEMBEDDING, Role.UNEMBEDDING_BIAS)
 
 
 def _rows(text: str, source: str, *roles: Role) -> dict[Role, Cell]:
@@ -189,11 +191,7 @@ MUP = Rule(
     "eps and decay as in the muP column of Mlodozeniec et al. 2025, Table 1",
     cells={
         "init_variance": {
-            **_rows(
-                "1",
-                f"{_TP5}input weights and biases",
-                *(Role.EMBEDDING, *_INPUT, Role.HIDDEN_BIAS, *_HIDDEN_GAINS, *_FINAL),
-            ),
+            **_rows("1", f"{_TP5}input weights and biases", Role.EMBEDDING, *_GAINS_AND_BIASES),
             **_rows("1", _BEHIND, Role.OUTPUT_NORM),
             **_rows("1", f"{_TP5}biases", Role.UNEMBEDDING_BIAS),
             **_rows("I^-1", f"{_TP5}hidden weights", *_HIDDEN),
@@ -202,11 +200,7 @@ MUP = Rule(
             **_rows("1", _TIED, Role.TIED_EMBEDDING),
         },
         "lr": {
-            **_rows(
-                "1",
-                f"{_TP5}input weights and biases",
-                *(Role.EMBEDDING, *_INPUT, Role.HIDDEN_BIAS, *_HIDDEN_GAINS, *_FINAL),
-            ),
+            **_rows("1", f"{_TP5}input weights and biases", Role.EMBEDDING, *_GAINS_AND_BIASES),
             **_rows("1", _BEHIND, Role.OUTPUT_NORM),
             **_rows("1", f"{_TP5}biases", Role.UNEMBEDDING_BIAS),
             **_rows("I^-1", f"{_TP5}hidden weights", *_HIDDEN),
@@ -215,25 +209,13 @@ MUP = Rule(
             **_rows("1", _TIED, Role.TIED_EMBEDDING),
         },
         "eps": {
-            **_rows(
-                "O^-1",
-                f"{_MUP}AdamW eps: Hidden weights/biases/norms",
-                *_HIDDEN,
-                Role.HIDDEN_BIAS,
-                Role.HIDDEN_NORM,
-            ),
+            **_rows("O^-1", f"{_MUP}AdamW eps: Hidden weights/biases/norms", *_BLOCK),
             **_rows("O^-1", _BEHIND, Role.OUTPUT_NORM),
             **_rows("O^-1", "derived: NA in the muP column; as in complete-d-p", Role.QK_NORM),
             **_rows("1", _ROUTED, Role.ROUTER),
             **_rows("O^-1", f"{_MUP}AdamW eps: Input emb.", Role.EMBEDDING),
             **_rows("O^-1", _STREAM, *_INPUT),
-            **_rows(
-                "1",
-                f"{_MUP}AdamW eps: Output weights/biases/norms",
-                Role.UNEMBEDDING,
-                Role.UNEMBEDDING_BIAS,
-                *_FINAL,
-            ),
+            **_rows("1", f"{_MUP}AdamW eps: Output weights/biases/norms", *_READOUT, *_FINAL),
             **_rows("O^-1", _TIED, Role.TIED_EMBEDDING),
         },
         "weight_decay": {
@@ -251,10 +233,7 @@ MUP = Rule(
     residual=Cell("1", f"{_MUP}multipliers: x + Block(x)"),
     attention=_DIVIDED,
     half_life=Cell("1", _NOT_MUP),
-    muon={
-        "lr": Cell("I^-1/2 O^1/2 M^-1", _SPECTRAL),
-        "weight_decay": Cell("I^1/2 O^-1/2 M", _SHRINK),
-    },
+    muon={"lr": Cell("I^-1/2 O^1/2 M^-1", _SPECTRAL), "weight_decay": Cell("I^1/2 O^-1/2 M", _SHRINK)},
 )
 
 _DEY = "Table 1, "
@@ -291,13 +270,7 @@ COMPLETE_P = Rule(
         },
         "eps": {
             **_rows("1", _UNSAID, *Role),
-            **_rows(
-                "O^-1 L^-alpha",
-                f"{_DEY}AdamW eps: residual blocks",
-                *_HIDDEN,
-                Role.HIDDEN_BIAS,
-                Role.HIDDEN_NORM,
-            ),
+            **_rows("O^-1 L^-alpha", f"{_DEY}AdamW eps: residual blocks", *_BLOCK),
             **_rows("O^-1 L^-alpha", "derived: not in the table; as in complete-d-p", Role.QK_NORM),
             **_rows("O^-1 L^-alpha", _BEHIND, Role.OUTPUT_NORM),
             **_rows("L^-alpha", _ROUTED, Role.ROUTER),
@@ -350,13 +323,7 @@ COMPLETE_D_P = Rule(
             **_rows("1", _TIED, Role.TIED_EMBEDDING),
         },
         "eps": {
-            **_rows(
-                "O^-1 L^-alpha",
-                f"{_T1}AdamW eps: Hidden weights/biases/norms",
-                *_HIDDEN,
-                Role.HIDDEN_BIAS,
-                Role.HIDDEN_NORM,
-            ),
+            **_rows("O^-1 L^-alpha", f"{_T1}AdamW eps: Hidden weights/biases/norms", *_BLOCK),
             **_rows(
                 "O^-1 L^-alpha",
                 f"{_T1}AdamW eps: QK norms (m_L^-alpha); derived: O is 1 at a fixed head dimension",
@@ -366,7 +333,7 @@ COMPLETE_D_P = Rule(
             **_rows("L^-alpha", _ROUTED, Role.ROUTER),
             **_rows("O^-1", f"{_T1}AdamW eps: Input emb.", Role.EMBEDDING),
             **_rows("O^-1", f"{_STREAM}; measured: width -0.94 to -1.03, depth 0.00 to -0.08", *_INPUT),
-            **_rows("1", f"{_T1}AdamW eps: Output weights/biases/norms", Role.UNEMBEDDING, Role.UNEMBEDDING_BIAS),
+            **_rows("1", f"{_T1}AdamW eps: Output weights/biases/norms", *_READOUT),
             **_rows(
                 "O^-1", "measured: gradient exponent -1.05 (init), -0.91 (step 150); Table 1 has 1", Role.FINAL_NORM
             ),

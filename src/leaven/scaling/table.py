@@ -208,20 +208,12 @@ def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
     """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
-        key = (row.module, row.lr, row.weight_decay, row.beta1, row.beta2, row.eps, row.match)
-        values = {
-            "module": row.module,
-            "param_names": [],
-            "peak_lr": row.lr,
-            "lr": row.lr,
-            **(
-                {"momentum": row.beta1, "match": row.match}
-                if row.match
-                else {"betas": (row.beta1, row.beta2), "eps": row.eps}
-            ),
-            "weight_decay": row.weight_decay,
-        }
-        groups.setdefault(key, values)["param_names"].append(row.name)
+        by_muon = {"momentum": row.beta1, "match": row.match}
+        by_adam = {"betas": (row.beta1, row.beta2), "eps": row.eps}
+        values = {"peak_lr": row.lr, "lr": row.lr} | (by_muon if row.match else by_adam)
+        values |= {"weight_decay": row.weight_decay}
+        group = {"module": row.module, "param_names": [], **values}
+        groups.setdefault((row.module, *values.values()), group)["param_names"].append(row.name)
     return list(groups.values())
 
 

@@ -22,10 +22,10 @@ TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
     Path(__file__).with_name("tested_ranges.toml").read_text(encoding="utf-8")
 )
 """For each rule: the lowest and the highest tested ratio on each axis, and the source."""
-# Warn beyond this change of the tokens per parameter: there the best weight decay is about twice as large or half as
-# large (Power Lines: the best timescale is proportional to (tokens per parameter)^-0.527).
+# Warn if the tokens per parameter change by more than this factor. At this factor, the best weight decay is about
+# twice or half as large (Power Lines: the best timescale is proportional to (tokens per parameter)^-0.527).
 TOKENS_PER_PARAMETER_FACTOR = 4.0
-# With Muon, warn beyond this ratio of batch or tokens: the sweeps of arXiv 2512.05620 move only width and depth.
+# With Muon, warn beyond this ratio of batch or tokens to the base: arXiv 2512.05620 tests only width and depth.
 MUON_FACTOR = 4.0
 # Warn above this ratio eps / sqrt(v): Adam's update m / (sqrt(v) + eps) is then about a tenth smaller.
 EPS_SHARE = 0.1
@@ -129,9 +129,10 @@ def _tokens_per_parameter(recipe: Recipe) -> Iterator[CautionRow]:
         decay = power_lines_tau(shape.params_active, base.tokens) / power_lines_tau(
             recipe.model.params_active, recipe.data.tokens
         )
-        limit = before * (far if factor > 1 else 1 / far)
-        facts: dict[str, Any] = {"before": before, "factor": factor, "decay": decay, "experts": recipe.model.experts}
-        yield _caution("tokens per parameter", after, limit, **facts)
+        limit, experts = before * (far if factor > 1 else 1 / far), recipe.model.experts
+        yield _caution(
+            "tokens per parameter", after, limit, before=before, factor=factor, decay=decay, experts=experts
+        )
 
 
 def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
@@ -142,8 +143,8 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRo
     low, high = interval
     if not low <= used <= high:
         nearest = max(min(max(low, min(high, used)), 1.0), 0.0)
-        facts: dict[str, Any] = {"ratio": table.ratios.tokens, "low": low, "high": high, "nearest": nearest}
-        yield _caution("token exponent", used, high if used > high else low, **facts)
+        limit, ratio = high if used > high else low, table.ratios.tokens
+        yield _caution("token exponent", used, limit, ratio=ratio, low=low, high=high, nearest=nearest)
 
 
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
@@ -158,8 +159,7 @@ def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     typical = norm / math.sqrt(recipe.model.params)
     worst = max((row for row in table.rows if row.role is Role.HIDDEN_WEIGHT), key=lambda row: row.eps)
     if (share := worst.eps / typical) > EPS_SHARE:
-        facts: dict[str, Any] = {"row": worst, "typical": typical, "norm": norm, "params": recipe.model.params}
-        yield _caution("eps", share, EPS_SHARE, **facts)
+        yield _caution("eps", share, EPS_SHARE, row=worst, typical=typical, norm=norm, params=recipe.model.params)
 
 
 def _betas(table: ParameterTable) -> Iterator[CautionRow]:
@@ -169,8 +169,8 @@ def _betas(table: ParameterTable) -> Iterator[CautionRow]:
         if check.trained and check.hidden and (row := farthest(rows, check.hidden, check.trained)):
             (low, high), name, beta = check.trained, check.hidden, getattr(row, check.hidden)
             where = row.module if len({getattr(each, name) for each in rows}) > 1 else "all modules"
-            facts: dict[str, Any] = {"name": name, "where": where, "low": low, "high": high}
-            yield _caution(name, beta, high if beta > high else low, "beta", **facts)
+            limit = high if beta > high else low
+            yield _caution(name, beta, limit, "beta", name=name, where=where, low=low, high=high)
 
 
 def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
@@ -205,5 +205,5 @@ def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     std, usual = worst.init_std * worst.multiplier, usual_std(recipe.model.d_model)
     if std > LARGE_INIT * usual:
         named = recipe.hyperparameters.init != "rule"
-        facts: dict[str, Any] = {"module": worst.module, "times": std / usual, "usual": usual, "named": named}
-        yield _caution("init", std, LARGE_INIT * usual, **facts)
+        limit, times = LARGE_INIT * usual, std / usual
+        yield _caution("init", std, limit, module=worst.module, times=times, usual=usual, named=named)

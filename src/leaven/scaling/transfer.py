@@ -211,8 +211,8 @@ def _start_batch(tuned: Recipe, target: Recipe) -> float:
     """Return the batch in tokens with which the study of ``tuned`` began.
 
     If ``tuned`` has as many training tokens as its base, this is the batch of the base. Otherwise assume that
-    ``leaven new`` wrote the recipe with which the study began. It chooses the batch so that the small run has as many
-    steps as the target, so return the batch that gives ``tuned`` this number of steps.
+    ``leaven new`` wrote the recipe of the study. ``leaven new`` gives a proxy as many steps as its target, so return
+    the batch with which ``tuned`` has as many steps as ``target``.
     """
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens

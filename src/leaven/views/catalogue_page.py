@@ -164,15 +164,15 @@ def scatter(
     own: Recipe | None = None,
     own_value: float | None = None,
 ) -> tuple[Figure, list[str]]:
-    """Return a chart of published runs over the model size, and the names of the lines in the chart.
+    """Return a chart of published runs over the parameters that a token uses, and the names of its lines.
 
     The lines are numbered in the chart, in the order of the names. The recipe ``own`` is drawn as a star at its size
     and ``own_value``.
     """
     points = [(run, value) for run in runs if (value := read(run, quantity.path))]
-    sizes, values = [run.params_total for run, _ in points], [value for _, value in points]
+    sizes, values = [run.params_active for run, _ in points], [value for _, value in points]
     if own and own_value:
-        sizes, values = [*sizes, own.model.params], [*values, own_value]
+        sizes, values = [*sizes, own.model.params_active], [*values, own_value]
     low, high = min(values) / 1.25, max(values) * 1.25
     edge = band([(run, value) for run, value in points if run.lr_comparable])
     outline = [(x, lower) for x, lower, _ in edge] + [(x, upper) for x, _, upper in reversed(edge)]
@@ -192,16 +192,16 @@ def scatter(
         members = [(run, value) for run, value in points if group_of(run, hues) == name]
         colour = hues.get(name, MUTED)
         marker = {"opacity": 0.85, "symbol": [symbol(run) for run, _ in members]}
-        places = [(run.params_total, value) for run, value in members]
+        places = [(run.params_active, value) for run, value in members]
         hovers = [hover_text(quantity, run, value) for run, value in members]
         traces.append(charts.dots(places, colour, 9, legendgroup=name, marker=marker, hovertext=hovers))
     if own and own_value:
-        place = [(own.model.params, own_value)]
-        hover = f"<b>{charts.text(own.name)}</b><br>{_said(quantity, own_value, own.model.params)}"
+        place = [(own.model.params_active, own_value)]
+        hover = f"<b>{charts.text(own.name)}</b><br>{_said(quantity, own_value, own.model.params_active)}"
         traces.append(charts.dots(place, charts.INK, 17, marker={"symbol": "star"}, hovertext=[hover]))
     spell = numbers.tick if low > 1 else numbers.value
     figure = charts.figure(
-        "parameters",
+        "parameters that a token uses",
         quantity.unit,
         traces,
         x=charts.log_axis(min(sizes) / 1.2, max(sizes) * 1.2, numbers.tick),
@@ -223,9 +223,9 @@ def _said(quantity: CatalogueChart, value: float, params: int) -> str:
 
 def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str:
     """Return the tooltip of a point, with the run's id, value, lineage and source."""
-    lines = [_said(quantity, value, run.params_total), f"lineage {run.lineage.name}"]
+    lines = [_said(quantity, value, run.params_active), f"lineage {run.lineage.name}"]
     if run.kind == "moe":
-        lines.append(f"experts, {numbers.quantity(run.params_active)} active")
+        lines.append(f"experts, {numbers.quantity(run.params_total)} in total")
     if "square" in symbol(run):
         lines.append(f"with {run.optimizer}")
     if run.schedule and run.schedule.parametrisation:
@@ -244,12 +244,12 @@ def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, floa
     At each size, a lineage (a family of models) has one vote: the median of its runs that are near this size. The
     quartiles are those of the votes. A size with fewer than four votes is left out.
     """
-    sizes = [run.params_total for run, _ in points]
+    sizes = [run.params_active for run, _ in points]
     edge = []
     for size in np.geomspace(min(sizes), max(sizes), _GRID).tolist() if sizes else ():
         votes: dict[str, list[float]] = {}
         for run, value in points:
-            if 1 / BAND_FACTOR <= run.params_total / size <= BAND_FACTOR:
+            if 1 / BAND_FACTOR <= run.params_active / size <= BAND_FACTOR:
                 votes.setdefault(run.lineage.name, []).append(math.log(value))
         if len(votes) >= 4:
             lower, _, upper = quantiles(map(median, votes.values()), n=4, method="inclusive")

@@ -134,11 +134,7 @@ def _read(check: Check, case: Case) -> Check | None:
 
 
 def _end(written: float | str, facts: Mapping[str, float]) -> float:
-    """Return a limit as a number.
-
-    A limit may be written like ``1.5 most`` or ``least / 2``. The word is then a key of ``facts``, and stands for the
-    number at this key.
-    """
+    """Return a limit as a number; a word in it is a key of ``facts``: ``1.5 most`` is 1.5 x ``facts["most"]``."""
     if not isinstance(written, str):
         return written
     product, _, divisor = written.partition(" / ")

@@ -56,8 +56,8 @@ class Check:
     path: str  # dotted path of the recipe's value that a finding is about
     message: str | Sequence[str]  # templates, see `leaven.catalogue.messages`
     usual: Sequence[float | str] = ()  # a value beyond this range gives a note
-    outside: Sequence[float | str] = ()  # a value beyond this range is outside
-    far: Sequence[float | str] = ()  # a value beyond this range is far outside
+    outside: Sequence[float | str] = (-math.inf, math.inf)  # a value beyond this range is outside
+    far: Sequence[float | str] = (-math.inf, math.inf)  # a value beyond this range is far outside
     otherwise: Mapping[str, Any] = field(default_factory=dict)  # replaces usual, outside, far for some recipes
     trained: Bounds | None = None  # beyond this range a value is "outside", even if a search found it
     source: str = "the published runs"  # evidence in addition to the runs that a finding names
@@ -128,8 +128,14 @@ class Case:
     def size(self) -> RunSize:
         """The recipe's size, with the published runs near it and the laws, as `leaven new` would weigh them."""
         model = self.recipe.model
-        near = neighbours(self.params, self.tokens, qk_norm=model.qk_norm, norm_placement=model.norm_placement)
-        return RunSize(near, self.recipe.model, self.tokens)
+        near = neighbours(
+            self.params,
+            self.tokens,
+            qk_norm=model.qk_norm,
+            norm_placement=model.norm_placement,
+            experts=bool(model.experts),
+        )
+        return RunSize(near, model, self.tokens)
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
@@ -139,11 +145,8 @@ class Case:
 
     @cached_property
     def neighbours(self) -> tuple[PublishedRun, ...]:
-        """Return at most five published runs within a factor of 4 of the recipe's size, one of each lineage.
-
-        A lineage is a group of runs that copied one another's lr. Runs with AdamW and the recipe's ``norm_placement``
-        and ``qk_norm`` come before all other runs. Among equals, the run nearest in size comes first.
-        """
+        """Return at most `VOTES` runs within a factor of 4 of the recipe's size, in the order of
+        :func:`leaven.catalogue.neighbours.neighbours`: one of each lineage."""
         return self.size.near.close[:VOTES]
 
     @cached_property
@@ -166,10 +169,8 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of the hidden weights, except the last matrix of each residual branch.
-
-        Weights with an init std of 0 do not count. If all have 0, return 0.
-        """
+        """Return the median init std of the hidden weights, without the last matrices of branches and weights with a
+        std of 0; return 0 if no other weight is left."""
         stds: list[float] = [
             row.init_std
             for row in self.rows
@@ -236,9 +237,6 @@ class Case:
         return {"batch.tokens": self.sequences(tokens)} | gone
 
     def with_tokens(self, tokens: int) -> Suggestion:
-        """Return the change of the recipe to a run of ``tokens`` tokens.
-
-        A warm-up that is longer than the new run is shortened to 1% of the new run.
-        """
+        """Return the change to a run of ``tokens`` tokens; a longer warm-up is shortened to 1% of the new run."""
         longer = self.recipe.schedule.warmup_tokens > tokens
         return {"data.tokens": tokens} | ({"schedule.warmup_tokens": tokens // 100} if longer else {})

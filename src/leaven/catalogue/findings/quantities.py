@@ -9,9 +9,10 @@ from dataclasses import replace
 from functools import cache
 from operator import attrgetter
 from statistics import median
+from typing import Any
 
 from leaven.catalogue import laws
-from leaven.catalogue.findings.case import Case, Check, OfRun
+from leaven.catalogue.findings.case import Case, Check
 from leaven.catalogue.laws import find_law, power_lines_tau
 from leaven.catalogue.neighbours import FACTOR, ratio, size_ratio
 from leaven.catalogue.runs import PublishedRun, find_run, load_runs
@@ -97,15 +98,11 @@ def z_loss(check: Check, case: Case) -> Check | None:
     if not (len(without) > 1 and value > 1.5 * highest and users):
         return None
     suggestions = [{"hyperparameters.z_loss": 1e-4}, case.at_base("lr", highest, math.floor)]
-    facts = {"highest": highest}
-    return replace(check, value=value, suggestions=suggestions, runs=users[:5], facts=facts)
+    return replace(check, value=value, suggestions=suggestions, runs=users[:5], facts={"highest": highest})
 
 
 def beta2(check: Check, case: Case) -> Check:
-    """Compare beta2 with limits that depend on the batch.
-
-    Adam's default of 0.999 is usual at small batches, but rare in runs with half a million tokens a batch.
-    """
+    """Compare beta2 with limits that depend on the batch: 0.999 is usual only at small batches."""
     known = [run.optim.beta2 for run in case.runs if run.optim and run.optim.beta2]
     if case.batch <= _SMALL_BATCH:
         check = replace(check, **check.otherwise)
@@ -114,10 +111,9 @@ def beta2(check: Check, case: Case) -> Check:
 
 
 def weight_decay(check: Check, case: Case) -> Check | None:
-    """Compare the weight decay with published values. Return None if the scaling rule raises the decay.
+    """Compare the weight decay with published values, unless the scaling rule changes the decay.
 
-    Some rules divide the lr by a factor and multiply the decay by the same factor. Then the check ``timescale``
-    compares the product of both.
+    A rule that multiplies the decay divides the lr; the check ``timescale`` compares the product of both.
     """
     tuned = case.recipe.hyperparameters
     moved = check.value and ratio(check.value, tuned.weight_decay) > 1.02
@@ -125,10 +121,7 @@ def weight_decay(check: Check, case: Case) -> Check | None:
 
 
 def l2_decay(check: Check, case: Case) -> Check | None:
-    """Report weight decay with the optimizer ``adam``, which adds the decay to the gradient before normalising it.
-
-    Published decays are for AdamW, even where a paper writes Adam, so they cannot be compared.
-    """
+    """Report weight decay with the optimizer ``adam``: published decays are for AdamW, even if a paper says Adam."""
     return check if case.recipe.hyperparameters.optimizer == "adam" and check.value else None
 
 
@@ -498,13 +491,11 @@ def expert_width(check: Check, case: Case) -> Check | None:
         return None
     used = model.experts.active + model.experts.shared
     d_expert = max(round(8 / 3 * model.d_model / used / 8), 1) * 8
-    checked = replace(
+    return _with_published(
         check,
         value=used * model.experts.d_expert / model.d_model,
-        suggestions=[{"model.experts.d_expert": d_expert, "model.d_ff": model.experts.active * d_expert}],
-    )
-    return _with_published(
-        checked, lambda run: run.arch.d_model and run.expert_width and run.expert_width / run.arch.d_model
+        of_run=attrgetter("expert_ratio"),
+        suggestions=[{"model.experts.d_expert": d_expert, "model.d_ff": used * d_expert}],
     )
 
 
@@ -523,29 +514,22 @@ def balance_loss(check: Check, case: Case) -> Check | None:
     if not experts or not experts.balanced_by_loss:
         return None
     usual = 1e-4 if experts.balanced_by_bias else 0.01
-    checked = replace(check, value=experts.balance_loss, suggestions=[{"model.experts.balance_loss": usual}])
-    return _with_published(checked, lambda run: run.optim and run.optim.moe_load_balance_loss)
+    return _with_published(check, suggestions=[{"model.experts.balance_loss": usual}])
 
 
 def bias_step(check: Check, case: Case) -> Check | None:
     experts = case.recipe.model.experts
-    if not experts or not experts.balanced_by_bias:
-        return None
-    checked = replace(check, value=experts.bias_step)
-    return _with_published(checked, lambda run: run.optim and run.optim.moe_bias_update_speed)
+    return _with_published(check) if experts and experts.balanced_by_bias else None
 
 
 def router_z_loss(check: Check, case: Case) -> Check | None:
-    experts = case.recipe.model.experts
-    if not experts:
-        return None
-    checked = replace(check, value=experts.router_z_loss)
-    return _with_published(checked, lambda run: run.optim and run.optim.moe_router_z_loss)
+    return _with_published(check) if case.recipe.model.experts else None
 
 
-def _with_published(check: Check, of_run: OfRun) -> Check:
-    """Return the check with the mixtures of experts for which ``of_run`` has a value, and the range of the values."""
-    known = [(run, value) for run in load_runs() if run.kind == "moe" and (value := of_run(run))]
+def _with_published(check: Check, **changes: Any) -> Check:
+    """Return the check with ``changes``, the mixtures of experts that publish the compared value, and their range."""
+    check = replace(check, **changes)
+    known = [(run, value) for run in load_runs() if run.kind == "moe" and (value := check.of_run(run))]
     values = [value for _, value in known]
     return replace(check, runs=[run for run, _ in known], facts={"least": min(values), "most": max(values)})
 

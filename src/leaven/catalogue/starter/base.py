@@ -61,7 +61,8 @@ def choose_base(draft: StarterDraft, request: StarterRequest, at: RunSize, batch
     if proxy is None:
         draft.step("proxy", message="no proxy", **facts)
         return StarterBase(at, batch, tuning)
-    size = RunSize(neighbours(proxy.shape.params_active, proxy.tokens), proxy.shape, proxy.tokens)
+    near = neighbours(proxy.shape.params_active, proxy.tokens, experts=bool(at.model.experts))
+    size = RunSize(near, proxy.shape, proxy.tokens)
     facts |= {"proxy": proxy, "each": size.tokens_per_parameter}
     facts |= {"steps": proxy.tokens // proxy.batch_tokens, "target_steps": at.tokens // batch}
     draft.step("proxy", ["arXiv 2512.22382"], **facts)

@@ -6,7 +6,7 @@ from typing import Any
 
 from leaven.catalogue.laws import batches, critical_batch
 from leaven.catalogue.messages import sentence
-from leaven.catalogue.neighbours import middle, of_size
+from leaven.catalogue.neighbours import middle
 from leaven.catalogue.runs import PublishedRun, load_runs
 from leaven.catalogue.starter.draft import Evidence, RunSize, StarterDraft
 from leaven.errors import InputError
@@ -18,13 +18,13 @@ BATCH_TOKENS_EXPONENT = 0.46
 """A published batch is converted to another number of tokens with this exponent: the median of Step Law 0.57, Zhang
 0.47, Power Lines 0.46 and 0.38, DeepSeek 0.33."""
 LEAST_STEPS = 1_250
-"""The batch is limited so that the run has at least this many steps; `leaven recipes check` reports fewer than
-1,000."""
+"""The batch is limited so that the run has at least this many steps, a little more than the 1,000 below which
+`leaven recipes check` reports a run."""
 FEWEST_STEPS = 200
 """If the batch is that of a reference run (``--from``), a run with fewer steps than this is refused."""
 LARGEST_CONSTANT = 8_400_000
 """Largest batch without a ramp in well-documented runs, in tokens (OLMo 2 13B and 32B). Larger batches were reached
-with a ramp (Llama 3 405B 16 M, Apertus 70B 16.8 M), or it is not published how."""
+with a ramp (Llama 3 405B 16 M, Apertus 70B 16.8 M), or their sources do not say how."""
 MOST_INCREMENTS = 16
 """A ramp starts at 1/2 to 1/16 of the batch and grows in increments of that size."""
 
@@ -168,7 +168,7 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
         votes: dict[str, bool] = {}
         voters: Sequence[str] = [run.id]
     else:
-        families = {run.family: run for run in (of_size(near.params) if near.close else near.runs)}
+        families = {run.family: run for run in (near.of_size() if near.close else near.runs)}
         votes = {
             run.id: grew for run in families.values() if run.lr_comparable and (grew := run.batch_grew) is not None
         }
@@ -218,9 +218,7 @@ def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
     The result is 2^k or 3 x 2^k, so that it splits evenly over GPUs. If the number of GPUs has an odd factor, the
     result is this factor times 2^k.
     """
-    odd = gpus
-    while odd % 2 == 0:
-        odd //= 2
+    odd = gpus // (gpus & -gpus)  # without its factors of 2
     bases = (1, 3) if odd == 1 else (odd,)
     sizes = [base << k for base in bases for k in range(48)]
     fitting = [size for size in sizes if size * seq_len <= most] or [min(sizes)]

@@ -8,12 +8,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from leaven.catalogue.laws import main_laws
 from leaven.catalogue.messages import parts, sentence
-from leaven.catalogue.neighbours import Neighbours, Votes, middle, nearest
+from leaven.catalogue.neighbours import Neighbours, Votes, middle, mixtures, nearest
 from leaven.catalogue.runs import PublishedRun, find_run, listed, load_runs
 from leaven.catalogue.starter.proxy import TuningAdvice
 from leaven.documents.catalogue import LawRow
@@ -81,12 +82,22 @@ class StarterRequest:
 def used_params(params: int, experts: tuple[int, int] | None) -> int:
     """Return about how many of ``params`` parameters a token uses, if all layers have experts.
 
-    A third of the parameters that a token uses in a block is in attention, and two thirds are in its experts.
+    In a block, attention has 4 d_model^2 parameters. The experts that a token uses have 3 x ratio x d_model^2, where
+    ratio is their total width / d_model in the nearest published mixtures of experts.
     """
     if experts is None:
         return params
     number, active = experts
-    return round(3 * params / (1 + 2 * number / active))
+    near = mixtures(round(3 * params / (1 + 2 * number / active)))  # first guess: ratio 8/3, no shared experts
+    ratio: float = widths_of_experts(near).value
+    votes = near.most("model.experts.shared")
+    shared: int = votes.value if votes else 0
+    return round(params * (4 + 3 * ratio) / (4 + 3 * ratio * (number + shared) / (active + shared)))
+
+
+def widths_of_experts(near: Neighbours) -> Votes:
+    """Return the width of all experts that a token uses, shared ones included, / d_model."""
+    return near.middle(near.values(attrgetter("expert_ratio")))
 
 
 def find_reference(id: str) -> PublishedRun:
@@ -173,10 +184,7 @@ class Evidence:
 
     @property
     def weight(self) -> float:
-        """Return the weight of the laws in :attr:`middle`; the weight of the published runs is 1 minus this weight.
-
-        The weight is 1/2 if all laws are within their fitted ranges, and 1/4 if no law is within its range.
-        """
+        """Return the weight of the laws in :attr:`middle`: 1/2 if all are in their fitted ranges, 1/4 if none is."""
         return (1 + self.inside / len(self.laws.by)) / 4
 
     @property
@@ -198,13 +206,8 @@ def derivation_step(
     values: Mapping[str, Any] | None = None,
     sources: Sequence[str] = (),
 ) -> DerivationRow:
-    """Return one step in the derivation of a recipe.
-
-    Args:
-        lines: the reasons.
-        values: the values that the step sets, by path.
-        sources: the runs and laws used; duplicates are removed.
-    """
+    """Return one step in the derivation of a recipe: its reasons (``lines``), the values that it sets, by path, and
+    the runs and laws that it uses, without duplicates."""
     once = list(dict.fromkeys(sources))
     return DerivationRow(
         step=number, title=title, values=dict(values or {}), lines=list(lines), reason="; ".join(lines), sources=once
@@ -230,11 +233,8 @@ class StarterDraft:
         return BatchSchedule(Batch.model_validate(self.document["batch"]).sizes)
 
     def decide(self, path: str, value: Any, message: str | None = None, **facts: Any) -> None:
-        """Set a value and its reason.
-
-        ``message`` is the key of the reason's text in ``messages.toml``, by default ``path``. ``facts`` fill in the
-        fields of the text.
-        """
+        """Set a value and its reason: the text ``message`` (by default ``path``) of ``messages.toml``, filled with
+        ``facts``."""
         set_path(self.document, path, value)
         self._open[path] = {"value": value, "reference": self.reference} | facts
         self.why[path] = sentence("reasons", message or path, self._open[path])

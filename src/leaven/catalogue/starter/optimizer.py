@@ -56,7 +56,7 @@ def lr_evidence(at: RunSize, batch: int) -> Evidence:
     return at.evidence(
         {name: lr.square_root for name, lr in moved.items() if lr},
         lambda run: (
-            run.peak_lr * (params / run.params_total) ** LR_SIZE_EXPONENT * batch_factor(batch, run.batch_tokens)
+            run.peak_lr * (params / run.params_active) ** LR_SIZE_EXPONENT * batch_factor(batch, run.batch_tokens)
             if run.peak_lr
             else None
         ),

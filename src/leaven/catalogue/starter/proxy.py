@@ -45,8 +45,6 @@ SHARE = 0.10
 WORTH = 0.24
 """Largest gain from tuning, as a share of the run: at 7.2 B it was worth 1.32 times the tokens (arXiv 2512.22382), in
 leaven's own measurement 1.09 times (docs/log.md)."""
-GPU_FLOPS = 4e14
-"""FLOP/s of one H100 at an MFU of 40%, for costs in hours."""
 NEAR = 1.25
 """Largest factor between the size of a proxy that the user requests and the nearest possible size."""
 ENOUGH_LINEAGES = 3
@@ -117,17 +115,15 @@ def choose_proxy(
 
 def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
     if proxy:
-        hours = proxy.trials * 6 * proxy.shape.params_active * proxy.tokens / GPU_FLOPS / 3600
         facts |= {"trials": proxy.trials, "proxy": proxy, "cost": proxy.cost}
-        facts["spent"] = sentence("tuning", "cost", facts | {"hours": hours if hours >= 1 else None})
+        facts["spent"] = sentence("tuning", "cost", facts)
     return TuningAdvice(proxy, sentence("tuning", message, facts))
 
 
 def trials_worth(each: float) -> int:
-    """Return the largest number of trials in `TRIALS` that costs at most `SHARE` of the run.
+    """Return the largest number in `TRIALS` that costs at most `SHARE` of the run, or else the smallest number.
 
-    If every number in `TRIALS` costs more, return the smallest number. ``each`` is the cost of one trial as a share
-    of the run.
+    ``each`` is the cost of one trial as a share of the run.
     """
     return next((trials for trials in TRIALS if trials * each <= SHARE), TRIALS[-1])
 
@@ -160,11 +156,13 @@ def _smaller(model: ModelShape, count: Callable[[ModelShape], int]) -> Iterator[
     half, aspect = count(model) / 2, model.d_model / model.n_layers
     thinnest, widest = min(THINNEST, aspect / 2), max(WIDEST, aspect)
     shallowest = max(-(-model.n_layers // SHALLOWER), min(LEAST_DEPTH, model.n_layers))
+    if model.experts:  # at least LEAST_DEPTH layers have experts
+        shallowest = max(shallowest, min(model.experts.dense_layers + LEAST_DEPTH, model.n_layers))
     narrowest = max(LEAST_WIDTH, -(-model.d_model // NARROWER))
     for width in range(-(-narrowest // unit) * unit, model.d_model, unit):
-        one, two = (count(_scaled(model, width, depth)) for depth in (1, 2))
+        one, two = (count(_scaled(model, width, depth)) for depth in (shallowest, shallowest + 1))
         for depth in range(shallowest, model.n_layers + 1):
-            size = one + (depth - 1) * (two - one)
+            size = one + (depth - shallowest) * (two - one)
             if size <= half and thinnest <= width / depth <= widest:
                 yield size, width, depth
 

@@ -5,14 +5,14 @@ Symbols: d is d_model, L the number of layers, and f is d_ff, the width of the M
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 from leaven.catalogue.laws import batches, evaluate
-from leaven.catalogue.neighbours import Neighbours, Votes, first_of_each, middle, neighbours, of_size
+from leaven.catalogue.neighbours import Neighbours, Votes, first_of_each, middle, mixtures, neighbours
 from leaven.catalogue.runs import PublishedRun, load_runs
-from leaven.catalogue.starter.draft import StarterDraft, StarterRequest
+from leaven.catalogue.starter.draft import StarterDraft, StarterRequest, widths_of_experts
 from leaven.catalogue.terms import terms
 from leaven.errors import InputError
 from leaven.recipe.shape import Activation, ModelShape, Positions
@@ -83,7 +83,7 @@ def shape_of(
     usual: float,
     proportions: Proportions,
     fixed: dict[str, Any],
-    experts: tuple[int, int] | None = None,
+    experts: Mapping[str, Any] | None = None,
 ) -> ModelShape:
     """Return the shape with about ``params`` parameters whose proportions are nearest to ``proportions``.
 
@@ -95,7 +95,8 @@ def shape_of(
     Args:
         usual: widths within a factor of 3 of this width are tried.
         fixed: values of the other fields of :class:`ModelShape`.
-        experts: number of experts, and how many of them a token uses. Together these are as wide as d_ff.
+        experts: values of :class:`Experts` without d_expert. The experts that a token uses, shared ones included, are
+            together as wide as d_ff.
     """
 
     def cost(pair: tuple[ModelShape, int]) -> tuple[bool, float]:
@@ -114,27 +115,40 @@ def shape_of(
             kv_heads = proportions.n_kv_heads or heads // proportions.group
             sides = {"d_model": d, "d_head": proportions.d_head, "n_heads": heads, "n_kv_heads": kv_heads}
             for f in _mlp_widths(d, proportions):
-                one = ModelShape.model_validate(fixed | sides | _mlp(f, experts) | {"n_layers": 1})
-                layer = one.model_copy(update={"n_layers": 2}).params - one.params
-                ends = one.params - layer
+                one = ModelShape.model_validate(fixed | sides | _mlp(f, experts) | {"n_layers": shallowest})
+                layer = one.model_copy(update={"n_layers": shallowest + 1}).params - one.params
+                ends = one.params - shallowest * layer
                 exact = (params - ends) / layer
                 for depth in {math.floor(exact), math.ceil(exact)}:
-                    n_layers = min(max(depth, 1), _DEEPEST)
+                    n_layers = min(max(depth, shallowest), _DEEPEST)
                     yield one.model_copy(update={"n_layers": n_layers}), ends + n_layers * layer
 
+    shallowest = 1 + experts["dense_layers"] if experts else 1
     best, _ = min(shapes(), key=cost)
     return ModelShape.model_validate(best.model_dump())
 
 
-def _mlp(width: int, experts: tuple[int, int] | None) -> dict[str, Any]:
+def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return d_ff, and the experts if there are any, for a width near ``width`` of what a token uses."""
     if experts is None:
         return {"d_ff": width}
-    number, active = experts
-    step = 64 if width >= 512 * active else 8
-    d_expert = max(round(width / active / step), 1) * step
-    made = {"number": number, "active": active, "d_expert": d_expert, "normalise": active > 1}
-    return {"d_ff": active * d_expert, "experts": made}
+    used = experts["active"] + experts["shared"]
+    step = 64 if width >= 512 * used else 8
+    d_expert = max(round(width / used / step), 1) * step
+    return {"d_ff": used * d_expert, "experts": {**experts, "d_expert": d_expert}}
+
+
+def _experts_of(request: StarterRequest) -> dict[str, Any] | None:
+    """Return the experts without d_expert, as most of the nearest published mixtures of experts have them."""
+    if request.experts is None:
+        return None
+    number, active = request.experts
+    near = mixtures(request.params_active)
+    shared, dense = near.most("model.experts.shared"), near.most("model.experts.dense_layers")
+    assert shared
+    assert dense
+    made = {"number": number, "active": active, "normalise": active > 1, "shared": shared.value}
+    return made | {"dense_layers": dense.value, "router": "sigmoid" if shared.value else "softmax"}
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
@@ -168,7 +182,9 @@ def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
         return model
 
     def fits(other: StarterRequest) -> bool:
-        found = _nearest(other, neighbours(other.params_active, other.tokens, reference=near.reference))
+        found = _nearest(
+            other, neighbours(other.params_active, other.tokens, reference=near.reference, experts=near.experts)
+        )
         return abs(found.params / other.params - 1) <= FARTHEST
 
     smaller = (size for size in reversed(VOCABULARIES) if size < model.vocab_size)
@@ -212,8 +228,10 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
         d_head = next(size for least, size in ((1_024, 128), (256, 64), (128, 32), (0, 16)) if width >= least)
         n_heads, kv_heads = round(width / d_head), 8 if _grouped(near) and width >= 2 * 8 * d_head else None
         ratio = usual_ff_ratio(str(stack["activation"]), n_heads, kv_heads or n_heads)
+        if request.experts:
+            ratio = float(widths_of_experts(mixtures(near.params)).value)
         proportions = Proportions(aspect, ratio, d_head, n_kv_heads=kv_heads)
-    return shape_of(request.params, width, proportions, fixed, request.experts)
+    return shape_of(request.params, width, proportions, fixed, _experts_of(request))
 
 
 def _usual_aspect(near: Neighbours) -> float:
@@ -252,11 +270,8 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near the model's size, without runs from before the year `RECENT`.
-
-    A lineage is a group of runs that copied one another's lr. If no run is left, return the neighbours' runs.
-    """
-    newest = first_of_each(reversed(sorted(of_size(near.params), key=lambda run: run.date)))
+    """Return the newest run of each lineage near the size, from the year `RECENT` on, or else the neighbours."""
+    newest = first_of_each(reversed(sorted(near.of_size(), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 
 
@@ -269,11 +284,6 @@ def _grouped(near: Neighbours) -> bool:
     """Return whether at least half of the recent lineages have grouped-query attention."""
     shares = list(_groups(near).values())
     return sum(group > 1 for group in shares) * 2 >= max(len(shares), 1)
-
-
-def _widths_of_experts() -> dict[str, float]:
-    """Return the width of all experts that a token uses divided by d_ff of the dense layers, by run id."""
-    return {run.id: run.expert_width / run.arch.d_ff for run in load_runs() if run.arch.d_ff and run.expert_width}
 
 
 def _lengths(near: Neighbours) -> Votes:
@@ -306,7 +316,7 @@ def _predicted_batch(request: StarterRequest) -> float:
 def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
     """Add the values of ``model``, a shape from :func:`choose_shape`, to the draft as one step, with reasons."""
     run, lengths, predicted = near.reference, _lengths(near), _predicted_batch(request)
-    aspects, grouped = middle(near.values(lambda run: run.aspect)), _grouped(near)
+    aspects, grouped, experts = middle(near.values(lambda run: run.aspect)), _grouped(near), mixtures(near.params)
     shares_heads = model.n_kv_heads < model.n_heads
     shortened = not request.seq_len and model.seq_len < lengths.value / 1.5
     facts: dict[str, Any] = {
@@ -336,12 +346,16 @@ def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours,
         "wanted": SEQUENCES_A_BATCH,
         "shortest": SHORTEST,
         "experts": model.experts,
-        "widths": _widths_of_experts(),
+        "widths": widths_of_experts(experts),
+        "actives": experts.values("model.experts.active"),
     }
     for name in _SIZES:
         draft.decide(f"model.{name}", getattr(model, name), **facts)
-    for name in ("number", "active", "d_expert") if model.experts else ():
-        draft.decide(f"model.experts.{name}", getattr(model.experts, name), **facts)
+    for name in ("number", "active", "d_expert", "shared", "dense_layers") if model.experts else ():
+        path = f"model.experts.{name}"
+        draft.decide(path, getattr(model.experts, name), **facts, votes=experts.most(path))
+    if model.experts and model.experts.shared:
+        draft.decide("model.experts.router", model.experts.router)
     if model.experts and not model.experts.normalise:
         draft.decide("model.experts.normalise", False)
     for name in _CHOICES:

@@ -7,7 +7,8 @@ The method:
   itself if tuning is not worth its cost. The scaling rule then converts them for the target.
 - The evidence is empirical laws and published runs. Each lineage (runs that copied one another's lr) has one vote.
   The lineages within a factor of 4 of the target's size vote. If these are fewer than three, the nearest three
-  lineages vote. The farther a run is from this size, the less weight its vote has.
+  lineages vote. The farther a run is from this size, the less weight its vote has. For a mixture of experts, the size
+  is the number of parameters that a token uses, and mixtures of experts vote beside dense runs.
 - Values are converted before they are averaged. A published lr is converted to the size and batch of the new recipe,
   a published batch to the tokens of the new recipe, and the lr of a law to the batch of the new recipe.
 - All laws together have as much weight as all published runs together. Laws outside their fitted range have less.
@@ -60,7 +61,7 @@ def starter(request: StarterRequest) -> StarterRecipes:
     """
     request.validate()
     run = find_reference(request.reference) if request.reference else None
-    near = neighbours(request.params_active, request.tokens, reference=run)
+    near = neighbours(request.params_active, request.tokens, reference=run, experts=bool(request.experts))
     draft = StarterDraft(reference=request.reference)
     draft.decide("name", request.name)
     model = choose_shape(request, near)
@@ -104,7 +105,8 @@ def starter(request: StarterRequest) -> StarterRecipes:
 def untuned(recipe: Recipe) -> Recipe:
     """Return ``recipe`` with the schedule and hyperparameters that `leaven new` would choose for its shape, batch and
     length if there were no proxy and no tuned base."""
-    at = RunSize(neighbours(recipe.model.params_active, recipe.data.tokens), recipe.model, recipe.data.tokens)
+    model, tokens = recipe.model, recipe.data.tokens
+    at = RunSize(neighbours(model.params_active, tokens, experts=bool(model.experts)), model, tokens)
     draft, batch = StarterDraft(), recipe.batch.tokens
     draft.decide("batch", recipe.batch.model_dump(mode="json", exclude_none=True))
     choose_schedule(draft, at, batch)
@@ -121,13 +123,14 @@ def _neighbours_step(draft: StarterDraft, near: Neighbours) -> None:
         ratio=size_ratio(run, near.params) if run else None,
         lost=list(_left_behind(run)) or None if run else None,
         factor=FACTOR,
+        experts=near.experts,
         runs=len(runs),
         close=len(near.close),
         all_close=len(near.close) == len(runs),
         some_close=0 < len(near.close) < len(runs),
         none_close=not near.close,
         distance=size_ratio(runs[0], near.params),
-        side="smaller" if runs[0].params_total > near.params else "larger",
+        side="smaller" if runs[0].params_active > near.params else "larger",
         nearest=runs[0].id,
         lineages=[f"{run.id} ({run.lineage.name})" for run in runs],
     )
