@@ -39,9 +39,15 @@ def test_a_best_lr_that_falls_with_width_fails(tiny: Recipe) -> None:
     assert (row.slope, row.parts["regret"]) == (pytest.approx(-1), pytest.approx(0.1))
 
 
-def test_an_optimum_outside_the_grid_does_not_pass(tiny: Recipe) -> None:
-    (row,) = transfer(tiny, lambda recipe: parabola(recipe, 0.5)).rows
-    assert (row.passed, row.undecided) == (False, True)
+def test_larger_models_are_not_trained_if_the_base_has_its_optimum_outside_the_grid(tiny: Recipe) -> None:
+    widths = set()
+
+    def loss(recipe: Recipe) -> float:
+        widths.add(recipe.model.d_model)
+        return parabola(recipe, 0.5)
+
+    (row,) = transfer(tiny, loss).rows
+    assert (row.passed, row.undecided, widths) == (False, True, {16})
     assert row.note.endswith("is at the edge of the grid; give --lrs around 0.64")
 
 

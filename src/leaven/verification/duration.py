@@ -59,6 +59,8 @@ def duration(
     if not longer:
         raise InputError("a duration check compares durations, but 1 is the only one; give --durations 1,2,4")
     document, losses = sweep("duration", family, "lr", [base, *longer], lrs, store=store, seeds=seeds)
+    if len(losses) == 1:  # the sweep ended at the base
+        return document
     regime = _regime(family, base, losses, store, seeds)
     measured = [*document.measured, regime, *_arms(family, longer, store, seeds)]
     return document.model_copy(update={"measured": measured})

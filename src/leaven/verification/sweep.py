@@ -26,8 +26,9 @@ A value with a diverged run is left out at that scale, because the value then ha
 value of the base diverges at another scale, the check fails.
 
 If the best value of a scale is at the edge of its grid, the grid is extended by one step, or halfway to a value
-beyond the edge that diverged. This is repeated up to :data:`EXTENSIONS` times. If the best value still is at the
-edge, the check fails if the base's best value already costs too much at this scale; otherwise it is undecided.
+beyond the edge that diverged. This is repeated up to :data:`EXTENSIONS` times. If the best value of the base still is
+at the edge, the check is undecided, and the other scales are not trained. If the best value of another scale still is
+at the edge, the check fails if the base's best value already costs too much there; otherwise it is undecided.
 """
 
 import math
@@ -85,11 +86,11 @@ def sweep(
     store: RunStore,
     seeds: int = 3,
 ) -> tuple[CheckDocument, dict[RunScale, LossGrid]]:
-    """Run or resume a sweep. Return its document and the losses at each scale.
+    """Run or resume a sweep. Return its document and the losses at each scale that was trained.
 
-    ``family`` makes the models. The first of the ``scales`` is the base, with which the others are compared. ``grid``
-    contains values of a recipe before scaling, or multiples of a factory's value. By default, the grid is around the
-    value of the recipe or factory.
+    ``family`` makes the models. The first of the ``scales`` is the base, with which the others are compared. If the
+    base has no best value inside its grid, the others are not trained. ``grid`` contains values of a recipe before
+    scaling, or multiples of a factory's value. By default, the grid is around the value of the recipe or factory.
 
     Raises:
         InputError: if there are fewer than two scales or fewer than three values, if the family has no model at a
@@ -100,7 +101,10 @@ def sweep(
     values = sorted(set(grid or (family.value(quantity) * 2.0**octave for octave in swept.octaves)))
     if len(scales) < 2 or len(values) < 3:
         raise InputError(f"this check needs at least two scales and three values of {swept.label} ({swept.option})")
-    _, losses = extended(family, quantity, dict.fromkeys(scales, values), store, seeds)
+    base, *others = scales
+    _, losses = extended(family, quantity, {base: values}, store, seeds)
+    if losses[base].has_optimum and not losses[base].edge:  # else every row is undecided, whatever the others show
+        losses |= extended(family, quantity, dict.fromkeys(others, values), store, seeds)[1]
     names = labels(scales)
     settings = {
         "rule": family.rule,
@@ -127,15 +131,16 @@ def compare(
 ) -> CheckDocument:
     """Return the document that compares the best value at the first scale with those at the other scales.
 
-    ``names`` has a short name of each scale. ``ruled`` has the exponents with which the rule scales the value over
-    the batch and tokens. ``settings`` are the settings in the document, at least rule and unit.
+    ``names`` has a short name of each scale, the base first, and ``losses`` the scales that were trained. ``ruled``
+    has the exponents with which the rule scales the value over the batch and tokens. ``settings`` are the settings in
+    the document, at least rule and unit.
     """
-    base, *others = losses
+    base, *others = names
     return verdict(
         check,
         subject,
         f"shift of the best {swept.label} in octaves; regret of the base's best in nats per token",
-        [_row(swept, {names[base]: losses[base], names[scale]: losses[scale]}) for scale in others],
+        [_row(swept, names[base], losses[base], names[scale], losses.get(scale)) for scale in others],
         curves=list(_curves(swept, losses, names)),
         settings={
             **settings,
@@ -288,13 +293,16 @@ def _curves(
             )
 
 
-def _row(swept: SweptValue, pair: Mapping[str, LossGrid]) -> VerdictRow:
-    """Return the row that compares two scales. ``pair`` maps the names of the base and of the other scale, in this
-    order, to their losses."""
+def _row(swept: SweptValue, base_name: str, base: LossGrid, name: str, target: LossGrid | None) -> VerdictRow:
+    """Return the row that compares a scale with the base, by the losses at both scales.
+
+    ``target`` are the losses at the scale called ``name``; None if it was not trained, because the base has no best
+    value inside its grid.
+    """
     limit, label, give = swept.shift_limit, swept.label, f"give {swept.option} around"
-    row = partial(VerdictRow, module=f"best {label}, octaves", axis=" -> ".join(pair), limit=limit)
-    (base, target), (_, name) = pair.values(), pair
-    if len(base.octaves) and (best := base.octaves[base.means.argmin()]) in target.diverged:
+    row = partial(VerdictRow, module=f"best {label}, octaves", axis=f"{base_name} -> {name}", limit=limit)
+    pair = {base_name: base} | ({} if target is None else {name: target})
+    if target and len(base.octaves) and (best := base.octaves[base.means.argmin()]) in target.diverged:
         note = f"a loss of {name} is not finite, at {label} {2**best:.3g}"
         return row(slope=None, passed=False, note=note, beyond=math.inf)
     for each, grid in pair.items():
@@ -302,6 +310,13 @@ def _row(swept: SweptValue, pair: Mapping[str, LossGrid]) -> VerdictRow:
             note = f"undecided: {each} has {len(grid.octaves)} values of {label} without a diverged run, and an "
             note += f"optimum needs three; give {swept.option} below {2 ** min([*grid.octaves, *grid.diverged]):.3g}"
             return row(slope=None, passed=False, undecided=True, note=note, beyond=0.0)
+    at_edge = ""
+    if edges := [each for each, grid in pair.items() if grid.edge]:
+        at_edge = f"the best {label} of {' and '.join(edges)} is at the edge of the grid; "
+        at_edge += f"{give} {pair[edges[0]].following:.3g}"
+    if target is None:
+        note = f"undecided: {name} was not trained, because {at_edge}"
+        return row(slope=None, passed=False, undecided=True, note=note, beyond=0.0)
     octaves, regret = shift(base, target)
     (low, high), (cheapest, dearest) = octaves.ends, regret.ends
     parts = {
@@ -324,9 +339,8 @@ def _row(swept: SweptValue, pair: Mapping[str, LossGrid]) -> VerdictRow:
         undecided, beyond = False, max(abs(octaves.value) - limit, 0.0)
         note = f"the base's best value costs {regret.value:.2g} nats, and the best {label} of {name} is at the edge "
         note += "of the grid or beyond"
-    elif edges := [each for each, grid in pair.items() if grid.edge]:
-        note = f"undecided: the best {label} of {' and '.join(edges)} is at the edge of the grid; "
-        note += f"{give} {pair[edges[0]].following:.3g}"
+    elif at_edge:
+        note = f"undecided: {at_edge}"
     elif octaves.low is None:
         note = f"undecided: one seed has no interval; give {swept.more_seeds} 3"
     elif dearest <= REGRET_LIMIT or (low >= -limit and high <= limit and cheapest <= REGRET_LIMIT):
