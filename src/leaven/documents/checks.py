@@ -52,7 +52,7 @@ class CheckDocument(Document, schema="check/1"):
     settings: dict[str, Any]
     measured: list[MeasuredRow] = []  # numbers that are not judged
     advice: str = ""  # options that would give a clearer result
-    next: list[str] = []  # commands to type next; only after a passed coordinate check of a recipe
+    next: list[str] = []  # commands to type next
 
 
 class MemoryCheckRow(Entry):
