@@ -26,7 +26,7 @@ class RecipeFamily:
     """The training runs of a recipe at any scale."""
 
     recipe: Recipe
-    unit = "base value"  # what RunSetting.value is
+    unit = "base value"  # a RunSetting.value is the value in the recipe, before scaling
 
     @property
     def name(self) -> str:
@@ -76,9 +76,9 @@ class RecipeFamily:
         return value
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """Return the exponent with which the rule scales a hyperparameter over the batch or tokens.
+        """Return the exponent with which the rule scales a hyperparameter over the batch or the tokens.
 
-        For width and depth, return 0, because the rule scales each tensor differently over them.
+        Over width and depth, return 0, because there the rule scales each tensor differently.
         """
         scaling = self.recipe.scaling
         cell = RULES[scaling.rule].columns.get(quantity)
@@ -88,7 +88,7 @@ class RecipeFamily:
         return round(math.log2(cell.factor(at, scaling)), 12)
 
     def trial(self, setting: RunSetting) -> "RecipeTrial":
-        """Return the training run of a setting, which can be executed in any process.
+        """Return the training run of a setting.
 
         Raises:
             InputError: if the recipe is invalid with this setting.
@@ -123,7 +123,7 @@ class RecipeTrial:
 
     @property
     def key(self) -> str:
-        """A hash of everything in the recipe that affects the loss. Names and reasons do not affect the hash."""
+        """A hash of everything in the recipe that affects the loss, so not of names and reasons."""
         document = self.recipe.model_dump(mode="json", exclude=NOT_NUMBERS)
         return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
 
@@ -137,7 +137,7 @@ class RecipeTrial:
 
 
 def recipe_models(recipe: Recipe, prepare: Prepare) -> RecipeFamily:
-    """Return the family of models of a recipe. ``prepare`` tokenises the recipe's text.
+    """Return the training runs of a recipe at any scale, after its text was tokenised with ``prepare``.
 
     Raises:
         InputError: if the recipe cannot be trained.
