@@ -161,8 +161,8 @@ def test_blocks_share_labels_and_the_modules_of_a_block_do_not(here: Path) -> No
 @pytest.mark.parametrize(
     ("check", "rule", "sizes", "verdict"),
     [
-        ("coordinates", "complete_d_p", ("64,128", "2,4"), "passed:"),
-        ("gradients", "complete_d_p", ("64,128", "2,4"), "passed:"),
+        ("coordinates", "complete_d_p", ("64,128,256", "2,4"), "passed:"),
+        ("gradients", "complete_d_p", ("64,128,256", "2,4"), "passed:"),
         ("coordinates", "standard", ("64,128,256", "2"), "FAILED:"),
     ],
 )
@@ -343,7 +343,7 @@ def test_equivalence_needs_a_factory_with_ratios(here: Path, monkeypatch: pytest
 
 @pytest.mark.usefixtures("in_this_process")
 def test_transfer_from_the_command_line_resumes_and_has_a_report(here: Path, leaven: Verb) -> None:
-    tiny = ("--lrs", "1,50,2500", "--seeds", "1", "--tokens", "1k", "--source", MADE_UP, "--workers", "1")
+    tiny = ("--lrs", "20,50,100", "--seeds", "1", "--tokens", "1k", "--source", MADE_UP, "--workers", "1")
     check = ("check", "transfer", "their_model:plain", "--run", "runs", "--scales", "16x1,32x1", *tiny)
     code = leaven(*check, "-o", "there.html")[0]
     assert code in {0, 1}

@@ -272,10 +272,10 @@ def test_a_resumed_run_repeats_steps(tmp_path: Path) -> None:
 
 
 def test_sizes_are_in_the_order_of_their_units(tmp_path: Path) -> None:
-    for size in ("500m", "1.5B", "1b", "900K", "3e9", "0.7b/1", "0.5b/1"):  # the size is the subfolder's name
+    for size in ("500m", "1.5B", "1b", "900K", "3e9", "0.7b/1", "0.6b/1"):  # the size is the subfolder's name
         (tmp_path / size).parent.mkdir(exist_ok=True)
         write(tmp_path / f"{size}.csv", [{"step": 1, "loss": 3.0}])
-    assert list(curves_of(tmp_path)) == ["900K", "500m", "0.5b", "0.7b", "1b", "1.5B", "3e9"]
+    assert list(curves_of(tmp_path)) == ["900K", "500m", "0.6b", "0.7b", "1b", "1.5B", "3e9"]
     write(tmp_path / "large.csv", [{"step": 1, "loss": 3.0}])
     with pytest.raises(InputError, match="the name large has no number for the size; rename it, e.g. 50m"):
         curves_of(tmp_path)

@@ -136,7 +136,8 @@ class ActivationRecorder(TorchFunctionMode):
         if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False)):
             self._of_matrices.append(tensor)
         self._seen.append(tensor)
-        # Attention probabilities depend on the position, so all of the first sequence are kept, and no sample.
+        # Attention probabilities depend on the position. With another number of heads, a sample of their rows would
+        # have other positions, so all rows of the first sequence are kept.
         probabilities = isinstance(module, nn.Dropout) and tensor.dim() == 4
         self._found.setdefault(name, []).append(
             tensor.detach()[0].flatten(0, 1).float().clone() if probabilities else _sample(tensor)
