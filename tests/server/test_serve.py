@@ -204,7 +204,6 @@ def test_the_command_prints_its_address_and_ends_at_ctrl_c(roots: Path) -> None:
         ("", "", "no run, study, check or demo"),
         ("", "none", "does not exist"),
         ("starlette", "", "pip install 'leaven[serve]'"),
-        ("uvicorn", "", "pip install 'leaven[serve]'"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(tmp_path: Path, missing: str, folder: str, words: str) -> None:

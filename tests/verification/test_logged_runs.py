@@ -340,7 +340,7 @@ def test_the_check_fails_if_the_best_value_diverges_at_a_larger_size(tmp_path: P
         document = transfer_of_runs(write(tmp_path / "rows.csv", written))
         (row,) = document.rows
         assert (document.passed, row.undecided, row.slope) == (False, False, None)
-        assert row.note == "a loss of width 128 is not finite, at lr 4"
+        assert row.note == "the base's best lr, 4, diverges at width 128"
 
 
 def test_a_best_value_beyond_the_grid_of_a_larger_size_is_undecided(tmp_path: Path) -> None:

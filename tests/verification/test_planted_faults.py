@@ -258,7 +258,7 @@ def test_the_multiplier_of_another_alpha_is_found() -> None:
     assert {"norm.mlp", "norm.key"} <= {module for module, _ in found}
     found = failed(gradients(ALPHA_1, *DEEP, alpha=ALPHA))
     assert {"attention.query", "attention.out", "mlp.in", "mlp.out"} <= {module for module, _ in found}
-    assert all("eps GROWS against the gradient" in row.note for row in found.values())
+    assert all("eps GROWS relative to the gradient" in row.note for row in found.values())
 
 
 def test_embedding_eps_unscaled() -> None:

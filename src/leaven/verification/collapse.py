@@ -132,7 +132,7 @@ def collapse(
         bands = np.percentile(np.abs(deviations(samples, levels) - found).max(-1), 95, axis=0)
         if irreducible is None:
             measured = Estimate(float(fitted), *map(float, np.percentile(levels, [2.5, 97.5])))
-    note = "given" if irreducible is not None else "fitted" if fitted > 0 else "fitted: the lowest that is possible"
+    note = "given" if irreducible is not None else "fitted" if fitted > 0 else "fitted: 0 is the lowest possible"
     shares = (np.arange(count) + 0.5) / count
     return document(
         [
@@ -297,11 +297,11 @@ def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: 
         "noise": float(compared.std(0, ddof=1).mean() / fall) if len(compared) > 1 else None,
     }
     judged = partial(row, slope=float(errors[worst]), parts=parts, beyond=max(largest - LIMIT, 0.0))
-    one = "; the noise is that within the curves, without differences between seeds" if len(compared) == 1 else ""
+    one = "; the interval contains the noise within a run, but not between seeds" if len(compared) == 1 else ""
     if fall <= 0:
         return judged(passed=False, note="the loss does not fall after the first quarter of the run")
     if math.isnan(band):
-        return judged(passed=False, undecided=True, note="undecided: no interval; give more seeds, or longer curves")
+        return judged(passed=False, undecided=True, note="undecided: no interval; give more seeds, or more points")
     if high <= LIMIT:
         return judged(passed=True, note=one.removeprefix("; "))
     if low > LIMIT:

@@ -231,7 +231,7 @@ def _note(axis: str, module: str, value: float, foreign: bool) -> str:
     if value < 0:
         hint = "scaled twice?"
         if axis == "depth":
-            hint = "branches scaled twice" + (", by an init of 1/sqrt(2L) as well?" if foreign else "?")
+            hint = "branches scaled twice" + (", for example also by an init of 1/sqrt(2L)?" if foreign else "?")
         return f"SHRINKS with {axis}  <- {hint}"
     if axis == "depth":
         hint = "branches not multiplied by depth^-alpha?"

@@ -109,14 +109,14 @@ def _regime(
 
     found = estimate(share, [losses[base], losses[longest], doubled])
     if not math.isfinite(found.value):
-        return MeasuredRow(name=name, value=None, low=None, high=None, note="more tokens do not help")
+        return MeasuredRow(name=name, value=None, low=None, high=None, note="more tokens do not lower the loss")
     if found.low is None or found.high is None:
         note = "one seed has no interval; give --seeds 3"
     elif found.high < CRITICAL:
-        note = f"limited by noise: below {CRITICAL:.2f}, the batch is below the critical one, as the rule supposes"
+        note = f"limited by noise: below {CRITICAL:.2f}, the batch is below the critical batch, as the rule assumes"
     elif found.low > CRITICAL:
         note = (
-            f"limited by optimisation: above {CRITICAL:.2f}, the batch is beyond the critical one, and the rule's "
+            f"limited by optimisation: above {CRITICAL:.2f}, the batch is above the critical batch, and the rule's "
             "exponent of tokens is too large; choose a smaller batch, or use the fitted exponent"
         )
     else:

@@ -106,5 +106,5 @@ def _row(arm: str, kappas: Sequence[float], differences: np.ndarray, limit: floa
         note = "" if same else "the loss changes with the batch  <- too few steps for the rule, or lr too high?"
         return row(passed=same, note=note, beyond=max(abs(worst) - limit, 0.0))
     if same:
-        return row(passed=False, note="changes no more than noise: use longer runs or more ratios")
+        return row(passed=False, note="changes no more than noise; use longer runs or other ratios")
     return row(passed=True, note="changes with the batch, as expected")

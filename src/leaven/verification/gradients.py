@@ -222,4 +222,4 @@ def _note(axis: str, value: float, what: str) -> str:
     if what == "decay":
         change = "FALLS" if value < 0 else "GROWS"
         return f"lr x decay {change} with {axis}  <- only one of lr and decay changed?"
-    return f"eps {'GROWS' if value < 0 else 'FALLS'} against the gradient with {axis}"
+    return f"eps {'GROWS' if value < 0 else 'FALLS'} relative to the gradient with {axis}"

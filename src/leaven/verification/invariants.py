@@ -47,7 +47,7 @@ _REASONS = {
     "lr x decay x steps": "lr or decay changed without the other?",
     "beta1": "its half-life is not the same fraction of the run",
     "beta2": "its half-life is not the same fraction of the run",
-    "lr": "it should grow as batch^1/2, fall as tokens^-t",
+    "lr": "it should grow as batch^1/2, and fall as tokens^-t with t from 0 to 1/2",
 }
 """The usual cause of a wrong exponent, by combination."""
 

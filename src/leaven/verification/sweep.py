@@ -304,7 +304,7 @@ def _row(swept: SweptValue, base_name: str, base: LossGrid, name: str, target: L
     if target is None:
         return unjudged(note=f"undecided: {name} was not trained, because {_no_optimum(swept, {base_name: base})}")
     if len(base.octaves) and (best := base.octaves[base.means.argmin()]) in target.diverged:
-        note = f"a loss of {name} is not finite, at {label} {2**best:.3g}"
+        note = f"the base's best {label}, {2**best:.3g}, diverges at {name}"
         return row(slope=None, passed=False, note=note, beyond=math.inf)
     no_optimum = _no_optimum(swept, {base_name: base, name: target})
     if not (base.has_optimum and target.has_optimum):
