@@ -103,14 +103,6 @@ def test_a_slow_machine_gets_the_quick_size_unless_one_is_given(
     assert json.loads((tmp_path / "b/demo.json").read_text())["size"] == "full"
 
 
-def test_every_size_has_the_base_first_and_ends_at_its_widest() -> None:
-    for size in SIZES.values():
-        assert sorted(size.widths) == list(size.widths)
-        assert len(set(size.grid)) == len(size.grid)
-        assert {point.width for point in size.again(0.01)} == {size.widths[-1]}
-    assert {point for point in SIZES["quick"].grid} <= {point for point in SIZES["full"].grid}  # the same numbers
-
-
 def test_the_interval_is_students() -> None:
     mean, half = paired([5.0, 6.0, 7.0], [4.0, 4.0, 4.0])
     assert mean == 2.0

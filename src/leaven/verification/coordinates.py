@@ -46,6 +46,7 @@ from leaven.verification.activation_recorder import LOGITS, ActivationRecorder
 from leaven.verification.model_instance import ModelInstance, RunScale
 from leaven.verification.size_check import NOT_FINITE, WHY_NO_CHANGE, Means, SizeAxis, SizeCheck, Slopes
 from leaven.verification.small_models import CheckStart
+from leaven.verification.verdict import Exponent
 
 STEPS = 3  # the default number of training steps
 
@@ -167,29 +168,32 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         self, axis: SizeAxis, module: str, lines: Sequence[Sequence[ActivationRecord]], means: Means, slopes: Slopes
     ) -> VerdictRow:
         row = partial(VerdictRow, module=module, axis=axis.title, parts=dict(slopes))
-        trained = "early" if self.steps <= STEPS else "late"
-        limits = {part: LIMITS[axis.name]["start" if part == "start" else trained] for part in self.parts}
+        limits = LIMITS[axis.name]
         falling, growing = MUON[axis.name] if lines[0][0].muon else (0.0, 0.0)
 
         def limit_of(part: str) -> float:
-            more = growing if (slopes[part] or 0.0) > 0 else falling
-            return limits[part] + more * (part != "start")
+            if part == "start":
+                return limits["start"]
+            return limits["early" if self.steps <= STEPS else "late"] + (
+                growing if (slopes[part] or 0) > 0 else falling
+            )
 
         limit = limit_of("change")
         if failure := _failure(means, [line for seeds in lines for line in seeds]):
             return row(slope=None, limit=limit, passed=False, note=failure, beyond=math.inf)
-        beyond = {}
-        for part, value in slopes.items():
-            if value is not None:
-                low, high = _allowed(axis, module, [seeds[0] for seeds in lines], part, self.family.alpha)
-                beyond[part] = max(value - high, low - value) - limit_of(part)
-        if not beyond:
+        of_sizes = [seeds[0] for seeds in lines]
+        judged = [
+            Exponent(part, value, *_allowed(axis, module, of_sizes, part, self.family.alpha), limit_of(part))
+            for part, value in slopes.items()
+            if value is not None
+        ]
+        if not judged:
             return row(slope=None, limit=limit, passed=None, note="always 0")
-        worst = max(beyond, key=lambda part: beyond[part])
-        if beyond[worst] <= 0:
+        worst = max(judged, key=lambda each: each.beyond)
+        if worst.beyond <= 0:
             return row(slope=slopes["change"], limit=limit, passed=True)
-        note = _note(axis.name, module, slopes[worst] or 0.0, self.family.rule is None)
-        return row(slope=slopes[worst], limit=limit_of(worst), passed=False, note=note, beyond=beyond[worst])
+        note = _note(axis.name, module, worst.value, self.family.rule is None)
+        return row(slope=worst.value, limit=worst.limit, passed=False, note=note, beyond=worst.beyond)
 
 
 def _squares(calls: Tensor) -> tuple[float, ...]:

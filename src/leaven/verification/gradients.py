@@ -53,6 +53,7 @@ from leaven.verification.invariants import invariants, numbers
 from leaven.verification.model_instance import ModelInstance
 from leaven.verification.size_check import NOT_FINITE, WHY_NO_CHANGE, Means, SizeAxis, SizeCheck, Slopes
 from leaven.verification.small_models import CheckStart
+from leaven.verification.verdict import Exponent
 
 START_LIMIT, END_LIMIT = 0.15, 0.25
 """The limits on the difference between the exponent of the gradient and that of eps, at the start and at the end.
@@ -162,35 +163,36 @@ class GradientCheck(SizeCheck[GradientRecord]):
             return failed(note=NOT_FINITE)
         inside, shapes = records[0].inside, {record.shape for record in records}
         shared = axis.name == "width" and inside and len(shapes) == 1
-        router = axis.name == "width" and inside and {len(shape) for shape in shapes} == {2} and not shared
-        router = router and len({shape[0] for shape in shapes}) == 1
-        # The lowest exponent under a right rule: the top of this file explains it.
-        lower = self.family.alpha - 1 if axis.name == "depth" else 0.0
-        allowed = INDEPENDENT * router
-        judged = []  # (distance beyond the limit, exponent, limit, name)
+        fixed_outputs = all(len(shape) == 2 for shape in shapes) and len({shape[0] for shape in shapes}) == 1
+        router = axis.name == "width" and inside and fixed_outputs and not shared
+        # How low an exponent may be, over depth and for a router: the top of this file explains why.
+        over_depth = self.family.alpha - 1 if axis.name == "depth" else 0.0
+        of_router = INDEPENDENT * router
+        judged = []
         if eps is not None and start is not None and not shared:
-            gap = start - eps
-            judged.append((max(gap, allowed - gap) - START_LIMIT, gap, START_LIMIT, "eps"))
+            judged.append(Exponent("eps", start - eps, of_router, 0.0, START_LIMIT))
         if eps is not None and end is not None and (not shared or self.steps >= COHERENT_STEPS):
-            limit, gap = START_LIMIT if shared else END_LIMIT, end - eps
-            judged.append((max(gap, lower * inside + allowed - gap) - limit, gap, limit, "eps"))
+            limit = START_LIMIT if shared else END_LIMIT
+            judged.append(Exponent("eps", end - eps, over_depth * inside + of_router, 0.0, limit))
         if decay is not None:
-            judged.append((max(decay, lower - decay) - START_LIMIT, decay, START_LIMIT, "decay"))
+            judged.append(Exponent("decay", decay, over_depth, 0.0, START_LIMIT))
         if moved is not None and all(len(seeds[0].shape) < 2 for seeds in lines):
             # A gain or bias changes by its lr in a step, whatever its gradient is: the same at every scale.
-            judged.append((max(moved, lower * inside - moved) - END_LIMIT, moved, END_LIMIT, "gain"))
+            judged.append(Exponent("gain", moved, over_depth * inside, 0.0, END_LIMIT))
         if not judged:
             note = f"shared by all heads: judged from {COHERENT_STEPS} steps on" if shared else "always 0"
             return row(slope=None, limit=None, passed=None, note=note)
-        beyond, value, limit, what = max(judged)
-        if beyond <= 0:
-            # A router passes below the limits of other matrices: the top of this file explains why.
-            below = router and any(what == "eps" and value < -limit for _, value, limit, what in judged)
-            note = (
-                f"passed, because the gradient of a router may fall with the width by up to {-allowed:g} more" * below
-            )
-            return row(slope=value, limit=limit, passed=True, note=note)
-        return row(slope=value, limit=limit, passed=False, note=_note(axis.name, value, what), beyond=beyond)
+        worst = max(judged, key=lambda each: each.beyond)
+        if worst.beyond <= 0:
+            note = ""
+            # The top of this file explains why a router passes below the limits of other matrices.
+            if router and any(each.what == "eps" and each.value < -each.limit for each in judged):
+                note = (
+                    f"passed, because the gradient of a router may fall with the width by up to {-of_router:g} more"
+                )
+            return row(slope=worst.value, limit=worst.limit, passed=True, note=note)
+        note = _note(axis.name, worst.value, worst.what)
+        return row(slope=worst.value, limit=worst.limit, passed=False, note=note, beyond=worst.beyond)
 
 
 def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[str, float]:

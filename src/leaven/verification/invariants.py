@@ -34,6 +34,7 @@ from leaven.documents.checks import VerdictRow
 from leaven.verification.foreign import ForeignFamily
 from leaven.verification.model_instance import ModelInstance, RunScale
 from leaven.verification.small_models import SmallModels
+from leaven.verification.verdict import Exponent
 
 AXIS = "bookkeeping"
 LIMIT = 0.01
@@ -133,28 +134,24 @@ def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depth
 
 
 def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[ScaleChange], alpha: float) -> VerdictRow:
-    worst: dict[str, float | None] = dict.fromkeys(_REASONS)
-    beyond, column, where = -math.inf, "", ""
-    for name in _REASONS:
-        found = -math.inf
-        for change in changes:
-            if name == "lr" and change.axis not in {"batch", "tokens"}:
-                continue
-            low, high = _allowed(name, change.axis, alpha)
-            for value in _exponents(name, base, change.at[label], change.ratio):
-                off = max(low - value, value - high)
-                if off > found:
-                    found, worst[name] = off, value
-                if off > beyond:
-                    beyond, column, where = off, name, change.axis
-    row = partial(VerdictRow, module=label, axis=AXIS, parts=worst)
-    if not column:
+    judged = [
+        (Exponent(name, value, *_allowed(name, change.axis, alpha), LIMIT), change.axis)
+        for name in _REASONS
+        for change in changes
+        if name != "lr" or change.axis in {"batch", "tokens"}
+        for value in _exponents(name, base, change.at[label], change.ratio)
+    ]
+    # Of each combination, the exponent farthest outside its range; of equal ones the first.
+    largest = {each.what: each.value for each, _ in sorted(reversed(judged), key=lambda pair: pair[0].outside)}
+    row = partial(VerdictRow, module=label, axis=AXIS, parts={name: largest.get(name) for name in _REASONS})
+    if not judged:
         return row(slope=None, limit=None, passed=None, note="all 0")
-    if beyond <= LIMIT:
-        return row(slope=worst[column], limit=LIMIT, passed=True, beyond=max(beyond, 0.0))
-    axis = "width and depth" if where == "both" else where
-    note = f"{column} changes with {axis}  <- {_REASONS[column]}"
-    return row(slope=worst[column], limit=LIMIT, passed=False, note=note, beyond=beyond)
+    worst, axis = max(judged, key=lambda pair: pair[0].outside)
+    if worst.beyond <= 0:
+        return row(slope=worst.value, limit=LIMIT, passed=True, beyond=max(worst.outside, 0.0))
+    axis = "width and depth" if axis == "both" else axis
+    note = f"{worst.what} changes with {axis}  <- {_REASONS[worst.what]}"
+    return row(slope=worst.value, limit=LIMIT, passed=False, note=note, beyond=worst.outside)
 
 
 def _exponents(

@@ -146,7 +146,7 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
 
 
 def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
-    """Return the rows of a file or logged run. The column with the name in ``loss`` becomes the column "loss"."""
+    """Return the rows of a file or logged run. Their column "loss" has the values of the column named by ``loss``."""
     if _is_one_run(path):
         return _rows_of_curve(path, root, loss, columns)
     rows = read_rows(path)
@@ -155,11 +155,7 @@ def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[L
     if not any(row.has(loss) for row in rows):
         columns = dict.fromkeys(column for row in rows for column in row.values)
         raise InputError(f"{path} has no column {loss}; its columns are {', '.join(columns)}")
-    renamed = ({key: value for key, value in row.values.items() if key not in ("loss", loss)} for row in rows)
-    return [
-        LoggedRow(row.place, {**others, "loss": row.values.get(loss)})
-        for row, others in zip(rows, renamed, strict=True)
-    ]
+    return [LoggedRow(row.place, {**row.values, "loss": row.values.get(loss)}) for row in rows]
 
 
 def read_rows(path: Path) -> list[LoggedRow]:
@@ -257,7 +253,7 @@ def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> Check
         value: sorted({number for values in found.values() for number in values}),
         "unit": "in base coordinates" if folders else "as in the rows",
         "seeds": counts[0] if len(counts) == 1 else f"{counts[0]} to {counts[-1]}",
-        "columns not used": sorted(set(columns) - {"loss", "seed", value, *axes}),
+        "columns not used": sorted(set(columns) - {"loss", loss.lower(), "seed", value, *axes}),
     }
     return compare("transfer", str(path), swept, grids, names=names, ruled={}, settings=settings)
 

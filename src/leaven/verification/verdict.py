@@ -2,12 +2,34 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from leaven.documents.checks import CheckDocument, VerdictCurve, VerdictRow
+
+
+@dataclass(frozen=True)
+class Exponent:
+    """A measured exponent, and the range of exponents that a right rule gives."""
+
+    what: str  # what changes with this exponent
+    value: float
+    low: float  # lowest exponent under a right rule
+    high: float  # highest exponent under a right rule
+    limit: float  # how far outside this range the exponent may be
+
+    @property
+    def outside(self) -> float:
+        """The distance from the range, which is negative inside."""
+        return max(self.value - self.high, self.low - self.value)
+
+    @property
+    def beyond(self) -> float:
+        """The distance from the range, less the limit. The check fails if this is above 0."""
+        return self.outside - self.limit
 
 
 def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow], **more: Any) -> CheckDocument:
