@@ -159,20 +159,20 @@ def test_blocks_share_labels_and_the_modules_of_a_block_do_not(here: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("check", "rule", "sizes", "verdict"),
+    ("check", "rule", "options", "verdict"),
     [
-        ("coordinates", "complete_d_p", ("64,128,256", "2,4"), "passed:"),
-        ("gradients", "complete_d_p", ("64,128,256", "2,4"), "passed:"),
-        ("coordinates", "standard", ("64,128,256", "2"), "FAILED:"),
+        ("coordinates", "complete_d_p", ("--depths", "2,4,8"), "passed:"),
+        ("gradients", "complete_d_p", ("--depths", "2,4,8", "--seeds", "2", "--steps", "1"), "passed:"),
+        ("coordinates", "standard", ("--depths", "2"), "FAILED:"),
     ],
 )
 def test_checks_of_the_llama_example(
-    check: str, rule: str, sizes: tuple[str, str], verdict: str, monkeypatch: pytest.MonkeyPatch, leaven: Verb
+    check: str, rule: str, options: tuple[str, ...], verdict: str, monkeypatch: pytest.MonkeyPatch, leaven: Verb
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(EXAMPLES)
-    options = ["--widths", sizes[0], "--depths", sizes[1], "--seeds", "1", "--source", "made-up"]
-    code, out, _ = leaven("check", check, f"llama:{rule}", *options)
+    sizes = ("--widths", "64,128,256", "--seeds", "1", "--source", "made-up", *options)  # the last --seeds counts
+    code, out, _ = leaven("check", check, f"llama:{rule}", *sizes)
     assert (code, verdict in out) == (int(verdict == "FAILED:"), True), out
 
 
