@@ -1,4 +1,4 @@
-"""The text of the benchmark of the collapse check: a chain of characters with a known entropy."""
+"""Test the text of benchmarks/collapse.py, a random chain of characters with a known entropy."""
 
 import gzip
 import json
@@ -27,7 +27,7 @@ def test_the_chain_has_the_conditional_frequencies_of_the_plays_and_their_entrop
     ]
     assert lowest == pytest.approx((sum(entropies[:-1]) + (SEQ_LEN - ORDER + 1) * entropies[-1]) / SEQ_LEN)
 
-    # The mean surprise of what was drawn is the entropy, and everything drawn occurs in the plays.
+    # The mean of -log p over the drawn text is the entropy, and all pieces of the text occur in the plays.
     contexts, followed = counts[-2:]
     surprises = []
     for each in drawn.reshape(CHAINS, -1)[:300]:

@@ -1,4 +1,4 @@
-"""The machinery of `make prove-exports`, with a loop over a transformers model instead of the targets' trainers."""
+"""Test `make prove-exports` with a training loop written here in place of the trainers of the targets."""
 
 import importlib.util
 import json

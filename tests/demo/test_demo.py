@@ -75,7 +75,7 @@ def test_a_demo_stopped_half_way_and_run_again(tmp_path: Path, capsys: pytest.Ca
     hidden = "layers.0.mlp.in.weight"
     assert parameter_table(copied)[hidden].lr == result.lr
     assert parameter_table(moved)[hidden].lr == pytest.approx(result.lr / 2)
-    # Anybody can train the same runs: they do not depend on the demo.
+    # The recipes in the folder give the same losses outside of the demo.
     assert train_trial(moved).loss == result.moved[0]
     assert train_trial(copied.replace({"data.seed": 1})).loss == result.copied[1]
 

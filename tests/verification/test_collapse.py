@@ -1,4 +1,4 @@
-"""The collapse check on curves with a known shape, on runs of a recipe, and what is refused."""
+"""Test the collapse check on curves with a known shape and on runs of a recipe, and which curves it refuses."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ STEPS = 640
 def curve(
     end: float, seed: int = 0, *, noise: float = 0.0, power: float = 0.4, offset: float = 0.0, steps: int = STEPS
 ) -> Points:
-    """Return a curve whose reducible loss is ``end`` x^-power, with noise for each step and an offset for the run."""
+    """Return a loss curve: LEVEL + ``end`` x^-power (1 + ``offset``) + noise, where x is the share of the run."""
     random = np.random.default_rng(seed)
     x = np.arange(1, steps + 1) / steps
     losses = LEVEL + end * x**-power * (1 + offset) + random.normal(0, noise, steps)
@@ -44,7 +44,7 @@ def test_curves_of_one_shape_collapse_and_give_their_irreducible_loss() -> None:
     assert level.value == pytest.approx(LEVEL, abs=0.02)
     assert level.low < LEVEL < level.high  # type: ignore[operator]
     assert [row.axis for row in document.rows] == ["width 64 -> width 128", "width 64 -> width 256"]
-    # The normalised curves are those of x^-power, averaged over the intervals, of which the last is 1.
+    # The normalised curves are x^-power, averaged over intervals and divided by the last average.
     normalised = {each.module: each for each in document.curves if each.quantity == "normalised"}
     at = np.arange(0, 17) / 16
     expected = np.diff(at**0.6) / np.diff(at**0.6)[-1]
@@ -96,7 +96,7 @@ def test_noise_that_hides_the_limit_is_undecided_and_so_is_a_short_single_curve(
     noisy = check(*([curve(end, seed, noise=0.6) for seed in range(2)] for end in (1.5, 1.0)))
     assert noisy.rows[0].undecided
     assert noisy.rows[0].note == "undecided: the limit is within the noise; give more seeds"
-    # A deviation within the limit does not pass if its band is not.
+    # A deviation within the limit does not pass if its band reaches beyond the limit.
     (row,) = check(*([curve(end, seed, noise=0.1) for seed in range(2)] for end in (1.5, 1.0))).rows
     assert row.undecided
     assert row.parts["deviation"] < LIMIT < row.parts["deviation, high"]  # type: ignore[operator]
@@ -158,7 +158,7 @@ def test_deviations_are_those_of_the_definition() -> None:
 
 
 class KnownCurves(RunStore):
-    """A store whose runs are not trained and have known curves. Wide models have another shape, if ``power`` is."""
+    """A store that does not train, and returns curves of known shapes: of wide models x^-power, of others x^-0.4."""
 
     power = 0.4
     diverged = False
@@ -178,7 +178,7 @@ def test_a_family_grows_with_equal_tokens_for_each_parameter(tiny: Recipe, tmp_p
     small, wide = grown(family, [SMALL, WIDE])
     ratio = family.params(WIDE) / family.params(SMALL)
     assert (small.batch, small.tokens) == (1, 1)
-    assert wide.batch == wide.tokens == round(8 * ratio) / 8  # eight sequences in a batch
+    assert wide.batch == wide.tokens == round(8 * ratio) / 8  # a batch has eight sequences
     document = collapse_of_family(family, [SMALL, WIDE], KnownCurves(tmp_path))
     assert document.passed
     assert (document.subject, document.settings["rule"]) == ("tiny", "complete-d-p")

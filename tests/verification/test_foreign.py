@@ -1,4 +1,4 @@
-"""Models from module:factory: hooks record their outputs, and their runs equal a hand-written loop."""
+"""Test checks of models from module:factory: labels, errors, batches, and runs compared with a hand-written loop."""
 
 import math
 import sys
@@ -134,7 +134,9 @@ def test_a_module_with_another_name_at_another_depth_is_refused(here: Path, leav
     assert (
         "the smallest model has a parameter 3, but the model of width 32 and depth 4 has not; put the blocks" in err
     )
-    code, out, _ = leaven("check", check, "their_model:flat", *SIZES, "--depths", "2")  # widths have the same names
+    code, out, _ = leaven(
+        "check", check, "their_model:flat", *SIZES, "--depths", "2"
+    )  # models of one depth have the same names
     assert (code in {0, 1}, "1.up" in out) == (True, True)
 
 
@@ -320,7 +322,7 @@ def test_the_key_of_a_run_changes_with_its_factory(here: Path) -> None:
     (here / "their_model.py").write_text(text.replace("rule=True):", "rule=False):  # lr as at any width"))
     sys.modules.pop("their_model")
     after = keys()
-    assert after[:2] == before[:2]  # at the base the two are the same
+    assert after[:2] == before[:2]  # at the base, both versions of the factory give the same model
     assert not set(after[2:]) & set(before)
 
 
@@ -335,7 +337,7 @@ def test_equivalence_needs_a_factory_with_ratios(here: Path, monkeypatch: pytest
     monkeypatch.setattr(equivalence_module, "LEAST_STEPS", 1)  # this test is about the runs, not the losses
     verdict = equivalence(theirs("plain"), SCALE, [4.0], Here(here), seeds=2)
     ruled, control = verdict.rows
-    assert len(ran) == 6  # two seeds, at batch x 1 once for both arms
+    assert len(ran) == 6  # two seeds of three settings: batch x1 (for both rows), and x4 with and without the rule
     assert 0 == ruled.parts["x1"] == control.parts["x1"] != ruled.parts["x4"] != control.parts["x4"]
     with pytest.raises(InputError, match="their_model:eager has no parameter ratios"):
         equivalence(theirs("eager"), SCALE, [4.0], Here(here))

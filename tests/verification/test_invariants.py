@@ -1,4 +1,4 @@
-"""Invariants: a right rule keeps all of them, and each planted fault is named by its column."""
+"""Test that a right rule passes the check of optimizer settings, and that its row names each planted fault."""
 
 import pytest
 from tests.verification.families import HIDDEN, Fault, depth, family, fault, times, width, zero, zero_if_wide

@@ -1,4 +1,4 @@
-"""Runs of other programs: the verdict on transfer from rows with a known optimum, and what is refused."""
+"""Test checks of runs of other programs: verdicts on losses with a known optimum, and which files are refused."""
 
 import json
 import math
@@ -64,7 +64,7 @@ def test_the_intervals_and_verdicts_hold_on_parabolas_with_a_known_minimum(tmp_p
         failed += not moved.passed and not row.undecided
         passed += same.rows[0].passed is True
         assert not any(row.passed is False and not row.undecided for row in same.rows)
-    assert covered >= 0.85 * draws  # three seeds make an interval a little narrow
+    assert covered >= 0.85 * draws  # with three seeds, intervals are a little too narrow
     assert failed == draws
     assert passed >= 0.8 * draws
 
@@ -109,13 +109,15 @@ def test_a_value_with_a_diverged_run_ends_the_grid(tmp_path: Path) -> None:
             run["loss"] = "inf"
     (row,) = transfer_of_runs(write(tmp_path / "runs.csv", runs)).rows
     assert row.undecided  # the best lr is the last that did not diverge
-    # Halfway to the one that diverged, which is no value that was run.
+    # The suggested value is halfway to the one that diverged, and was not run yet.
     assert row.note.endswith("width 128 is at the edge of the grid; give runs with lr around 0.0221")
 
 
 def test_values_may_have_different_numbers_of_runs(tmp_path: Path) -> None:
-    """Three seeds near the best value and one elsewhere; seeds differ by ten times the noise. Logs have the seeds, or
-    a name of its own for each run, or no seeds."""
+    """There are three runs at values near the best one, and one run at others. Seeds differ by ten times the noise.
+
+    The column seed has the seeds, a different name for each run, or nothing.
+    """
     covered = 0
     widths = dict.fromkeys(("shared", "own", "none"), 0.0)
     for number in range(10):
@@ -233,7 +235,7 @@ def test_curves_by_columns_by_file_and_by_subfolder(tmp_path: Path) -> None:
     theirs.mkdir()
     write(theirs / "metrics.jsonl", curve())
     assert curves_of(theirs) == {"metrics": [POINTS]}
-    # Rows with a validation loss alone are left out, and a step that was repeated counts once.
+    # Rows without a loss are left out, and of two rows for a step the last one counts.
     lines: list[Row] = [*curve(), {"step": 10, "loss": 2.5}, {"step": 10, "val_loss": 3.0}]
     assert curves_of(write(tmp_path / "more.jsonl", lines)) == {"more": [[*POINTS[:-1], (10, 2.5)]]}
 
@@ -363,7 +365,7 @@ def test_run_folders_are_rows_and_curves_of_a_size_differ_in_the_seed_alone(tmp_
 
 
 def test_transfer_of_finished_and_diverged_runs_of_leaven(tmp_path: Path) -> None:
-    """The same rows as those of a CSV file with their final validation losses, in base coordinates."""
+    """The verdict is that on a CSV file with the final validation losses and the lrs in base coordinates."""
     written: list[Row] = []
     for width, best in ((64, 0.004), (128, 0.002)):
         for lr in (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016):
@@ -394,7 +396,7 @@ def test_transfer_of_finished_and_diverged_runs_of_leaven(tmp_path: Path) -> Non
 
 
 def test_runs_of_tensorboard_and_wandb(tmp_path: Path) -> None:
-    """The size, value and seed are those of the folders' names."""
+    """The size, value and seed of a run are in the names of its folders."""
     from torch.utils.tensorboard import SummaryWriter
 
     runs = rows({64: -6.0, 256: -6.0}, 0.001)

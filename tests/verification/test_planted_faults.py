@@ -1,5 +1,7 @@
-"""Right rules pass the short checks, and the checks find every planted fault: dense models, models with norms on the
-outputs of branches or with parallel branches, mixtures of experts, and Muon."""
+"""Test that right rules pass the checks coordinates and gradients, and that these checks find every planted fault.
+
+The models are dense, have norms on the outputs of branches, parallel branches or experts, or are trained with Muon.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -85,7 +87,7 @@ Check = Callable[..., CheckDocument]
 RIGHT: dict[str, tuple[Check, dict[str, Any]]] = {
     "coordinates": (coordinates, {"depths": DEPTHS}),
     "gradients": (gradients, {"depths": DEPTHS, "steps": 10}),
-    # With a tied matrix of 1/width the stream consists of branches only, and block gradients are off by L^0.75.
+    # If the tied matrix started at 1/width, gradients inside blocks would be wrong by a factor of L^0.75.
     "coordinates, tied": (coordinates, {"widths": (64,), "depths": DEPTHS, "tied_embeddings": True}),
     "gradients, tied": (gradients, {"widths": (64,), "depths": DEPTHS, "tied_embeddings": True}),
     # A block's own weights move as depth^(alpha-1); modules that read the stream are flat.
@@ -132,7 +134,7 @@ def test_exponents_under_a_right_rule() -> None:
     for module, axis, exponent in (("embedding", "width", -1), ("mlp.out", "depth", -1), ("unembedding", "width", 0)):
         assert parts("gradients", module, axis)["eps"] == pytest.approx(exponent, abs=1e-9)
     alpha = parts("gradients, alpha", "mlp.out", "depth")
-    assert (alpha["eps"], alpha["decay"]) == (pytest.approx(-0.5), pytest.approx(-0.5))  # as the published rules
+    assert (alpha["eps"], alpha["decay"]) == (pytest.approx(-0.5), pytest.approx(-0.5))  # as in the published rules
     for module in OUTPUTS:
         for axis in ("width", "depth"):
             norm = parts("gradients, olmo 3", module, axis)
@@ -140,7 +142,7 @@ def test_exponents_under_a_right_rule() -> None:
     router = parts("gradients, shared experts", "mlp.router", "width")
     assert router["eps"] == pytest.approx(0)
     assert -0.65 < (router["start"] or 0.0) < -0.15
-    assert parts("gradients, muon", "mlp.in", "width")["eps"] is None  # Muon has none, and its decay is judged
+    assert parts("gradients, muon", "mlp.in", "width")["eps"] is None  # Muon has no eps; its decay is judged
     assert parts("gradients, muon", "mlp.in", "bookkeeping")["lr x decay x steps"] == pytest.approx(0, abs=1e-9)
 
 

@@ -1,4 +1,4 @@
-"""Small models of recipes of any size."""
+"""Test the small models that checks make from recipes of any size."""
 
 from pathlib import Path
 
