@@ -100,12 +100,7 @@ class ActivationRecorder(TorchFunctionMode):
         self._hooks.close()
 
     def take(self) -> dict[str, Tensor]:
-        """Return the recorded outputs by label, each of shape (calls, rows, features), and forget them.
-
-
-        Raises:
-            InputError: if modules with the same label have outputs of different sizes.
-        """
+        """Return the recorded outputs by label, each of shape (calls, rows, features), and forget them."""
         found, self._found, self._seen, self._of_matrices = self._found, {}, [], []
         for name, samples in found.items():
             shapes = {f"{tuple(sample.shape)}" for sample in samples}

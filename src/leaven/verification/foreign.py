@@ -82,11 +82,7 @@ class ForeignFamily:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
     def value(self, quantity: Quantity) -> float:
-        """Return 1, because an lr is a multiple of the factory's own lr here.
-
-        Raises:
-            InputError: if the quantity is not the lr.
-        """
+        """Return 1, because an lr is a multiple of the factory's own lr here."""
         if quantity != "lr":
             raise InputError(
                 f"{self.name}: this check changes {quantity}, which is unknown for a factory; give a recipe file"
@@ -111,9 +107,6 @@ class ForeignFamily:
 
         The key under which the result is saved depends on the initial model. So after a change of the factory, no
         result from before is used.
-
-        Raises:
-            InputError: if the batch is not a whole number of sequences.
         """
         scale = setting.scale
         if scale.batch * self.sequences % 1:

@@ -46,11 +46,7 @@ class LoggedRow:
         return self.values.get(column) not in (None, "")
 
     def number(self, column: str) -> float:
-        """Return a number of the row, which may be NaN or infinite.
-
-        Raises:
-            InputError: if the column is missing or empty, or contains no number.
-        """
+        """Return a number of the row, which may be NaN or infinite."""
         if not self.has(column):
             raise InputError(f"{self.place} has no {column}; write a number, or remove the row")
         value = self.values[column]
@@ -63,11 +59,7 @@ class LoggedRow:
             raise InputError(f"{self.place}: {column} is {value!r}, which is not a number{hint}") from None
 
     def above_0(self, column: str) -> float:
-        """Return a number above 0.
-
-        Raises:
-            InputError: as :meth:`number`, or if the number is not above 0, or infinite.
-        """
+        """Return a number above 0."""
         value = self.number(column)
         if not 0 < value < math.inf:
             raise InputError(f"{self.place}: {column} is {value:g}; give a number above 0")
@@ -92,9 +84,6 @@ def data_files(path: Path) -> list[Path]:
     events.
 
     If ``path`` is a file, return only this file.
-
-    Raises:
-        InputError: if there is no such file.
     """
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
@@ -121,9 +110,6 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
 
     The names of the run's folders below ``root`` may give more columns: those in ``columns``. For example,
     ``width64/lr0.01`` gives width and lr.
-
-    Raises:
-        InputError: if no logged value has the name ``loss``.
     """
     if path.is_dir():
         events = sorted(file for file in path.iterdir() if EVENTS in file.name)
@@ -214,15 +200,10 @@ def scale_name(scale: RunScale, axes: Iterable[str]) -> str:
 
 
 def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> CheckDocument:
-    """Check whether the best value of a hyperparameter is the same at all sizes of the runs in a file or folder.
+    """Return whether the best value of a hyperparameter is the same at all sizes of the runs in a file or folder.
 
-    If the folder contains run folders of leaven, only these are read, and ``value`` is the name of a hyperparameter
-    or a path in their recipes. Otherwise each row is a run. Its columns are the ones named by ``loss`` (nats per
-    token) and ``value``, one or more of width, depth, batch and tokens, and optionally seed. For a run that was
-    logged by TensorBoard or W&B, the last loss is used. A run with a loss that is not finite has diverged.
-
-    Values may have different numbers of runs. If several values at a size have runs with the same seeds, differences
-    between seeds do not count as noise.
+    docs/concepts/checks.md describes the files. ``value`` and ``loss`` are columns. In run folders of leaven,
+    ``value`` is the name of a hyperparameter, or a path in the recipe.
 
     Raises:
         InputError: if a column is missing or contains no numbers, if there are fewer than two sizes or, at a size,
@@ -298,9 +279,6 @@ def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
 
     A run may end earlier if its last loss is not finite. Nothing is checked if the swept ``value`` is a size, such as
     the batch, because it may change the number of steps.
-
-    Raises:
-        InputError: if a run ends before another one of its size.
     """
     if value in AXES:
         return
@@ -317,11 +295,7 @@ def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
 def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
     """Return the loss curves of all runs in a folder or file, by the name of the size; the smallest size is first.
 
-    If the folder contains run folders of leaven, only these are read. Otherwise each row of a file is a point of a
-    curve, with the column named by ``loss``, and tokens or step. Rows without a loss are left out. The columns width,
-    depth and batch give the size, and the column seed distinguishes runs. Without the column seed, all rows of a size
-    in a file are one run. Without the size columns, the size is the name of the subfolder with the file, or for a
-    file that is not in a subfolder, the name of the file.
+    docs/concepts/checks.md describes the files. ``loss`` is the column of the loss; rows without a loss are left out.
 
     Raises:
         InputError: if there are no curves, a column is missing or contains no numbers, the size of a curve is not
@@ -366,11 +340,7 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 
 
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
-    """Return the points of a run. If a resumed run has several rows for a step, the last one counts.
-
-    Raises:
-        InputError: if a time is not a number of at least 0, or the rows may be of two runs.
-    """
+    """Return the points of a run. If a resumed run has several rows for a step, the last one counts."""
     run: dict[float, float] = {}
     furthest = -1.0
     for row in rows:
@@ -409,11 +379,7 @@ def _own_runs(path: Path, loss: str) -> list[Path]:
 
 
 def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, Recipe, RunFolder]]:
-    """Return the size, recipe and folder of each run. The batch and tokens of a size are tokens here, not ratios.
-
-    Raises:
-        InputError: if the recipes of a size differ in another value than those at the paths ``free``.
-    """
+    """Return the size, recipe and folder of each run. The batch and tokens of a size are tokens here, not ratios."""
     found = []
     firsts: dict[RunScale, tuple[Path, Recipe]] = {}
     for folder in folders:

@@ -33,9 +33,6 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
     """Return the recipe with the layout that ``text`` describes, such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``.
 
     Keys of the layout that are not in the text get their defaults.
-
-    Raises:
-        InputError: if the text is not a layout.
     """
     layout, micro_batch = parse_layout(text)
     changes: dict[str, Any] = {"layout": layout.model_dump()}
@@ -82,9 +79,6 @@ def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stage
     """Return the ranks to check: the given ``ranks`` or, by default, the first rank of some pipeline stages.
 
     The default stages are the first, the second and the last, or all stages if ``all_stages`` is true.
-
-    Raises:
-        InputError: if the layout has no such rank.
     """
     if ranks:
         beyond = [rank for rank in ranks if rank >= layout.ranks]

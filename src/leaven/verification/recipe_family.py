@@ -57,11 +57,7 @@ class RecipeFamily:
         return transfer(self.recipe, width=scale.width, depth=scale.depth).model.params
 
     def value(self, quantity: Quantity) -> float:
-        """Return the recipe's value of a hyperparameter.
-
-        Raises:
-            InputError: if the recipe has no value for this hyperparameter, or the value is 0 and cannot be swept.
-        """
+        """Return the recipe's value of a hyperparameter."""
         hyperparameters = self.recipe.hyperparameters
         if quantity == "init_std" and hyperparameters.init != "rule":
             raise InputError(
@@ -88,11 +84,7 @@ class RecipeFamily:
         return round(math.log2(cell.factor(at, scaling)), 12)
 
     def trial(self, setting: RunSetting) -> "RecipeTrial":
-        """Return the training run of a setting.
-
-        Raises:
-            InputError: if the recipe is invalid with this setting.
-        """
+        """Return the training run of a setting."""
         recipe, scale = self.recipe, setting.scale
         batch_tokens, tokens = round(self.batch_tokens * scale.batch), round(self.tokens * scale.tokens)
         moved = transfer(recipe, width=scale.width, depth=scale.depth, batch_tokens=batch_tokens, tokens=tokens)
@@ -137,10 +129,6 @@ class RecipeTrial:
 
 
 def recipe_models(recipe: Recipe, prepare: Prepare) -> RecipeFamily:
-    """Return the training runs of a recipe at any scale, after its text was tokenised with ``prepare``.
-
-    Raises:
-        InputError: if the recipe cannot be trained.
-    """
+    """Return the training runs of a recipe at any scale, after its text was tokenised with ``prepare``."""
     check_trainable(recipe, prepare(recipe.data, recipe.model.vocab_size))
     return RecipeFamily(recipe)

@@ -93,12 +93,8 @@ class SizeCheck(ABC, Generic[Measured]):
     ) -> Self:
         """Return the check of a recipe, or of a user's factory function ``module:factory``.
 
-        Args:
-            widths: by default, four widths that fit the recipe, from about 64 to 512.
-            source: the text to train on. Only for factories.
-            alpha: the rule multiplies residual branches by depth^-alpha. Only for factories.
-            grow_heads: wider models have larger heads instead of more heads. Only for recipes.
-            options: steps, seeds and lr_factor.
+        The arguments are the options of ``leaven check coordinates``; ``options`` are steps, seeds and lr_factor. By
+        default, the four widths are from about 64 to 512, and fit the recipe.
 
         Raises:
             InputError: if there are fewer than two sizes, or a size does not fit the recipe or factory.

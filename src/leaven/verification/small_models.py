@@ -127,9 +127,6 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
       tied, a multiplier makes the logits smaller instead (:meth:`SmallModels.table`).
     - Routers start at RMS 1/width, too. Larger logits of the experts would fall towards 0 with the width, and so
       change the weights with which experts are added.
-
-    Raises:
-        InputError: if the width does not fit the recipe.
     """
     try:
         recipe.model.scaled(width, depth)
@@ -179,9 +176,6 @@ class SmallModels(RecipeFamily):
         """Return a new model at a scale, with its optimizer and batches.
 
         The batch and tokens of the scale change only the settings of the optimizer, not the batches.
-
-        Raises:
-            InputError: if the recipe cannot have this width and depth.
         """
         shape = self.recipe.model
         recipe = transfer(

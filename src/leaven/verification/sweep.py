@@ -6,12 +6,11 @@ base, with which the others are compared. The grid has values for the base. At a
 converts each value of the grid before training. So if the rule is right, the same value of the grid is the best at
 all scales. Runs that somebody else has trained are compared in the same way (logged_runs.py).
 
-For each other scale, a sweep measures three numbers (compare Kalra and Barkeshli 2026, arXiv 2605.21486):
+For each other scale, a sweep measures two numbers (compare Kalra and Barkeshli 2026, arXiv 2605.21486):
 
 - The shift is the distance in octaves from the best value of the base to the best value of the other scale. For
   example, best lrs of 0.01 and 0.005 are a shift of -1.
 - The regret is what the base's best value costs at the other scale: its loss there, in nats, minus the lowest loss.
-- The noise is the standard deviation of the loss between seeds.
 
 A flat optimum shifts easily at no cost, and at a steep optimum a small shift is expensive. So both shift and regret
 are judged. A check must not pass because of noise, so the limits are compared with the 95% bootstrap intervals of the
