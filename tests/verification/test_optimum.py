@@ -40,11 +40,6 @@ def test_the_optimum_of_an_asymmetric_curve_is_its_lowest_point():
     assert LossGrid.of(losses).optimum() == pytest.approx(np.log2(LRS[4]), abs=0.1)
 
 
-def test_the_interval_covers_a_shift_due_to_noise():
-    octaves, _ = shift(parabola(-7, 0.03, 1), parabola(-7, 0.03, 2))
-    assert octaves.low < 0 < octaves.high
-
-
 def test_the_exponent_of_half_an_octave_per_doubling():
     found = exponent({1: parabola(-6.5), 2: parabola(-7.0), 4: parabola(-7.5)})
     assert (found.value, found.low, found.high) == (pytest.approx(-0.5),) * 3
