@@ -86,7 +86,7 @@ ROUNDS = (5, 10, 20)  # numbers of seeds after which a size is judged
 STACK = 5  # trials; larger stacks are not faster on a processor
 
 TINY = ["model.d_model=16", "model.d_head=8", "model.d_ff=32", "model.n_layers=1", "data.tokens=4096"]
-TINY += ["schedule.warmup_tokens=1024", "evaluation.tokens=1024"]
+TINY += ["schedule.warmup_tokens=1024", "evaluation.tokens=1024", "data.source=tiny-shakespeare"]
 TINY_SCALES = {
     "width": [RunScale(16, 1), RunScale(32, 1)],
     "depth": [RunScale(16, 1), RunScale(16, 2)],

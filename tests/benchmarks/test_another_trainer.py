@@ -1,4 +1,4 @@
-"""The example of another trainer and the recipe in benchmarks/another_trainer.py are one model, in one space."""
+"""Test that examples/another_trainer and benchmarks/another_trainer.py train one model, and search one space."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from leaven.tuning.space import space as space_of
 
 @pytest.fixture
 def searched(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> CommandSpace:
-    """The space of the example. The current folder has its tokens."""
+    """Return the search space of the example, and write its tokens into the current folder."""
     monkeypatch.chdir(tmp_path)
     return prepared(tmp_path)
 

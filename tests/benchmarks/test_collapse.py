@@ -1,8 +1,9 @@
-"""The text of the benchmark of the collapse check: a chain of characters with a known entropy."""
+"""Test the text of benchmarks/collapse.py, a random chain of characters with a known entropy."""
 
 import gzip
 import json
 from collections import Counter
+from itertools import pairwise
 from math import log
 
 import numpy as np
@@ -19,17 +20,15 @@ def test_the_chain_has_the_conditional_frequencies_of_the_plays_and_their_entrop
     letters = "".join(sorted(set(plays)))
     circle = plays + plays[:ORDER]
 
-    def entropy(order: int) -> float:
-        followed = Counter(circle[at : at + order + 1] for at in range(len(plays)))
-        contexts = Counter(circle[at : at + order] for at in range(len(plays)))
-        return sum(n * log(contexts[each[:-1]] / n) for each, n in followed.items()) / len(plays)
-
-    entropies = [entropy(order) for order in range(1, ORDER + 1)]
+    counts = [Counter(circle[at : at + length] for at in range(len(plays))) for length in range(1, ORDER + 2)]
+    entropies = [
+        sum(n * log(contexts[each[:-1]] / n) for each, n in followed.items()) / len(plays)
+        for contexts, followed in pairwise(counts)
+    ]
     assert lowest == pytest.approx((sum(entropies[:-1]) + (SEQ_LEN - ORDER + 1) * entropies[-1]) / SEQ_LEN)
 
-    # The mean surprise of what was drawn is the entropy, and everything drawn occurs in the plays.
-    followed = Counter(circle[at : at + ORDER + 1] for at in range(len(plays)))
-    contexts = Counter(circle[at : at + ORDER] for at in range(len(plays)))
+    # The mean of -log p over the drawn text is the entropy, and all pieces of the text occur in the plays.
+    contexts, followed = counts[-2:]
     surprises = []
     for each in drawn.reshape(CHAINS, -1)[:300]:
         text = "".join(letters[number] for number in each)

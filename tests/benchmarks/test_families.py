@@ -1,4 +1,4 @@
-"""Checks of models of transformers: two families pass, and each planted fault is found; the page has all families."""
+"""Test checks of models of transformers: families pass, planted faults are found, and the docs have all families."""
 
 from pathlib import Path
 

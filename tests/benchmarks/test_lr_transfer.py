@@ -1,4 +1,4 @@
-"""The benchmark of the best lr: it runs from end to end, and its verdicts on known losses are right."""
+"""Test benchmarks/lr_transfer.py: it runs from end to end, and its verdicts on known losses are right."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The planned memory of a step against all memory that a step takes, in one process.
+"""Compare the planned memory of a step with the memory that it takes, in one process.
 
 For all layouts: `python -m benchmarks.memory`.
 """
@@ -15,5 +15,5 @@ def test_predicted_is_what_a_step_takes(changes: dict[str, str], tiny: Recipe) -
     recipe = tiny.replace(MODEL | {"model.n_layers": 2, "batch.tokens": 1024, "data.tokens": 8192} | changes)
     states, rest = taken(recipe, prepare(recipe.data, recipe.model.vocab_size))
     tensors = sum(1 for _ in recipe.model.parameters())
-    assert states == 12 * recipe.model.params + 4 * tensors  # Adam counts the steps of each
+    assert states == 12 * recipe.model.params + 4 * tensors  # Adam stores the number of steps for each tensor
     assert predicted(recipe, 0).total == pytest.approx(states + rest, rel=0.1)

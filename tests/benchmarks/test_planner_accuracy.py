@@ -1,4 +1,4 @@
-"""benchmarks/planner_accuracy.py reads tables of other forms, and finds planted errors in them."""
+"""Test that benchmarks/planner_accuracy.py reads tables of several forms, and finds planted errors in them."""
 
 import json
 from pathlib import Path

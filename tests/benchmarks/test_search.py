@@ -1,4 +1,4 @@
-"""The benchmarks of search methods: the properties of their test functions, and a small comparison."""
+"""Test the benchmarks of search methods: the properties of their test functions, and a small comparison."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def test_the_optimum_is_known(dimensions: int) -> None:
 def test_the_trust_region_is_the_best_of_few_trials(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two surfaces with two seeds only, so only against random search; docs/concepts/search.md has the table."""
+    """With two surfaces and two seeds, only the difference to random search is clear."""
     monkeypatch.setattr("sys.argv", ["small_budgets", "--quick", "--results", str(tmp_path / "runs.jsonl")])
     small_budgets.main()
     rows = [line.replace("*", "").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]

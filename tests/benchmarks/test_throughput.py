@@ -1,4 +1,4 @@
-"""The benchmark runs, all libraries train a model of the same shape, and it names those that are not installed."""
+"""Test benchmarks/throughput.py: all libraries train a model of one shape, and missing libraries are named."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ def test_tiny(tmp_path: Path) -> None:
     assert [row["arm"] for row in table["rows"]] == there
     for name in arms:
         assert (f"; {name} is not installed" in output) == (name not in there)
-    # d_ff 192, d 64, V 128: attention, MLP, two norms; both ends and the final norm. The same for all, it asserts.
+    # d_ff 192, d 64, V 128: attention, MLP, two norms, embedding and unembedding, final norm
     assert table["params"] == 4 * 64 * 64 + 3 * 192 * 64 + 2 * 64 + 2 * 128 * 64 + 64
     assert all(row["tokens_per_second"][1] > 0 and row["peak_mib"] > 0 for row in table["rows"])
 

@@ -1,4 +1,4 @@
-"""The run that leaven tuned itself agrees with its log, and does not count as a published run."""
+"""Test that the run that leaven tuned itself agrees with its log, and does not count as a published run."""
 
 import tomllib
 

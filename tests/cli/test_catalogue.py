@@ -84,9 +84,8 @@ def test_check_suggests_what_to_set(leaven: Verb) -> None:
     assert "FAR OUTSIDE  lr: peak lr 0.02" in out
     assert "gpt2-350m-llmc" in out
     assert re.search(r"^FAILED: \d+ of \d+ checks outside", out, re.MULTILINE)
-    lines = out.replace(" \\\n", " ").splitlines()  # as a shell joins them
-    suggested = [shlex.split(line.split("->")[1]) for line in lines if line.strip().startswith("->")]
-    code, out, err = leaven("recipes", "check", EXAMPLE, *fault, *(word for words in suggested for word in words))
+    (following,) = (line.removeprefix("next") for line in out.splitlines() if line.startswith("next"))
+    code, out, err = leaven(*shlex.split(following)[1:])  # the same command with the suggestions
     assert err == ""
     assert "FAR OUTSIDE" not in out
     assert leaven("recipes", "check", EXAMPLE)[0] == 0

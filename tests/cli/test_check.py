@@ -33,9 +33,37 @@ def test_a_coordinate_check_that_passed_prints_the_next_command(
     code, out, err = leaven("check", "coordinates", tiny_file, "--set", "data.seed=1")
     assert code == 0, err
     assert out.splitlines()[-1] == f"next       leaven train {tiny_file} --run runs/tiny --set data.seed=1"
-    failed = passed.model_copy(update={"passed": False})
+
+
+@pytest.mark.parametrize(
+    ("rule", "undecided", "options", "command"),
+    [
+        ("standard", True, (), "leaven check coordinates RECIPE --seeds 3"),
+        ("standard", False, (), "leaven check coordinates RECIPE --set scaling.rule=complete-d-p"),
+        ("complete-d-p", False, (), "leaven check coordinates RECIPE -o check.html"),
+        ("complete-d-p", False, ("-o", "page.html"), None),
+    ],
+)
+def test_a_failed_coordinate_check_prints_what_repairs_or_shows_the_fault(
+    rule: str,
+    undecided: bool,
+    options: tuple[str, ...],
+    command: str | None,
+    tiny_file: Path,
+    tmp_path: Path,
+    leaven: Verb,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = VerdictRow(module="mlp", axis="width", slope=1.0, limit=0.1, passed=False, undecided=undecided, beyond=0.9)
+    settings = {"seeds": 1, "rule": rule}
+    failed = verdict(
+        "coordinates", "tiny", "size", [row], curves=[], settings=settings, advice="Give more: --seeds 3"
+    )
     monkeypatch.setattr(CoordinateCheck, "run", lambda check, progress: failed)
-    assert "leaven train" not in leaven("check", "coordinates", tiny_file)[1]
+    code, out, _ = leaven("check", "coordinates", tiny_file, *options)
+    printed = [line.removeprefix("next").strip() for line in out.splitlines() if line.startswith("next")]
+    assert (code, printed) == (1, [command.replace("RECIPE", str(tiny_file))] if command else [])
 
 
 def test_a_measured_exponent_is_written(

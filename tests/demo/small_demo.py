@@ -1,4 +1,4 @@
-"""Run ``leaven`` with a demo of seconds: two widths, one layer, few tokens. ``small_demo.py demo --run DIR``"""
+"""Run ``leaven`` with a demo that takes seconds: `small_demo.py demo --run DIR`. It has two widths and one layer."""
 
 from leaven import demo
 

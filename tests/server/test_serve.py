@@ -1,4 +1,4 @@
-"""`leaven serve`: who may read what, what changes by itself, what the planner answers; in a real browser, too."""
+"""Test the pages of `leaven serve`: access, updates and the planner, also in a real browser."""
 
 import http.client
 import json
@@ -52,7 +52,7 @@ def port(roots: Path) -> Iterator[int]:
 
 
 def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
-    """Ask as a browser that has the cookie."""
+    """Return the status, headers and text of the answer to a request with the cookie."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request(method, path, headers={"Cookie": f"leaven-{port}={TOKEN}"} | headers)
     answer = connection.getresponse()
@@ -204,7 +204,6 @@ def test_the_command_prints_its_address_and_ends_at_ctrl_c(roots: Path) -> None:
         ("", "", "no run, study, check or demo"),
         ("", "none", "does not exist"),
         ("starlette", "", "pip install 'leaven[serve]'"),
-        ("uvicorn", "", "pip install 'leaven[serve]'"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(tmp_path: Path, missing: str, folder: str, words: str) -> None:

@@ -1,4 +1,4 @@
-"""The command line, as in the tests of the verbs, and a single thread of torch."""
+"""Fixtures of the tests of checks: the command line of tests/cli, and torch with one thread."""
 
 from collections.abc import Iterator
 

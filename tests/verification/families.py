@@ -1,5 +1,4 @@
-"""What the tests of checks share: small models with faults planted in their parameter table, and runs that end at a
-known loss."""
+"""Helpers for tests of checks: small models with planted faults, and runs with known losses that are not trained."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ Fault = Callable[[ParameterRow, Recipe], ParameterRow]
 
 @dataclass(frozen=True)
 class PlantedModels(SmallModels):
-    """Small models with a fault in each row of their table."""
+    """Small models whose parameter table is changed by ``fault``, a function of each row and the recipe."""
 
     fault: Fault | None = None
 
@@ -46,7 +45,7 @@ def family(
     overrides: Sequence[str] = (),
     **more: bool,
 ) -> PlantedModels:
-    """Return the proxy with a vocabulary of 256 and sequences of 32; ``fault`` changes its table's rows."""
+    """Return the models of proxy.toml with a vocabulary of 256 and sequences of 32 tokens, changed by ``fault``."""
     small = [
         *overrides,
         "model.vocab_size=256",
@@ -64,8 +63,10 @@ def failed(document: CheckDocument) -> dict[tuple[str, str], VerdictRow]:
 
 
 def fault(modules: str | tuple[str, ...] = "", **values: Callable[[float, Recipe], float]) -> Fault:
-    """Return a fault in the modules whose names begin with ``modules``. Each of ``values`` computes a wrong value
-    from the right value and the recipe."""
+    """Return a fault in the modules whose names begin with ``modules``.
+
+    ``values`` has, for each faulty value such as lr, a function of the right value and the recipe.
+    """
 
     def planted(row: ParameterRow, recipe: Recipe) -> ParameterRow:
         if not row.module.startswith(modules):
@@ -96,7 +97,7 @@ def depth(recipe: Recipe) -> float:
 
 
 def known_losses(loss: Callable[[Recipe], float]) -> type[RunStore]:
-    """Return a store whose runs are not trained and end at a known loss."""
+    """Return a store that does not train. The loss of a run is ``loss(recipe)``."""
 
     class KnownLosses(RunStore):
         def run(self, trials):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""The collapse check on curves with a known shape, on runs of a recipe, and what is refused."""
+"""Test the collapse check on curves with a known shape and on runs of a recipe, and which curves it refuses."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,6 @@ from leaven.verification.collapse import LIMIT, Points, collapse, collapse_of_fa
 from leaven.verification.foreign import CheckTrial
 from leaven.verification.recipe_family import RecipeFamily
 from leaven.verification.runs import RunStore
-from leaven.views.check_page import check_page
 
 LEVEL = 1.7  # the irreducible loss of the curves below
 STEPS = 640
@@ -25,7 +24,7 @@ STEPS = 640
 def curve(
     end: float, seed: int = 0, *, noise: float = 0.0, power: float = 0.4, offset: float = 0.0, steps: int = STEPS
 ) -> Points:
-    """Return a curve whose reducible loss is ``end`` x^-power, with noise for each step and an offset for the run."""
+    """Return a loss curve: LEVEL + ``end`` x^-power (1 + ``offset``) + noise, where x is the share of the run."""
     random = np.random.default_rng(seed)
     x = np.arange(1, steps + 1) / steps
     losses = LEVEL + end * x**-power * (1 + offset) + random.normal(0, noise, steps)
@@ -43,11 +42,9 @@ def test_curves_of_one_shape_collapse_and_give_their_irreducible_loss() -> None:
     assert document.passed
     (level,) = document.measured
     assert level.value == pytest.approx(LEVEL, abs=0.02)
-    assert level.low is not None
-    assert level.high is not None
-    assert level.low < LEVEL < level.high
+    assert level.low < LEVEL < level.high  # type: ignore[operator]
     assert [row.axis for row in document.rows] == ["width 64 -> width 128", "width 64 -> width 256"]
-    # The normalised curves are those of x^-power, averaged over the intervals, of which the last is 1.
+    # The normalised curves are x^-power, averaged over intervals and divided by the last average.
     normalised = {each.module: each for each in document.curves if each.quantity == "normalised"}
     at = np.arange(0, 17) / 16
     expected = np.diff(at**0.6) / np.diff(at**0.6)[-1]
@@ -80,7 +77,7 @@ def test_another_shape_fails_even_with_the_best_irreducible_loss() -> None:
 def test_the_band_covers_the_noise(seeds: int) -> None:
     """The true deviation of curves of one shape is 0 everywhere, so the band should contain 0 in 95% of cases."""
     covered = 0
-    for number in range(40):
+    for number in range(30):
         document = check(
             *(
                 [curve(end, 1000 * number + 10 * i + seed, noise=0.05) for seed in range(seeds)]
@@ -92,35 +89,31 @@ def test_the_band_covers_the_noise(seeds: int) -> None:
             low <= 0 <= high  # type: ignore[operator]
             for low, high in zip(deviation.low, deviation.high, strict=True)
         )
-    assert covered >= 32
+    assert covered >= 24
 
 
 def test_noise_that_hides_the_limit_is_undecided_and_so_is_a_short_single_curve() -> None:
     noisy = check(*([curve(end, seed, noise=0.6) for seed in range(2)] for end in (1.5, 1.0)))
     assert noisy.rows[0].undecided
     assert noisy.rows[0].note == "undecided: the limit is within the noise; give more seeds"
-    # A deviation within the limit does not pass if its band is not.
+    # A deviation within the limit does not pass if its band reaches beyond the limit.
     (row,) = check(*([curve(end, seed, noise=0.1) for seed in range(2)] for end in (1.5, 1.0))).rows
     assert row.undecided
-    deviation, high = row.parts["deviation"], row.parts["deviation, high"]
-    assert deviation is not None
-    assert high is not None
-    assert deviation < LIMIT < high
+    assert row.parts["deviation"] < LIMIT < row.parts["deviation, high"]  # type: ignore[operator]
     short = check([curve(1.5, steps=100)], [curve(1.0, steps=100)])
     assert short.rows[0].undecided
     assert short.rows[0].note.startswith("undecided: no interval")
     assert short.rows[0].parts["deviation, low"] is None
     long = check([curve(1.5)], [curve(1.0)])
     assert long.passed
-    assert long.rows[0].note == "the noise is that within the curves, without differences between seeds"
+    assert long.rows[0].note == "the interval contains the noise within a run, but not between seeds"
 
 
 def test_curves_may_have_uneven_points_and_other_units_of_time() -> None:
     thinned = [point for number, point in enumerate(curve(1.0)) if number % 7 == 0 or number > STEPS - 20]
     scaled = [(1000 * time, loss) for time, loss in thinned]
-    deviation = check([curve(1.5)], [scaled]).rows[0].parts["deviation"]
-    assert deviation is not None
-    assert deviation < 0.01
+    (row,) = check([curve(1.5)], [scaled]).rows
+    assert row.parts["deviation"] == pytest.approx(0, abs=0.01)
 
 
 def test_a_diverged_run_fails() -> None:
@@ -131,13 +124,10 @@ def test_a_diverged_run_fails() -> None:
 
 def test_a_loss_that_does_not_fall_fails() -> None:
     flat = [(step, 3.0 + 0.001 * step) for step in range(STEPS + 1)]
-    document = check([curve(1.5)] * 2, [flat] * 2)
-    assert document.rows[0].note == "the loss does not fall after the first quarter of the run"
-    assert not document.rows[0].undecided
     same = [(step, 3.0) for step in range(STEPS + 1)]
-    flat_too = check([same], [same])
-    assert flat_too.rows[0].note == document.rows[0].note
-    assert "the loss does not fall" in check_page(flat_too)
+    for document in (check([curve(1.5)] * 2, [flat] * 2), check([same], [same])):
+        assert document.rows[0].note == "the loss does not fall after the first quarter of the run"
+        assert not document.rows[0].undecided
 
 
 @pytest.mark.parametrize(
@@ -145,16 +135,8 @@ def test_a_loss_that_does_not_fall_fails() -> None:
     [
         ([[curve(1.0)]], None, "mine has curves of one size only"),
         ([[curve(1.0)], [curve(1.0)[:5]]], None, "a curve has 5 points; give curves with 8 points or more"),
-        (
-            [[curve(1.0), curve(1.0, steps=320)], [curve(0.5)]],
-            None,
-            "curves of width 64 end at 320 and at 640; give curves of one length",
-        ),
-        (
-            [[curve(1.0)], [curve(0.5)[200:]]],
-            None,
-            "a curve of width 128 starts at 201 of 640; give it from the start",
-        ),
+        ([[curve(1.0), curve(1.0, steps=320)], [curve(0.5)]], None, "curves of width 64 end at 320 and at 640;"),
+        ([[curve(1.0)], [curve(0.5)[200:]]], None, "a curve of width 128 starts at 201 of 640;"),
         ([[curve(1.0)], [[(at, loss - 10) for at, loss in curve(0.5)]]], None, "a final loss is -7.79"),
         ([[curve(1.0)], [[(at, 0.0) for at, _ in curve(0.5)]]], 0.0, "a final loss is 0; give losses in nats"),
         ([[curve(1.0)], [curve(0.5)]], 2.3, "--irreducible 2.3: give less than 2.2"),
@@ -176,7 +158,7 @@ def test_deviations_are_those_of_the_definition() -> None:
 
 
 class KnownCurves(RunStore):
-    """A store whose runs are not trained and have known curves. Wide models have another shape, if ``power`` is."""
+    """A store that does not train, and returns curves of known shapes: of wide models x^-power, of others x^-0.4."""
 
     power = 0.4
     diverged = False
@@ -196,7 +178,7 @@ def test_a_family_grows_with_equal_tokens_for_each_parameter(tiny: Recipe, tmp_p
     small, wide = grown(family, [SMALL, WIDE])
     ratio = family.params(WIDE) / family.params(SMALL)
     assert (small.batch, small.tokens) == (1, 1)
-    assert wide.batch == wide.tokens == round(8 * ratio) / 8  # eight sequences in a batch
+    assert wide.batch == wide.tokens == round(8 * ratio) / 8  # a batch has eight sequences
     document = collapse_of_family(family, [SMALL, WIDE], KnownCurves(tmp_path))
     assert document.passed
     assert (document.subject, document.settings["rule"]) == ("tiny", "complete-d-p")

@@ -1,4 +1,4 @@
-"""Invariants: a right rule keeps all of them, and each planted fault is named by its column."""
+"""Test that a right rule passes the check of optimizer settings, and that its row names each planted fault."""
 
 import pytest
 from tests.verification.families import HIDDEN, Fault, depth, family, fault, times, width, zero, zero_if_wide
@@ -22,41 +22,25 @@ def test_a_right_rule_keeps_all_invariants(more: dict[str, object]) -> None:
     assert None not in rows["mlp.out"].parts.values()
 
 
-FAULTS = {
-    "gain lr grows with width": (fault("norm.mlp", lr=times(width)), "norm.mlp", "lr x eps x entries", "width"),
-    "gain lr falls with depth": (
-        fault("norm.query", lr=times(lambda r: 1 / depth(r))),
-        "norm.query",
-        "lr x eps",
-        "depth",
-    ),
-    "lr grows and decay falls": (
-        fault("attention.value", lr=times(lambda r: width(r) ** 0.5), weight_decay=times(lambda r: width(r) ** -0.5)),
-        "attention.value",
-        "lr x eps x entries",
-        "width",
-    ),
-    "lr where both grow": (
-        fault("mlp.in", lr=times(lambda r: 2.0 if width(r) > 1 < depth(r) else 1.0)),
-        "mlp.in",
-        "lr x",
-        "width and depth",
-    ),
-    "beta1": (fault("embedding", beta1=lambda beta, r: beta ** width(r)), "embedding", "beta1", "width"),
-    "beta2": (fault(beta2=lambda beta, r: 1 - (1 - beta) / width(r) ** 2), "mlp.out", "beta2", "width"),
-    "lr grows with tokens": (
-        fault("mlp.in", lr=times(lambda r: ratios(r).tokens), eps=times(lambda r: 1 / ratios(r).tokens)),
-        "mlp.in",
-        "lr",
-        "tokens",
-    ),
-    "no decay": (fault("mlp.in", weight_decay=zero_if_wide), "mlp.in", "lr x decay", "width"),
-}
+LR_AND_DECAY = fault("mlp.out", lr=times(lambda r: width(r) ** 0.5), weight_decay=times(lambda r: width(r) ** -0.5))
+BOTH = fault("mlp.in", lr=times(lambda r: 2.0 if width(r) > 1 < depth(r) else 1.0))
+TOKENS = fault("mlp.in", lr=times(lambda r: ratios(r).tokens), eps=times(lambda r: 1 / ratios(r).tokens))
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_named(name: str) -> None:
-    planted, module, column, axis = FAULTS[name]
+@pytest.mark.parametrize(
+    ("planted", "module", "column", "axis"),
+    [
+        (fault("norm.mlp", lr=times(width)), "norm.mlp", "lr x eps x entries", "width"),
+        (fault("norm.query", lr=times(lambda r: 1 / depth(r))), "norm.query", "lr x eps", "depth"),
+        (LR_AND_DECAY, "mlp.out", "lr x eps x entries", "width"),
+        (BOTH, "mlp.in", "lr x", "width and depth"),
+        (fault("embedding", beta1=lambda beta, r: beta ** width(r)), "embedding", "beta1", "width"),
+        (fault(beta2=lambda beta, r: 1 - (1 - beta) / width(r) ** 2), "mlp.out", "beta2", "width"),
+        (TOKENS, "mlp.in", "lr", "tokens"),
+        (fault("mlp.in", weight_decay=zero_if_wide), "mlp.in", "lr x decay", "width"),
+    ],
+)
+def test_a_fault_is_named(planted: Fault, module: str, column: str, axis: str) -> None:
     row = audited(planted)[module]
     assert row.passed is False
     assert row.note.startswith(column)

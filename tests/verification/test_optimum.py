@@ -1,4 +1,4 @@
-"""The best lr, its interval and its regret, on parabolas with known answers."""
+"""Test the best lr, its interval and its regret on parabolas with a known minimum."""
 
 import numpy as np
 import pytest
@@ -40,11 +40,6 @@ def test_the_optimum_of_an_asymmetric_curve_is_its_lowest_point():
     assert LossGrid.of(losses).optimum() == pytest.approx(np.log2(LRS[4]), abs=0.1)
 
 
-def test_the_interval_covers_a_shift_due_to_noise():
-    octaves, _ = shift(parabola(-7, 0.03, 1), parabola(-7, 0.03, 2))
-    assert octaves.low < 0 < octaves.high
-
-
 def test_the_exponent_of_half_an_octave_per_doubling():
     found = exponent({1: parabola(-6.5), 2: parabola(-7.0), 4: parabola(-7.5)})
     assert (found.value, found.low, found.high) == (pytest.approx(-0.5),) * 3
@@ -57,7 +52,7 @@ def test_the_exponent_of_half_an_octave_per_doubling():
 
 
 def test_intervals_of_few_runs_cover_the_truth(monkeypatch: pytest.MonkeyPatch):
-    """Two runs at each value, or at one alone. Without Student's t they covered 85% and 70%."""
+    """There are two runs at each value, or at one value only. Without Student's t, intervals covered 85% and 70%."""
     monkeypatch.setattr(optimum, "DRAWS", 300)
     for repeated, least in ((LRS, 90), (LRS[3:4], 95)):
         covered = 0
@@ -81,7 +76,7 @@ def test_intervals_of_few_runs_cover_the_truth(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_means_of_unequal_runs_do_not_contain_the_effects_of_seeds():
-    """Against least squares with a column for each value and all seeds but the first."""
+    """The reference is a least-squares fit with a column for each value and for all seeds but the first."""
     runs = {
         1.0: {"a": 3.0, "b": 3.5, "c": 3.1},
         2.0: {"a": 2.5, "c": 2.7},
@@ -94,13 +89,13 @@ def test_means_of_unequal_runs_do_not_contain_the_effects_of_seeds():
     ]
     fitted = np.linalg.lstsq(np.array(columns), np.array([loss for *_, loss in cells]), rcond=None)[0]
     assert LossGrid.of(runs).means - LossGrid.of(runs).means[0] == pytest.approx(fitted[:4] - fitted[0])
-    # Seeds that no other value has say nothing about it.
+    # If each value has its own seeds, the effects of seeds are not known.
     own = LossGrid.of({value: {f"{value}{seed}": loss for seed, loss in of.items()} for value, of in runs.items()})
     assert own.means == pytest.approx([3.2, 2.6, 3.6, 4.05])
 
 
 def test_differences_between_seeds_do_not_widen_intervals():
-    """The deviations of equal runs, less the effects of seeds, are those of a two-way table."""
+    """An effect of the seed that is the same at all values does not change the interval."""
     of_seed = np.array([0.0, 0.5, -0.4])
     losses = {
         lr: [loss + seed for loss, seed in zip(parabola(-7, 0.01).runs[i].values(), of_seed, strict=True)]

@@ -1,9 +1,15 @@
-"""A right rule passes the short checks, and they catch every planted fault."""
+"""Test that right rules pass the checks coordinates and gradients, and that these checks find every planted fault.
 
+The models are dense, have norms on the outputs of branches, parallel branches or experts, or are trained with Muon.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
+import torch
 from tests.verification.families import (
     DEPTHS,
     ENDS,
@@ -22,6 +28,7 @@ from tests.verification.families import (
 )
 
 from leaven.documents.checks import CheckDocument
+from leaven.model.transformer import Block
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterRow, ParameterTable, parameter_table
 from leaven.verification.coordinates import CoordinateCheck
@@ -29,54 +36,122 @@ from leaven.verification.gradients import GradientCheck
 from leaven.verification.small_models import EXPERT_DEPTHS
 
 ALPHA = 0.5
-STEPS = 6  # of gradient checks with a fault; wrong exponents show at the first step
+OUTPUTS = ("norm.attention_out", "norm.mlp_out")
+MATRICES = ("attention.", "mlp.")
+Sizes = tuple[tuple[int, ...], tuple[int, ...]]  # widths and depths
+WIDE: Sizes = (WIDTHS, (2,))
+DEEP: Sizes = ((64,), DEPTHS)
+PAIR = (64, 128)
 
+EXPERTS = tuple(f"model.experts.{value}" for value in ("number=4", "active=2", "d_expert=64"))
+SHARED = (*EXPERTS, "model.experts.number=8", "model.experts.shared=1")
+SPECTRAL = ("hyperparameters.optimizer=muon", "hyperparameters.muon.match=spectral", "hyperparameters.muon.lr=0.02")
+ADAMW_RMS = ("hyperparameters.optimizer=muon",)
+WINDOW = "model.window=8"
+OLMO = (WINDOW, "model.norm_placement=output", "model.qk_norm_whole=true", "model.global_every=4")
+GEMMA = (
+    *(
+        WINDOW,
+        "model.norm_placement=sandwich",
+        "model.global_every=2",
+        "model.activation=geglu",
+        "model.qk_norm=false",
+    ),
+    *("model.attention_softcap=50.0", "model.logit_softcap=30.0"),
+)
+GPT_J = (
+    *("model.norm=layernorm", "model.activation=gelu", "model.bias=true", "model.attention_bias=none"),
+    *("model.parallel_branches=true", "model.rotary_fraction=0.5", "model.qk_norm=false"),
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def coordinates(
+def check(
+    of: type[CoordinateCheck | GradientCheck],
     planted: Fault | None = None,
     widths: tuple[int, ...] = WIDTHS,
     depths: tuple[int, ...] = (2,),
+    steps: int = 6,  # of gradient checks; wrong exponents show at the first step
+    overrides: tuple[str, ...] = (),
     **more: Any,
 ) -> CheckDocument:
-    return CoordinateCheck(family(planted, **more), widths, depths, seeds=1).run()
+    start = of.start_normed if any("norm_placement" in each for each in overrides) else of.start
+    models = family(planted, start=start, overrides=overrides, **more)
+    return of(models, widths, depths, seeds=1, **({"steps": steps} if of is GradientCheck else {})).run()
 
 
-def gradients(
-    planted: Fault | None = None,
-    widths: tuple[int, ...] = WIDTHS,
-    depths: tuple[int, ...] = (2,),
-    steps: int = STEPS,
-    **more: Any,
-) -> CheckDocument:
-    of = family(planted, start=GradientCheck.start, **more)
-    return GradientCheck(of, widths, depths, seeds=1, steps=steps).run()
+coordinates, gradients = partial(check, CoordinateCheck), partial(check, GradientCheck)
+Check = Callable[..., CheckDocument]
+
+RIGHT: dict[str, tuple[Check, dict[str, Any]]] = {
+    "coordinates": (coordinates, {"depths": DEPTHS}),
+    "gradients": (gradients, {"depths": DEPTHS, "steps": 10}),
+    # If the tied matrix started at 1/width, gradients inside blocks would be wrong by a factor of L^0.75.
+    "coordinates, tied": (coordinates, {"widths": (64,), "depths": DEPTHS, "tied_embeddings": True}),
+    "gradients, tied": (gradients, {"widths": (64,), "depths": DEPTHS, "tied_embeddings": True}),
+    # A block's own weights move as depth^(alpha-1); modules that read the stream are flat.
+    "coordinates, alpha": (coordinates, {"widths": (64,), "depths": DEPTHS, "alpha": ALPHA}),
+    "gradients, alpha": (gradients, {"widths": (64,), "depths": DEPTHS, "alpha": ALPHA}),
+    "coordinates, olmo 3": (coordinates, {"depths": DEPTHS, "overrides": OLMO}),
+    "gradients, olmo 3": (gradients, {"depths": DEPTHS, "steps": 10, "overrides": OLMO}),
+    "coordinates, gemma 2": (coordinates, {"depths": DEPTHS, "overrides": GEMMA, "tied_embeddings": True}),
+    "gradients, gemma 2": (gradients, {"depths": DEPTHS, "overrides": GEMMA, "tied_embeddings": True}),
+    "coordinates, gpt-j": (coordinates, {"depths": DEPTHS, "overrides": GPT_J}),
+    "gradients, gpt-j": (gradients, {"depths": DEPTHS, "overrides": GPT_J}),
+    "coordinates, experts": (coordinates, {"depths": EXPERT_DEPTHS, "overrides": EXPERTS}),
+    "gradients, experts": (gradients, {"depths": DEPTHS, "overrides": EXPERTS}),
+    "coordinates, shared experts": (coordinates, {"overrides": SHARED}),
+    "gradients, shared experts": (gradients, {"overrides": SHARED}),
+    "coordinates, muon": (coordinates, {"widths": PAIR, "depths": DEPTHS, "overrides": SPECTRAL}),
+    "gradients, muon": (gradients, {"overrides": SPECTRAL}),
+    "coordinates, adamw_rms": (coordinates, {"depths": DEPTHS, "overrides": ADAMW_RMS}),
+}
 
 
-def test_a_right_rule_passes_the_coordinate_check() -> None:
-    verdict = coordinates(depths=DEPTHS)
-    assert verdict.passed, failed(verdict)
-    logits = next(row for row in verdict.rows if (row.module, row.axis) == ("unembedding", "width"))
+@cache
+def right(name: str) -> CheckDocument:
+    of, options = RIGHT[name]
+    return of(**options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=pytest.mark.slow if "gemma" in each or "adamw" in each else ()) for each in RIGHT],
+)
+def test_a_right_rule_passes(name: str) -> None:
+    assert right(name).passed, failed(right(name))
+
+
+def parts(name: str, module: str, axis: str) -> dict[str, float | None]:
+    (row,) = (row for row in right(name).rows if (row.module, row.axis) == (module, axis))
+    return row.parts
+
+
+def test_exponents_under_a_right_rule() -> None:
     # The first logits may fall as N^-1/2: they sum N entries of order 1 with weights of std 1/N.
-    assert logits.parts["start"] == pytest.approx(-0.5, abs=0.05)
+    assert parts("coordinates", "unembedding", "width")["start"] == pytest.approx(-0.5, abs=0.05)
+    for module, axis, exponent in (("embedding", "width", -1), ("mlp.out", "depth", -1), ("unembedding", "width", 0)):
+        assert parts("gradients", module, axis)["eps"] == pytest.approx(exponent, abs=1e-9)
+    alpha = parts("gradients, alpha", "mlp.out", "depth")
+    assert (alpha["eps"], alpha["decay"]) == (pytest.approx(-0.5), pytest.approx(-0.5))  # as in the published rules
+    for module in OUTPUTS:
+        for axis in ("width", "depth"):
+            norm = parts("gradients, olmo 3", module, axis)
+            assert (norm["eps"], norm["start"]) == (pytest.approx(-1), pytest.approx(-1, abs=0.15))
+    router = parts("gradients, shared experts", "mlp.router", "width")
+    assert router["eps"] == pytest.approx(0)
+    assert -0.65 < (router["start"] or 0.0) < -0.15
+    assert parts("gradients, muon", "mlp.in", "width")["eps"] is None  # Muon has no eps; its decay is judged
+    assert parts("gradients, muon", "mlp.in", "bookkeeping")["lr x decay x steps"] == pytest.approx(0, abs=1e-9)
 
 
-def test_a_right_rule_passes_the_gradient_check() -> None:
-    verdict = gradients(depths=DEPTHS, steps=10)
-    assert verdict.passed, failed(verdict)
-    eps = {(row.module, row.axis): row.parts["eps"] for row in verdict.rows if "eps" in row.parts}
-    assert eps["embedding", "width"] == pytest.approx(-1)
-    assert eps["mlp.out", "depth"] == pytest.approx(-1)
-    assert eps["unembedding", "width"] == pytest.approx(0, abs=1e-9)
-
-
-@pytest.mark.parametrize("check", [coordinates, gradients])
-def test_a_right_rule_passes_with_tied_embeddings(check: Any) -> None:
-    # With a tied matrix of 1/width the stream consists of branches only, and block gradients are off by L^0.75.
-    verdict = check(widths=(64,), depths=DEPTHS, tied_embeddings=True)
-    assert verdict.passed, failed(verdict)
+def test_output_norms_at_alpha_one_half() -> None:
+    """The matrices before these norms move as depth^(alpha-1), and the norms pass this on."""
+    rows = {row.module: row for row in coordinates(None, *DEEP, alpha=ALPHA, overrides=OLMO).rows}
+    for module in OUTPUTS:
+        assert rows[module].passed
+        assert -0.7 < (rows[module].parts["change"] or 0.0) < -0.2
 
 
 def rule_twice(row: ParameterRow, recipe: Recipe) -> ParameterRow:
@@ -92,23 +167,100 @@ def rule_twice(row: ParameterRow, recipe: Recipe) -> ParameterRow:
 DEPTH_IN_INIT = fault(ENDS, init_std=times(lambda r: (2 * r.model.n_layers) ** -0.5))
 HIDDEN_LR = fault((*HIDDEN, "norm.a", "norm.m", "norm.q", "norm.k"), lr=times(lambda r: depth(r) ** -0.5))
 READOUT_LR = fault("unembedding", lr=lambda _, recipe: recipe.hyperparameters.lr)
+# The branch multiplier of alpha 1, with the lrs and eps of the recipe's own alpha.
+ALPHA_1 = fault(ENDS, multiplier=times(lambda recipe: depth(recipe) ** (recipe.scaling.alpha - 1)))
+UNSCALED_LR = fault(MATRICES, lr=times(lambda r: width(r) ** 0.5))
+HALF_LR = fault(MATRICES, lr=times(lambda r: width(r) ** -0.5))
+WIDTH_LR = fault(MATRICES, lr=times(lambda r: 1 / width(r)))
+DEPTH_LR = fault(MATRICES, lr=times(lambda r: depth(r) ** -0.5))
+ROUTER_EPS_FALLS = fault("mlp.router", eps=times(lambda r: 1 / width(r)))
+ROUTER_DECAY = fault("mlp.router", weight_decay=times(lambda r: 1 / width(r)))
 
 
 @pytest.mark.parametrize(
-    ("planted", "axis", "found"),
+    ("of", "overrides", "planted", "sizes", "found"),
     [
-        pytest.param(READOUT_LR, "width", {"unembedding"}, id="readout lr"),
-        pytest.param(fault(multiplier=lambda *_: 1.0), "depth", {"residual"}, id="residual left out"),
-        pytest.param(DEPTH_IN_INIT, "depth", {*ENDS}, id="depth in the init"),
-        pytest.param(rule_twice, "width", {"attention.query", "mlp.in"}, id="rule twice"),
-        pytest.param(HIDDEN_LR, "depth", {*ENDS}, id="lr of another alpha"),
+        pytest.param(coordinates, (), READOUT_LR, WIDE, {"unembedding"}, id="readout lr"),
+        pytest.param(coordinates, (), fault(multiplier=lambda *_: 1.0), DEEP, {"residual"}, id="residual left out"),
+        pytest.param(coordinates, (), DEPTH_IN_INIT, DEEP, {*ENDS}, id="depth in the init"),
+        pytest.param(coordinates, (), rule_twice, WIDE, {"attention.query", "mlp.in"}, id="rule twice"),
+        pytest.param(coordinates, (), HIDDEN_LR, DEEP, {*ENDS}, id="lr of another alpha"),
+        pytest.param(coordinates, ADAMW_RMS, UNSCALED_LR, WIDE, {"attention.query"}, id="muon: lr not scaled"),
+        pytest.param(coordinates, ADAMW_RMS, HALF_LR, WIDE, {"attention.query"}, id="muon: lr of Adam's rule"),
+        pytest.param(coordinates, SPECTRAL, WIDTH_LR, WIDE, {"attention.query"}, id="muon: lr scaled twice"),
+        pytest.param(coordinates, SPECTRAL, DEPTH_LR, DEEP, {"mlp.out"}, id="muon: lr of another alpha"),
+        pytest.param(coordinates, OLMO, READOUT_LR, WIDE, {"unembedding"}, id="output norm: readout lr"),
+        pytest.param(
+            coordinates,
+            OLMO,
+            fault(MATRICES, lr=times(width)),
+            WIDE,
+            {*OUTPUTS, "mlp.out", "residual"},
+            id="output norm: lr of the matrices before it",
+        ),
+        pytest.param(
+            coordinates,
+            OLMO,
+            fault(MATRICES, init_std=times(lambda r: width(r) ** 0.5)),
+            WIDE,
+            {*OUTPUTS},
+            id="output norm: init of the matrices before it",
+        ),
+        pytest.param(gradients, OLMO, fault(OUTPUTS, lr=times(depth)), DEEP, {*OUTPUTS}, id="output norm: lr"),
+        pytest.param(gradients, OLMO, fault(OUTPUTS, eps=times(width)), WIDE, {*OUTPUTS}, id="output norm: eps"),
+        pytest.param(
+            coordinates, EXPERTS, fault("mlp.router", lr=times(width)), WIDE, {"mlp.router"}, id="router lr"
+        ),
+        pytest.param(gradients, EXPERTS, ROUTER_EPS_FALLS, WIDE, {"mlp.router"}, id="router eps falls"),
+        pytest.param(
+            gradients, EXPERTS, fault("mlp.router", eps=times(width)), WIDE, {"mlp.router"}, id="router eps"
+        ),
+        pytest.param(gradients, EXPERTS, ROUTER_DECAY, (PAIR, (2,)), {"mlp.router"}, id="router decay"),
+        pytest.param(
+            coordinates,
+            EXPERTS,
+            fault("mlp.experts", lr=times(width)),
+            (WIDTHS, (4,)),
+            {"mlp.experts"},
+            id="expert lr",
+        ),
+        pytest.param(
+            coordinates,
+            EXPERTS,
+            fault("mlp.experts.out", multiplier=times(depth)),
+            ((64,), EXPERT_DEPTHS),
+            {"residual"},
+            id="experts: branch",
+        ),
+        pytest.param(
+            gradients, EXPERTS, fault("mlp.experts", eps=times(width)), WIDE, {"mlp.experts.out"}, id="expert eps"
+        ),
     ],
 )
-def test_the_coordinate_check_names_the_fault(planted: Fault, axis: str, found: set[str]) -> None:
-    sizes = ((64,), DEPTHS) if axis == "depth" else (WIDTHS, (2,))
-    failing = failed(coordinates(planted, *sizes))
-    assert found <= {module for module, _ in failing}
-    assert {where for _, where in failing} == {axis}
+def test_a_planted_fault_is_found(
+    of: Check, overrides: tuple[str, ...], planted: Fault, sizes: Sizes, found: set[str]
+) -> None:
+    assert found <= {module for module, _ in failed(of(planted, *sizes, overrides=overrides))}
+
+
+def test_a_multiplier_before_the_output_norm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def before(block: Block, branch: str, y_BTD: torch.Tensor) -> torch.Tensor:
+        multiplier = getattr(block, f"{branch}_multiplier")
+        normed: torch.Tensor = block.norm[f"{branch}_out"](y_BTD * multiplier)
+        return normed / multiplier  # the block multiplies by it again
+
+    monkeypatch.setattr(Block, "_output", before)
+    found = failed(coordinates(None, *DEEP, overrides=OLMO))
+    assert found["residual", "depth"].note.startswith("GROWS with depth")
+    assert {*OUTPUTS, "attention.out"} <= {module for module, _ in failed(gradients(None, *DEEP, overrides=OLMO))}
+
+
+def test_the_multiplier_of_another_alpha_is_found() -> None:
+    found = failed(coordinates(ALPHA_1, *DEEP, alpha=ALPHA))
+    assert {"norm.mlp", "norm.key"} <= {module for module, _ in found}
+    found = failed(gradients(ALPHA_1, *DEEP, alpha=ALPHA))
+    assert {"attention.query", "attention.out", "mlp.in", "mlp.out"} <= {module for module, _ in found}
+    assert all("eps GROWS relative to the gradient" in row.note for row in found.values())
 
 
 def test_embedding_eps_unscaled() -> None:
@@ -116,15 +268,24 @@ def test_embedding_eps_unscaled() -> None:
     assert failed(verdict).keys() == {("embedding", "width"), ("embedding", "bookkeeping")}
 
 
-def test_only_the_gradient_check_sees_unscaled_weight_decay() -> None:
+@pytest.mark.parametrize(
+    ("overrides", "modules", "unaffected"),
+    [
+        ((), {"attention.query", "mlp.out", "unembedding"}, "embedding"),
+        (ADAMW_RMS, {"attention.query", "mlp.out"}, "embedding"),
+    ],
+)
+def test_only_the_gradient_check_sees_unscaled_weight_decay(
+    overrides: tuple[str, ...], modules: set[str], unaffected: str
+) -> None:
     unscaled = fault(weight_decay=lambda right, recipe: right and recipe.hyperparameters.weight_decay)
-    failing = failed(gradients(unscaled))
+    failing = failed(gradients(unscaled, overrides=overrides))
     assert {axis for _, axis in failing} == {"width", "bookkeeping"}
     rows = {module: row for (module, axis), row in failing.items() if axis == "width"}
-    assert {"attention.query", "mlp.out", "unembedding"} <= rows.keys()
-    assert "embedding" not in rows
+    assert modules <= rows.keys()
+    assert unaffected not in rows
     assert all("lr x decay FALLS" in row.note for row in rows.values())
-    assert coordinates(unscaled).passed
+    assert overrides or coordinates(unscaled).passed
 
 
 def test_the_standard_rule_fails() -> None:
@@ -141,38 +302,7 @@ def test_attention_divided_by_the_root_of_a_growing_head(divided_by_d: bool, mon
     """Training aligns query and key, and their product becomes of order d, so it has to be divided by d."""
     if not divided_by_d:
         monkeypatch.setattr(PlantedModels, "table", by_the_root)
-    verdict = coordinates(grow_heads=True)
-    assert verdict.passed is divided_by_d, failed(verdict)
-    if not divided_by_d:
-        assert failed(verdict).keys() == {("attention.logits", "width")}
-
-
-# The branch multiplier of alpha 1, with the lrs and eps of the recipe's own alpha.
-ALPHA_1 = fault(ENDS, multiplier=times(lambda recipe: depth(recipe) ** (recipe.scaling.alpha - 1)))
-
-
-def test_coordinates_at_alpha_one_half() -> None:
-    """The rule makes a block's own weights move as depth^(alpha-1); modules that read the stream have to be flat."""
-    verdict = coordinates(None, (64,), DEPTHS, alpha=ALPHA)
-    assert verdict.passed, failed(verdict)
-    mixed = coordinates(ALPHA_1, (64,), DEPTHS, alpha=ALPHA)
-    assert {"norm.mlp", "norm.key"} <= {module for module, _ in failed(mixed)}
-
-
-def test_gradients_at_alpha_one_half() -> None:
-    verdict = gradients(None, (64,), DEPTHS, alpha=ALPHA)
-    assert verdict.passed, failed(verdict)
-    rows = {row.module: row for row in verdict.rows}
-    assert rows["mlp.out"].parts["eps"] == pytest.approx(-0.5)
-    assert rows["mlp.out"].parts["decay"] == pytest.approx(-0.5)  # the published rules leave it so
-    faults = failed(gradients(ALPHA_1, (64,), DEPTHS, alpha=ALPHA))
-    assert {"attention.query", "attention.out", "mlp.in", "mlp.out"} <= {module for module, _ in faults}
-    assert all("eps GROWS against the gradient" in row.note for row in faults.values())
-
-
-# Two widths, one seed -------------------------------------------------------------------------------------------
-
-PAIR = (64, 128)
+    assert failed(coordinates(grow_heads=True)).keys() == (set() if divided_by_d else {("attention.logits", "width")})
 
 
 @pytest.mark.parametrize(
@@ -209,84 +339,3 @@ def test_a_fault_only_where_width_and_depth_both_grow() -> None:
     verdict = coordinates(both, (64, 256), (2, 4))
     assert {axis for _, axis in failed(verdict)} == {"width at depth 4"}
     assert verdict.fault == "residual"
-
-
-MUON = {
-    "spectral": [
-        "hyperparameters.optimizer=muon",
-        "hyperparameters.muon.match=spectral",
-        "hyperparameters.muon.lr=0.02",
-    ],
-    "adamw_rms": ["hyperparameters.optimizer=muon"],
-}
-MATRICES = ("attention.", "mlp.")
-
-
-@pytest.mark.parametrize("match", ["spectral", pytest.param("adamw_rms", marks=pytest.mark.slow)])
-def test_a_right_rule_passes_with_muon(match: str) -> None:
-    verdict = coordinates(depths=DEPTHS, overrides=MUON[match])
-    assert verdict.passed, failed(verdict)
-    verdict = gradients(overrides=MUON[match])
-    assert verdict.passed, failed(verdict)
-    judged = {(row.module, row.axis): row for row in verdict.rows}
-    assert judged["mlp.in", "width"].passed  # of its decay, because Muon has no eps
-    assert judged["mlp.in", "width"].parts["eps"] is None
-    assert judged["mlp.in", "bookkeeping"].parts["lr x decay x steps"] == pytest.approx(0, abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("match", "planted", "sizes", "found"),
-    [
-        ("adamw_rms", fault(MATRICES, lr=times(lambda r: width(r) ** 0.5)), (WIDTHS, (2,)), "attention.query"),
-        ("adamw_rms", fault(MATRICES, lr=times(lambda r: width(r) ** -0.5)), (WIDTHS, (2,)), "attention.query"),
-        ("spectral", fault(MATRICES, lr=times(lambda r: 1 / width(r))), (WIDTHS, (2,)), "attention.query"),
-        ("spectral", fault(MATRICES, lr=times(lambda r: depth(r) ** -0.5)), ((64,), DEPTHS), "mlp.out"),
-    ],
-    ids=["lr of AdamW as it is", "lr of Adam's rule", "lr of Adam's rule, spectral", "lr of another alpha"],
-)
-def test_the_coordinate_check_names_a_fault_with_muon(
-    match: str, planted: Fault, sizes: tuple[tuple[int, ...], tuple[int, ...]], found: str
-) -> None:
-    failing = failed(coordinates(planted, *sizes, overrides=MUON[match]))
-    assert found in {module for module, _ in failing}
-    assert "embedding" not in {module for module, _ in failing}
-
-
-def test_the_gradient_check_sees_the_decay_of_muon() -> None:
-    unscaled = fault("mlp.in", weight_decay=lambda _, recipe: recipe.hyperparameters.weight_decay)
-    failing = failed(gradients(unscaled, overrides=MUON["adamw_rms"]))
-    assert failing.keys() == {("mlp.in", "width"), ("mlp.in", "bookkeeping")}
-    assert "lr x decay FALLS" in failing["mlp.in", "width"].note
-
-
-EXPERTS = ["model.experts.number=4", "model.experts.active=2", "model.experts.d_expert=64"]
-
-
-def test_a_right_rule_passes_with_experts() -> None:
-    verdict = coordinates(depths=EXPERT_DEPTHS, overrides=EXPERTS)
-    assert verdict.passed, failed(verdict)
-    verdict = gradients(depths=DEPTHS, overrides=EXPERTS)
-    assert verdict.passed, failed(verdict)
-
-
-@pytest.mark.parametrize(
-    ("check", "planted", "sizes", "module"),
-    [
-        (coordinates, fault("mlp.router", lr=times(lambda r: width(r) ** 0.5)), (WIDTHS, (4,)), "mlp.router"),
-        (coordinates, fault("mlp.experts", lr=times(width)), (WIDTHS, (4,)), "mlp.experts"),
-        (coordinates, fault("mlp.experts.out", multiplier=times(depth)), ((64,), EXPERT_DEPTHS), "residual"),
-        (gradients, fault("mlp.experts", eps=times(width)), (WIDTHS, (2,)), "mlp.experts.out"),
-        (gradients, fault("mlp.router", eps=times(depth)), ((64,), (2, 4)), "mlp.router"),
-        (
-            gradients,
-            fault("mlp.router", weight_decay=times(lambda r: 1 / width(r))),
-            (PAIR, (2,)),
-            "mlp.router",
-        ),
-    ],
-    ids=["router lr", "expert lr", "branch", "expert eps", "router eps", "router decay"],
-)
-def test_the_checks_name_a_fault_of_experts(
-    check: Any, planted: Fault, sizes: tuple[tuple[int, ...], tuple[int, ...]], module: str
-) -> None:
-    assert module in {found for found, _ in failed(check(planted, *sizes, overrides=EXPERTS))}

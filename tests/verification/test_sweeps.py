@@ -1,4 +1,4 @@
-"""Duration, batch, decay and init on losses with a known optimum."""
+"""Test the checks duration, batch, decay and init on losses with a known optimum."""
 
 import math
 import random
@@ -43,12 +43,12 @@ def test_duration_measures_the_exponent_and_its_interval(tiny: Recipe, tmp_path:
     assert found.value == pytest.approx(-0.2, abs=0.02)
     assert found.expected == -0.5
     assert found.note == "the rule's exponent is OUTSIDE the 95% interval"
-    assert not verdict.passed  # 0.6 octaves too low at x4 cost 0.018 nats
+    assert not verdict.passed  # at tokens x4, the lr by the rule is 0.6 octaves too low, which costs 0.018 nats
     changes = measured_exponent(verdict, tmp_path)
     assert changes is not None
     low, high = changes["scaling.token_exponent_interval"]  # type: ignore[misc]
     assert low < 0.2 < high
-    # At the base's best lr, each doubling is 0.3 octaves too low under the rule and 0.2 too high if unchanged.
+    # For each doubling of the tokens, the lr is 0.3 octaves too low under the rule, and 0.2 too high if unchanged.
     assert value(verdict, "tokens x4, nothing moved").value == pytest.approx(0.05 * (0.4**2 - 0.6**2), abs=0.002)
     assert value(verdict, "tokens x4, lr left alone").value == pytest.approx(0.05 * (0.4**2 - 0.6**2), abs=0.002)
 
@@ -60,9 +60,9 @@ def test_duration_measures_the_exponent_and_its_interval(tiny: Recipe, tmp_path:
 def test_a_right_exponent_passes_and_twice_the_batch_shows_what_limits_the_base(
     tiny: Recipe, cost: float, noise: float, note: str
 ) -> None:
-    # The critical batch is where twice the batch costs 0.585 of the gain of twice the tokens, 0.1 here.
+    # At the critical batch, twice the batch costs 0.585 times the gain of twice the tokens, which is 0.1 here.
     verdict = duration(RecipeFamily(tiny), SMALL, [2, 4], LRS, pretend(losses(tiny, -0.5, cost, noise)))
-    assert verdict.passed == (noise < 0.01)  # else the cost of the base's best is within the noise
+    assert verdict.passed == (noise < 0.01)  # with much noise, the regret may be above its limit
     assert all(row.passed or row.undecided for row in verdict.rows)
     assert value(verdict, "exponent").note == "the rule's exponent is inside the 95% interval"
     found = value(verdict, "cost of twice the batch")
@@ -70,26 +70,22 @@ def test_a_right_exponent_passes_and_twice_the_batch_shows_what_limits_the_base(
     assert found.note.startswith(note)
 
 
-@pytest.mark.parametrize(
-    ("diverges", "note"),
-    [
-        (lambda larger, lr: larger > 1, "twice the batch diverges"),
-        (lambda larger, lr: lr > 0.003, "too many runs diverged"),
-    ],
-)
-def test_what_limits_the_base_is_unknown_if_runs_diverge(
-    diverges: Callable[[float, float], bool], note: str, tiny: Recipe
-) -> None:
+def test_what_limits_the_base_is_unknown_if_twice_the_batch_diverges(tiny: Recipe) -> None:
     def loss(recipe: Recipe) -> float:
-        larger = recipe.batch.tokens / tiny.batch.tokens
-        bad = diverges(larger, recipe.hyperparameters.lr)
-        return math.inf if bad else losses(tiny, -0.5, 0.01)(recipe)
+        return math.inf if recipe.batch.tokens > tiny.batch.tokens else losses(tiny, -0.5, 0.01)(recipe)
 
     verdict = duration(RecipeFamily(tiny), SMALL, [2], LRS, pretend(loss))
     found = value(verdict, "cost of twice the batch")
-    assert (found.value, found.note) == (None, note)
-    arms = [row.note for row in verdict.measured if row.name.startswith("tokens x2, ")]
-    assert [each == "a run diverged" for each in arms] == [note == "too many runs diverged"] * 2
+    assert (found.value, found.note) == (None, "twice the batch diverges")
+
+
+def test_longer_runs_that_diverge_have_no_difference(tiny: Recipe) -> None:
+    def loss(recipe: Recipe) -> float:
+        return math.inf if recipe.data.tokens > tiny.data.tokens else losses(tiny, -0.5, 0.01)(recipe)
+
+    verdict = duration(RecipeFamily(tiny), SMALL, [2], LRS, pretend(loss))
+    assert value(verdict, "cost of twice the batch").note == "too many runs diverged"
+    assert {row.note for row in verdict.measured if row.name.startswith("tokens x2, ")} == {"a run diverged"}
 
 
 def test_a_grid_is_extended_where_the_optimum_lies_outside(tiny: Recipe) -> None:
@@ -97,7 +93,7 @@ def test_a_grid_is_extended_where_the_optimum_lies_outside(tiny: Recipe) -> None
     verdict = duration(RecipeFamily(tiny), SMALL, [4], [0.00125, 0.0025, 0.005], store)
     assert not any(row.undecided for row in verdict.rows)
     grids = {curve.module: curve.x for curve in verdict.curves if curve.quantity == "loss"}
-    # One step beyond the optimum of 0.01 at the base; one more at x4, where the rule halves the lr.
+    # The grid ends one step beyond the optimum: 0.01 at the base, 0.02 at x4, where the rule halves the lr.
     assert [max(grid) for grid in grids.values()] == pytest.approx([0.02, 0.04])
 
 

@@ -115,8 +115,11 @@ class CheckOptions:
 
     def finish(self, document: CheckDocument, *more: str, following: Sequence[str] = ()) -> None:
         """Print a check's result and the lines ``more``, write its HTML page, and exit with code 1 if it failed."""
+        from leaven.cli import next_commands
         from leaven.views.check_page import check_page
 
+        if not document.passed:
+            following = next_commands.after_failed_check(document, getattr(self, "run", None), self.output)
         if self.output is not None:
             write_page(self.output, check_page(document))
             more = (f"wrote {self.output}", *more)

@@ -9,7 +9,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from leaven.documents.catalogue import FindingRow
+from leaven.documents.checks import CheckDocument
 from leaven.documents.planning import BudgetDocument, PlanDocument
 from leaven.planning.hardware import Cluster, cluster_for, parse_cluster, trainable_here
 from leaven.planning.published import known_cluster
@@ -18,6 +21,7 @@ from leaven.recipe.files import read_recipe, read_text
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 from leaven.views.tables import LABEL
+from leaven.views.terminal.findings import written
 
 PROXY, TUNED = "-proxy", "-tuned"
 
@@ -36,6 +40,31 @@ def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> l
     if proxy := _proxy_to_tune(path):
         return tune(beside(path, PROXY), proxy, recipe)
     return train(path, recipe, overrides)
+
+
+def after_findings(found: Sequence[FindingRow]) -> list[str]:
+    """Return the command that checks a recipe again, with the first suggestion for each value outside the range."""
+    changes: dict[str, Any] = {}
+    for one in found:
+        if one.severity != "note" and one.mends:
+            changes = one.mends[0] | changes
+    options = [word for path, to in changes.items() for word in ("--set", f"{path}={written(to)}")]
+    return [again(*options)] if options else []
+
+
+def after_failed_check(check: CheckDocument, run: Path | None, page: Path | None) -> list[str]:
+    """Return the command after ``leaven check`` failed: check again with more runs or another rule, or show charts.
+
+    ``run`` is the folder of the check's runs, and ``page`` the HTML page that was written, if there are any.
+    """
+    rule = check.settings.get("rule")
+    if check.advice and all(row.undecided for row in check.rows if row.passed is False):
+        return [again(*check.advice.removeprefix("Give more: ").split())]
+    if rule not in {None, "complete-d-p"} and check.fault is not None:
+        return [again("--set", "scaling.rule=complete-d-p")]
+    if page is not None:
+        return []
+    return [_line("report", run, "-o", run / "report.html") if run else again("-o", str(_free(Path("check.html"))))]
 
 
 def after_show(path: Path, overrides: Sequence[str]) -> list[str]:

@@ -188,7 +188,9 @@ def check(
     read = load_recipe(recipe, overrides)
     found = findings(read, adamw_rows, corpus_tokens or _text_tokens(read))
     passed = all(one.severity == "note" for one in found)
-    following = next_commands.after_check(recipe, read, overrides or ()) if passed else []
+    following = (
+        next_commands.after_check(recipe, read, overrides or ()) if passed else next_commands.after_findings(found)
+    )
     document = RecipeCheck(
         name=read.name,
         params=read.model.params,

@@ -72,7 +72,7 @@ class FindingRow(Entry):
     runs: list[str]  # ids of published runs that support the finding
     did_so: list[str]  # ids of published runs whose value is at least as far outside
     alike: list[str]  # ids in did_so whose runs use AdamW, pre-norm and about the size, lr and batch of the recipe
-    mends: list[dict[str, Any]]  # corrections, the best first: new values by path, where null removes a value
+    mends: list[dict[str, Any]]  # suggestions, the best first: new values by path; null removes a value
     check: str  # name of the check
     source: str
 

@@ -5,18 +5,21 @@ from typing import Any
 from leaven.documents import Document, Entry, Number
 
 REGRET_LIMIT = 0.01
-"""The limit on the regret of a sweep, in nats per token: the accuracy to which published scaling laws give losses."""
+"""The limit in nats on the regret of a sweep, which is the loss that the base's best value costs at another scale.
+
+Published scaling laws predict losses to about this accuracy.
+"""
 
 
 class VerdictRow(Entry):
     module: str  # module or parameter; in a sweep, the hyperparameter whose best value is compared
-    axis: str  # width, depth, batch, tokens, or bookkeeping (computed from the rule); in a sweep, two model sizes
-    slope: float | None  # the judged number, e.g. an exponent; if several fail, the one farthest beyond its limit
+    axis: str  # what grows, e.g. width; bookkeeping: computed from the rule; in a sweep, two scales: 64x4 -> 256x4
+    slope: float | None  # the judged number, e.g. an exponent; of several, the one farthest beyond its limit
     limit: float | None  # how far slope may be from the value (usually 0) or the range that a correct rule gives
     passed: bool | None  # null if the row is measured but not judged
     parts: dict[str, float | None] = {}  # all numbers of the row by column
     note: str = ""  # the usual cause of a failure, or why the row is not judged
-    beyond: float | None = 0.0  # how far slope exceeds the limit; null if the row failed without a number
+    beyond: float | None = 0.0  # how far slope is beyond the limit; null if the row failed without a number
     undecided: bool = False  # whether the noise is too large to tell passed from failed
 
 
@@ -42,7 +45,7 @@ class MeasuredRow(Entry):
 class CheckDocument(Document, schema="check/1"):
     """The result of ``leaven check NAME``, for every check except memory."""
 
-    passed: bool  # whether at least one row was judged and none failed
+    passed: bool  # whether at least one row passed and none failed
     fault: str | None  # the module that failed most clearly; null if none failed
     check: str  # name of the check on the command line
     subject: str  # name of the checked recipe, or the checked module:factory
@@ -52,7 +55,7 @@ class CheckDocument(Document, schema="check/1"):
     settings: dict[str, Any]
     measured: list[MeasuredRow] = []  # numbers that are not judged
     advice: str = ""  # options that would give a clearer result
-    next: list[str] = []  # commands to type next; only after a passed coordinate check of a recipe
+    next: list[str] = []  # commands to type next
 
 
 class MemoryCheckRow(Entry):

@@ -29,7 +29,7 @@ class ParameterValues(Entry):
     eps: float
     multiplier: float  # factor on the parameter's output in the forward pass
     match: float = 0.0  # factor on the steps of a matrix that Muon updates; 0 if Adam updates the parameter
-    ratios: dict[str, float]  # value in the recipe / in its base: fans, head dimension, depth, batch, tokens, match
+    ratios: dict[str, float]  # recipe / base: of the fans, head dimension, depth, batch, tokens and match
 
 
 class Totals(Entry):

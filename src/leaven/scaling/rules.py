@@ -156,9 +156,7 @@ def _rows(text: str, source: str, *roles: Role) -> dict[Role, Cell]:
 
 _TIED = "derived: the unembedding's row under the symmetry forward x c, std / c, lr / c, eps x c, decay x c, c = 1/N"
 _STARTS = "derived: not in the table; the gain starts at 1, the bias at 0"
-_BEHIND = (
-    "derived: as a gain before a branch (top of scaling/rules.py); measured: tests/verification/test_placements.py"
-)
+_BEHIND = "derived: as a gain before a branch (scaling/rules.py); measured: tests/verification/test_planted_faults.py"
 _ROUTED = "derived: width to a fixed number of logits, inside a branch (top of scaling/rules.py)"
 _STREAM = "derived: not in the table; like the embedding, it acts on the residual stream before all blocks"
 _SAME = "practice: the same value at every scale"

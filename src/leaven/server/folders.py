@@ -1,4 +1,4 @@
-"""Finds the runs, studies, checks and demos in the folders given to ``leaven serve``, with the progress of each."""
+"""Find the runs, studies, checks and demos in the folders given to ``leaven serve``, with the progress of each."""
 
 import hashlib
 import os
@@ -53,8 +53,7 @@ class Found:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of a run or study, or None for other folders. For a study, this is the best recipe, or if there
-        is none yet, the starting recipe."""
+        """The recipe of a run or study, or None. Of a study, it is the best recipe, or at first the starting one."""
         for name in ("recipe.toml", "best.toml", "centre.toml"):
             if (self.folder / name).is_file():
                 return read_recipe(self.folder / name)
@@ -100,8 +99,7 @@ def tag(found: list[Found]) -> str:
 
 
 def row(found: Found, now: float) -> FolderRow:
-    """Return the row of a folder. ``now`` is the current Unix time: a run is called running if a file changed shortly
-    before ``now``."""
+    """Return the row of a folder. ``now`` is the current Unix time, by which a run is running or silent."""
     try:
         view = read_folder(found.folder)
     except (InputError, OSError) as error:

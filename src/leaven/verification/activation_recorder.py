@@ -1,8 +1,8 @@
 """Record the output of every module in a forward pass, and the attention logits.
 
-A wrong power of the head dimension in a scaling rule shows first in the attention logits. Hooks only see the outputs
-of modules, and attention logits are not the output of a module. So calls of
-``torch.nn.functional.scaled_dot_product_attention`` are intercepted as well.
+A wrong power of the head dimension in a scaling rule shows first in the attention logits. These are not the output of
+a module, so no hook sees them. Therefore calls of ``torch.nn.functional.scaled_dot_product_attention`` are
+intercepted as well.
 """
 
 import math
@@ -21,8 +21,8 @@ from leaven.model.kernels import causal_attention
 from leaven.recipe.shape import BRANCH_ENDS
 
 POSITIONS = 256
-"""The number of positions that are kept of each output. The RMS over these positions differs by a few percent from
-the RMS over all positions."""
+"""The number of positions of an output that are kept. The RMS over them differs by a few percent from the RMS over
+all positions."""
 
 LOGITS = "logits"
 
@@ -48,15 +48,18 @@ class ActivationRecorder(TorchFunctionMode):
     Outputs with the same label, from several layers or calls, are stacked in the order in which they were computed.
     If a container module returns the output of its last child unchanged, this output is recorded only once.
 
-    Two kinds of outputs are not recorded: in a parametrized model, those of modules inside blocks that contain the
-    last matrix of a branch, such as a sum over experts, because they have the multiplier of the branch; and those of
-    modules inside a module ``experts``, whose rows are the tokens that a router has chosen, others after each step.
+    Two kinds of outputs are not recorded:
+
+    - In a parametrized model, the outputs of modules inside blocks that contain the last matrix of a branch, such as
+      a sum over experts. The branch multiplier is already part of these outputs.
+    - The outputs of modules inside a module ``experts``. Their rows are tokens that a router has chosen, so after a
+      step they are other tokens.
 
     After a forward pass, the recorder has these attributes:
 
     - ``containers``: the labels of modules that computed a new output from the outputs of their children
-    - ``matrices``: the labels of modules that have a matrix as a direct parameter, or that read the output of such a
-      module, such as a norm on the output of a branch
+    - ``matrices``: the labels of modules that have a matrix as a direct parameter, and of modules that read the
+      output of such a module, for example a norm on the output of a branch
     - ``trained``: the labels of outputs that require a gradient
     - ``head_sizes``: the head dimension of attention logits, by label
     """
@@ -83,7 +86,8 @@ class ActivationRecorder(TorchFunctionMode):
     def __enter__(self) -> "ActivationRecorder":
         for module in self._labels:
             # The hook `_end` runs before all others, to see the output without a branch multiplier. `_passed_on` runs
-            # after them, so that a container which returns the multiplied output is not recorded again.
+            # after them, and marks the multiplied output as seen, so that a container that returns it is not
+            # recorded.
             end = module.register_forward_hook(self._end, prepend=True)
             passed_on = module.register_forward_hook(self._passed_on)
             for handle in (module.register_forward_pre_hook(self._begin), end, passed_on):
@@ -96,20 +100,14 @@ class ActivationRecorder(TorchFunctionMode):
         self._hooks.close()
 
     def take(self) -> dict[str, Tensor]:
-        """Return the samples that were recorded since the last call, and forget them.
-
-        The result maps each label to a tensor of shape (calls, rows, features).
-
-        Raises:
-            InputError: if modules with the same label have outputs of different sizes.
-        """
+        """Return the recorded outputs by label, each of shape (calls, rows, features), and forget them."""
         found, self._found, self._seen, self._of_matrices = self._found, {}, [], []
         for name, samples in found.items():
             shapes = {f"{tuple(sample.shape)}" for sample in samples}
             if len(shapes) > 1:
                 raise InputError(
                     f"{name}: the members of this nn.ModuleList are compared as blocks, but their outputs have the "
-                    f"shapes {' and '.join(sorted(shapes))}; make each of them an attribute of its own"
+                    f"shapes {' and '.join(sorted(shapes))}; make each member an attribute of its own"
                 )
         return {name: torch.stack(samples) for name, samples in found.items()}
 
@@ -133,7 +131,8 @@ class ActivationRecorder(TorchFunctionMode):
         if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False)):
             self._of_matrices.append(tensor)
         self._seen.append(tensor)
-        # Attention probabilities depend on the position, so samples of different numbers of heads would differ.
+        # Attention probabilities depend on the position. With another number of heads, a sample of their rows would
+        # have other positions, so all rows of the first sequence are kept.
         probabilities = isinstance(module, nn.Dropout) and tensor.dim() == 4
         self._found.setdefault(name, []).append(
             tensor.detach()[0].flatten(0, 1).float().clone() if probabilities else _sample(tensor)

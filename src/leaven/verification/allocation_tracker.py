@@ -1,5 +1,4 @@
-"""Track the memory of tensors from allocation to release, separately for each use (part), such as weights, gradients
-or activations."""
+"""Track the memory of tensors from allocation to release, by part: weights, gradients, activations and so on."""
 
 import weakref
 from collections import Counter
@@ -37,14 +36,13 @@ BytesByPart = Counter[str]
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context manager that records the memory of tensors that are created inside the context.
 
-    It records parameters, and tensors of the class that is passed as ``of``. Each tensor has a part: its use, such as
-    weights or gradients. :meth:`within` sets the part of new tensors, and :meth:`mark` changes the part of existing
-    tensors, for example of gradients. The tracker recognises some parts by the operation that creates the tensor:
-    weights gathered from other ranks, weights cast to another dtype, and buffers for communication or for measuring
-    an update. All other tensors count as activations.
+    It records parameters, and tensors of the class ``of``. Each tensor has a part: its use, such as weights or
+    gradients. :meth:`within` sets the part of new tensors, and :meth:`mark` the part of existing tensors. The tracker
+    recognises some parts by the operation that creates the tensor: weights gathered from other ranks, weights cast to
+    another dtype, and buffers for communication or for measuring an update. All other tensors count as activations.
 
-    The tracker does not change the computation, with one exception: a number that is read from a fake tensor, which
-    has no data, is 1.
+    The tracker does not change the computation, with one exception: a fake tensor has no data, so a number that is
+    read from it is 1.
     """
 
     def __init__(self, of: type[Tensor] = FakeTensor) -> None:
@@ -69,7 +67,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """Record tensors that are created inside this context as memory of the use ``part``."""
+        """Count tensors that are created inside this context as ``part``."""
         self._part, before = part, self._part
         try:
             yield

@@ -27,7 +27,7 @@ HELD_OUT = 1_000_000
 def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
     """Return a function from (seed, step) to a batch of ``count`` sequences from a text.
 
-    The sequences come from the validation split for the seed `HELD_OUT`, and from the training split for other seeds.
+    For the seed `HELD_OUT` they are from the validation split, and for other seeds from the training split.
     """
 
     def batch(seed: int, step: int) -> TokenBatch:
@@ -62,9 +62,9 @@ def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
 
 
 def sequences(batches: Batches, size: int, seed: int, first: int, count: int) -> TokenBatch:
-    """Return ``count`` sequences of a seed's stream, beginning with the sequence number ``first`` (from 0).
+    """Return the sequences ``first`` to ``first + count - 1`` of a seed's stream.
 
-    ``batches`` makes batches of ``size`` sequences from this stream.
+    ``batches`` cuts this stream into batches of ``size`` sequences.
     """
     steps = range(first // size, -(-(first + count) // size))
     inputs, targets = zip(*(batches(seed, step) for step in steps), strict=True)

@@ -1,7 +1,7 @@
-"""The collapse check: do the loss curves of a family of models lie on each other after normalisation?
+"""The collapse check: are the loss curves of models of several sizes equal after normalisation?
 
-Qiu et al. 2025 (arXiv 2507.02119) found that the loss curves of well-scaled models of different sizes, each trained
-to its compute-optimal length, become one curve if they are normalised:
+Qiu et al. 2025 (arXiv 2507.02119) trained models of different sizes, each to its compute-optimal length, with well
+scaled hyperparameters. Their loss curves become one curve if they are normalised:
 
     l(x) = (L(x T) - L0) / (L(T) - L0)
 
@@ -13,18 +13,18 @@ The first size is the base. If the normalised curve of another size is equal to 
 
     L(x T) - L(T) = r (L_base(x T) - L_base(T)),    r = (L(T) - L0) / (L_base(T) - L0)
 
-The deviation at x is the left side minus the right side, as a share of the fall of the loss on the left side after
-the first part of the run (:data:`FROM`). The check judges the largest deviation after this part. The authors fit L0
-to the final losses of many sizes, but the final losses of two or three sizes do not determine L0. So the check uses
-the L0, from 0 to the lowest final loss, for which the sum of squared deviations is least, unless the user gives L0.
-On three of four families of the authors' own curves, both are the same within 2% (docs/log.md). If the lengths of the
-runs are not compute-optimal, curves may have the same shape with a fitted L0 that is not the irreducible loss.
+The deviation at x is the left side minus the right side, divided by the fall of L after the first part of the run
+(:data:`FROM`). The check judges the largest deviation after this part. The authors fit L0 to the final losses of many
+sizes, but the final losses of two or three sizes do not determine L0. So unless the user gives L0, the check takes
+the L0, from 0 to the lowest final loss, for which the sum of squared deviations is least. On three of four families
+of the authors' own curves, both ways give the same L0 within 2% (docs/log.md). If the lengths of the runs are not
+compute-optimal, curves may be equal with a fitted L0 that is not the irreducible loss.
 
 Curves are averaged over intervals of the run, because the loss of one step is noisy; L(T) is the average over the
-last interval. A bootstrap over seeds gives a band that contains, with 95% probability, the errors of the deviations
-at all x. If a size has one run only, the noise within its curve is drawn instead, which contains no difference
-between seeds. The check passes if the band is within :data:`LIMIT` everywhere. It fails if the band is beyond it at
-some x, and otherwise it is undecided.
+last interval. A bootstrap over seeds gives a band around the deviations, which contains the true deviations at all x
+with 95% probability. If a size has only one run, the bootstrap draws from the noise within its curve, which has no
+differences between seeds. The check passes if the band is within :data:`LIMIT` everywhere. It fails if the whole
+band is beyond the limit at some x, and otherwise it is undecided.
 """
 
 import math
@@ -50,12 +50,12 @@ FROM = 0.25
 
 LIMIT = 0.05
 """The limit on the deviation, as a share of the fall of the loss. 28 pairs of published curves that collapse deviate
-by 0.4% to 3.1%, and their bands reach 4.5% (docs/log.md)."""
+by 0.4% to 3.1%; with their bands, by up to 4.5% (docs/log.md)."""
 
-INTERVALS = 16  # of a curve, if it has as many points
+INTERVALS = 16  # into which a curve is divided, or as many as it has points
 LEAST_POINTS = 8  # of a curve
 AXIS = "share of the run"
-BLOCKS = 4  # parts of an interval, whose mean losses show the noise of a single run
+BLOCKS = 4  # into which an interval is divided; the mean losses of the blocks show the noise of a single run
 
 Points = Sequence[tuple[float, float]]
 """The points of a loss curve: (time in steps or tokens, loss in nats per token), in the order of time."""
@@ -66,9 +66,9 @@ def collapse(
 ) -> CheckDocument:
     """Return the result of the check.
 
-    ``runs`` has, for each size by name, the loss curves of all seeds; the first size is the base. A curve with a loss
+    ``runs`` has the loss curves of all seeds for each size by name; the first size is the base. A run with a loss
     that is not finite has diverged. ``irreducible`` is L0 in nats, or None to fit it. ``settings`` are added to those
-    of the document.
+    in the document.
 
     Raises:
         InputError: if there are fewer than two sizes, a curve has too few points or starts late, the curves of a size
@@ -132,7 +132,7 @@ def collapse(
         bands = np.percentile(np.abs(deviations(samples, levels) - found).max(-1), 95, axis=0)
         if irreducible is None:
             measured = Estimate(float(fitted), *map(float, np.percentile(levels, [2.5, 97.5])))
-    note = "given" if irreducible is not None else "fitted" if fitted > 0 else "fitted: the lowest that is possible"
+    note = "given" if irreducible is not None else "fitted" if fitted > 0 else "fitted: 0 is the lowest possible"
     shares = (np.arange(count) + 0.5) / count
     return document(
         [
@@ -160,10 +160,10 @@ def collapse_of_family(
     seeds: int = 3,
     irreducible: float | None = None,
 ) -> CheckDocument:
-    """Train a family at several sizes, or resume the runs, and return the result of the check.
+    """Run or resume the check of a family at several sizes. Return its result.
 
-    All sizes have the same number of steps and about the same number of tokens per parameter: batch and tokens grow
-    with the number of parameters, in whole sequences.
+    All sizes have the same number of steps and about the same number of tokens per parameter: the batch and the
+    tokens grow with the number of parameters, in whole sequences.
 
     Raises:
         InputError: if there are fewer than two sizes, or the family has no model of a size.
@@ -214,8 +214,8 @@ def deviations(curves: Array, irreducible: Array) -> Array:
 def _fitted_level(curves: Array) -> Array:
     """Return the irreducible loss, from 0 to the lowest final loss, with the least sum of squared deviations.
 
-    ``curves`` has the shape (..., sizes, intervals), and the result (...). The search is over the logarithm of the
-    distance to the lowest final loss, first from 0.1% to 100% of this loss, then around the best of these.
+    ``curves`` has the shape (..., sizes, intervals), and the result (...). The search tries 40 distances below the
+    lowest final loss, from 0.1% to 100% of this loss, and then 40 around the best of these.
     """
     lowest = curves[..., -1].min(-1)
 
@@ -230,7 +230,7 @@ def _fitted_level(curves: Array) -> Array:
 
 
 def _interval_means(points: Points, count: int) -> Array:
-    """Return the mean loss in ``count`` equal intervals of the time of a run. Between points, the loss is linear."""
+    """Return the mean loss in ``count`` equal intervals of a run. Between points, the loss is interpolated."""
     time, loss = np.asarray(points, dtype=float).T
     time, loss = np.insert(time, 0, 0.0), np.insert(loss, 0, loss[0])
     area = np.insert(np.cumsum((loss[1:] + loss[:-1]) / 2 * np.diff(time)), 0, 0.0)
@@ -245,9 +245,9 @@ def _interval_means(points: Points, count: int) -> Array:
 def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Array | None:
     """Return bootstrap samples of the mean curve of each size, an array of shape (draws, sizes, intervals).
 
-    Seeds are drawn with replacement. Of a single run, the noise in each interval is drawn. If a single run has too
-    few points to show its noise, return None. Deviations from the mean are scaled up, because those of a sample with
-    n values are too small by sqrt((n - 1) / n); those of blocks also lose the fitted line.
+    Seeds are drawn with replacement. For a single run, the noise in each interval is drawn from its blocks
+    (:func:`_blocks`). If a single run has too few points for blocks, return None. Deviations from the mean are scaled
+    up: n values minus their mean are too small by sqrt((n - 1) / n), and n blocks minus a line by sqrt((n - 2) / n).
     """
     random, drawn = np.random.default_rng(0), []
     for several, means in zip(runs, by_seed, strict=True):
@@ -266,9 +266,9 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
 
 
 def _blocks(points: Points, count: int) -> Array | None:
-    """Return the mean losses of :data:`BLOCKS` parts of each interval, less a line fitted to the interval.
+    """Return the mean losses of the blocks of each interval, minus a line fitted to the interval.
 
-    The shape is (intervals, blocks). Return None if an interval has fewer than two points a part.
+    The shape is (intervals, blocks). Return None if an interval has fewer than two points for each block.
     """
     time, loss = np.asarray(points, dtype=float).T
     place = np.minimum((time / time[-1] * count).astype(int), count - 1)
@@ -283,7 +283,7 @@ def _blocks(points: Points, count: int) -> Array | None:
 
 
 def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: float, by_seed: Array) -> VerdictRow:
-    """Return the row of a size. ``errors`` are its deviations at ``shares`` of the run, ``band`` is half a band."""
+    """Return the row of a size. Its deviations are ``errors`` +- ``band`` at ``shares`` of the run."""
     worst = int(np.abs(errors).argmax())
     largest = float(abs(errors[worst]))
     low, high = max(largest - band, 0.0), largest + band
@@ -297,11 +297,11 @@ def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: 
         "noise": float(compared.std(0, ddof=1).mean() / fall) if len(compared) > 1 else None,
     }
     judged = partial(row, slope=float(errors[worst]), parts=parts, beyond=max(largest - LIMIT, 0.0))
-    one = "; the noise is that within the curves, without differences between seeds" if len(compared) == 1 else ""
+    one = "; the interval contains the noise within a run, but not between seeds" if len(compared) == 1 else ""
     if fall <= 0:
         return judged(passed=False, note="the loss does not fall after the first quarter of the run")
     if math.isnan(band):
-        return judged(passed=False, undecided=True, note="undecided: no interval; give more seeds, or longer curves")
+        return judged(passed=False, undecided=True, note="undecided: no interval; give more seeds, or more points")
     if high <= LIMIT:
         return judged(passed=True, note=one.removeprefix("; "))
     if low > LIMIT:
@@ -315,7 +315,7 @@ def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: 
 def _normalised(
     runs: Mapping[str, Sequence[Points]], by_seed: Sequence[Array], level: float, shares: Array
 ) -> Iterator[VerdictCurve]:
-    """Yield the normalised curve of each size: its mean over seeds, and the lowest and highest seed."""
+    """Yield the normalised curve of each size, with the mean, the lowest and the highest value over seeds."""
     for name, several in zip(runs, by_seed, strict=True):
         each = (several - level) / (several.mean(0)[-1] - level)
         yield _curve(name, "normalised", shares, (each.min(0), each.mean(0), each.max(0)))

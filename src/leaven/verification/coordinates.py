@@ -3,20 +3,20 @@
 Yang et al. 2022 (Tensor Programs V, arXiv 2203.03466, appendix D.1) and the ``mup`` package train models of several
 widths for a few steps on one batch, with a larger lr than in normal training. They record the RMS of every module's
 output, which should not depend on the width. Dey et al. 2025 (CompleteP, arXiv 2505.01618) do the same over depth.
-This check also judges the *change* of the output since the first step. A wrong lr shows in the change at once, while
-the output itself is still mostly its initial value.
+This check also judges the *change* of the output since the first step. A wrong lr shows in the change at once. It
+shows later in the output, which at first is mostly its initial value.
 
 Below, N is the width, L is the depth (the number of blocks) and d is the head dimension. The scaling rule multiplies
-each residual branch by L^-alpha. Under a right rule, the RMS of these outputs may fall with the size of the model:
+each residual branch by L^-alpha. Under a right rule, only these outputs may fall with the size of the model:
 
-- Over width, outputs of fixed size that sum a wide input: the logits, and query . key divided by a growing d. Their
-  initial part is a sum of terms with independent signs and falls as N^-1/2. Training adds a part of order 1, which
-  soon dominates.
+- Over width, outputs of a fixed size that are sums over the width: the logits, and query . key divided by a growing
+  d. At the start, the terms of the sum have independent signs, so the sum falls as N^-1/2. Training adds a part of
+  order 1, which soon dominates.
 - Over depth, the residual stream: the sum of L branches falls as L^(1/2 - alpha), until the stream is almost only the
   embedding. Modules read the stream through a norm, so their outputs must not depend on the depth.
 - Over depth at alpha below 1, outputs of the matrices inside blocks: the rule lowers their lr as L^(alpha-1), so they
-  learn less. So do the outputs of norms that read these outputs, such as norms on the outputs of branches. The output
-  of a norm before a branch must not fall, because the norm passes on what the stream has learnt.
+  learn less. The same holds for norms that read these outputs, such as norms on the outputs of branches. The output
+  of a norm before a branch must not fall, because this norm passes on what the stream has learnt.
 
 If d grows, the attention logits *must* fall with the width at the start. This detects a model that divides
 query . key by sqrt(d), as is usual, instead of d. The logits of such a model have the same size at every d before
@@ -24,11 +24,11 @@ training, and grow as sqrt(d) only after training has aligned queries and keys. 
 check has (the slope was +0.1 after 40 steps), so the start is judged.
 
 Over depth, a module inside the blocks is measured in the middle block, and the stream after the last block. A mean
-over all blocks would be biased by the first block, whose input is still the embedding. The first block would make up
-one half of the mean at depth 2 but one sixteenth at depth 16, so every slope would be too high by 0.15.
+over all blocks would be biased by the first block, whose input is still the embedding: this block is one half of the
+mean at depth 2, but one sixteenth at depth 16. Every slope would be too high by 0.15.
 
 The check cannot detect errors in weight decay, in clipping, or in an eps far below the gradient. It also cannot
-detect a readout that learns too slowly, or any error that shows only after many steps.
+detect an unembedding that learns too slowly, or any error that shows only after many steps.
 """
 
 import math
@@ -44,8 +44,9 @@ from leaven.model.kernels import widened
 from leaven.training.loop import PlainTraining
 from leaven.verification.activation_recorder import LOGITS, ActivationRecorder
 from leaven.verification.model_instance import ModelInstance, RunScale
-from leaven.verification.size_check import NOT_FINITE, WHY_NO_CHANGE, SizeAxis, SizeCheck
+from leaven.verification.size_check import NOT_FINITE, WHY_NO_CHANGE, Means, SizeAxis, SizeCheck, Slopes
 from leaven.verification.small_models import CheckStart
+from leaven.verification.verdict import Exponent
 
 STEPS = 3  # the default number of training steps
 
@@ -53,26 +54,26 @@ LIMITS = {
     "width": {"start": 0.15, "early": 0.15, "late": 0.20},
     "depth": {"start": 0.15, "early": 0.20, "late": 0.30},
 }
-"""The limits on the slope of log2 RMS over log2 size, by axis. ``start`` is for the initial output. The later output
-and its change have ``early`` for checks of up to ``STEPS`` steps, and ``late`` for longer checks.
+"""The limits on the slope of log2 RMS over log2 size, by axis. ``start`` is the limit for the initial output. For the
+later output and its change, the limit is ``early`` up to ``STEPS`` steps, and ``late`` after more steps.
 
-A wrong power in a rule changes the slope by 0.5 or 1; errors that were planted in a rule gave slopes of 0.33 or more.
-Right rules, measured with a dozen recipes on text (docs/log.md), had slopes of at most 0.12 over width. Over depth
-they had at most 0.08 at the start and 0.19 after three steps. More seeds or larger sizes do not reduce these slopes:
-a part of what a block adds to the stream is independent of the other blocks and falls as L^-1/2. After more steps,
-shallow models fit the batch through their attention, and for some steps the slope of the attention's output over
-depth falls as low as -0.46.
+A wrong power in a rule changes the slope by 0.5 or 1. Errors that were planted in a rule gave slopes of 0.33 or more.
+Under right rules, measured with a dozen recipes on text (docs/log.md), slopes over width were at most 0.12. Over
+depth they were at most 0.08 at the start, and 0.19 after three steps. More seeds or larger sizes do not reduce these
+slopes: a part of what a block adds to the stream is independent of the other blocks, and falls as L^-1/2. After more
+steps, shallow models fit the batch through their attention. For some steps, the slope of the attention's output over
+depth is then as low as -0.46.
 """
 
 MUON = {"width": (0.0, 0.1), "depth": (0.1, 0.0)}
-"""By how much limits are wider after training steps with Muon, by axis: for falling and for growing slopes.
+"""By how much limits are wider after training steps with Muon, by axis: (if the slope is below 0, if it is above 0).
 
 A step of Muon on a matrix with more inputs than outputs moves only as many directions as it has outputs. The share of
-the inputs in these directions depends on the ratio of the width to the number of tokens in the batch. Measured with a
-correct rule (docs/log.md): slopes from -0.13 to 0.21 over width, the largest at the outputs of such matrices, and
-from -0.24 to 0.07 over depth. They are similar after one step, with a smaller lr, and with more Newton-Schulz
-iterations. The other two limits are not wider, because an error of -1/2 in an exponent over width gives slopes of
-only -0.17 to -0.24.
+the inputs in these directions depends on the ratio of the width to the number of tokens in the batch. Under a correct
+rule (docs/log.md), slopes over width were from -0.13 to 0.21, the largest at the outputs of such matrices, and slopes
+over depth from -0.24 to 0.07. They were similar after one step, with a smaller lr, and with more Newton-Schulz
+iterations. Limits on falling slopes over width stay, because an error of -1/2 in an exponent gives slopes of only
+-0.17 to -0.24.
 """
 
 INDEPENDENT = -0.5
@@ -103,20 +104,19 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     parts = drawn = ("start", "end", "change")
     start = CheckStart(hidden=1.0, residual=0.5)
     """With smaller hidden weights or branches, an output would change mostly because the module's own weights change.
-    The alignment of this change with the input still falls with the width at small widths (a slope of about -0.1).
-    With a residual multiplier of 1, the branches would be as large as the embedding at depth 2, and modules between
-    them would change less than at depth 4, by a factor of 2^0.25."""
+    At small widths, the alignment of this change with the input falls with the width (a slope of about -0.1). With a
+    residual multiplier of 1, the branches would be as large as the embedding at depth 2, and modules between them
+    would change less than at depth 4, by a factor of 2^0.25."""
     start_normed = CheckStart(hidden=1.0, residual=0.125, embedding_lr=4.0)
-    """The start for models whose branches end in a norm. The output of such a branch has RMS 1, so the multiplier is
-    smaller here. The output also changes more in a step: with the embedding's own lr, most of the change of the
-    stream would come from the branches. At depth 2, three quarters of the branches come before the MLP of the middle
-    block, at depth 16 about one half."""
+    """The output of a branch that ends in a norm has RMS 1, so the multiplier is smaller here. The output also
+    changes more in a step. With the embedding's own lr, most of the change of the stream would come from branches,
+    and of these, three quarters come before the middle block's MLP at depth 2, but about one half at depth 16."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes along which models grow.
+        """Return the axes of other size checks and, if width and depth vary, one more.
 
-        If both width and depth vary, there is one axis more than in other size checks: the smallest and the largest
-        width at the largest depth. This axis finds errors of a rule that show only where width and depth both grow.
+        The additional axis compares the smallest and the largest width at the largest depth. It finds errors of a
+        rule that show only if width and depth both grow.
         """
         axes = super().axes()
         if len(axes) < 2:
@@ -125,8 +125,7 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         return (*axes, SizeAxis("width", far, f" at depth {max(self.depths)}"))
 
     def record(self, instance: ModelInstance) -> dict[str, ActivationRecord]:
-        """Train a model for some steps on its first batch. Return the outputs of its modules before and after, by
-        label."""
+        """Train a model for some steps on its first batch. Return, by label, the outputs before and after."""
         instance.scale_lr(self.lr_factor)
         trained = {name: weight for name, weight in instance.model.named_parameters() if weight.requires_grad}
         before = {name: weight.detach().clone() for name, weight in trained.items()}
@@ -155,10 +154,10 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         }
 
     def value(self, measured: ActivationRecord, part: str, axis: SizeAxis) -> float:
-        """Return the RMS of a module's output at the start or at the end of the training, or of the output's change.
+        """Return the RMS of a module's output at the start or the end of the training, or of its change (``part``).
 
-        ``part`` selects one of these. If the width varies, this is the RMS of all layers together. If the depth
-        varies, it is the RMS of one layer: the middle one, or the last one for a container such as a block.
+        Over width, this is the RMS over all layers. Over depth, it is the RMS in one layer: the middle one, or the
+        last one for a container such as a block.
         """
         values = measured.squares[part]
         if axis.name == "depth":
@@ -166,37 +165,35 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         return math.sqrt(sum(values) / len(values))
 
     def judge(
-        self,
-        axis: SizeAxis,
-        module: str,
-        lines: Sequence[Sequence[ActivationRecord]],
-        means: Mapping[str, Sequence[float]],
-        slopes: Mapping[str, float | None],
+        self, axis: SizeAxis, module: str, lines: Sequence[Sequence[ActivationRecord]], means: Means, slopes: Slopes
     ) -> VerdictRow:
         row = partial(VerdictRow, module=module, axis=axis.title, parts=dict(slopes))
-        trained = "early" if self.steps <= STEPS else "late"
-        limits = {part: LIMITS[axis.name]["start" if part == "start" else trained] for part in self.parts}
+        limits = LIMITS[axis.name]
         falling, growing = MUON[axis.name] if lines[0][0].muon else (0.0, 0.0)
 
         def limit_of(part: str) -> float:
-            more = growing if (slopes[part] or 0.0) > 0 else falling
-            return limits[part] + more * (part != "start")
+            if part == "start":
+                return limits["start"]
+            return limits["early" if self.steps <= STEPS else "late"] + (
+                growing if (slopes[part] or 0) > 0 else falling
+            )
 
         limit = limit_of("change")
         if failure := _failure(means, [line for seeds in lines for line in seeds]):
             return row(slope=None, limit=limit, passed=False, note=failure, beyond=math.inf)
-        beyond = {}
-        for part, value in slopes.items():
-            if value is not None:
-                low, high = _allowed(axis, module, [seeds[0] for seeds in lines], part, self.family.alpha)
-                beyond[part] = max(value - high, low - value) - limit_of(part)
-        if not beyond:
+        of_sizes = [seeds[0] for seeds in lines]
+        judged = [
+            Exponent(part, value, *_allowed(axis, module, of_sizes, part, self.family.alpha), limit_of(part))
+            for part, value in slopes.items()
+            if value is not None
+        ]
+        if not judged:
             return row(slope=None, limit=limit, passed=None, note="always 0")
-        worst = max(beyond, key=lambda part: beyond[part])
-        if beyond[worst] <= 0:
+        worst = max(judged, key=lambda each: each.beyond)
+        if worst.beyond <= 0:
             return row(slope=slopes["change"], limit=limit, passed=True)
-        note = _note(axis.name, module, slopes[worst] or 0.0, self.family.rule is None)
-        return row(slope=slopes[worst], limit=limit_of(worst), passed=False, note=note, beyond=beyond[worst])
+        note = _note(axis.name, module, worst.value, self.family.rule is None)
+        return row(slope=worst.value, limit=worst.limit, passed=False, note=note, beyond=worst.beyond)
 
 
 def _squares(calls: Tensor) -> tuple[float, ...]:
@@ -204,10 +201,7 @@ def _squares(calls: Tensor) -> tuple[float, ...]:
 
 
 def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:
-    """Return the reason why a module fails whatever its slopes are, or "" if its slopes can be judged.
-
-    The reasons are: an output is NaN, weights or outputs never change, or a quantity is 0 at some sizes only.
-    """
+    """Return why a module fails without a look at its slopes, or "" if the slopes can be judged."""
     if any(math.isnan(value) for values in means.values() for value in values):
         return NOT_FINITE
     if any(line.stuck for line in lines):
@@ -221,7 +215,7 @@ def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRec
 def _allowed(
     axis: SizeAxis, module: str, lines: Sequence[ActivationRecord], quantity: str, alpha: float
 ) -> tuple[float, float]:
-    """Return the lowest and the highest slope under a right rule, which the top of this file explains."""
+    """Return the lowest and the highest slope that a right rule gives. The top of this file explains them."""
     if axis.name == "width":
         # Attention logits are sums over the head dimension, so they only fall if it grows.
         logits = module.endswith(LOGITS)
@@ -234,12 +228,14 @@ def _allowed(
 
 
 def _note(axis: str, module: str, value: float, foreign: bool) -> str:
-    """Return a note on the usual cause of a slope of this ``value``, which is beyond the limits. ``foreign`` says
-    whether a user's factory function made the model."""
+    """Return the usual cause of a slope beyond the limits, whose value is ``value``.
+
+    ``foreign`` says whether a user's factory function made the model.
+    """
     if value < 0:
         hint = "scaled twice?"
         if axis == "depth":
-            hint = "branches scaled twice" + (", by an init of 1/sqrt(2L) as well?" if foreign else "?")
+            hint = "branches scaled twice" + (", for example also by an init of 1/sqrt(2L)?" if foreign else "?")
         return f"SHRINKS with {axis}  <- {hint}"
     if axis == "depth":
         hint = "branches not multiplied by depth^-alpha?"

@@ -1,8 +1,8 @@
 """Run two training steps of one rank of any parallel layout on a single CPU, to measure the rank's memory.
 
 The model, its layout, the optimizer and the step are the same as in real training. But tensors have shapes and no
-values (torch's fake tensors), and collectives return without other ranks (torch's fake process group). The load of
-experts, which would need values, is even.
+values (torch's fake tensors), and collectives return without other ranks (torch's fake process group). Without
+values, routers cannot choose experts, so every expert gets the same number of tokens.
 """
 
 from collections.abc import Callable
@@ -42,10 +42,10 @@ class StepMemory:
 def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
     """Return the memory that one rank of a recipe's layout uses in a training step.
 
-    The second step is measured, because the optimizer state does not exist before the end of the first step. The
-    model is not compiled. ``device`` is the device on which the recipe is to be trained. It decides how attention and
-    the loss are computed: on "cpu", attention is computed block by block, and the loss of fewer tokens is computed at
-    a time. Call this function only once in a process, and only if the process has no process group.
+    The second step is measured, because the optimizer creates its state in the first step. The model is not compiled.
+    ``device`` is the device on which the recipe is to be trained. On "cpu", attention is computed block by block, and
+    the loss of fewer tokens at a time. Call this function only once in a process, and only if the process has no
+    process group.
     """
     layout, group = recipe.layout, SINGLE_PROCESS
     if layout.ranks > 1:

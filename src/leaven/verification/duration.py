@@ -1,9 +1,9 @@
 """The duration check: does the best lr change with the tokens of a run as the scaling rule says?
 
 The check sweeps the lr at several durations (run lengths in tokens), and fits the exponent of the best lr over the
-tokens. The other hyperparameters (weight decay, eps, the betas) follow the rule in every run of the sweep. Two groups
-of control runs without a sweep measure what the rule gains. In the first group, all hyperparameters except the lr
-follow the rule. In the second group, no hyperparameter follows the rule.
+tokens. The other hyperparameters (weight decay, eps, the betas) follow the rule in every run of the sweep. Control
+runs with the recipe's own lr show what the rule gains. In one group of them, all hyperparameters except the lr follow
+the rule; in the other, none does.
 
 The rule is derived for gradients that are mostly noise. To test this assumption, the check also trains with twice the
 batch on the same tokens, under the batch rule, at the best lr for the recipe's own duration. According to McCandlish
@@ -31,7 +31,7 @@ from leaven.verification.runs import RunStore
 from leaven.verification.sweep import losses_of, sweep
 
 CRITICAL = math.log2(1.5)
-"""The cost of doubling the critical batch, in octaves (doublings) of tokens."""
+"""The cost of doubling the batch at the critical batch, in octaves (doublings) of tokens."""
 
 EXPONENT = "exponent of the best lr over tokens"
 RULED = "moved by the rule"
@@ -46,10 +46,9 @@ def duration(
     *,
     seeds: int = 3,
 ) -> CheckDocument:
-    """Run or resume the duration check at ``ratios`` times the tokens of the recipe or factory, and return its
-    result.
+    """Run or resume the duration check at ``ratios`` times the tokens of the recipe or factory. Return its result.
 
-    ``lrs`` are the lrs of the sweep; None means the default grid of a sweep.
+    ``lrs`` are the lrs of the sweep, by default the default grid of a sweep.
 
     Raises:
         InputError: if there is no ratio other than 1, or for a reason of :func:`leaven.verification.sweep.sweep`.
@@ -59,16 +58,18 @@ def duration(
     if not longer:
         raise InputError("a duration check compares durations, but 1 is the only one; give --durations 1,2,4")
     document, losses = sweep("duration", family, "lr", [base, *longer], lrs, store=store, seeds=seeds)
+    if len(losses) == 1:  # the sweep ended at the base
+        return document
     regime = _regime(family, base, losses, store, seeds)
     measured = [*document.measured, regime, *_arms(family, longer, store, seeds)]
     return document.model_copy(update={"measured": measured})
 
 
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
-    """Return recipe keys and their values that write the result of a duration check, an exponent, into a recipe.
+    """Return the values, by path in a recipe, that a duration check gives: the exponent, its interval and the reason.
 
-    ``document`` is the result of the check in the folder ``run``. Return None if the check measured no exponent or no
-    interval of the exponent, or if an optimum is at the edge of the grid of lrs.
+    ``document`` is the result of the check in the folder ``run``. Return None if the check measured no exponent with
+    an interval, or if a best lr is at the edge of its grid.
     """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
     edge = any("edge" in row.note for row in document.rows)
@@ -108,14 +109,14 @@ def _regime(
 
     found = estimate(share, [losses[base], losses[longest], doubled])
     if not math.isfinite(found.value):
-        return MeasuredRow(name=name, value=None, low=None, high=None, note="more tokens do not help")
+        return MeasuredRow(name=name, value=None, low=None, high=None, note="more tokens do not lower the loss")
     if found.low is None or found.high is None:
         note = "one seed has no interval; give --seeds 3"
     elif found.high < CRITICAL:
-        note = f"limited by noise: below {CRITICAL:.2f}, the batch is below the critical one, as the rule supposes"
+        note = f"limited by noise: below {CRITICAL:.2f}, the batch is below the critical batch, as the rule assumes"
     elif found.low > CRITICAL:
         note = (
-            f"limited by optimisation: above {CRITICAL:.2f}, the batch is beyond the critical one, and the rule's "
+            f"limited by optimisation: above {CRITICAL:.2f}, the batch is above the critical batch, and the rule's "
             "exponent of tokens is too large; choose a smaller batch, or use the fitted exponent"
         )
     else:
@@ -124,8 +125,10 @@ def _regime(
 
 
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
-    """Return rows that compare longer runs under the rule with control runs, which keep the short run's lr, or all of
-    its hyperparameters."""
+    """Return rows that compare longer runs under the rule with control runs of the same length.
+
+    A control run keeps the lr of the short run, or all its hyperparameters.
+    """
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     settings = {}
     for scale in longer:

@@ -3,8 +3,8 @@
 The batch rule of Adam (Malladi et al. 2022, arXiv 2205.10287; with weight decay Mlodozeniec et al. 2025) says how to
 change the batch: if the batch is kappa times larger, the lr is sqrt(kappa) times higher, the betas are raised to the
 power kappa, and so on. Training then follows the same stochastic differential equation. So the final loss stays the
-same as long as gradients are mostly noise. The check compares this loss, whether or not it is the lowest possible
-one. Control runs change only the batch. If their loss stays the same, too, the check shows nothing and does not pass.
+same as long as gradients are mostly noise. The check compares final losses; they need not be the lowest possible.
+Control runs change only the batch. If their loss stays the same, too, the check shows nothing and does not pass.
 """
 
 import math
@@ -26,10 +26,10 @@ LEAST_STEPS = 200
 number of steps: with 64, the loss under the right rule changed by 1.8 nats at 1/4 of the batch."""
 
 TOLERANCE = 0.02
-"""The allowed difference of the loss, as a share of the improvement over a uniform guess.
+"""The allowed difference of the loss, as a share of log(vocabulary) - loss: the improvement over a uniform guess.
 
 The equation holds only in the limit of small lrs, so the difference need not be 0. In a toy model with 1/4 to 8 times
-the batch, the rule changes the excess loss by at most 5%. Without a rule, the excess loss changes by 50%.
+the batch, the excess loss changes by at most 5% with the rule, and by 50% without.
 """
 
 FACTORY_TOKENS = 524_288
@@ -103,8 +103,8 @@ def _row(arm: str, kappas: Sequence[float], differences: np.ndarray, limit: floa
     row = partial(VerdictRow, module=arm, axis="batch", slope=worst, limit=limit, parts=parts)
     same = abs(worst) <= limit  # False for NaN
     if arm == "rule":
-        note = "" if same else "the loss changes with the batch  <- too few steps for the rule, or too high an lr?"
+        note = "" if same else "the loss changes with the batch  <- too few steps for the rule, or lr too high?"
         return row(passed=same, note=note, beyond=max(abs(worst) - limit, 0.0))
     if same:
-        return row(passed=False, note="changes no more than noise: use longer runs or more ratios")
+        return row(passed=False, note="changes no more than noise; use longer runs or other ratios")
     return row(passed=True, note="changes with the batch, as expected")

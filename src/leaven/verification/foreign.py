@@ -5,10 +5,10 @@
         groups = leaven.parametrize(model, base=MyModel(64, 2), hyperparameters={"lr": 4e-3}, ratios=ratios)
         return model, groups                          # groups for torch.optim.AdamW, or an optimizer
 
-The parameters ``seed`` and ``ratios`` are optional. So is a third returned value, the function ``batch(seed, step) ->
-(inputs, targets)``. docs/concepts/checks.md describes all three, and how a model is trained. The result of a training
-run is the mean loss on held-out text. A run has diverged if this loss is more than 1 nat above that of a uniform
-guess.
+The parameters ``seed`` and ``ratios`` are optional. The factory may return a third value, the function ``batch(seed,
+step) -> (inputs, targets)``. docs/concepts/checks.md describes all three, and how a model is trained. The result of a
+training run is the mean loss on held-out text. A run has diverged if this loss is more than 1 nat above that of a
+uniform guess.
 """
 
 import importlib
@@ -47,8 +47,7 @@ from leaven.verification.model_instance import (
 from leaven.verification.recipe_family import RecipeFamily, RecipeTrial
 
 MADE_UP = "made-up"
-"""The name of the source of synthetic text, which is drawn from a Markov chain. It is endless and needs no
-tokenizer."""
+"""The source of synthetic text: token ids drawn from a Markov chain, without end and without a tokenizer."""
 
 SOURCE = "python-stdlib"
 LEAST_VOCABULARY = 257  # 256 bytes and end-of-text
@@ -71,6 +70,7 @@ class ForeignFamily:
     alpha: float = 1.0  # the model's rule multiplies residual branches by depth^-alpha
     rule: None = field(default=None, init=False)
     unit: str = field(default="multiple of the factory's", init=False)
+    # by scale, a hash of the model that the factory makes there
     _states: dict[RunScale, str] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -82,11 +82,7 @@ class ForeignFamily:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
     def value(self, quantity: Quantity) -> float:
-        """Return 1, which stands for the factory's own lr. In this family, lrs are multiples of the factory's own lr.
-
-        Raises:
-            InputError: if the quantity is not the lr.
-        """
+        """Return 1, because an lr is a multiple of the factory's own lr here."""
         if quantity != "lr":
             raise InputError(
                 f"{self.name}: this check changes {quantity}, which is unknown for a factory; give a recipe file"
@@ -94,8 +90,7 @@ class ForeignFamily:
         return 1.0
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """Return 0, because a value is a multiple of the factory's own value and need not be scaled. The factory
-        scales its own value by its argument ``ratios``."""
+        """Return 0, because a value is a multiple of the factory's own, which the factory scales by ``ratios``."""
         return 0.0
 
     def params(self, scale: RunScale) -> int:
@@ -110,11 +105,8 @@ class ForeignFamily:
     def trial(self, setting: RunSetting) -> "ForeignTrial":
         """Return the training run of a setting.
 
-        The key of a run, by which its result is stored, includes a hash of the initial model. So results from before
-        a change of the factory are not used.
-
-        Raises:
-            InputError: if the batch is not a whole number of sequences.
+        The key under which the result is saved depends on the initial model. So after a change of the factory, no
+        result from before is used.
         """
         scale = setting.scale
         if scale.batch * self.sequences % 1:
@@ -125,13 +117,13 @@ class ForeignFamily:
         at = setting.ruled_scale
         if at not in self._states:
             self._states[at] = self._state(at)
-        # Keys must not change between versions of leaven, so this text imitates an older RunSetting.
+        # Keys must not change between versions of leaven, so this is the text of a RunSetting of an older version.
         text = (
             f"({self!r}, {self._states[at]!r}, RunSetting(width={scale.width}, depth={scale.depth}, "
             f"value={setting.value!r}, seed={setting.seed}, batch={scale.batch!r}, tokens={scale.tokens!r}, "
             f"ruled={setting.ruled}, quantity={setting.quantity!r}))"
         )
-        # A copy without the cached text, since it is sent to another process.
+        # Another process gets a copy of this family without the cached text.
         return ForeignTrial(replace(self), setting, blake2b(text.encode(), digest_size=12).hexdigest())
 
     @cached_property
@@ -151,7 +143,7 @@ class ForeignFamily:
         for group in instance.optimizer.param_groups:
             found.append(repr({name: value for name, value in group.items() if name != "params"}))
             for parameter in group["params"]:
-                # Norms and losses are rounded, because another process may add numbers in another order.
+                # Norms and losses are rounded, because the order of additions may differ between processes.
                 found.append(f"{tuple(parameter.shape)} {parameter.detach().norm().item():.4g}")
                 squares += 0.0 if parameter.grad is None else parameter.grad.norm().item() ** 2
         found.append(f"{loss.item():.5g} {math.sqrt(squares):.4g}")
@@ -216,10 +208,10 @@ ModelFamily = RecipeFamily | ForeignFamily
 """The models of a recipe or a factory at any scale."""
 
 CheckTrial = RecipeTrial | ForeignTrial
-"""A training run of a family, which can be executed in any process.
+"""A training run of a family. ``run()`` trains, in any process, and returns the outcome.
 
-Two trials with the same ``key`` compute the same loss. ``cost`` is the expected duration relative to other trials.
-``run()`` trains and returns the outcome. A diverged run has a finite loss, so that charts can show it.
+Two trials with the same ``key`` have the same loss. ``cost`` is the expected duration relative to other trials. The
+loss of a diverged run is finite, so that charts can show it.
 """
 
 
@@ -236,9 +228,9 @@ def foreign(
     """Return the family of models that a user's factory makes.
 
     ``entry`` is ``module:factory``; the module is imported from the working directory, as with ``python -m``. One
-    model is built at ``scale`` to find the vocabulary. If the factory returns batches, models are trained on these
-    batches. Otherwise they are trained on the text of ``source``, which ``prepare`` tokenises. ``source`` has the
-    same form as ``data.source`` in a recipe, or is :data:`MADE_UP`.
+    model is built at ``scale`` to find the size of the vocabulary. If the factory returns batches, models are trained
+    on them. Otherwise they are trained on the text of ``source``, which ``prepare`` tokenises. ``source`` is written
+    as ``data.source`` in a recipe, or is :data:`MADE_UP`.
 
     Raises:
         InputError: if the module or function does not exist, its result has a wrong form, or the model's
@@ -258,7 +250,7 @@ def foreign(
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is None:
         raise InputError(
-            f"{entry}: no torch.nn.Embedding, so the vocabulary is unknown; return a batch function, too"
+            f"{entry}: no torch.nn.Embedding, so the size of the vocabulary is unknown; return a batch function, too"
         )
     source, vocab_size = source or SOURCE, embedding.num_embeddings
     if source != MADE_UP:

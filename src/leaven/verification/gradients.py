@@ -1,11 +1,11 @@
 """The gradient check: does eps scale with the gradients, and does weight decay keep its effect?
 
-Below, the exponent of a quantity is the slope of its log2 over log2 of the width or depth of the model. Three
-properties of a scaling rule are judged:
+The exponent of a quantity is the slope of its log2 over log2 of the width or depth. For example, a gradient that
+halves when the width doubles has the exponent -1 over width. Three properties of a scaling rule are judged:
 
 - AdamW divides by ``sqrt(v) + eps``, so eps has the same effect at every scale if it scales like the gradient. For
-  each group of parameters, the exponent of the gradient's RMS must equal that of eps. In large models the gradients
-  are smaller, and eps matters first in the embedding and the hidden weights (Everett et al. 2024, arXiv 2407.05872).
+  each parameter, the exponent of the gradient's RMS must equal the exponent of eps. In large models the gradients are
+  smaller, and eps matters first in the embedding and the hidden weights (Everett et al. 2024, arXiv 2407.05872).
 - AdamW shrinks a weight by the fraction lr x weight_decay in each step. The exponent of lr x weight_decay must be 0.
   If a rule lowers the lr with the width and keeps weight_decay, wide models have almost no decay. This error shows in
   activations only after many steps.
@@ -19,23 +19,23 @@ its lr.
 
 Gains of query and key norms are an exception over width. All heads share such a gain, so its gradient is a sum over
 heads. At the start, the terms of this sum have independent signs. After about 150 steps the signs agree, and the
-gradient has the exponent 0, which is also the exponent of eps for these gains. So a check with fewer than 150 steps
-does not compare the gradients of these gains with eps over width.
+exponent of the gradient is 0, as that of eps. So a check with fewer than 150 steps does not judge these gradients
+over width.
 
-Routers are another exception over width: matrices inside blocks that turn the width into a fixed number of outputs.
-The gradient of an output is a sum over the width. Its exponent is -1/2 while the signs of the terms are independent,
-and 0, the exponent of eps, as far as the outputs of the experts have aligned with the gradient. In a Mixtral of
+Routers are another exception over width: matrices inside blocks whose number of outputs does not grow with the width.
+The gradient of an output is a sum over the width. The exponent is -1/2 while the terms of the sum have independent
+signs. It rises to 0, the exponent of eps, if the outputs of the experts align with the gradient. In a Mixtral of
 widths 64 to 256 it was -0.48 at the start, -0.07 after 10 steps, and -0.41 after 160 steps. So the exponent of a
-router's gradient may be lower than that of eps, by up to 1/2.
+router's gradient may be lower than that of eps by up to 1/2.
 
 The rule multiplies residual branches by L^-alpha, where L is the depth. If alpha is below 1, two quantities may fall
 with the depth by up to L^(alpha-1):
 
-- lr x weight_decay, because the rule lowers the lr inside blocks, and the published rules keep weight_decay. (A rule
-  with ``scale_decay_with_depth`` raises weight_decay to make up for the lower lr.)
+- lr x weight_decay, because the rule lowers the lr inside blocks, and the published rules keep weight_decay. (With
+  ``scale_decay_with_depth``, weight_decay rises as the lr falls.)
 - Gradients inside blocks at the end of the training, because the gradient of a gain is in part proportional to what
-  the block has learnt. For example, at alpha = 1/2 the exponent of eps is -0.50. The gradient of the gain before the
-  MLP had the exponent -0.59 on text, and -0.90 on a Markov chain that is learnt quickly.
+  the block has learnt. For example, at alpha = 1/2 the exponent of eps is -0.50. The exponent of the gradient of the
+  gain before the MLP was -0.59 on text, and -0.90 on a Markov chain that is learnt quickly.
 """
 
 import math
@@ -51,18 +51,19 @@ from leaven.training.loop import PlainTraining
 from leaven.verification.coordinates import INDEPENDENT
 from leaven.verification.invariants import invariants, numbers
 from leaven.verification.model_instance import ModelInstance
-from leaven.verification.size_check import NOT_FINITE, WHY_NO_CHANGE, SizeAxis, SizeCheck
+from leaven.verification.size_check import NOT_FINITE, WHY_NO_CHANGE, Means, SizeAxis, SizeCheck, Slopes
 from leaven.verification.small_models import CheckStart
+from leaven.verification.verdict import Exponent
 
 START_LIMIT, END_LIMIT = 0.15, 0.25
 """The limits on the difference between the exponent of the gradient and that of eps, at the start and at the end.
 
-Under right rules, at widths 64 to 512 and depths 2 to 32, they differed by at most 0.14 at the start. The limit at
-the end is larger, because by then models of different width have learnt different amounts: after 20 steps an exponent
-was -0.77 where the rule has -1.
+Under right rules, at widths 64 to 512 and depths 2 to 32, the difference was at most 0.14 at the start. The limit at
+the end is larger, because models of different width have learnt different amounts by then: after 20 steps, the
+exponent of a gradient was -0.77, and that of eps -1.
 """
 
-COHERENT_STEPS = 150  # from which gains that all heads share are judged over width
+COHERENT_STEPS = 150  # with at least so many steps, gains that all heads share are judged over width
 WARMUP_STEPS = 20
 
 
@@ -94,20 +95,19 @@ class GradientCheck(SizeCheck[GradientRecord]):
     parts = ("start", "end", "eps", "decay", "moved")
     drawn = ("start", "end", "eps")
     start = CheckStart(hidden=0.5, residual=1.0)
-    """With these hidden weights, the branches of a few blocks are small compared with the embedding, as in deep
-    models. So gradients inside blocks show the right exponent from depth 2 on."""
+    """With these hidden weights, the outputs of branches are small compared with the embedding even at depth 2, as in
+    deep models. So gradients inside blocks have the right exponent from depth 2 on."""
     start_normed = CheckStart(hidden=0.5, residual=0.125)
-    """The start for models whose branches end in a norm. Outputs of such branches have RMS 1, so the multiplier is
-    smaller, to make the branches as small as those of other models."""
+    """The output of a branch that ends in a norm has RMS 1. A smaller multiplier makes it as small as in other
+    models."""
 
     def exact_rows(self) -> Sequence[VerdictRow]:
         return invariants(self.family, self.widths, self.depths)
 
     def record(self, instance: ModelInstance) -> dict[str, GradientRecord]:
-        """Train a model with a warm-up, on a new batch in each step. Return the measurements of its parameters by
-        label.
+        """Train a model with a warm-up, on a new batch in each step. Return, by label, the records of its parameters.
 
-        Gradients at the end are averaged over the last quarter of the steps, because a gain has few entries and its
+        Gradients at the end are averaged over the last quarter of the steps, because a gain has few entries, so its
         gradient on one batch is noisy.
         """
         instance.scale_lr(self.lr_factor)
@@ -149,12 +149,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
         return records
 
     def judge(
-        self,
-        axis: SizeAxis,
-        module: str,
-        lines: Sequence[Sequence[GradientRecord]],
-        means: Mapping[str, Sequence[float]],
-        slopes: Mapping[str, float | None],
+        self, axis: SizeAxis, module: str, lines: Sequence[Sequence[GradientRecord]], means: Means, slopes: Slopes
     ) -> VerdictRow:
         row = partial(VerdictRow, module=module, axis=axis.title, parts=dict(slopes))
         records = [record for seeds in lines for record in seeds]
@@ -168,39 +163,40 @@ class GradientCheck(SizeCheck[GradientRecord]):
             return failed(note=NOT_FINITE)
         inside, shapes = records[0].inside, {record.shape for record in records}
         shared = axis.name == "width" and inside and len(shapes) == 1
-        router = axis.name == "width" and inside and {len(shape) for shape in shapes} == {2} and not shared
-        router = router and len({shape[0] for shape in shapes}) == 1
-        # the lowest exponent under a right rule, see the top of this file
-        lower = self.family.alpha - 1 if axis.name == "depth" else 0.0
-        allowed = INDEPENDENT * router
-        judged = []  # (distance beyond the limit, exponent, limit, name)
+        fixed_outputs = all(len(shape) == 2 for shape in shapes) and len({shape[0] for shape in shapes}) == 1
+        router = axis.name == "width" and inside and fixed_outputs and not shared
+        # How low an exponent may be, over depth and for a router: the top of this file explains why.
+        over_depth = self.family.alpha - 1 if axis.name == "depth" else 0.0
+        of_router = INDEPENDENT * router
+        judged = []
         if eps is not None and start is not None and not shared:
-            gap = start - eps
-            judged.append((max(gap, allowed - gap) - START_LIMIT, gap, START_LIMIT, "eps"))
+            judged.append(Exponent("eps", start - eps, of_router, 0.0, START_LIMIT))
         if eps is not None and end is not None and (not shared or self.steps >= COHERENT_STEPS):
-            limit, gap = START_LIMIT if shared else END_LIMIT, end - eps
-            judged.append((max(gap, lower * inside + allowed - gap) - limit, gap, limit, "eps"))
+            limit = START_LIMIT if shared else END_LIMIT
+            judged.append(Exponent("eps", end - eps, over_depth * inside + of_router, 0.0, limit))
         if decay is not None:
-            judged.append((max(decay, lower - decay) - START_LIMIT, decay, START_LIMIT, "decay"))
+            judged.append(Exponent("decay", decay, over_depth, 0.0, START_LIMIT))
         if moved is not None and all(len(seeds[0].shape) < 2 for seeds in lines):
             # A gain or bias changes by its lr in a step, whatever its gradient is: the same at every scale.
-            judged.append((max(moved, lower * inside - moved) - END_LIMIT, moved, END_LIMIT, "gain"))
+            judged.append(Exponent("gain", moved, over_depth * inside, 0.0, END_LIMIT))
         if not judged:
             note = f"shared by all heads: judged from {COHERENT_STEPS} steps on" if shared else "always 0"
             return row(slope=None, limit=None, passed=None, note=note)
-        beyond, value, limit, what = max(judged)
-        if beyond <= 0:
-            # A router passes below the limits of other matrices: the top of this file explains why.
-            below = router and any(what == "eps" and value < -limit for _, value, limit, what in judged)
-            note = (
-                f"passed, because the gradient of a router may fall with the width by up to {-allowed:g} more" * below
-            )
-            return row(slope=value, limit=limit, passed=True, note=note)
-        return row(slope=value, limit=limit, passed=False, note=_note(axis.name, value, what), beyond=beyond)
+        worst = max(judged, key=lambda each: each.beyond)
+        if worst.beyond <= 0:
+            note = ""
+            # The top of this file explains why a router passes below the limits of other matrices.
+            if router and any(each.what == "eps" and each.value < -each.limit for each in judged):
+                note = (
+                    f"passed, because the gradient of a router may fall with the width by up to {-of_router:g} more"
+                )
+            return row(slope=worst.value, limit=worst.limit, passed=True, note=note)
+        note = _note(axis.name, worst.value, worst.what)
+        return row(slope=worst.value, limit=worst.limit, passed=False, note=note, beyond=worst.beyond)
 
 
 def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the RMS of ``values`` (tensors by parameter name) by label. Values that are None are left out."""
+    """Return the RMS of tensors by label. ``values`` has a tensor, or None to leave it out, by parameter name."""
     sums: dict[str, tuple[float, int]] = {}
     for name, tensor in values.items():
         label = instance.label(name)
@@ -211,7 +207,7 @@ def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[s
 
 
 def _failure(records: Sequence[GradientRecord]) -> str:
-    """Return why a parameter fails whatever its exponents are, or "" if its exponents can be judged."""
+    """Return why a parameter fails without a look at its exponents, or "" if the exponents can be judged."""
     if not all(record.moved for record in records):
         return f"never changes{WHY_NO_CHANGE}"
     named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}
@@ -228,4 +224,4 @@ def _note(axis: str, value: float, what: str) -> str:
     if what == "decay":
         change = "FALLS" if value < 0 else "GROWS"
         return f"lr x decay {change} with {axis}  <- only one of lr and decay changed?"
-    return f"eps {'GROWS' if value < 0 else 'FALLS'} against the gradient with {axis}"
+    return f"eps {'GROWS' if value < 0 else 'FALLS'} relative to the gradient with {axis}"

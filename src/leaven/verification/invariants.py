@@ -1,26 +1,27 @@
 """Check without training how a scaling rule changes the optimizer settings with the scale of a run.
 
 The scale is the width and depth of the model, the batch size, and the tokens of the run. The check reads the lr, eps,
-betas and weight decay of each module at two scales, and combines these settings as listed below. For each
-combination, the check computes the exponent with which the combination changes from one scale to the other, and
-compares this exponent with that of a correct rule. The result is exact, because nothing is trained.
+betas and weight decay of each module at two scales, and combines them as listed below. A combination changes from
+scale to scale with an exponent: if lr x eps falls to a quarter at twice the width, its exponent is -2. The check
+compares each exponent with that of a correct rule. Nothing is trained, so the result is exact.
 
-- ``lr x eps x entries`` is constant, where entries is the number of weights of the module in all layers, as if every
-  layer had it (dense MLPs before layers with experts are in a fixed number of layers). This follows from two facts.
-  First, a step of Adam changes the loss by lr x the sum of absolute gradients, and a correct rule keeps this change
-  constant. Second, a correct rule makes eps proportional to the gradients, which is tested by the gradient check.
+- ``lr x eps x entries`` is constant, where entries is the number of weights in one layer times the number of layers
+  of the model (also for a dense MLP before layers with experts, although only the first layers have it). This follows
+  from two facts. First, a step of Adam changes the loss by lr x the sum of absolute gradients, and a correct rule
+  keeps this change constant. Second, a correct rule makes eps proportional to the gradients, which the gradient check
+  tests.
 - ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If alpha is below 1 (the rule
   multiplies residual branches by L^-alpha, where L is the depth), this share may fall as L^(alpha - 1).
-- ``beta1`` and ``beta2``: each moment of Adam has a half-life, and the half-life / the length of the run is constant.
+- ``beta1`` and ``beta2``: the half-life of each moment of Adam is a constant share of the run.
 - ``lr`` grows as the square root of the batch size (Malladi et al. 2022, arXiv 2205.10287). With the tokens of
   the run, the lr falls as tokens^-t, with t from 0 to 1/2; the literature finds 0.3 to 0.5. Over width and depth, the
   exponent of the lr depends on the parametrization and is not judged.
 
-Two parametrizations that train in the same way (one has multiplier x c, init / c, lr / c, eps x c and decay x c)
-have the same products of lr with eps and with decay.
+The products of lr with eps and with decay do not depend on how a parametrization is written: multiplier x c, init /
+c, lr / c, eps x c and decay x c together train in the same way, and leave the products as they are.
 
-The check also compares two scales that differ in both width and depth (the axis ``both``). A rule can be right if
-only the width or only the depth grows, and wrong if width and depth grow together.
+The check also compares two scales that differ in both width and depth (the axis ``both``), because a rule can be
+right for each of them alone, and wrong for both.
 """
 
 import math
@@ -33,6 +34,7 @@ from leaven.documents.checks import VerdictRow
 from leaven.verification.foreign import ForeignFamily
 from leaven.verification.model_instance import ModelInstance, RunScale
 from leaven.verification.small_models import SmallModels
+from leaven.verification.verdict import Exponent
 
 AXIS = "bookkeeping"
 LIMIT = 0.01
@@ -46,20 +48,20 @@ _REASONS = {
     "lr x decay x steps": "lr or decay changed without the other?",
     "beta1": "its half-life is not the same fraction of the run",
     "beta2": "its half-life is not the same fraction of the run",
-    "lr": "it should grow as batch^1/2, fall as tokens^-t",
+    "lr": "it should grow as batch^1/2, and fall as tokens^-t with t from 0 to 1/2",
 }
 """The usual cause of a wrong exponent, by combination."""
 
 Combinations = dict[str, list[dict[str, float]]]
-"""The combinations of each parameter, from the first layer to the last, by the label that the layers share."""
+"""By module label, a list with the combinations of settings in each layer, from the first layer to the last."""
 
 
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:
     """Return ``lr x eps x entries`` and the other combinations of a model's optimizer settings, for each parameter.
 
-    ``n_layers`` is the number of blocks of the model. ``steps`` is the number of steps of the run, divided by that of
-    the run at the smallest scale. Parameters without an eps in their optimizer group are left out, except those that
-    Muon updates. Muon has neither eps nor betas, so combinations that contain them are 0.
+    ``n_layers`` is the number of blocks of the model. ``steps`` is the number of steps of the run / that of the run
+    at the smallest scale. Parameters whose group has no eps are left out, unless Muon updates them. Muon has neither
+    eps nor betas, so combinations with them are 0.
     """
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int, bool]]] = {}
@@ -90,7 +92,7 @@ def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> 
 
 
 def numbers(name: str) -> int:
-    """Return how many numbers are among the parts of a name or label."""
+    """Return how many parts of a name or label are numbers: 1 for ``layers.3.mlp``."""
     return sum(part.isdigit() for part in name.split("."))
 
 
@@ -106,7 +108,7 @@ class ScaleChange:
 def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
     """Return a row for each module label, which says whether the module's settings change with the right exponents.
 
-    If the rule changes no setting with the batch, or no setting with the tokens, a row without a verdict says so.
+    If a rule does not depend on the batch or on the tokens, a row without a verdict says so.
     """
     width, depth = min(widths), min(depths)
     wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})
@@ -132,37 +134,33 @@ def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depth
 
 
 def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[ScaleChange], alpha: float) -> VerdictRow:
-    worst: dict[str, float | None] = dict.fromkeys(_REASONS)
-    beyond, column, where = -math.inf, "", ""
-    for name in _REASONS:
-        found = -math.inf
-        for change in changes:
-            if name == "lr" and change.axis not in {"batch", "tokens"}:
-                continue
-            low, high = _allowed(name, change.axis, alpha)
-            for value in _exponents(name, base, change.at[label], change.ratio):
-                off = max(low - value, value - high)
-                if off > found:
-                    found, worst[name] = off, value
-                if off > beyond:
-                    beyond, column, where = off, name, change.axis
-    row = partial(VerdictRow, module=label, axis=AXIS, parts=worst)
-    if not column:
+    judged = [
+        (Exponent(name, value, *_allowed(name, change.axis, alpha), LIMIT), change.axis)
+        for name in _REASONS
+        for change in changes
+        if name != "lr" or change.axis in {"batch", "tokens"}
+        for value in _exponents(name, base, change.at[label], change.ratio)
+    ]
+    # Of each combination, the exponent farthest outside its range; of equal ones the first.
+    largest = {each.what: each.value for each, _ in sorted(reversed(judged), key=lambda pair: pair[0].outside)}
+    row = partial(VerdictRow, module=label, axis=AXIS, parts={name: largest.get(name) for name in _REASONS})
+    if not judged:
         return row(slope=None, limit=None, passed=None, note="all 0")
-    if beyond <= LIMIT:
-        return row(slope=worst[column], limit=LIMIT, passed=True, beyond=max(beyond, 0.0))
-    axis = "width and depth" if where == "both" else where
-    note = f"{column} changes with {axis}  <- {_REASONS[column]}"
-    return row(slope=worst[column], limit=LIMIT, passed=False, note=note, beyond=beyond)
+    worst, axis = max(judged, key=lambda pair: pair[0].outside)
+    if worst.beyond <= 0:
+        return row(slope=worst.value, limit=LIMIT, passed=True, beyond=max(worst.outside, 0.0))
+    axis = "width and depth" if axis == "both" else axis
+    note = f"{worst.what} changes with {axis}  <- {_REASONS[worst.what]}"
+    return row(slope=worst.value, limit=LIMIT, passed=False, note=note, beyond=worst.outside)
 
 
 def _exponents(
     column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
-    """Return for each layer the exponent with which a combination, such as ``lr x decay x steps``, changes.
+    """Return the exponent with which a combination changes in each layer; ``ratio`` is larger / smaller size.
 
-    ``ratio`` is the larger size / the smaller size. Of models with different numbers of layers, only the first and
-    last layers are compared. An exponent is infinite if the combination is 0 at one scale only.
+    If the models have different numbers of layers, only the first and the last layers are compared. An exponent is
+    infinite if the combination is 0 at one scale only.
     """
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]

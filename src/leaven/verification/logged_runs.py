@@ -1,7 +1,7 @@
-"""Reads the results of runs that any program has trained, for the checks transfer and collapse.
+"""Read the results of runs that any program has trained, for the checks transfer and collapse.
 
-A row of a CSV or JSON lines file is one run (for transfer) or one point of a loss curve (for collapse). The columns
-width, depth, batch and tokens are the size of the run. A folder with TensorBoard event files is one run, and so is a
+In a CSV or JSON lines file, a row is one run (for transfer) or one point of a loss curve (for collapse). The columns
+width, depth, batch and tokens give the size of the run. A folder with TensorBoard event files is one run, and so is a
 .wandb file of an offline W&B run. The size, hyperparameters and seed of such a run are read from the names of its
 folders, such as width256-lr0.004. Run folders of leaven are read, too.
 """
@@ -46,11 +46,7 @@ class LoggedRow:
         return self.values.get(column) not in (None, "")
 
     def number(self, column: str) -> float:
-        """Return a number of the row, which may be NaN or infinite.
-
-        Raises:
-            InputError: if the column is missing or empty, or contains no number.
-        """
+        """Return a number of the row, which may be NaN or infinite."""
         if not self.has(column):
             raise InputError(f"{self.place} has no {column}; write a number, or remove the row")
         value = self.values[column]
@@ -63,11 +59,7 @@ class LoggedRow:
             raise InputError(f"{self.place}: {column} is {value!r}, which is not a number{hint}") from None
 
     def above_0(self, column: str) -> float:
-        """Return a number above 0.
-
-        Raises:
-            InputError: as :meth:`number`, or if the number is not above 0, or infinite.
-        """
+        """Return a number above 0."""
         value = self.number(column)
         if not 0 < value < math.inf:
             raise InputError(f"{self.place}: {column} is {value:g}; give a number above 0")
@@ -88,11 +80,10 @@ class LoggedRow:
 
 
 def data_files(path: Path) -> list[Path]:
-    """Return the files with logged runs in a folder and its subfolders: CSV, JSON lines and .wandb files. For
-    TensorBoard, return the folder of the event files. If ``path`` is a file, return only this file.
+    """Return the CSV, JSON lines and .wandb files in a folder and its subfolders, and folders with TensorBoard
+    events.
 
-    Raises:
-        InputError: if there is no such file.
+    If ``path`` is a file, return only this file.
     """
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
@@ -117,10 +108,8 @@ def _is_one_run(path: Path) -> bool:
 def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
     """Return the points of a run that was logged by TensorBoard or W&B, as rows with the columns step and loss.
 
-    The rows also have each of the ``columns`` whose value is in the names of the run's folders below ``root``.
-
-    Raises:
-        InputError: if no logged value has the name ``loss``.
+    The names of the run's folders below ``root`` may give more columns: those in ``columns``. For example,
+    ``width64/lr0.01`` gives width and lr.
     """
     if path.is_dir():
         events = sorted(file for file in path.iterdir() if EVENTS in file.name)
@@ -143,7 +132,7 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
 
 
 def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
-    """Return the rows of a file or logged run. The column named ``loss`` is renamed to "loss"."""
+    """Return the rows of a file or logged run. Their column "loss" has the values of the column named by ``loss``."""
     if _is_one_run(path):
         return _rows_of_curve(path, root, loss, columns)
     rows = read_rows(path)
@@ -152,18 +141,14 @@ def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[L
     if not any(row.has(loss) for row in rows):
         columns = dict.fromkeys(column for row in rows for column in row.values)
         raise InputError(f"{path} has no column {loss}; its columns are {', '.join(columns)}")
-    renamed = ({key: value for key, value in row.values.items() if key not in ("loss", loss)} for row in rows)
-    return [
-        LoggedRow(row.place, {**others, "loss": row.values.get(loss)})
-        for row, others in zip(rows, renamed, strict=True)
-    ]
+    return [LoggedRow(row.place, {**row.values, "loss": row.values.get(loss)}) for row in rows]
 
 
 def read_rows(path: Path) -> list[LoggedRow]:
-    """Return the rows of a file, with column names in lower case. Rows are numbered from 1, without a header.
+    """Return the rows of a CSV or JSON lines file, with column names in lower case. Row 1 comes after the header.
 
     Raises:
-        InputError: if the file is no text or has no rows, or a row has the wrong form.
+        InputError: if the file is not text or has no rows, or a row has the wrong form.
     """
     try:
         if path.suffix.lower() == ".jsonl":
@@ -200,7 +185,7 @@ def read_rows(path: Path) -> list[LoggedRow]:
 
 
 def scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
-    """Return the scale of a row. Its batch and tokens are the numbers in the row, not ratios."""
+    """Return the size of a row as a scale, whose batch and tokens are the numbers in the row and not ratios."""
     values = {axis: row.above_0(axis) for axis in axes}
     for axis in {"width", "depth"} & values.keys():
         if values[axis] % 1:
@@ -215,15 +200,10 @@ def scale_name(scale: RunScale, axes: Iterable[str]) -> str:
 
 
 def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> CheckDocument:
-    """Check whether the best value of a hyperparameter is the same at all sizes of the runs in a file or folder.
+    """Return whether the best value of a hyperparameter is the same at all sizes of the runs in a file or folder.
 
-    If the folder contains run folders of leaven, only these are read, and ``value`` is the name of a hyperparameter
-    or a path in their recipes. Otherwise each row is a run, with the columns ``loss`` (nats per token), ``value``,
-    one or more of width, depth, batch and tokens, and optionally seed. For a run that was logged by TensorBoard or
-    W&B, the last ``loss`` is used. A loss that is not finite means that the run diverged.
-
-    Values may have different numbers of runs. If several values at a size have runs with the same seeds, differences
-    between seeds do not count as noise.
+    docs/concepts/checks.md describes the files. ``value`` and ``loss`` are columns. In run folders of leaven,
+    ``value`` is the name of a hyperparameter, or a path in the recipe.
 
     Raises:
         InputError: if a column is missing or contains no numbers, if there are fewer than two sizes or, at a size,
@@ -254,7 +234,7 @@ def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> Check
         value: sorted({number for values in found.values() for number in values}),
         "unit": "in base coordinates" if folders else "as in the rows",
         "seeds": counts[0] if len(counts) == 1 else f"{counts[0]} to {counts[-1]}",
-        "columns not used": sorted(set(columns) - {"loss", "seed", value, *axes}),
+        "columns not used": sorted(set(columns) - {"loss", loss.lower(), "seed", value, *axes}),
     }
     return compare("transfer", str(path), swept, grids, names=names, ruled={}, settings=settings)
 
@@ -262,7 +242,7 @@ def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> Check
 def _runs_by_size(
     path: Path, folders: Sequence[Path], value: str, loss: str
 ) -> tuple[dict[RunScale, dict[float, dict[Hashable, float]]], list[ScaleAxis], list[str]]:
-    """Return (losses by size, value and seed; the axes along which sizes are given; the column names of all rows)."""
+    """Return the losses by size, value and seed; the columns that give the size; and the names of all columns."""
     if value.lower() in ("loss", "seed"):
         raise InputError(f"--value {value}: give the column of the swept hyperparameter, e.g. lr")
     if folders:
@@ -297,11 +277,8 @@ def _runs_by_size(
 def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
     """Check that all runs of a size end at the same step. ``ends`` are the last points of the runs.
 
-    A run may end earlier if its last loss is not finite. Nothing is checked if the swept ``value`` is an axis of size
-    such as batch, which may change the number of steps.
-
-    Raises:
-        InputError: if a run ends before another one of its size.
+    A run may end earlier if its last loss is not finite. Nothing is checked if the swept ``value`` is a size, such as
+    the batch, because it may change the number of steps.
     """
     if value in AXES:
         return
@@ -316,13 +293,9 @@ def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
 
 
 def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
-    """Return the loss curves in a folder or file: a list with a curve for each run, by the name of the size. The
-    smallest size is first.
+    """Return the loss curves of all runs in a folder or file, by the name of the size; the smallest size is first.
 
-    If the folder contains run folders of leaven, only these are read. Otherwise each row of a file is a point of a
-    curve, with the columns ``loss`` and tokens or step; rows without a loss are left out. The columns width, depth
-    and batch give the size, and the column seed distinguishes runs. Without the column seed, all rows of a size in a
-    file are one run. Without size columns, the size is the name of the file's subfolder, or else of the file.
+    docs/concepts/checks.md describes the files. ``loss`` is the column of the loss; rows without a loss are left out.
 
     Raises:
         InputError: if there are no curves, a column is missing or contains no numbers, the size of a curve is not
@@ -367,11 +340,7 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 
 
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
-    """Return the points of a run. If a resumed run repeats steps, the last row of a step counts.
-
-    Raises:
-        InputError: if a time is not a number of at least 0, or the rows may be of two runs.
-    """
+    """Return the points of a run. If a resumed run has several rows for a step, the last one counts."""
     run: dict[float, float] = {}
     furthest = -1.0
     for row in rows:
@@ -394,7 +363,7 @@ def _points(rows: Sequence[LoggedRow], time: str) -> Points:
 
 
 def _by_numbers(name: str) -> list[str | float]:
-    """Return a sort key for a name that compares numbers in it by value; 1k is 1000 (see UNITS)."""
+    """Return a sort key for a name, by which numbers in names are compared as numbers: 900k comes before 1b."""
     texts = re.split(r"(\d+(?:\.\d+)?(?:e\d+)?)(?:([kmbt])(?![a-z]))?", name.lower())
     numbers = [float(number) * UNITS[unit or ""] for number, unit in zip(texts[1::3], texts[2::3], strict=True)]
     return [part for pair in zip(texts[::3], [*numbers, 0.0], strict=True) for part in pair]
@@ -410,11 +379,7 @@ def _own_runs(path: Path, loss: str) -> list[Path]:
 
 
 def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, Recipe, RunFolder]]:
-    """Return the size, recipe and folder of each run. Batch and tokens of a size are absolute numbers, not ratios.
-
-    Raises:
-        InputError: if the recipes of a size differ in another value than those at the paths ``free``.
-    """
+    """Return the size, recipe and folder of each run. The batch and tokens of a size are tokens here, not ratios."""
     found = []
     firsts: dict[RunScale, tuple[Path, Recipe]] = {}
     for folder in folders:

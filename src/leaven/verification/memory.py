@@ -1,8 +1,8 @@
 """The memory check: does a rank need as much memory as the planner says?
 
 The planner computes the memory of a rank from formulas. The dry run (:mod:`leaven.verification.dry_run`) executes
-training steps without data and records every allocation. The comparison of the two leaves out memory that is not in
-tensors: the device context, kernels and fragmentation.
+training steps without data and records every allocation. Only the memory of tensors is compared, without the device
+context, kernels and fragmentation.
 """
 
 import time
@@ -33,9 +33,6 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
     """Return the recipe with the layout that ``text`` describes, such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``.
 
     Keys of the layout that are not in the text get their defaults.
-
-    Raises:
-        InputError: if the text is not a layout.
     """
     layout, micro_batch = parse_layout(text)
     changes: dict[str, Any] = {"layout": layout.model_dump()}
@@ -43,11 +40,11 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
 
 
 def rehearsal(recipe: Recipe) -> Recipe:
-    """Return a recipe that needs the same memory but has shorter steps, for a dry run.
+    """Return a recipe for a dry run, which needs the same memory but has shorter steps.
 
-    A step of the new recipe has at most twice as many micro-batches as the pipeline has ranks. Only the schedule
-    "gpipe", which has all micro-batches in flight at once, keeps their number. The new recipe has no start weights
-    and no batch ramp.
+    Its steps have at most twice as many micro-batches as the pipeline has ranks. With the schedule "gpipe", the
+    number of micro-batches stays, because all of them are in memory at once. The recipe has no start weights and no
+    batch ramp.
 
     Raises:
         InputError: if the recipe cannot be trained in its layout.
@@ -82,9 +79,6 @@ def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stage
     """Return the ranks to check: the given ``ranks`` or, by default, the first rank of some pipeline stages.
 
     The default stages are the first, the second and the last, or all stages if ``all_stages`` is true.
-
-    Raises:
-        InputError: if the layout has no such rank.
     """
     if ranks:
         beyond = [rank for rank in ranks if rank >= layout.ranks]
@@ -130,7 +124,7 @@ def check_memory(
 
 
 def tensors(recipe: Recipe) -> TrainingCode:
-    """Return the planner's constants of leaven's trainer, for tensors only."""
+    """Return the planner's constants of leaven's trainer, without memory outside of tensors."""
     code = LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16
     code = code.tensors_only().with_muon(recipe.hyperparameters.ns_steps)
     return code.averaging(recipe.average is not None)
@@ -140,8 +134,8 @@ def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[M
     """Return rows that compare the planned memory of a rank with the memory of its dry run.
 
     The first two rows are judged: the memory between steps, and the peak. The rows of the parts of the peak, such as
-    gradients, are not judged. The planner adds the largest sizes of all parts, which may occur at different moments,
-    but the dry run measures all parts at one moment.
+    gradients, are not judged: the planner adds the largest size of each part, and the dry run measures all parts at
+    one moment.
     """
     pairs = {
         "between steps": (planned.states, taken.stays.total()),

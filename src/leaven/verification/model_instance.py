@@ -1,6 +1,6 @@
 """One model that a check trains, and the settings of one training run.
 
-Checks get their models from a family, which makes models of any width and depth from a recipe (recipe_family.py,
+A check gets its models from a family. A family makes models of any width and depth from a recipe (recipe_family.py,
 small_models.py) or with a user's factory function (foreign.py).
 """
 
@@ -36,14 +36,14 @@ class RunSetting:
     """The scale and hyperparameters of one training run."""
 
     scale: RunScale
-    value: float  # value of ``quantity`` in the recipe before scaling, or a multiple of the factory's value
+    value: float  # of ``quantity``: the value in the recipe before scaling, or a multiple of the factory's value
     seed: int = 0
     quantity: Quantity = "lr"  # the hyperparameter that is set
     ruled: bool = True  # whether the scaling rule adapts hyperparameters to the batch and tokens
 
     @property
     def ruled_scale(self) -> RunScale:
-        """The scale at which the rule computes hyperparameters; its batch and tokens are 1 unless ``ruled``."""
+        """The scale for which the rule computes hyperparameters. Without ``ruled``, its batch and tokens are 1."""
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 
 
@@ -54,8 +54,8 @@ class ModelInstance:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batches: Batches
-    seed: int  # selects the batches to train on
-    label: Callable[[str], str | None]  # returns the label of a module or parameter, or None to leave it out
+    seed: int  # of the batches
+    label: Callable[[str], str | None]  # takes the name of a module or parameter, returns its label; None: left out
 
     def loss(self, step: int) -> Tensor:
         """Return the mean cross-entropy on the batch of a step, in nats per token."""
@@ -81,9 +81,9 @@ def block_labels(model: nn.Module) -> Callable[[str], str]:
     """Return the function that maps the name of a module or parameter to its label.
 
     The label is the name without ``.weight`` and without the block's number, so that all blocks share labels. For
-    example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. The blocks are the members of an
-    ``nn.ModuleList``, or of an ``nn.Sequential`` if they are all of one type and have submodules. A list inside a
-    block has no blocks.
+    example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. Blocks are the members of an ``nn.ModuleList``.
+    Members of an ``nn.Sequential`` are blocks if they are all of one type and have submodules. Members of a list
+    inside a block are not blocks.
     """
     lists: list[str] = []
     for path, module in model.named_modules():
@@ -109,11 +109,11 @@ def _lists_blocks(module: nn.Module) -> bool:
 
 
 def own_labels(model: nn.Module) -> Callable[[str], str]:
-    """Return the function that maps a name in leaven's own transformer to its label: the label of
-    :func:`block_labels` without ``layers.``.
+    """Return the function that maps a name in leaven's own transformer to its label.
 
-    A block is labelled "residual", because it returns the residual stream. The model is labelled "unembedding",
-    because it returns the logits.
+    This is the label of :func:`block_labels` without ``layers.``, with two exceptions. A block has the label
+    "residual", because it returns the residual stream. The model has the label "unembedding", because it returns the
+    logits.
     """
     plain, named = block_labels(model), {"output": "unembedding", "layers": "residual"}
 

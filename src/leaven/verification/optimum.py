@@ -1,7 +1,7 @@
 """Find the best value of a swept hyperparameter, its confidence interval, and the cost of using another value.
 
-Losses are in nats per token. Values of the hyperparameter are given as their log2, in octaves. In the shapes of
-arrays, "..." stands for optional leading dimensions. They contain bootstrap samples, which are computed all at once.
+Losses are in nats per token. Values of the hyperparameter are in octaves: their log2. In the shapes of arrays, "..."
+stands for a dimension of bootstrap samples, which some arrays do not have.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -26,17 +26,16 @@ DRAWS = 1000  # bootstrap samples
 
 @dataclass(frozen=True)
 class LossGrid:
-    """The losses at the values of a hyperparameter. Values with a diverged run are left out of the fields but the
-    last."""
+    """The losses at the values of a hyperparameter. A value with a diverged run is only in the field ``diverged``."""
 
     octaves: Array  # (values,), log2 of the values
     runs: tuple[Mapping[Hashable, float], ...]  # for each value, the losses by seed
-    means: Array  # (..., values), mean losses; effects of seeds are removed if values have different seeds
+    means: Array  # (..., values), mean losses; if values have different seeds, without the effects of seeds
     diverged: Array  # log2 of the values at which a run diverged
 
     @classmethod
     def of(cls, losses: Mapping[float, Mapping[Hashable, float] | Sequence[float]]) -> "LossGrid":
-        """Return the grid for the losses of all seeds at each value. A sequence has the losses of the seeds 0, 1, ...
+        """Return the grid for the losses at each value: by seed, or as a list for the seeds 0, 1, 2 and so on.
 
         The loss of a diverged run must be NaN or infinite.
         """
@@ -58,7 +57,7 @@ class LossGrid:
     def noise(self) -> float | None:
         """The standard deviation of the loss between seeds, or None if no value has two runs.
 
-        The variance is averaged over the `POINTS` values of the hyperparameter around the lowest mean loss.
+        The variance is the average over the `POINTS` values of the hyperparameter around the lowest mean loss.
         """
         near = [list(self.runs[place].values()) for place in self._points(self.means.argmin(-1))]
         freedom = [len(losses) - 1 for losses in near]
@@ -147,9 +146,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Runs:
-    """A linear model of the N runs of a grid: loss = effect of the value + effect of the seed + noise.
+    """A least-squares fit to the N runs of a grid: loss = effect of the value + effect of the seed + noise.
 
-    The model has effects of seeds if it is ``paired`` and the runs determine these effects.
+    It has effects of seeds if it is ``paired`` and the runs determine these effects.
     """
 
     value: NDArray[np.int64]  # (N,), index of the value of each run
@@ -177,8 +176,8 @@ class _Runs:
         return cls(value, inverse[: len(runs)], fitted[: len(runs)], noise, len(losses) - columns.shape[1])
 
     def pools(self) -> list[Array]:
-        """Return, for each value, the residuals from which a bootstrap draws: those of the value, or those of all
-        values if the value has fewer than two."""
+        """Return, for each value, the residuals from which a bootstrap draws: its own, or if it has fewer than two,
+        those of all values."""
         known = np.isfinite(self.noise)
         own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]
         return [pool if len(pool) > 1 else self.noise[known] for pool in own]
@@ -189,11 +188,10 @@ def estimate(
 ) -> Estimate:
     """Return ``of(grids)`` with its 95% bootstrap interval over seeds.
 
-    For each value of the hyperparameter, independently, the bootstrap draws as many runs as the value has, with
-    replacement. It draws deviations of losses from their mean. A value with one run draws from the deviations of all
-    values of the grid. The deviations are scaled up for two reasons: with n seeds they are too small by the factor
-    sqrt((n - 1) / n), and the noise estimated from few runs is uncertain, so they are multiplied by the ratio of the
-    97.5% quantiles of Student's t distribution and the normal distribution.
+    For each value of the hyperparameter, the bootstrap draws with replacement as many deviations of losses from their
+    mean as the value has runs. A value with one run draws from the deviations at all values. The deviations are
+    scaled up twice. With n seeds they are too small by the factor sqrt((n - 1) / n). And because few runs show the
+    noise only roughly, they are multiplied by the 97.5% quantile of Student's t / that of the normal distribution.
 
     ``paired``: ``of`` depends only on differences of losses within each grid. Then the effect of a seed, which is the
     same at all values, is not noise. It is removed from the deviations if every seed has runs at several values.
@@ -219,10 +217,10 @@ def estimate(
 
 
 def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
-    """Compare the optima of two scales, and return (shift, regret).
+    """Return the (shift, regret) between two scales, which sweep.py explains.
 
     The shift is the distance in octaves from the best value of ``base`` to that of ``target``. The regret is the loss
-    in nats that the base's best value costs at ``target``, compared with the best value there.
+    at ``target`` with the base's best value, minus the lowest loss there, in nats.
     """
 
     def regret(grids: Sequence[LossGrid]) -> Array:
@@ -234,10 +232,9 @@ def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
 
 
 def exponent(grids: Mapping[float, LossGrid]) -> Estimate:
-    """Return the exponent with which the best value grows over the size of the scale.
+    """Return the exponent of the best value over the size: the least-squares slope of log2 value over log2 size.
 
-    ``grids`` maps the size of each scale (such as its width) to its losses. The exponent is the least-squares slope
-    of log2 of the best value over log2 of the size.
+    ``grids`` has the losses at each size, such as a width.
     """
     ratios = np.log2(list(grids))
     ratios -= ratios.mean()

@@ -26,7 +26,7 @@ class RecipeFamily:
     """The training runs of a recipe at any scale."""
 
     recipe: Recipe
-    unit = "base value"  # what RunSetting.value is
+    unit = "base value"  # a RunSetting.value is the value in the recipe, before scaling
 
     @property
     def name(self) -> str:
@@ -57,11 +57,7 @@ class RecipeFamily:
         return transfer(self.recipe, width=scale.width, depth=scale.depth).model.params
 
     def value(self, quantity: Quantity) -> float:
-        """Return the recipe's value of a hyperparameter.
-
-        Raises:
-            InputError: if the recipe has no value for this hyperparameter, or the value is 0 and cannot be swept.
-        """
+        """Return the recipe's value of a hyperparameter."""
         hyperparameters = self.recipe.hyperparameters
         if quantity == "init_std" and hyperparameters.init != "rule":
             raise InputError(
@@ -76,9 +72,9 @@ class RecipeFamily:
         return value
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """Return the exponent with which the rule scales a hyperparameter over the batch or tokens.
+        """Return the exponent with which the rule scales a hyperparameter over the batch or the tokens.
 
-        For width and depth, return 0, because the rule scales each tensor differently over them.
+        Over width and depth, return 0, because there the rule scales each tensor differently.
         """
         scaling = self.recipe.scaling
         cell = RULES[scaling.rule].columns.get(quantity)
@@ -88,11 +84,7 @@ class RecipeFamily:
         return round(math.log2(cell.factor(at, scaling)), 12)
 
     def trial(self, setting: RunSetting) -> "RecipeTrial":
-        """Return the training run of a setting, which can be executed in any process.
-
-        Raises:
-            InputError: if the recipe is invalid with this setting.
-        """
+        """Return the training run of a setting."""
         recipe, scale = self.recipe, setting.scale
         batch_tokens, tokens = round(self.batch_tokens * scale.batch), round(self.tokens * scale.tokens)
         moved = transfer(recipe, width=scale.width, depth=scale.depth, batch_tokens=batch_tokens, tokens=tokens)
@@ -123,7 +115,7 @@ class RecipeTrial:
 
     @property
     def key(self) -> str:
-        """A hash of everything in the recipe that affects the loss. Names and reasons do not affect the hash."""
+        """A hash of everything in the recipe that affects the loss, so not of names and reasons."""
         document = self.recipe.model_dump(mode="json", exclude=NOT_NUMBERS)
         return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
 
@@ -137,10 +129,6 @@ class RecipeTrial:
 
 
 def recipe_models(recipe: Recipe, prepare: Prepare) -> RecipeFamily:
-    """Return the family of models of a recipe. ``prepare`` tokenises the recipe's text.
-
-    Raises:
-        InputError: if the recipe cannot be trained.
-    """
+    """Return the training runs of a recipe at any scale, after its text was tokenised with ``prepare``."""
     check_trainable(recipe, prepare(recipe.data, recipe.model.vocab_size))
     return RecipeFamily(recipe)

@@ -1,7 +1,7 @@
-"""Execute many training runs and save each result at once, so that no run is repeated.
+"""Train the runs of a check in worker processes, and save each result as soon as the run ends.
 
-The key of a run is a hash of everything that determines its loss. So several checks can share a folder, and a check
-that was stopped or killed resumes with the missing runs.
+A result is saved under a key, the hash of everything that determines the loss of the run. So several checks can share
+a folder, and a check that was stopped or killed resumes with the missing runs.
 """
 
 import json
@@ -27,7 +27,7 @@ Key = TypeVar("Key")
 
 
 class ChecksStopped(Exception):
-    """The error raised if the runs were stopped before all had finished. Finished runs are saved."""
+    """The runs were stopped before all had finished. The finished runs are saved."""
 
 
 class RunStore:
@@ -43,7 +43,7 @@ class RunStore:
         on_run: Callable[[int, int], None] = lambda done, total: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Set up without starting workers.
+        """Create the store without starting workers.
 
         ``on_run`` is called with the number of finished runs and the number of all runs. ``stop`` is called
         repeatedly, and the runs stop once it returns true.
@@ -60,7 +60,8 @@ class RunStore:
         self._resources.close()
 
     def run(self, trials: Iterable[CheckTrial]) -> Callable[[CheckTrial], Outcome]:
-        """Run the trials that have no result yet, the longest first. Return a function from a trial to its outcome.
+        """Run the trials that have no result yet, the longest first. Return a function that takes a trial and returns
+        its outcome.
 
         Raises:
             InputError: if the folder is in use or cannot be created, or a run's process dies twice.
@@ -96,7 +97,7 @@ class RunStore:
         return lambda trial: self._ended[trial.key]
 
     def losses(self, family: ModelFamily, settings: Mapping[Key, RunSetting], seeds: int) -> dict[Key, list[float]]:
-        """Train each setting with the seeds 0 to ``seeds - 1``. Return a setting's losses under its key."""
+        """Train each setting with the seeds 0 to ``seeds - 1``, and return the losses under the setting's key."""
         trials = {
             key: [family.trial(replace(setting, seed=seed)) for seed in range(seeds)]
             for key, setting in settings.items()
@@ -112,7 +113,7 @@ class RunStore:
     def _open(self) -> WorkerPool:
         """Return the worker pool. The first call locks the folder, reads the saved results and starts the workers.
 
-        Lines of the results file that contain no outcome are ignored.
+        Lines of the file that are not outcomes are ignored.
 
         Raises:
             InputError: if the folder is in use or cannot be created, or has the result of a check without its runs.

@@ -1,5 +1,8 @@
-"""Size checks: train small models of several widths and depths for some steps, and compare measurements over the
-sizes."""
+"""Size checks: train small models of several widths and depths for a few steps, and compare what is measured in them.
+
+For example, the check ``coordinates`` measures the RMS of every module's output. A module passes if the RMS does not
+change with the width and depth, apart from the exceptions that coordinates.py lists.
+"""
 
 import math
 from abc import ABC, abstractmethod
@@ -31,6 +34,12 @@ NOT_FINITE = "not finite: lower the lr?"
 Measured = TypeVar("Measured")
 """The type of the measurements that a check makes of one module or parameter in one run."""
 
+Means = Mapping[str, Sequence[float]]
+"""For each measured number by name, the geometric means over seeds at all sizes."""
+
+Slopes = Mapping[str, float | None]
+"""For each measured number by name, the slope of log2 of its mean over log2 of the size."""
+
 
 @dataclass(frozen=True)
 class SizeAxis:
@@ -51,7 +60,7 @@ class SizeAxis:
 
 @dataclass(frozen=True)
 class SizeCheck(ABC, Generic[Measured]):
-    """A check that trains for a few steps. Subclasses define what is measured in a model and when a module passes."""
+    """A check over model sizes. Subclasses define what is measured in a model, and when a module passes."""
 
     family: SmallModels | ForeignFamily  # makes the models
     widths: Sequence[int]
@@ -63,7 +72,7 @@ class SizeCheck(ABC, Generic[Measured]):
 
     name: ClassVar[str]
     quantity: ClassVar[str]  # description of the number by which a module is judged
-    start: ClassVar[CheckStart]  # initial values at which small models show the exponents of large ones
+    start: ClassVar[CheckStart]  # initial values with which small models change with size as large models do
     start_normed: ClassVar[CheckStart]  # the same for models whose branches end in a norm
     parts: ClassVar[tuple[str, ...]]  # the names of the numbers that are measured for each module
     drawn: ClassVar[tuple[str, ...]]  # the names in ``parts`` that are drawn as curves over the size
@@ -84,9 +93,8 @@ class SizeCheck(ABC, Generic[Measured]):
     ) -> Self:
         """Return the check of a recipe, or of a user's factory function ``module:factory``.
 
-        If no widths are given, widths that fit the recipe are chosen. ``source`` (the text to train on) and ``alpha``
-        (the rule multiplies branches by depth^-alpha) are only for factories. ``grow_heads`` is only for recipes.
-        ``options`` are steps, seeds and lr_factor.
+        The arguments are the options of ``leaven check coordinates``; ``options`` are steps, seeds and lr_factor. By
+        default, the four widths are from about 64 to 512, and fit the recipe.
 
         Raises:
             InputError: if there are fewer than two sizes, or a size does not fit the recipe or factory.
@@ -119,26 +127,19 @@ class SizeCheck(ABC, Generic[Measured]):
 
     @abstractmethod
     def record(self, instance: ModelInstance) -> Mapping[str, Measured]:
-        """Train a model, and return a mapping from the label of each module to its measurements."""
+        """Train a model and return the measurements of its modules, by the labels of the modules."""
 
     @abstractmethod
     def judge(
-        self,
-        axis: SizeAxis,
-        module: str,
-        lines: Sequence[Sequence[Measured]],
-        means: Mapping[str, Sequence[float]],
-        slopes: Mapping[str, float | None],
+        self, axis: SizeAxis, module: str, lines: Sequence[Sequence[Measured]], means: Means, slopes: Slopes
     ) -> VerdictRow:
         """Return the row that says whether a module passes.
 
-        ``lines`` contains the measurements of the module for each size and, within a size, for each seed. ``means``
-        maps the name of a measured number to a list with its geometric mean over seeds at each size. ``slopes`` maps
-        the same names to the slope of log2 of the mean over log2 of the size.
+        ``lines`` has the module's measurements for each size, and within a size for each seed.
         """
 
     def value(self, measured: Measured, part: str, axis: SizeAxis) -> float:
-        """Return the number named ``part`` of a module's measurements. Subclasses may use the axis."""
+        """Return the number named ``part`` of a module's measurements. It may depend on the axis in a subclass."""
         value: float = getattr(measured, part)
         return value
 
@@ -153,21 +154,23 @@ class SizeCheck(ABC, Generic[Measured]):
         return tuple(axis for axis in (width, depth) if len(axis.scales) > 1)
 
     def exact_rows(self) -> Sequence[VerdictRow]:
-        """Return rows that are computed without training. Here the list is empty; a subclass may add rows."""
+        """Return rows that are computed without training. A check has none by default."""
         return ()
 
     def _measure(self, scale: RunScale, seed: int, labels: set[str]) -> Mapping[str, Measured]:
-        """Return the measurements of a model. The first model fills ``labels`` with the labels of its parameters;
-        later models must have all of them."""
+        """Train a model and return its measurements.
+
+        ``labels`` are those of the parameters of the first model, which fills this set. Later models must have them.
+        """
         instance = self.family.build(scale, seed)
         found = {str(instance.label(name)) for name, _ in instance.model.named_parameters()}
         if not labels:
             labels |= found
         if missing := labels - found:
             raise InputError(
-                f"{self.family.name}: the smallest model has a parameter {min(missing)}, that of width {scale.width} "
-                f"and depth {scale.depth} has none; keep the blocks, and nothing else, in an nn.ModuleList or "
-                "nn.Sequential, so that other modules keep their names"
+                f"{self.family.name}: the smallest model has a parameter {min(missing)}, but the model of width "
+                f"{scale.width} and depth {scale.depth} has not; put the blocks, and nothing else, into an "
+                "nn.ModuleList or nn.Sequential, so that other modules keep their names"
             )
         return self.record(instance)
 

@@ -25,27 +25,27 @@ from leaven.verification.recipe_family import RecipeFamily
 WIDTH, TIMES = 64, (1, 2, 4, 8)  # the smallest width, and the widths as multiples of it
 DEPTHS = (2, 4, 8, 16)
 EXPERT_DEPTHS = (4, 8, 16)
-"""Depths of models with experts. At depth 2, three quarters of all branches come before the MLP of the middle block,
-in deep models one half. Experts change more in a step than one MLP, so the change of this MLP's input falls with the
-depth (a slope of -0.22 from depth 2 to 8)."""
+"""Depths of models with experts. A check over depth measures the middle block. Before its MLP come three quarters of
+all branches at depth 2, but one half in deep models. Experts change more in a step than a dense MLP, so from depth 2
+to 8 the change of this MLP's input falls with the depth (a slope of -0.22)."""
 
 VOCABULARY, SEQ_LEN = 4096, 256
-"""The largest vocabulary and sequence length of the small models. No scaling rule depends on them."""
+"""The largest vocabulary and sequence length of the small models. Scaling rules do not depend on them."""
 
 LARGEST_GROUP = 8
-"""The largest number of query heads per kv head. With a head dimension of 8, it gives a width of 64."""
+"""The largest number of query heads per kv head. Eight heads with a head dimension of 8 give a width of 64."""
 
 
 def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
-    """Return (recipe, changes): the recipe with a model of width 64 or a nearby width, and what else has changed.
+    """Return the recipe with a model of about width 64, and a text such as "d_head 128 -> 64" for each other change.
 
-    ``changes`` contains a text such as "d_head 128 -> 64" for each changed proportion, vocabulary or sequence length.
+    Other changes are those of proportions, vocabulary and sequence length.
     """
     shape = _fitted(recipe.model)
     sizes: dict[str, Any] = {"seq_len": min(shape.seq_len, SEQ_LEN)}
     if shape.experts:
-        # The MLP of a first block reads little but the embedding. Unlike others, it changes mostly through its own
-        # weights, and in small models this change falls with the width (slopes from -0.15 to -0.18).
+        # The MLP of the first block reads little but the embedding. So its output changes mostly because its own
+        # weights change, and in small models this change falls with the width (slopes from -0.15 to -0.18).
         sizes["experts"] = shape.experts.model_copy(update={"dense_layers": 0})
     # The vocabulary of another tokenizer, or of token ids, has a fixed size.
     if recipe.data.tokenizer == "bpe" and not any(source_parts(each).ids for each in recipe.data.sources):
@@ -70,7 +70,7 @@ def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
 
 
 def _fitted(shape: ModelShape) -> ModelShape:
-    """Return the shape at width 64 or, if it does not fit, at a nearby width in similar proportions."""
+    """Return the shape at width 64. If 64 does not fit, return a shape of a nearby width in similar proportions."""
     try:
         return shape.scaled(WIDTH, DEPTHS[0])
     except ValueError:
@@ -119,16 +119,14 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
     A rule says how activations and gradients change with the size of large models. With these initial values, models
     that are small enough for a check change in the same way:
 
-    - The embedding starts at RMS 1. If it were smaller, the residual stream of a model with two layers would consist
-      mostly of the outputs of branches. Their sum changes with the depth L as L^(1/2 - alpha), so the exponents of
-      the gradients inside blocks would be wrong.
-    - The unembedding starts at RMS 1/width. If it were larger, the first gradient of the final norm's gain would be
-      of order 1/width^2, and the logits would hardly change in the first steps. So do routers: larger logits would
-      fall towards 0 with the width, and change the weights of the experts. If embedding and unembedding are
+    - The embedding starts at RMS 1. With a smaller one, the residual stream of a model with two layers would be
+      mostly the outputs of branches. The sum of these outputs changes with the depth L as L^(1/2 - alpha), so the
+      gradients inside blocks would have wrong exponents.
+    - The unembedding starts at RMS 1/width. With a larger one, the first gradient of the final norm's gain would be
+      of order 1/width^2, and the logits would hardly change in the first steps. If embedding and unembedding are
       tied, a multiplier makes the logits smaller instead (:meth:`SmallModels.table`).
-
-    Raises:
-        InputError: if the width does not fit the recipe.
+    - Routers start at RMS 1/width, too. Larger logits of the experts would fall towards 0 with the width, and so
+      change the weights with which experts are added.
     """
     try:
         recipe.model.scaled(width, depth)
@@ -156,17 +154,16 @@ class SmallModels(RecipeFamily):
 
     @property
     def alpha(self) -> float:
-        """The exponent alpha of the rule, which multiplies residual branches by depth^-alpha. 1 if the rule has no
-        alpha."""
+        """The rule multiplies residual branches by depth^-alpha. If the rule has no alpha, this is 1."""
         scaling = self.recipe.scaling
         return scaling.alpha if "alpha" in RULES[scaling.rule].residual.text else 1.0
 
     def table(self, recipe: Recipe) -> ParameterTable:
-        """Return the parameter table of this family's recipe at any scale.
+        """Return the parameter table of this family's recipe at some scale.
 
-        A matrix that is both embedding and unembedding cannot start at RMS 1 and at RMS 1/width. So it starts at RMS
-        1, and its multiplier for the logits is divided by the width of the recipe's base. This does not change any
-        exponent, because the base is the same at every scale.
+        A tied matrix, both embedding and unembedding, cannot start at RMS 1 and at RMS 1/width. So it starts at RMS
+        1, and its multiplier for the logits is divided by the width of the recipe's base. The base is the same at
+        every scale, so no exponent changes.
         """
         table = parameter_table(recipe)
         rows = tuple(
@@ -176,11 +173,9 @@ class SmallModels(RecipeFamily):
         return replace(table, rows=rows)
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
-        """Return a new model at a scale, with its optimizer and batches. The batch and tokens of the scale change
-        only the settings of the optimizer.
+        """Return a new model at a scale, with its optimizer and batches.
 
-        Raises:
-            InputError: if the recipe cannot have this width and depth.
+        The batch and tokens of the scale change only the settings of the optimizer, not the batches.
         """
         shape = self.recipe.model
         recipe = transfer(

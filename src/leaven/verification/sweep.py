@@ -2,32 +2,32 @@
 
 The checks transfer (over width and depth), duration, batch, decay and init all use sweeps. A sweep trains models on a
 grid of values of one hyperparameter, with several seeds for each value, at two or more scales. The first scale is the
-base, and each other scale is compared with the base. The grid contains values for the base. At another scale, the
-scaling rule converts each value of the grid before training. So if the rule is right, the same value of the grid is
-the best at all scales. Runs that somebody else has trained are compared in the same way (logged_runs.py).
+base, with which the others are compared. The grid has values for the base. At another scale, the scaling rule
+converts each value of the grid before training. So if the rule is right, the same value of the grid is the best at
+all scales. Runs that somebody else has trained are compared in the same way (logged_runs.py).
 
-For each other scale, a sweep measures three numbers (compare Kalra and Barkeshli 2026, arXiv 2605.21486):
+For each other scale, a sweep measures two numbers (compare Kalra and Barkeshli 2026, arXiv 2605.21486):
 
-- The shift is the distance in octaves from the best value of the base to the best value of the other scale.
-- The regret is the loss in nats that the base's best value costs at the other scale, compared with the best value
-  there.
-- The noise is the spread of the loss between seeds.
+- The shift is the distance in octaves from the best value of the base to the best value of the other scale. For
+  example, best lrs of 0.01 and 0.005 are a shift of -1.
+- The regret is what the base's best value costs at the other scale: its loss there, in nats, minus the lowest loss.
 
 A flat optimum shifts easily at no cost, and at a steep optimum a small shift is expensive. So both shift and regret
-are judged. A check must not pass only because of noise. So the 95% bootstrap intervals of the shift and the regret
-are compared with limits:
+are judged. A check must not pass because of noise, so the limits are compared with the 95% bootstrap intervals of the
+shift and the regret:
 
 - The check passes if the upper end of the regret is within its limit. It also passes if both ends of the shift and
   the lower end of the regret are within their limits.
 - It fails if the lower end of the regret is above its limit, or the whole interval of the shift is beyond its limit.
 - Otherwise it is undecided, which does not count as passed.
 
-A value with a diverged run is left out at that scale, because the value then has no finite mean loss. If the best
-value of the base diverges at another scale, the check fails.
+A value with a diverged run is left out at that scale, because it has no finite mean loss. If the best value of the
+base diverges at another scale, the check fails.
 
 If the best value of a scale is at the edge of its grid, the grid is extended by one step, or halfway to a value
-beyond the edge that diverged. This is repeated up to :data:`EXTENSIONS` times. If the best value still is at the
-edge, the check fails if the base's best value already costs too much at this scale; otherwise it is undecided.
+beyond the edge that diverged. This is repeated up to :data:`EXTENSIONS` times. If the best value of the base is then
+still at the edge, the check is undecided, and the other scales are not trained. If that of another scale is, the
+check fails if the base's best value already costs too much there; otherwise it is undecided.
 """
 
 import math
@@ -59,7 +59,7 @@ class SweptValue:
     option: str  # command-line option for the grid
     octaves: tuple[int, ...]  # the default grid: log2 of (value / value of the recipe or factory)
     shift_limit: float  # allowed change of the best value, in octaves: half a step of the grid
-    more_seeds: str = "--seeds"  # how to ask for more seeds; a number follows
+    more_seeds: str = "--seeds"  # in messages, how to get more seeds; a number follows
 
     @property
     def label(self) -> str:
@@ -85,11 +85,11 @@ def sweep(
     store: RunStore,
     seeds: int = 3,
 ) -> tuple[CheckDocument, dict[RunScale, LossGrid]]:
-    """Run or resume a sweep. Return its document and the losses at each scale.
+    """Run or resume a sweep. Return its document and the losses at each scale that was trained.
 
-    ``family`` makes the models. The first of the ``scales`` is the base, with which the others are compared. ``grid``
-    contains values of a recipe before scaling, or multiples of a factory's value. By default, the grid is around the
-    value of the recipe or factory.
+    ``family`` makes the models. The first of the ``scales`` is the base, with which the others are compared. If the
+    base has no best value inside its grid, the others are not trained. ``grid`` contains values of a recipe before
+    scaling, or multiples of a factory's value. By default, the grid is around the value of the recipe or factory.
 
     Raises:
         InputError: if there are fewer than two scales or fewer than three values, if the family has no model at a
@@ -100,7 +100,10 @@ def sweep(
     values = sorted(set(grid or (family.value(quantity) * 2.0**octave for octave in swept.octaves)))
     if len(scales) < 2 or len(values) < 3:
         raise InputError(f"this check needs at least two scales and three values of {swept.label} ({swept.option})")
-    _, losses = extended(family, quantity, dict.fromkeys(scales, values), store, seeds)
+    base, *others = scales
+    _, losses = extended(family, quantity, {base: values}, store, seeds)
+    if losses[base].has_optimum and not losses[base].edge:  # else every row is undecided, whatever the others show
+        losses |= extended(family, quantity, dict.fromkeys(others, values), store, seeds)[1]
     names = labels(scales)
     settings = {
         "rule": family.rule,
@@ -125,17 +128,18 @@ def compare(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> CheckDocument:
-    """Return the document that compares the best value at the first scale with those at the other scales.
+    """Return the document that compares the best values at the other scales with that of the base, the first scale.
 
-    ``names`` has a short name of each scale. ``ruled`` has the exponents with which the rule scales the value over
-    the batch and tokens. ``settings`` are the settings in the document, at least rule and unit.
+    ``names`` has a short name of each scale, the base first, and ``losses`` the scales that were trained. ``ruled``
+    has the exponents with which the rule scales the value over the batch and tokens. ``settings`` are the settings in
+    the document, at least rule and unit.
     """
-    base, *others = losses
+    base, *others = names
     return verdict(
         check,
         subject,
         f"shift of the best {swept.label} in octaves; regret of the base's best in nats per token",
-        [_row(swept, {names[base]: losses[base], names[scale]: losses[scale]}) for scale in others],
+        [_row(swept, names[base], losses[base], names[scale], losses.get(scale)) for scale in others],
         curves=list(_curves(swept, losses, names)),
         settings={
             **settings,
@@ -150,7 +154,7 @@ def compare(
 
 
 def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
-    """Return a mapping from each scale to a short name, such as ``64x4`` or ``tokens x2``, that distinguishes it."""
+    """Return a short name of each scale, such as ``64x4`` or ``tokens x2``, which contains what differs."""
 
     def label(scale: RunScale) -> str:
         parts = [f"{scale.width}x{scale.depth}"] if len({(s.width, s.depth) for s in scales}) > 1 else []
@@ -186,7 +190,7 @@ def extended(
     store: RunStore,
     seeds: int,
 ) -> tuple[dict[RunScale, list[float]], dict[RunScale, LossGrid]]:
-    """Train on the grid of each scale, and extend grids whose best value is at an edge. Return grids and losses."""
+    """Train on the grid of each scale, and extend grids with the best value at an edge. Return (grids, losses)."""
     extending = {scale: list(grid) for scale, grid in grids.items()}
     losses = losses_of(family, quantity, extending, store, seeds)
     for _ in range(EXTENSIONS):
@@ -231,11 +235,10 @@ def _exponents(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> list[MeasuredRow]:
-    """Return a row for each axis with the measured exponent of the best value, for example -0.9 if the best lr is
-    proportional to width^-0.9.
+    """Return a row for each axis with the measured exponent of the best value: -0.9 for a best lr of c x batch^-0.9.
 
-    ``losses`` are over values before the rule scales them, so the exponent fitted to the best of these values is the
-    error of the rule. The row has the sum of both: an exponent of -1 by the rule and 0.1 by the fit give -0.9.
+    ``losses`` are over values before the rule scales them. So the exponent that is fitted to the best of these values
+    is the error of the rule. The row has the sum: an exponent of -1 by the rule and 0.1 by the fit give -0.9.
     """
     found = []
     for axis in AXES:
@@ -288,20 +291,23 @@ def _curves(
             )
 
 
-def _row(swept: SweptValue, pair: Mapping[str, LossGrid]) -> VerdictRow:
-    """Return the row that compares two scales. ``pair`` maps the names of the base and of the other scale, in this
-    order, to their losses."""
-    limit, label, give = swept.shift_limit, swept.label, f"give {swept.option} around"
-    row = partial(VerdictRow, module=f"best {label}, octaves", axis=" -> ".join(pair), limit=limit)
-    (base, target), (_, name) = pair.values(), pair
+def _row(swept: SweptValue, base_name: str, base: LossGrid, name: str, target: LossGrid | None) -> VerdictRow:
+    """Return the row that compares a scale with the base, by the losses at both scales.
+
+    ``target`` are the losses at the scale called ``name``; None if it was not trained, because the base has no best
+    value inside its grid.
+    """
+    limit, label = swept.shift_limit, swept.label
+    row = partial(VerdictRow, module=f"best {label}, octaves", axis=f"{base_name} -> {name}", limit=limit)
+    unjudged = partial(row, slope=None, passed=False, undecided=True, beyond=0.0)
+    if target is None:
+        return unjudged(note=f"undecided: {name} was not trained, because {_no_optimum(swept, {base_name: base})}")
     if len(base.octaves) and (best := base.octaves[base.means.argmin()]) in target.diverged:
-        note = f"a loss of {name} is not finite, at {label} {2**best:.3g}"
+        note = f"the base's best {label}, {2**best:.3g}, diverges at {name}"
         return row(slope=None, passed=False, note=note, beyond=math.inf)
-    for each, grid in pair.items():
-        if not grid.has_optimum:
-            note = f"undecided: {each} has {len(grid.octaves)} values of {label} without a diverged run, and an "
-            note += f"optimum needs three; give {swept.option} below {2 ** min([*grid.octaves, *grid.diverged]):.3g}"
-            return row(slope=None, passed=False, undecided=True, note=note, beyond=0.0)
+    no_optimum = _no_optimum(swept, {base_name: base, name: target})
+    if not (base.has_optimum and target.has_optimum):
+        return unjudged(note=f"undecided: {no_optimum}")
     octaves, regret = shift(base, target)
     (low, high), (cheapest, dearest) = octaves.ends, regret.ends
     parts = {
@@ -315,7 +321,7 @@ def _row(swept: SweptValue, pair: Mapping[str, LossGrid]) -> VerdictRow:
         "regret, high": dearest,
         "noise": target.noise,
     }
-    seeds = max(len(runs) for grid in pair.values() for runs in grid.runs)
+    seeds = max(len(runs) for grid in (base, target) for runs in grid.runs)
     # Outside the target's grid the regret is extrapolated, and runs may diverge there.
     inside = bool(target.octaves[0] <= base.optimum() <= target.octaves[-1])
     passed, undecided, note, beyond = False, True, "", 0.0
@@ -324,16 +330,15 @@ def _row(swept: SweptValue, pair: Mapping[str, LossGrid]) -> VerdictRow:
         undecided, beyond = False, max(abs(octaves.value) - limit, 0.0)
         note = f"the base's best value costs {regret.value:.2g} nats, and the best {label} of {name} is at the edge "
         note += "of the grid or beyond"
-    elif edges := [each for each, grid in pair.items() if grid.edge]:
-        note = f"undecided: the best {label} of {' and '.join(edges)} is at the edge of the grid; "
-        note += f"{give} {pair[edges[0]].following:.3g}"
+    elif no_optimum:
+        note = f"undecided: {no_optimum}"
     elif octaves.low is None:
         note = f"undecided: one seed has no interval; give {swept.more_seeds} 3"
     elif dearest <= REGRET_LIMIT or (low >= -limit and high <= limit and cheapest <= REGRET_LIMIT):
         passed, undecided = inside, not inside
         if not inside:
             note = f"undecided: the base's best {label} is outside the grid of {name}; "
-            note += f"{give} {2 ** base.optimum():.3g}"
+            note += f"give {swept.option} around {2 ** base.optimum():.3g}"
     else:
         beyond = max(abs(octaves.value) - limit, 0.0)
         undecided = cheapest <= REGRET_LIMIT and low <= limit and high >= -limit
@@ -343,3 +348,21 @@ def _row(swept: SweptValue, pair: Mapping[str, LossGrid]) -> VerdictRow:
             note = f"the best {label} changes by a factor of {2**octaves.value:.2g}; "
             note += f"the base's best value costs {regret.value:.2g} nats"
     return row(slope=octaves.value, parts=parts, passed=passed, undecided=undecided, note=note, beyond=beyond)
+
+
+def _no_optimum(swept: SweptValue, grids: Mapping[str, LossGrid]) -> str:
+    """Return why the best value of a scale is unknown, and what to type. Return "" if all best values are known.
+
+    ``grids`` maps the names of the scales to their losses.
+    """
+    for name, grid in grids.items():
+        if not grid.has_optimum:
+            count, lowest = len(grid.octaves), 2 ** min([*grid.octaves, *grid.diverged])
+            few = f"{name} has {count} values of {swept.label} without a diverged run, and an optimum needs three"
+            return f"{few}; give {swept.option} below {lowest:.3g}"
+    edges = [name for name, grid in grids.items() if grid.edge]
+    if not edges:
+        return ""
+    following = grids[edges[0]].following
+    where = f"the best {swept.label} of {' and '.join(edges)} is at the edge of the grid"
+    return f"{where}; give {swept.option} around {following:.3g}"

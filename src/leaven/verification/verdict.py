@@ -1,7 +1,8 @@
-"""Make the document of a check, which contains its judged rows and its curves."""
+"""Make the document of a check from its judged rows and its curves."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,32 @@ from numpy.typing import NDArray
 from leaven.documents.checks import CheckDocument, VerdictCurve, VerdictRow
 
 
-def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow], **more: Any) -> CheckDocument:
-    """Return the document of a check. ``more`` contains the document's other fields.
+@dataclass(frozen=True)
+class Exponent:
+    """A measured exponent, and the range of exponents that a right rule gives."""
 
-    The check passes if at least one row passed, and no row is failed or undecided. The field ``fault`` of the
-    document is the module of the failed row that is farthest beyond its limit. If no row failed, ``fault`` is the
-    module of the undecided row that is farthest beyond its limit.
+    what: str  # what changes with this exponent
+    value: float
+    low: float  # lowest exponent under a right rule
+    high: float  # highest exponent under a right rule
+    limit: float  # how far outside this range the exponent may be
+
+    @property
+    def outside(self) -> float:
+        """The distance from the range, which is negative inside."""
+        return max(self.value - self.high, self.low - self.value)
+
+    @property
+    def beyond(self) -> float:
+        """The distance from the range, less the limit. The check fails if this is above 0."""
+        return self.outside - self.limit
+
+
+def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow], **more: Any) -> CheckDocument:
+    """Return the document of a check. ``more`` are its other fields, such as curves and settings.
+
+    The check passes if at least one row passed, and no row failed or is undecided. The field ``fault`` is the module
+    of the failed row that is farthest beyond its limit; if no row failed, of the undecided row that is.
     """
     failed = [row for row in rows if row.passed is False]
     return CheckDocument(
@@ -46,7 +67,7 @@ def difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.flo
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Return the geometric mean of the values of all seeds: 0 if a value is 0, NaN if a value is not finite."""
+    """Return the geometric mean, which is 0 if a value is 0, and NaN if a value is not finite."""
     array = np.asarray(values, dtype=float)
     if not np.isfinite(array).all():
         return math.nan
@@ -56,9 +77,9 @@ def geometric_mean(values: Sequence[float]) -> float:
 def curve(
     module: str, axis: str, quantity: str, x: Sequence[float], by_seed: Sequence[Sequence[float]]
 ) -> VerdictCurve:
-    """Return the curve with a point for each x: the geometric mean over seeds, and the lowest and highest value.
+    """Return a curve with three numbers for each x: the geometric mean over seeds, the lowest and the highest value.
 
-    ``by_seed`` has, for each x, the values of all seeds. Means and values that are not finite become None.
+    ``by_seed`` has the values of all seeds for each x. In the curve, a number that is not finite is None.
     """
     drawn = {"y": map(geometric_mean, by_seed), "low": map(min, by_seed), "high": map(max, by_seed)}
     finite = {name: [v if math.isfinite(v) else None for v in values] for name, values in drawn.items()}

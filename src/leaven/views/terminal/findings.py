@@ -1,6 +1,7 @@
 """Show the result of ``leaven recipes check`` in the terminal: each finding, and then the conclusion."""
 
 import math
+import shlex
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ def written(value: Any) -> str:
         case bool():
             return "true" if value else "false"
         case dict():
-            return "'{" + ", ".join(f"{key} = {written(inner)}" for key, inner in value.items()) + "}'"
+            return "{" + ", ".join(f"{key} = {written(inner)}" for key, inner in value.items()) + "}"
         case _:
             return f"{value}"
 
@@ -81,7 +82,7 @@ def _to_type(suggestion: Mapping[str, Any], width: int) -> Iterator[Text]:
     """Yield the ``--set`` options to type. A long line is broken between options with a backslash for the shell."""
     line = " " * _LABEL + "->"
     for path, to in suggestion.items():
-        option = f" --set {path}={written(to)}"
+        option = f" --set {path}={shlex.quote(written(to)) if to is not None else ''}"
         if len(line) + len(option) + 2 > width and not line.endswith("->"):
             yield Text(line + " \\")
             line = " " * (_LABEL + 2)
