@@ -14,7 +14,7 @@ from leaven.documents.runs import ComparedRun, ComparedValue, ComparisonDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import adamw_rows
-from leaven.views.folders import RunView, consistent, read_folder
+from leaven.views.folders import RunView, read_folder
 from leaven.views.render import render
 from leaven.views.run_charts import colours, run_charts
 from leaven.views.terminal.files import comparison_tables
@@ -39,8 +39,7 @@ def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, Compari
     """
     if len(folders) > MOST_RUNS:
         raise InputError(f"{len(folders)} runs are too many for one page; give at most {MOST_RUNS}")
-    with consistent(*folders):
-        return _page([_run(folder, folders) for folder in folders], output)
+    return _page([_run(folder, folders) for folder in folders], output)
 
 
 def _run(folder: Path, folders: Sequence[Path]) -> RunView:
