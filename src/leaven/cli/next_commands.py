@@ -18,6 +18,7 @@ from leaven.recipe.files import read_recipe, read_text
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 from leaven.views.tables import LABEL
+from leaven.views.terminal.console import GPUS
 
 PROXY, TUNED = "-proxy", "-tuned"
 
@@ -53,8 +54,7 @@ def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
     if command:
         return [command, report]
     if target == path or not target.exists():
-        run = _free(Path("runs", path.stem))
-        return [_line("recipes", "check", best), _line("train", best, "--run", run), report]
+        return [_line("recipes", "check", best), *train(best, read_recipe(best)), report]
     return [_line("transfer", best, "--like", target, "-o", _free(beside(target, TUNED))), report]
 
 
@@ -160,7 +160,7 @@ def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] =
         from leaven.catalogue.starter.proxy import trials_worth
 
         trials, name = ("--trials", trials_worth(each)), target.name
-    plan = [] if trainable_here(proxy) else [_line("plan", path, "--gpus", cluster_for(proxy))]
+    plan = [] if trainable_here(proxy) else [_line("plan", path, "--gpus", _cluster(proxy, target))]
     return [*plan, _line("tune", path, "--study", Path("studies", name), *trials, sets=sets)]
 
 
@@ -195,8 +195,18 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
     """Return the command that trains a recipe, or plans it on a cluster if it is too large for this machine."""
     if trainable_here(recipe):
         return [launch(path, sets, recipe.layout.ranks, gpus_here() or recipe.layout.ranks)]
-    known = None if cluster else known_cluster(recipe)
-    return [_line("plan", path, "--gpus", cluster or (known.cluster if known else cluster_for(recipe)), sets=sets)]
+    return [_line("plan", path, "--gpus", cluster or _cluster(recipe), sets=sets)]
+
+
+def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
+    """Return the cluster on which to plan a recipe, or ``GPUS`` if nothing says on which GPUs it is to run.
+
+    ``target`` is the recipe for which ``recipe`` is tuned. It may say which GPUs there are.
+    """
+    if known := known_cluster(recipe):
+        return known.cluster
+    known = known_cluster(target) if target is not None else None
+    return cluster_for(recipe, parse_cluster(known.cluster).accelerator) if known else GPUS
 
 
 def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
@@ -219,10 +229,16 @@ def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("lea
 
 def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) -> str:
     """Return the command that trains a recipe, with torchrun if there are several ranks."""
-    run = _free(Path("runs", path.stem))
+    run = _free(Path("runs", _run_name(path)))
     if ranks == 1:
         return _line("train", path, "--run", run, sets=sets)
     return _line("train", path, "--run-folder", run, sets=sets, start=[*_torchrun(ranks, node_size), "-m", "leaven"])
+
+
+def _run_name(recipe: Path) -> str:
+    """Return the name of a recipe's run folder: that of its file, or of the study if it is a study's best recipe."""
+    best = recipe.name in {"best.toml", "fewest.toml"} and (recipe.parent / "study.json").exists()
+    return recipe.resolve().parent.name if best else recipe.stem
 
 
 def _torchrun(ranks: int, node_size: int) -> list[str]:
