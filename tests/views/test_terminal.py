@@ -13,13 +13,11 @@ from rich.console import Console, RenderableType
 from tests.cli.conftest import Verb
 from written import proxy, target
 
-from leaven.documents.checks import CheckDocument
 from leaven.recipe.files import read_recipe
 from leaven.scaling.describe import describe
 from leaven.scaling.table import parameter_table
 from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial
 from leaven.views.terminal import console
-from leaven.views.terminal.checks import check_screen
 from leaven.views.terminal.recipe import recipe_screen
 from leaven.views.terminal.study import TuneScreen
 from leaven.views.terminal.training import EVENTS, TrainScreen
@@ -77,20 +75,6 @@ def test_the_parameter_table_has_units_and_one_line_per_group() -> None:
     (row,) = [line.split() for line in lines if line.startswith("attention.out ")]
     assert (row[1], row[-1]) == ("0-7", "0.5")
     assert float(row[-6]) == pytest.approx(parameter_table(recipe)["layers.3.attention.out.weight"].lr, rel=1e-2)
-
-
-def test_a_check_prints_a_note_once_and_its_conclusion_last() -> None:
-    row = {"axis": "width", "slope": 0.3, "limit": 0.15, "passed": False, "parts": {"change": 0.3}, "note": "GROWS"}
-    rows = [row | {"module": name, "beyond": 0.15, "undecided": False} for name in ("mlp.in", "mlp.out")]
-    check = {"check": "coordinates", "subject": "x", "quantity": "slope", "curves": [], "measured": [], "advice": ""}
-    settings = {"rule": "mup", "seeds": 3, "steps": 3, "changed for the check": ["d_head 16"]}
-    document = CheckDocument(**check, passed=False, fault="mlp.in", rows=rows, settings=settings)
-    lines = printed(check_screen(document), 80)
-    assert lines[0] == "slope against width (limit 0.15; 3 steps, 3 seeds)"
-    assert lines[2].split() == ["mlp.in", "0.30", "FAILED"]
-    assert [line.strip() for line in lines if "GROWS" in line] == ["GROWS: mlp.in, mlp.out"]
-    assert lines[-2] == "the check trained small models and changed for this: d_head 16"
-    assert lines[-1].startswith("FAILED: 2 of 2 rows, mlp.in most. ")
 
 
 # --- the live screen of a run
@@ -205,20 +189,6 @@ def test_a_trial_is_one_line(seen: StringIO) -> None:
         ["5", "2.4155", "182", "k", "w2"],
     ]
     assert all(len(row) <= 80 for row in rows)
-
-
-def test_the_status_shows_workers_and_time_left(seen: StringIO) -> None:
-    at_work = replace(TRIALS[0], number=7, state="running", loss=None, seconds=None, worker="other:99")
-    screen = TuneScreen(after(0), 8, 2)
-    screen.started(6, "a")
-    screen.ended(after(6).model_copy(update={"trials": (*TRIALS, at_work), "radius": 0.42}))
-    lines = printed(screen._status(), 80)
-    assert all(len(line) <= 80 for line in lines)
-    # Two trials are left, of a minute each, on two workers.
-    for part in ("w1 trial 6 0.0 s of 60 s", "other:99 trial 7", "best 2.4139 (2)", "start 2.4241", "6 of 8",
-                 "noise 0.0031 nats (2 repeats)", "1 diverged", "1 pruned",
-                 "2 workers", "60 s left", "Ctrl-C is safe"):  # fmt: skip
-        assert part in " ".join(lines)
 
 
 def left(state: StudyDocument, workers: int = 2, **limits: Any) -> str:

@@ -96,14 +96,18 @@ class CheckOptions:
             require_page(self.output)  # before minutes of training
 
     def read(self) -> Recipe | str:
-        """Return the recipe, or the text ``module:factory``. Refuse options that apply only to the other."""
+        """Return the recipe, or the text ``module:factory``.
+
+        Raises:
+            InputError: if an option does not apply to what is returned.
+        """
         if ":" in self.subject and not Path(self.subject).exists():
             if self.overrides:
                 raise InputError(f"--set applies only to recipes, not to {self.subject}; change the factory")
             return self.subject
         if Path(self.subject).suffix.lower() in LOGS:
             raise InputError(
-                f"{self.subject}: this check reads no logs, only a recipe; logs are for transfer and collapse"
+                f"{self.subject}: this check needs a recipe; only the checks transfer and collapse read logs"
             )
         for name in self.for_factories:
             if getattr(self, name) is not None:

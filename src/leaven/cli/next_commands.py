@@ -30,7 +30,7 @@ def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[st
 
 
 def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands after ``check coordinates`` passed: tune the proxy; if it is tuned or missing, train."""
+    """Return the commands after ``check coordinates`` passed: tune the proxy. If it is tuned or missing, train."""
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
         return tune(path, recipe, read_recipe(target) if target.exists() else None, overrides)
@@ -44,7 +44,7 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
-    """Return the commands after a study: transfer the best values to the target; if there is none, train them.
+    """Return the commands after a study: transfer the best values to the target. Without a target, train with them.
 
     ``command`` is the shell command with the best values, if the study ran a command.
     """
@@ -68,7 +68,8 @@ def after_writing(output: Path | None, recipe: Recipe, name: str) -> list[str]:
 def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Sequence[str]) -> list[str]:
     """Return the commands after the plan of a recipe: train it in the planned layout, or tune it if it is a proxy.
 
-    A proxy that is not tuned yet is tuned first, but not with ``overrides``: it was made for the recipe without them.
+    If the recipe has a proxy that is not tuned yet, the commands that tune it come first. With ``overrides`` they are
+    left out, because the proxy was made for the recipe without ``overrides``.
     """
     if not found.memory.fits or found.layout["cp"] > 1 or found.layout["ep"] > 1:
         return []

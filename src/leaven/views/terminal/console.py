@@ -1,7 +1,7 @@
 """Print results to standard output, and progress, warnings and errors to standard error.
 
-Everything a command prints goes through here, where foreign text is made safe to show: names of files, keys and
-values of recipes, and messages of other programs.
+Everything that a command prints passes through here. Control characters are made visible. They may be in names of
+files, in keys and values of recipes, and in messages of other programs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
