@@ -103,7 +103,7 @@ REFUSED = {
     },
     # check, bench, tune, train, demo, report
     "check coordinates tiny.toml --widths 7,9": "width 7 is not a multiple",
-    "check coordinates tiny.toml --widths 32,x": "'x' is not a whole number above 0; give whole numbers above 0, sep",
+    "check coordinates tiny.toml --widths 32,x": "--widths: 'x' is not a quantity",
     "check gradients tiny.toml --alpha 0.5": "--alpha",
     "check equivalence theirs:model --run OUT --scale 16": "--scale: 16 is not a size",
     "check transfer theirs:model --run OUT --scales 16x1,32x1 --set data.seed=1": "--set",

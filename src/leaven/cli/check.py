@@ -54,7 +54,7 @@ LrsOption = Annotated[
     Any,
     list_option(
         number_above_0,
-        "Learning rates to try at the base size, separated by commas. For module:factory: multiples of its own lr.",
+        "Learning rates to try at the base size, separated by commas. With module:factory, multiples of its own lr.",
         "1/4 to 4 times the recipe's",
     ),
 ]

@@ -129,24 +129,15 @@ class CheckOptions:
             raise typer.Exit(1)
 
 
-def _size(text: str) -> int:
-    try:
-        return count_above_0(text)
-    except InputError:
-        raise InputError(
-            f"{text!r} is not a whole number above 0; give whole numbers above 0, separated by commas, e.g. 64,128"
-        ) from None
-
-
 @dataclass(frozen=True, kw_only=True)
 class SizeOptions(CheckOptions):
     """Options of the checks that train small models for some steps."""
 
     widths: Annotated[
-        Any, list_option(_size, "Widths of the models, separated by commas.", "64,128,256,512 or similar")
+        Any, list_option(count_above_0, "Widths of the models, separated by commas.", "64,128,256,512 or similar")
     ] = None
     depths: Annotated[
-        Any, list_option(_size, "Numbers of layers of the models, separated by commas.", "2,4,8,16")
+        Any, list_option(count_above_0, "Numbers of layers of the models, separated by commas.", "2,4,8,16")
     ] = None
     batch_tokens: Annotated[int | None, typer.Option(min=1, help="Batch size in tokens.", show_default="512")] = None
     source: SourceOption = None
