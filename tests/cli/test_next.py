@@ -107,6 +107,9 @@ def test_printed_commands_of_plan_export_import_and_transfer_work(leaven: Verb, 
     (again,) = printed(out)
     assert again == f"leaven transfer {shlex.quote(str(recipe))} --width 64 -o wheat-big.toml"
     assert typed(leaven, again)[0] == 0
+    proxy = road / "wheat-proxy.toml"
+    (like,) = printed(leaven("transfer", proxy, "--like", recipe)[1])
+    assert shlex.split(like)[2:] == [str(proxy), "--like", str(recipe), "-o", str(road / "wheat-tuned-2.toml")]
 
 
 def test_a_plan_of_many_gpus_prints_a_torchrun_command(leaven: Verb, road: Path) -> None:

@@ -58,10 +58,13 @@ def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
     return [_line("transfer", best, "--like", target, "-o", _free(beside(target, TUNED))), report]
 
 
-def after_writing(output: Path | None, recipe: Recipe, name: str) -> list[str]:
-    """Return the commands after ``transfer`` and ``import config``: check and train the recipe, or first write it."""
+def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
+    """Return the commands after ``transfer`` and ``import config``: check and train the recipe, or first write it.
+
+    ``output`` is the written file. If it is None, the same command writes the recipe to the file ``name``.
+    """
     if output is None:
-        return [again("-o", str(_free(Path(f"{name}.toml"))))]
+        return [again("-o", str(_free(name)))]
     return [_line("recipes", "check", output), *train(output, recipe)]
 
 
