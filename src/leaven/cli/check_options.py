@@ -54,7 +54,7 @@ LOGS = (".csv", ".jsonl", ".wandb")  # suffixes of files with the results of run
 def with_option_fields(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the first parameter of a command, a data class, by one option for each of its fields.
 
-    typer knows no data classes. For ``init(options: RecipeRunOptions, stds=None)`` it sees the signature
+    typer does not support data classes. For ``init(options: RecipeRunOptions, stds=None)`` it sees the signature
     ``init(*, subject, run, stds=None, seeds=3, ...)``, and ``options`` is made from the parsed fields.
     """
     shared, *own = inspect.signature(command).parameters.values()

@@ -255,6 +255,7 @@ def _torchrun(ranks: int, node_size: int) -> list[str]:
 
 
 def beside(path: Path, suffix: str) -> Path:
+    """Return the path with a suffix added to its name, for example ``mine-proxy.toml`` for ``mine.toml``."""
     return path.with_stem(path.stem + suffix)
 
 

@@ -131,7 +131,7 @@ def train(
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
-    """Exit if the run was interrupted or diverged: then torchrun must not restart it, only the user may."""
+    """Exit if the run was interrupted or has diverged. Only the user may start such a run again, not torchrun."""
     last = (run.events() or [{"event": None}])[-1]
     if last["event"] == "stop":
         errors.print(

@@ -95,7 +95,7 @@ class StudyView(StudyDocument):
 FolderView = DemoDocument | StudyView | RunView | CheckDocument
 KINDS = {"demo.json": "demo", "study.json": "study", "metrics.jsonl": "run", "check.json": "check"}
 """The kind of a folder, by the first of these files that the folder contains."""
-LARGEST_NUMBER = 1e100  # the square of a larger number, or the inverse of a smaller number than 1e-100, may overflow
+LARGEST_NUMBER = 1e100  # the square of a larger number may overflow, and also 1 / a number below 1e-100
 STATES = ("complete", "diverged", PRUNED, "failed", *UNDER_WAY)
 PURPOSES = ("search", "noise", "rerun")
 WHOLE = ("tokens", "to_tokens", "batch_tokens", "skip_from", "skip_to")
