@@ -109,8 +109,8 @@ def nearest_runs(
     kind: Annotated[
         Kind,
         typer.Option(
-            help="Only runs of models of this kind. For dense and vlm, the size of a recipe with experts is the number "
-            "of parameters that a token uses."
+            help="Only runs of models of this kind. For dense and vlm, a recipe with experts has the size of the "
+            "parameters that a token uses."
         ),
     ] = "dense",
     factor: Annotated[

@@ -96,7 +96,7 @@ def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
 
 
 def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]) -> float | None:
-    """Return how many times fewer tokens a run needed than the first run for the same validation loss.
+    """Return how many times fewer tokens a run needed than the first run for the same validation loss, such as 1.5.
 
     ``run`` and ``first`` are validation losses as (tokens, loss), in the order of tokens. The compared loss is the
     higher one of the two final losses. Return None if a run has fewer than two validations, or if the better run had

@@ -108,8 +108,8 @@ def read_folder(folder: Path) -> FolderView:
     """Return the contents of a folder for display.
 
     Raises:
-        InputError: if the folder contains no run, study, check or demo, or no data yet, or a broken file. The message
-            names the file and says what to do.
+        InputError: if the folder contains no run, study, check or demo, or no data yet, or if a file is damaged or
+            contradicts itself. The message names the file and says what to do.
     """
     if not folder.exists():
         store = "; give the folder of the study's results: studies/NAME, or the folder given to leaven tune --out"
@@ -225,7 +225,7 @@ def read_check(folder: Path) -> CheckDocument:
 
 
 def _faults_of_study(study: StudyDocument) -> Iterator[str]:
-    """Yield what contradicts itself in a study, for example a trial without one of the searched values."""
+    """Yield the contradictions in a study, for example a trial without one of the searched values."""
     searched = {dimension.path for dimension in study.dimensions}
     for trial in study.trials:
         if trial.state not in STATES or trial.purpose not in PURPOSES:
@@ -239,7 +239,7 @@ def _faults_of_study(study: StudyDocument) -> Iterator[str]:
 
 
 def _faults_of_check(check: CheckDocument) -> Iterator[str]:
-    """Yield what contradicts itself in a check, for example a curve with more places than values."""
+    """Yield the contradictions in a check, for example a curve whose x and y have different lengths."""
     needed = {"coordinates": "seeds steps", "gradients": "seeds steps", "collapse": "seeds scales"}
     for key in needed.get(check.check, "seeds").split():
         if key not in check.settings:
@@ -260,7 +260,7 @@ def _faults_of_check(check: CheckDocument) -> Iterator[str]:
 
 
 def _faults_of_demo(demo: DemoDocument) -> Iterator[str]:
-    """Yield what contradicts itself in a demo, for example a missing run."""
+    """Yield the contradictions in a demo, for example a missing run."""
     if not demo.models or not demo.lrs or min(demo.lrs) <= 0 or min(model.width for model in demo.models) <= 0:
         yield "a number in models or lrs is missing or not above 0"
     if missing := {"processor", "cores", "platform", "python", "torch", "leaven"} - demo.machine.keys():
@@ -297,7 +297,10 @@ def _document(path: Path, kind: type[Kind]) -> Kind:
 
 
 def _undrawable(value: Any, where: str) -> Iterator[str]:
-    """Yield each number inside ``value`` that charts cannot show, with its place; ``where`` is that of ``value``."""
+    """Yield a message for each number inside ``value`` that charts cannot show.
+
+    ``where`` names the place of ``value`` in its file, for example ``"trials: 3: "``.
+    """
     if isinstance(value, dict | list | tuple):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             if key != "interval":  # infinite if it is not known
