@@ -1,24 +1,18 @@
 """Test the screens of commands: tables that fit the terminal, and live screens of runs and studies."""
 
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
 from tests.cli.conftest import Verb
-from written import proxy, target
 
 from leaven.recipe.files import read_recipe
-from leaven.scaling.describe import describe
-from leaven.scaling.table import parameter_table
 from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial
 from leaven.views.terminal import console
-from leaven.views.terminal.recipe import recipe_screen
 from leaven.views.terminal.study import TuneScreen
 from leaven.views.terminal.training import EVENTS, TrainScreen
 
@@ -65,53 +59,7 @@ def test_a_screen_fits_80_columns(
     assert [line for line in lines if len(line) > 80] == []
 
 
-def test_the_parameter_table_has_units_and_one_line_per_group() -> None:
-    recipe = target(proxy().replace({"hyperparameters.depth": {}}))
-    shown = describe(recipe, 0)
-    lines = printed(recipe_screen(shown), 80)
-    text = "\n".join(lines)
-    assert "width x3 depth x2 batch x4" in text
-    assert "(a step)" in text
-    (row,) = [line.split() for line in lines if line.startswith("attention.out ")]
-    assert (row[1], row[-1]) == ("0-7", "0.5")
-    assert float(row[-6]) == pytest.approx(parameter_table(recipe)["layers.3.attention.out.weight"].lr, rel=1e-2)
-
-
 # --- the live screen of a run
-
-STEP = SimpleNamespace(
-    step=1,
-    tokens=256,
-    loss=3.412,
-    lr=9.8e-4,
-    grad_norm=12_345.6,
-    update_norm=0.0031,
-    batch_tokens=256,
-    tokens_per_second=6_412.3,
-    tflops=406.2,
-    mfu=0.411,
-    memory_gib=50.81,
-    noise_scale=None,
-)
-
-
-def test_training_rows_are_aligned_with_their_headers(seen: StringIO, tiny_file: Path) -> None:
-    """A validation is in the row of its step. The noise scale is repeated until the next measurement."""
-    recipe = read_recipe(tiny_file, ["stability.noise_scale_every_tokens=1024"])
-    with TrainScreen(recipe, log_every=2) as screen:
-        screen.event("start", {"tokens": 0, "epochs": {"a text": 1.5}, "mfu_convention": "6 N"})
-        screen.step(STEP)
-        screen.step(SimpleNamespace(**vars(STEP) | {"step": 2, "tokens": 512, "noise_scale": 1_234_567.0}))
-        screen.event("checkpoint", {"tokens": 512})
-        screen.event("validation", {"tokens": 512, "loss": 3.4})
-        screen.step(SimpleNamespace(**vars(STEP) | {"step": 4, "tokens": 768}))
-    *said, head, row, last = seen.getvalue().splitlines()
-    assert said == ["  1.5 epochs of a text", "  MFU: 6 N"]
-    ends = [match.end() for match in re.finditer(r"\S+", head)]
-    cells = [[line[:end].split("  ")[-1].strip() for end in ends] for line in (row, last)]
-    assert cells[0] == ["512", "3.412", "3.4000", "9.80e-4", "1.23e4", "0.0031", "256", "6.41 k", "1.23 M"]
-    assert cells[1] == ["768", "3.412", "", *cells[0][3:]]
-    assert max(map(len, (head, row, last))) <= 80
 
 
 def test_every_event_has_a_message(seen: StringIO, tiny_file: Path) -> None:

@@ -210,7 +210,9 @@ def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
     if known := known_cluster(recipe):
         return known.cluster
     known = known_cluster(target) if target is not None else None
-    return cluster_for(recipe, parse_cluster(known.cluster).accelerator) if known else GPUS
+    if known is None or known.cluster == "cpu":
+        return GPUS
+    return cluster_for(recipe, parse_cluster(known.cluster).accelerator)
 
 
 def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
