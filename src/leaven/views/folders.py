@@ -23,6 +23,7 @@ from leaven.tuning.command import CommandFile, command_space, is_command_file
 from leaven.tuning.point import Value
 from leaven.tuning.study_document import PRUNED, UNDER_WAY, StudyDocument, StudyTrial
 from leaven.views.checks import SLOPES, SWEEPS
+from leaven.views.demo import RULES
 from leaven.views.points import at_start
 
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -240,8 +241,7 @@ def _faults_of_study(study: StudyDocument) -> Iterator[str]:
 
 def _faults_of_check(check: CheckDocument) -> Iterator[str]:
     """Yield the contradictions in a check, for example a curve whose x and y have different lengths."""
-    needed = {"coordinates": "seeds steps", "gradients": "seeds steps", "collapse": "seeds scales"}
-    for key in needed.get(check.check, "seeds").split():
+    for key in ("seeds", "scales") if check.check == "collapse" else ("seeds",):
         if key not in check.settings:
             yield f"settings: {key} is missing"
     if check.check in SWEEPS and all(curve.quantity != "loss" for curve in check.curves):
@@ -270,7 +270,7 @@ def _faults_of_demo(demo: DemoDocument) -> Iterator[str]:
             yield "result: its width or lr is not under models or lrs"
         if demo.seeds < 1 or {len(losses) for losses in (result.base, result.copied, result.moved)} != {demo.seeds}:
             yield f"result: base, copied and moved do not have {demo.seeds} losses (seeds)"
-        for rule, model in product(("standard", "complete-d-p"), demo.models):
+        for rule, model in product(RULES, demo.models):
             if demo.losses(rule, model.width).keys() != set(demo.lrs):
                 yield f"runs: a run of width {model.width} is missing"
 
