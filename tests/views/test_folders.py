@@ -137,7 +137,11 @@ def test_a_loss_that_is_not_finite_is_a_gap(folder):
         ("proxy", lambda folder: (folder / "study.json").write_text(EMPTY_STUDY), "study.json: no trials yet"),
         ("proxy", lambda folder: (folder / "centre.toml").unlink(), "centre.toml: no such file"),
         ("runs/copied", lambda folder: (folder / "metrics.jsonl").write_text('{"step": 0}'), "no steps yet"),
-        ("proxy", partial(edit, "study.json", "trials", 3, "octaves", {}), "trial 3: octaves of other values"),
+        (
+            "proxy",
+            partial(edit, "study.json", "trials", 3, "octaves", {"x": 1.0}),
+            "trial 3: octaves has no hyperpar",
+        ),
         ("proxy", partial(edit, "study.json", "trials", 3, "state", "x"), "trial 3: state 'x', purpose 'noise'"),
         ("proxy", partial(edit, "study.json", "idle", ["x"]), "idle: 'x' is not under dimensions; to write the file"),
         ("proxy", partial(edit, "study.json", "radius", 1e200), "radius: 1e+200 is too large or too close to 0"),

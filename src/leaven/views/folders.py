@@ -22,7 +22,7 @@ from leaven.tuning import point
 from leaven.tuning.command import CommandFile, command_space, is_command_file
 from leaven.tuning.point import Value
 from leaven.tuning.study_document import PRUNED, UNDER_WAY, StudyDocument, StudyTrial
-from leaven.views.checks import SLOPES, SWEEPS
+from leaven.views.checks import SLOPES
 from leaven.views.demo import RULES
 from leaven.views.points import at_start
 
@@ -228,11 +228,12 @@ def read_check(folder: Path) -> CheckDocument:
 def _faults_of_study(study: StudyDocument) -> Iterator[str]:
     """Yield the contradictions in a study, for example a trial without one of the searched values."""
     searched = {dimension.path for dimension in study.dimensions}
+    drawn = {coordinate.path for coordinate in study.coordinates if coordinate.slice}
     for trial in study.trials:
         if trial.state not in STATES or trial.purpose not in PURPOSES:
             yield f"trial {trial.number}: state {trial.state!r}, purpose {trial.purpose!r}"
-        if trial.octaves is not None and trial.octaves.keys() != searched:
-            yield f"trial {trial.number}: octaves of other values than the searched ones"
+        if trial.octaves and (missing := drawn - trial.octaves.keys()):
+            yield f"trial {trial.number}: octaves has no {min(missing)}"
     found = {"octaves": study.octaves, "fewest_octaves": study.fewest_octaves or (), "idle": study.idle}
     for key, paths in (found | {"coordinates": [each.path for each in study.coordinates]}).items():
         if others := [path for path in paths if path not in searched]:
@@ -244,7 +245,7 @@ def _faults_of_check(check: CheckDocument) -> Iterator[str]:
     for key in ("seeds", "scales") if check.check == "collapse" else ("seeds",):
         if key not in check.settings:
             yield f"settings: {key} is missing"
-    if check.check in SWEEPS and all(curve.quantity != "loss" for curve in check.curves):
+    if check.check not in {*SLOPES, "collapse"} and all(curve.quantity != "loss" for curve in check.curves):
         yield "curves: no curve of the loss"
     for curve in check.curves:
         where, count = f"curves: {curve.module} ({curve.quantity})", len(curve.x)
