@@ -140,7 +140,7 @@ def test_a_loss_that_is_not_finite_is_a_gap(folder):
         (
             "proxy",
             partial(edit, "study.json", "trials", 3, "octaves", {"x": 1.0}),
-            "trial 3: octaves has no hyperpar",
+            "trial 3: octaves has no hyper",
         ),
         ("proxy", partial(edit, "study.json", "trials", 3, "state", "x"), "trial 3: state 'x', purpose 'noise'"),
         ("proxy", partial(edit, "study.json", "idle", ["x"]), "idle: 'x' is not under dimensions; to write the file"),
