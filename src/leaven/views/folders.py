@@ -97,6 +97,7 @@ FolderView = DemoDocument | StudyView | RunView | CheckDocument
 KINDS = {"demo.json": "demo", "study.json": "study", "metrics.jsonl": "run", "check.json": "check"}
 """The kind of a folder, by the first of these files that the folder contains."""
 LARGEST_NUMBER = 1e100  # the square of a larger number may overflow, and also 1 / a number below 1e-100
+FARTHEST = 300  # octaves; the largest distance of a value from the start of a study, a factor of 1e90
 STATES = ("complete", "diverged", PRUNED, "failed", *UNDER_WAY)
 PURPOSES = ("search", "noise", "rerun")
 WHOLE = ("tokens", "to_tokens", "batch_tokens", "skip_from", "skip_to")
@@ -234,6 +235,14 @@ def _faults_of_study(study: StudyDocument) -> Iterator[str]:
             yield f"trial {trial.number}: state {trial.state!r}, purpose {trial.purpose!r}"
         if trial.octaves and (missing := drawn - trial.octaves.keys()):
             yield f"trial {trial.number}: octaves has no {min(missing)}"
+    distances = [x for trial in study.trials for x in (trial.octaves or {}).values()]
+    distances += [*study.octaves.values(), *(study.fewest_octaves or {}).values()]
+    for each in study.coordinates:
+        distances += [each.best, *each.flat, *(place.octaves for place in each.slice)]
+    for dimension in study.dimensions:
+        distances += [dimension.low, dimension.high]
+    if (farthest := max(map(abs, distances), default=0)) > FARTHEST:
+        yield f"octaves: {farthest:g} is more than {FARTHEST}"
     found = {"octaves": study.octaves, "fewest_octaves": study.fewest_octaves or (), "idle": study.idle}
     for key, paths in (found | {"coordinates": [each.path for each in study.coordinates]}).items():
         if others := [path for path in paths if path not in searched]:

@@ -191,7 +191,7 @@ def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float
         looks = {"symbol": symbol, "opacity": 0.5}
         traces.append(charts.dots([(place, y) for place in sorted(at)], colour, 7, marker=looks, cliponaxis=False))
     traces.append(charts.dots([(coordinate.best, 0.0)], ACCENT, 9))
-    every = 2 ** max(math.ceil(math.log2((high - low) / 3.5)), 0)
+    every = 2 ** math.ceil(math.log2(max((high - low) / 3.5, 1)))
     ticks = [place for place in range(math.ceil(low), math.floor(high) + 1) if place % every == 0]
     labels = [charts.text(points.change(dimension, place)) for place in ticks]
     return charts.figure(
