@@ -100,6 +100,7 @@ LARGEST_NUMBER = 1e100  # the square of a larger number may overflow, and also 1
 FARTHEST = 300  # octaves; the largest distance of a value from the start of a study, a factor of 1e90
 STATES = ("complete", "diverged", PRUNED, "failed", *UNDER_WAY)
 PURPOSES = ("search", "noise", "rerun")
+_AGAIN = "to write the file again, run the command that wrote it"
 WHOLE = ("tokens", "to_tokens", "batch_tokens", "skip_from", "skip_to")
 _BACK = ("tokens", "to_tokens", "skip_from", "skip_to")
 EVENT_KEYS = {"validation": ("tokens",), "rollback": (*_BACK, "why"), "rewind": _BACK}
@@ -288,9 +289,6 @@ def _faults_of_demo(demo: DemoDocument) -> Iterator[str]:
 def _refuse(path: Path, faults: Iterator[str]) -> None:
     if (fault := next(faults, None)) is not None:
         raise InputError(f"{path}: {fault}; {_AGAIN}")
-
-
-_AGAIN = "to write the file again, run the command that wrote it"
 
 
 def _document(path: Path, kind: type[Kind]) -> Kind:
