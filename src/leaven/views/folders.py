@@ -98,10 +98,10 @@ KINDS = {"demo.json": "demo", "study.json": "study", "metrics.jsonl": "run", "ch
 """The kind of a folder, by the first of these files that the folder contains."""
 LARGEST_NUMBER = 1e100  # the square of a larger number may overflow, and also 1 / a number below 1e-100
 FARTHEST = 300  # octaves; the largest distance of a value from the start of a study, a factor of 1e90
-STATES = ("complete", "diverged", PRUNED, "failed", *UNDER_WAY)
-PURPOSES = ("search", "noise", "rerun")
+STATES = ("complete", "diverged", PRUNED, "failed", *UNDER_WAY)  # of trials
+PURPOSES = ("search", "noise", "rerun")  # of trials
 _AGAIN = "to write the file again, run the command that wrote it"
-WHOLE = ("tokens", "to_tokens", "batch_tokens", "skip_from", "skip_to")
+WHOLE = ("tokens", "to_tokens", "batch_tokens", "skip_from", "skip_to")  # keys whose numbers must be whole
 _BACK = ("tokens", "to_tokens", "skip_from", "skip_to")
 EVENT_KEYS = {"validation": ("tokens",), "rollback": (*_BACK, "why"), "rewind": _BACK}
 """The keys that an event of events.jsonl must have. An event that lacks one is ignored."""
