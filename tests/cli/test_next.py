@@ -107,6 +107,9 @@ def test_printed_commands_of_plan_export_import_and_transfer_work(leaven: Verb, 
     (again,) = printed(out)
     assert again == f"leaven transfer {shlex.quote(str(recipe))} --width 64 -o wheat-big.toml"
     assert typed(leaven, again)[0] == 0
+    proxy = road / "wheat-proxy.toml"
+    (like,) = printed(leaven("transfer", proxy, "--like", recipe)[1])
+    assert shlex.split(like)[2:] == [str(proxy), "--like", str(recipe), "-o", str(road / "wheat-tuned-2.toml")]
 
 
 def test_a_plan_of_many_gpus_prints_a_torchrun_command(leaven: Verb, road: Path) -> None:
@@ -130,9 +133,11 @@ def test_a_recipe_too_large_for_this_machine_is_planned(tiny: Recipe, monkeypatc
     large = tiny.replace({"model": tiny.model.scaled(4096, 32).model_dump(), "data.tokens": 140_000_000_000})
     assert next_commands.trainable_here(tiny)
     assert not next_commands.trainable_here(large)
-    assert next_commands.train(Path("large.toml"), large) == ["leaven plan large.toml --gpus 4xH100-80GB"]
+    assert next_commands.train(Path("large.toml"), large) == ["leaven plan large.toml --gpus GPUS"]
+    h100 = hardware.find_accelerator("H100-80GB")
+    assert hardware.cluster_for(large, h100) == "4xH100-SXM-80GB"
     one_sequence = large.replace({"batch.tokens": large.model.seq_len, "data.tokens": 10**9})
-    assert hardware.cluster_for(one_sequence) == "2xH100-80GB"  # the memory is needed, whatever the batch
+    assert hardware.cluster_for(one_sequence, h100) == "2xH100-SXM-80GB"  # the memory is needed, whatever the batch
     monkeypatch.setattr(hardware, "gpus_here", lambda: 8)
     assert next_commands.train(Path("large.toml"), large) == ["leaven train large.toml --run runs/large"]
     laid_out = tiny.replace({"layout.dp": 4})
@@ -154,14 +159,41 @@ def test_a_recipe_is_planned_on_the_hardware_that_it_is_known_for(
     assert "bloom-176b was trained on 384xA100-SXM-80GB" in out
     assert printed(out) == ["leaven plan bloom.toml --gpus 384xA100-SXM-80GB"]
     recipe = read_recipe("bloom.toml")
-    assert next_commands.train(Path("b.toml"), recipe.replace({"data.tokens": 10**12}))[0].endswith("xH100-80GB")
+    assert next_commands.train(Path("b.toml"), recipe.replace({"data.tokens": 10**12}))[0].endswith(" GPUS")
     why = recipe.why | {"layout.dp": "the planner's fastest layout that fits 64x4xB200: dp 256"}
     laid_out = recipe.replace({"layout.dp": 256, "why": why})
     assert next_commands.train(Path("b.toml"), laid_out) == ["leaven plan b.toml --gpus 64x4xB200-SXM-180GB"]
-    assert next_commands.train(Path("b.toml"), laid_out.replace({"layout.dp": 8}))[0].endswith(" 8xH100-80GB")
+    assert next_commands.train(Path("b.toml"), laid_out.replace({"layout.dp": 8}))[0].endswith(" GPUS")
     assert leaven("new", "olmo.toml", "--from", "olmo-1b", "--gpus", "16xH200-SXM-141GB")[0] == 0
     _, out, _ = leaven("recipes", "check", "olmo.toml")  # as `new` words the reason of the layout
     assert printed(out) == ["leaven plan olmo.toml --gpus 16xH200-SXM-141GB"]
+
+
+def test_a_large_proxy_is_planned_on_the_gpus_of_its_target(
+    leaven: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hardware, "gpus_here", lambda: 0)
+    new = ("new", "big.toml", "--params", "1B", "--tokens", "20B")
+    plan = "leaven plan big-proxy.toml --gpus 1xA100-SXM-80GB"
+    assert plan in leaven(*new, "--gpus", "64xA100-SXM-80GB")[1]
+    assert plan in leaven("recipes", "check", "big.toml")[1]
+    assert plan in leaven("recipes", "check", "big-proxy.toml")[1]
+    _, out, _ = leaven(*new, "--force")  # nothing says on which GPUs
+    assert "plan big-proxy.toml --gpus GPUS" in out
+    assert "GPUS stands for your GPUs" in out
+
+
+def test_the_best_recipe_of_a_study_has_one_run_folder(road: Path) -> None:
+    study = Path("studies/oats")
+    study.mkdir(parents=True)
+    (road / "wheat-proxy.toml").rename(study / "best.toml")
+    (study / "study.json").touch()
+    best = read_recipe(study / "best.toml")
+    check, train, _ = next_commands.after_tune(road / "other.toml", study)
+    assert check == "leaven recipes check studies/oats/best.toml"
+    assert train == "leaven train studies/oats/best.toml --run runs/oats"
+    assert next_commands.after_check(study / "best.toml", best, []) == [train]
 
 
 def test_printed_commands_leave_out_what_they_do_not_need(leaven: Verb, road: Path) -> None:

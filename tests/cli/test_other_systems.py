@@ -56,7 +56,7 @@ def test_verbs_work_without_what_only_unix_has(tiny_file: Path, tmp_path: Path, 
     verbs = [
         f"plan {tiny_file} --gpus cpu",
         f"train {tiny_file} --run {tmp_path}/run {few}",
-        f"tune {tiny_file} --study {tmp_path}/study --trials 2 --workers 1 --space hyperparameters.lr {few}",
+        f"tune {tiny_file} --study {tmp_path}/study --trials 1 --workers 1 --space hyperparameters.lr {few}",
     ]
     command = [sys.executable, "-c", VERBS, *verbs]
     done = subprocess.run(command, env=elsewhere, capture_output=True, text=True, check=False)

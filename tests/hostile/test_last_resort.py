@@ -95,7 +95,7 @@ def test_a_bug_is_one_line_that_names_a_file_to_report_it_with(broken: Verb, tmp
     assert (code, out) == (BUG, "")
     assert err == (
         "error: a bug in leaven: ZeroDivisionError: \\u001b[31m in a line, of postgresql://user:***@host; please "
-        f"report it with the file {file}, after removing from it what is private\n"
+        f"remove private data from the file {file}, and report the bug with this file\n"
     )
     report = file.read_text()
     assert "leaven tune x.toml" in report

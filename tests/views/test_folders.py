@@ -1,6 +1,8 @@
 import json
 import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from written import demo, write_demo, write_losses_check
@@ -15,10 +17,27 @@ from leaven.views.page import folder_page
 EMPTY_STUDY = StudyDocument(name="x", method="tpe", space=(), trials=()).model_dump_json()
 
 
+def edit(name: str, *keys: Any) -> None:
+    """Change a JSON file. ``keys`` are the path of a value, the new value (None removes it), and the folder."""
+    *outer, last, value, folder = keys
+    document = json.loads((folder / name).read_text())
+    inside = document
+    for key in outer:
+        inside = inside[key]
+    if value is None:
+        del inside[last]
+    else:
+        inside[last] = value
+    (folder / name).write_text(json.dumps(document))
+
+
 @pytest.fixture
 def folder(folders: Path, tmp_path: Path) -> Path:
-    """A copy of the folders, which a test may change."""
-    return Path(shutil.copytree(folders, tmp_path / "folders"))
+    """A copy of the folders and a check and a demo, which a test may change."""
+    copied = Path(shutil.copytree(folders, tmp_path / "folders"))
+    write_losses_check(copied / "check")
+    write_demo(copied / "demo", demo())
+    return copied
 
 
 def test_the_kind_of_a_folder_follows_from_its_files(folders, tmp_path):
@@ -118,6 +137,23 @@ def test_a_loss_that_is_not_finite_is_a_gap(folder):
         ("proxy", lambda folder: (folder / "study.json").write_text(EMPTY_STUDY), "study.json: no trials yet"),
         ("proxy", lambda folder: (folder / "centre.toml").unlink(), "centre.toml: no such file"),
         ("runs/copied", lambda folder: (folder / "metrics.jsonl").write_text('{"step": 0}'), "no steps yet"),
+        (
+            "proxy",
+            partial(edit, "study.json", "trials", 3, "octaves", {"x": 1.0}),
+            "trial 3: octaves has no hyper",
+        ),
+        ("proxy", partial(edit, "study.json", "trials", 3, "state", "x"), "trial 3: state 'x', purpose 'noise'"),
+        ("proxy", partial(edit, "study.json", "dimensions", 0, "low", -1e9), "octaves: 1e+09 is more than 300"),
+        ("proxy", partial(edit, "study.json", "idle", ["x"]), "idle: 'x' is not under dimensions; to write the file"),
+        ("proxy", partial(edit, "study.json", "radius", 1e200), "radius: 1e+200 is too large or too close to 0"),
+        ("check", partial(edit, "check.json", "settings", "seeds", None), "settings: seeds is missing"),
+        ("check", partial(edit, "check.json", "curves", 0, "y", []), "x, y, low and high have different lengths"),
+        ("check", partial(edit, "check.json", "curves", 0, "x", 0, -1), "-1 is not above 0"),
+        ("check", partial(edit, "check.json", "curves", []), "no curve of the loss"),
+        ("demo", partial(edit, "demo.json", "lrs", []), "models or lrs is missing"),
+        ("demo", partial(edit, "demo.json", "machine", {}), "machine: cores is missing"),
+        ("demo", partial(edit, "demo.json", "result", "moved", []), "do not have 3 losses (seeds)"),
+        ("demo", partial(edit, "demo.json", "runs", []), "a run of width 32 is missing"),
     ],
 )
 def test_an_unreadable_folder_is_a_one_line_error(folder, part, breaking, message):
@@ -126,3 +162,12 @@ def test_an_unreadable_folder_is_a_one_line_error(folder, part, breaking, messag
         read_folder(folder / part)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_bug_in_a_page_is_not_blamed_on_the_files(folder, monkeypatch):
+    def bug(check: CheckDocument) -> str:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("leaven.views.page.check_page", bug)
+    with pytest.raises(KeyError):
+        folder_page(folder / "check")

@@ -281,10 +281,8 @@ def hostile_study(folder: Path) -> Path:
     """Write a study in which every text has a link."""
     state = studied.durations(studied.study(14))
     first = replace(state.dimensions[0], unit="choice", levels=(LINK,) * 20, low=0.0, high=19.0)
-    trials = [
-        replace(each, worker=LINK, state=each.state if each.purpose == "search" else LINK) for each in state.trials
-    ]
-    changes = {"name": LINK, "progress": LINK, "trials": tuple(trials), "dimensions": (first, *state.dimensions[1:])}
+    trials = tuple(replace(each, worker=LINK) for each in state.trials)
+    changes = {"name": LINK, "progress": LINK, "trials": trials, "dimensions": (first, *state.dimensions[1:])}
     return studied.write(folder, studied.replace(state, **changes))
 
 

@@ -1,26 +1,18 @@
 """Test the screens of commands: tables that fit the terminal, and live screens of runs and studies."""
 
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
 from tests.cli.conftest import Verb
-from written import proxy, target
 
-from leaven.documents.checks import CheckDocument
 from leaven.recipe.files import read_recipe
-from leaven.scaling.describe import describe
-from leaven.scaling.table import parameter_table
 from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial
 from leaven.views.terminal import console
-from leaven.views.terminal.checks import check_screen
-from leaven.views.terminal.recipe import recipe_screen
 from leaven.views.terminal.study import TuneScreen
 from leaven.views.terminal.training import EVENTS, TrainScreen
 
@@ -67,67 +59,7 @@ def test_a_screen_fits_80_columns(
     assert [line for line in lines if len(line) > 80] == []
 
 
-def test_the_parameter_table_has_units_and_one_line_per_group() -> None:
-    recipe = target(proxy().replace({"hyperparameters.depth": {}}))
-    shown = describe(recipe, 0)
-    lines = printed(recipe_screen(shown), 80)
-    text = "\n".join(lines)
-    assert "width x3 depth x2 batch x4" in text
-    assert "(a step)" in text
-    (row,) = [line.split() for line in lines if line.startswith("attention.out ")]
-    assert (row[1], row[-1]) == ("0-7", "0.5")
-    assert float(row[-6]) == pytest.approx(parameter_table(recipe)["layers.3.attention.out.weight"].lr, rel=1e-2)
-
-
-def test_a_check_prints_a_note_once_and_its_conclusion_last() -> None:
-    row = {"axis": "width", "slope": 0.3, "limit": 0.15, "passed": False, "parts": {"change": 0.3}, "note": "GROWS"}
-    rows = [row | {"module": name, "beyond": 0.15, "undecided": False} for name in ("mlp.in", "mlp.out")]
-    check = {"check": "coordinates", "subject": "x", "quantity": "slope", "curves": [], "measured": [], "advice": ""}
-    settings = {"rule": "mup", "seeds": 3, "steps": 3, "changed for the check": ["d_head 16"]}
-    document = CheckDocument(**check, passed=False, fault="mlp.in", rows=rows, settings=settings)
-    lines = printed(check_screen(document), 80)
-    assert lines[0] == "slope against width (limit 0.15; 3 steps, 3 seeds)"
-    assert lines[2].split() == ["mlp.in", "0.30", "FAILED"]
-    assert [line.strip() for line in lines if "GROWS" in line] == ["GROWS: mlp.in, mlp.out"]
-    assert lines[-2] == "the check trained small models and changed for this: d_head 16"
-    assert lines[-1].startswith("FAILED: 2 of 2 rows, mlp.in most. ")
-
-
 # --- the live screen of a run
-
-STEP = SimpleNamespace(
-    step=1,
-    tokens=256,
-    loss=3.412,
-    lr=9.8e-4,
-    grad_norm=12_345.6,
-    update_norm=0.0031,
-    batch_tokens=256,
-    tokens_per_second=6_412.3,
-    tflops=406.2,
-    mfu=0.411,
-    memory_gib=50.81,
-    noise_scale=None,
-)
-
-
-def test_training_rows_are_aligned_with_their_headers(seen: StringIO, tiny_file: Path) -> None:
-    """A validation is in the row of its step. The noise scale is repeated until the next measurement."""
-    recipe = read_recipe(tiny_file, ["stability.noise_scale_every_tokens=1024"])
-    with TrainScreen(recipe, log_every=2) as screen:
-        screen.event("start", {"tokens": 0, "epochs": {"a text": 1.5}, "mfu_convention": "6 N"})
-        screen.step(STEP)
-        screen.step(SimpleNamespace(**vars(STEP) | {"step": 2, "tokens": 512, "noise_scale": 1_234_567.0}))
-        screen.event("checkpoint", {"tokens": 512})
-        screen.event("validation", {"tokens": 512, "loss": 3.4})
-        screen.step(SimpleNamespace(**vars(STEP) | {"step": 4, "tokens": 768}))
-    *said, head, row, last = seen.getvalue().splitlines()
-    assert said == ["  1.5 epochs of a text", "  MFU: 6 N"]
-    ends = [match.end() for match in re.finditer(r"\S+", head)]
-    cells = [[line[:end].split("  ")[-1].strip() for end in ends] for line in (row, last)]
-    assert cells[0] == ["512", "3.412", "3.4000", "9.80e-4", "1.23e4", "0.0031", "256", "6.41 k", "1.23 M"]
-    assert cells[1] == ["768", "3.412", "", *cells[0][3:]]
-    assert max(map(len, (head, row, last))) <= 80
 
 
 def test_every_event_has_a_message(seen: StringIO, tiny_file: Path) -> None:
@@ -205,20 +137,6 @@ def test_a_trial_is_one_line(seen: StringIO) -> None:
         ["5", "2.4155", "182", "k", "w2"],
     ]
     assert all(len(row) <= 80 for row in rows)
-
-
-def test_the_status_shows_workers_and_time_left(seen: StringIO) -> None:
-    at_work = replace(TRIALS[0], number=7, state="running", loss=None, seconds=None, worker="other:99")
-    screen = TuneScreen(after(0), 8, 2)
-    screen.started(6, "a")
-    screen.ended(after(6).model_copy(update={"trials": (*TRIALS, at_work), "radius": 0.42}))
-    lines = printed(screen._status(), 80)
-    assert all(len(line) <= 80 for line in lines)
-    # Two trials are left, of a minute each, on two workers.
-    for part in ("w1 trial 6 0.0 s of 60 s", "other:99 trial 7", "best 2.4139 (2)", "start 2.4241", "6 of 8",
-                 "noise 0.0031 nats (2 repeats)", "1 diverged", "1 pruned",
-                 "2 workers", "60 s left", "Ctrl-C is safe"):  # fmt: skip
-        assert part in " ".join(lines)
 
 
 def left(state: StudyDocument, workers: int = 2, **limits: Any) -> str:

@@ -36,10 +36,10 @@ VERBS = {
     "sample": "Generate text from a trained run.",
     "export": "Export weights, or export a recipe as a configuration for another training code.",
     "import": "Import the configuration of another training code as a recipe.",
-    "bench": "Measure tokens/s, MFU and memory at several batch sizes. Propose the first batch of a batch ramp.",
+    "bench": "Measure tokens/s, MFU and memory at several batch sizes. Propose the first batch size of a ramp.",
     "report": "Write a self-contained HTML page about a run, study, check or demo, or a comparison of runs.",
     "serve": "Show runs, studies and checks live in a browser, together with a planner and the published runs.",
-    "demo": "Show in minutes whether a small model's best learning rate works at larger widths, copied or scaled.",
+    "demo": "Show in minutes whether the best learning rate of a small model suits wider models, copied or scaled.",
 }
 
 
@@ -91,7 +91,7 @@ FAILED, WRONG_INPUT, BUG, INTERRUPTED = 1, 2, 70, 75
 DEBUG = "LEAVEN_DEBUG"  # environment variable: if it is set, an error gives a traceback
 _CTRL_C = 130  # typer's exit code for a KeyboardInterrupt
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# What to do about an error of the file system. Any other one about a named file is a fault of the disk or of leaven.
+# What to do about an error of the file system, by its number. Other numbers are faults of the disk or bugs of leaven.
 _ADVICE = {
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM, errno.EROFS), "use another path, or allow leaven to read and write it"
@@ -126,8 +126,10 @@ def _no_verb(
 
 
 def main() -> None:
-    """Run the command line. An error gives one line on standard error: exit code 2 for wrong input, and 70 for a bug,
-    whose line names a file with the traceback."""
+    """Run the command line. Every error is one line on standard error.
+
+    The exit code is 2 for wrong input and 70 for a bug. The line about a bug names a file with the traceback.
+    """
     if "RANK" not in os.environ:
         sys.exit(_run())
     console.quiet = errors.quiet = os.environ["RANK"] != "0"  # only the first process prints
@@ -149,7 +151,7 @@ def _run() -> int:
         sys.stderr.write(f"error: {shown(str(error))}\n")  # each process prints its own message
         return FAILED
     except BaseException as error:
-        # A panic of a library in Rust is no Exception.
+        # A panic of a Rust library is a BaseException, but no Exception.
         if os.environ.get(DEBUG) or not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
         message, notes = error_message(error), getattr(error, "__notes__", [])
@@ -179,8 +181,8 @@ def error_message(error: BaseException) -> str | None:
         return _message_of_system(error)
     if out_of_memory(error):
         what = f"out of memory ({str(error) or type(error).__name__}); to"
-        files = "use smaller files, or " if isinstance(error, MemoryError) else ""  # not the memory of a GPU
-        return f'{what} train with less memory, {files}lower micro_batch in [batch] or set it to "auto"'
+        files = "use smaller files, " if isinstance(error, MemoryError) else ""  # not the memory of a GPU
+        return f'{what} train with less memory, {files}lower micro_batch in [batch], or set it to "auto"'
     return usage_message(error)
 
 
@@ -208,12 +210,12 @@ def bug_message(error: BaseException) -> str:
             file.write(shown(about))
     except OSError:
         return f"{what}; to report it, run the command again with {DEBUG}=1, which shows the traceback"
-    return f"{what}; please report it with the file {file.name}, after removing from it what is private"
+    return f"{what}; please remove private data from the file {file.name}, and report the bug with this file"
 
 
 def usage_message(error: Any) -> str | None:
     """Return what is wrong with a command line and what to type, or None if ``error`` is not from typer or click."""
-    # Not by its class: some versions of typer contain their own copy of click.
+    # This does not test the class, because some versions of typer contain their own copy of click.
     if not hasattr(error, "format_message"):
         return None
     context: Any = getattr(error, "ctx", None)

@@ -54,7 +54,7 @@ LrsOption = Annotated[
     Any,
     list_option(
         number_above_0,
-        "Learning rates to try at the base size, separated by commas. For module:factory, multiples of its own lr.",
+        "Learning rates to try at the base size, separated by commas. With module:factory, multiples of its own lr.",
         "1/4 to 4 times the recipe's",
     ),
 ]
@@ -81,8 +81,8 @@ def coordinates(
     """Check that activations and their updates keep their size as width and depth grow (coordinate check).
 
     The check keeps the recipe's scaling rule and ratio of d_ff to d_model. The rule scales from the smallest width
-    and depth. The initial weights are changed so that activations of small models change with width and
-    depth as in large models.
+    and depth. The check changes the initial weights, so that activations of its small models change with width and
+    depth as those of large models do.
     """
     from leaven.verification.coordinates import CoordinateCheck
 
@@ -175,10 +175,10 @@ def transfer(
 ) -> None:
     """Check that the best lr of a small model is also the best lr of a larger model.
 
-    Or check runs that you have trained, for any hyperparameter. Each row of LOGS is a run, with the columns loss, lr
-    (or the --value), and one or more of width, depth, batch and tokens; and maybe seed. The loss of a diverged run is
-    nan. LOGS may also be a folder with run folders of leaven, or of TensorBoard or W&B (offline), whose names say the
-    size, value and seed: width256-lr0.004-seed1.
+    Or check runs that you have trained, for any hyperparameter. Each row of LOGS is a run. Its columns are loss, lr
+    (or the column of --value), at least one of width, depth, batch and tokens, and optionally seed. The loss of a
+    diverged run is nan. LOGS may also be a folder with the run folders of leaven, TensorBoard or W&B (offline). The
+    names of the run folders then contain the size, value and seed, e.g. width256-lr0.004-seed1.
     """
     if logs := options.logs(context, "value loss"):
         from leaven.verification.logged_runs import transfer_of_runs
@@ -207,10 +207,10 @@ def collapse(
 ) -> None:
     """Check that the loss curves of models of several sizes are the same after normalisation.
 
-    A recipe is trained at each size with the same number of steps and of tokens per parameter. Or check the curves of
-    runs that you have trained: LOGS is a folder with run folders of leaven, or with files whose rows have the columns
-    tokens or step, and loss; either with the columns width, depth or batch, and seed, or with a file for each run, in
-    one subfolder for each size. Folders of TensorBoard and W&B (offline) are read, too.
+    The check trains the recipe at each size, with the same number of steps and of tokens per parameter. Or check the
+    curves of runs that you have trained: LOGS is a file, or a folder with files or with the run folders of leaven,
+    TensorBoard or W&B (offline). A row of a file has the columns loss, and tokens or step. The size (width, depth or
+    batch) and the seed of a run are also columns; or each run has its own file, in one subfolder for each size.
     """
     from leaven.verification.collapse import collapse, collapse_of_family
     from leaven.verification.logged_runs import curves_of

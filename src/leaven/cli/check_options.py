@@ -54,7 +54,7 @@ LOGS = (".csv", ".jsonl", ".wandb")  # suffixes of files with the results of run
 def with_option_fields(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the first parameter of a command, a data class, by one option for each of its fields.
 
-    typer knows no data classes. For ``init(options: RecipeRunOptions, stds=None)`` it sees the signature
+    typer does not support data classes. For ``init(options: RecipeRunOptions, stds=None)`` it sees the signature
     ``init(*, subject, run, stds=None, seeds=3, ...)``, and ``options`` is made from the parsed fields.
     """
     shared, *own = inspect.signature(command).parameters.values()
@@ -96,14 +96,18 @@ class CheckOptions:
             require_page(self.output)  # before minutes of training
 
     def read(self) -> Recipe | str:
-        """Return the recipe, or the text ``module:factory``. Refuse options that apply only to the other."""
+        """Return the recipe, or the text ``module:factory``.
+
+        Raises:
+            InputError: if an option does not apply to what is returned.
+        """
         if ":" in self.subject and not Path(self.subject).exists():
             if self.overrides:
                 raise InputError(f"--set applies only to recipes, not to {self.subject}; change the factory")
             return self.subject
         if Path(self.subject).suffix.lower() in LOGS:
             raise InputError(
-                f"{self.subject}: this check reads no logs, only a recipe; logs are for transfer and collapse"
+                f"{self.subject}: this check needs a recipe; only the checks transfer and collapse read logs"
             )
         for name in self.for_factories:
             if getattr(self, name) is not None:
@@ -128,24 +132,15 @@ class CheckOptions:
             raise typer.Exit(1)
 
 
-def _size(text: str) -> int:
-    try:
-        return count_above_0(text)
-    except InputError:
-        raise InputError(
-            f"{text!r} is not a whole number above 0; give whole numbers above 0, separated by commas, e.g. 64,128"
-        ) from None
-
-
 @dataclass(frozen=True, kw_only=True)
 class SizeOptions(CheckOptions):
     """Options of the checks that train small models for some steps."""
 
     widths: Annotated[
-        Any, list_option(_size, "Widths of the models, separated by commas.", "64,128,256,512 or similar")
+        Any, list_option(count_above_0, "Widths of the models, separated by commas.", "64,128,256,512 or similar")
     ] = None
     depths: Annotated[
-        Any, list_option(_size, "Numbers of layers of the models, separated by commas.", "2,4,8,16")
+        Any, list_option(count_above_0, "Numbers of layers of the models, separated by commas.", "2,4,8,16")
     ] = None
     batch_tokens: Annotated[int | None, typer.Option(min=1, help="Batch size in tokens.", show_default="512")] = None
     source: SourceOption = None

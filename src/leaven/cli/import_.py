@@ -68,7 +68,7 @@ def config(
     )
     if output is not None or json_output:
         screen = [] if output is None else [wrote(output, found.recipe)]
-        following = next_commands.after_writing(output, found.recipe, found.recipe.name)
+        following = next_commands.after_writing(output, found.recipe, Path(f"{name}.toml"))
         print_document(document, screen, json_output, following)
     else:
         echo(render(found.recipe), newline=False)  # so that `> OUT.toml` writes a valid recipe

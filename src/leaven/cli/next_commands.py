@@ -21,6 +21,7 @@ from leaven.recipe.files import read_recipe, read_text
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 from leaven.views.tables import LABEL
+from leaven.views.terminal.console import GPUS
 from leaven.views.terminal.findings import written
 
 PROXY, TUNED = "-proxy", "-tuned"
@@ -33,7 +34,7 @@ def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[st
 
 
 def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands after ``check coordinates`` passed: tune the proxy; if it is tuned or missing, train."""
+    """Return the commands after ``check coordinates`` passed: tune the proxy. If it is tuned or missing, train."""
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
         return tune(path, recipe, read_recipe(target) if target.exists() else None, overrides)
@@ -72,7 +73,7 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
-    """Return the commands after a study: transfer the best values to the target; if there is none, train them.
+    """Return the commands after a study: transfer the best values to the target. Without a target, train with them.
 
     ``command`` is the shell command with the best values, if the study ran a command.
     """
@@ -82,22 +83,25 @@ def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
     if command:
         return [command, report]
     if target == path or not target.exists():
-        run = _free(Path("runs", path.stem))
-        return [_line("recipes", "check", best), _line("train", best, "--run", run), report]
+        return [_line("recipes", "check", best), *train(best, read_recipe(best)), report]
     return [_line("transfer", best, "--like", target, "-o", _free(beside(target, TUNED))), report]
 
 
-def after_writing(output: Path | None, recipe: Recipe, name: str) -> list[str]:
-    """Return the commands after ``transfer`` and ``import config``: check and train the recipe, or first write it."""
+def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
+    """Return the commands after ``transfer`` and ``import config``: check and train the recipe, or first write it.
+
+    ``output`` is the written file. If it is None, the same command writes the recipe to the file ``name``.
+    """
     if output is None:
-        return [again("-o", str(_free(Path(f"{name}.toml"))))]
+        return [again("-o", str(_free(name)))]
     return [_line("recipes", "check", output), *train(output, recipe)]
 
 
 def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Sequence[str]) -> list[str]:
     """Return the commands after the plan of a recipe: train it in the planned layout, or tune it if it is a proxy.
 
-    A proxy that is not tuned yet is tuned first, but not with ``overrides``: it was made for the recipe without them.
+    If the recipe has a proxy that is not tuned yet, the commands that tune it come first. With ``overrides`` they are
+    left out, because the proxy was made for the recipe without ``overrides``.
     """
     if not found.memory.fits or found.layout["cp"] > 1 or found.layout["ep"] > 1:
         return []
@@ -189,7 +193,7 @@ def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] =
         from leaven.catalogue.starter.proxy import trials_worth
 
         trials, name = ("--trials", trials_worth(each)), target.name
-    plan = [] if trainable_here(proxy) else [_line("plan", path, "--gpus", cluster_for(proxy))]
+    plan = [] if trainable_here(proxy) else [_line("plan", path, "--gpus", _cluster(proxy, target))]
     return [*plan, _line("tune", path, "--study", Path("studies", name), *trials, sets=sets)]
 
 
@@ -224,8 +228,20 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
     """Return the command that trains a recipe, or plans it on a cluster if it is too large for this machine."""
     if trainable_here(recipe):
         return [launch(path, sets, recipe.layout.ranks, gpus_here() or recipe.layout.ranks)]
-    known = None if cluster else known_cluster(recipe)
-    return [_line("plan", path, "--gpus", cluster or (known.cluster if known else cluster_for(recipe)), sets=sets)]
+    return [_line("plan", path, "--gpus", cluster or _cluster(recipe), sets=sets)]
+
+
+def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
+    """Return the cluster on which to plan a recipe, or ``GPUS`` if nothing says on which GPUs it is to run.
+
+    ``target`` is the recipe for which ``recipe`` is tuned. It may say which GPUs there are.
+    """
+    if known := known_cluster(recipe):
+        return known.cluster
+    known = known_cluster(target) if target is not None else None
+    if known is None or known.cluster == "cpu":
+        return GPUS
+    return cluster_for(recipe, parse_cluster(known.cluster).accelerator)
 
 
 def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
@@ -248,10 +264,16 @@ def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("lea
 
 def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) -> str:
     """Return the command that trains a recipe, with torchrun if there are several ranks."""
-    run = _free(Path("runs", path.stem))
+    run = _free(Path("runs", _run_name(path)))
     if ranks == 1:
         return _line("train", path, "--run", run, sets=sets)
     return _line("train", path, "--run-folder", run, sets=sets, start=[*_torchrun(ranks, node_size), "-m", "leaven"])
+
+
+def _run_name(recipe: Path) -> str:
+    """Return the name of a recipe's run folder: that of its file, or of the study if it is a study's best recipe."""
+    best = recipe.name in {"best.toml", "fewest.toml"} and (recipe.parent / "study.json").exists()
+    return recipe.resolve().parent.name if best else recipe.stem
 
 
 def _torchrun(ranks: int, node_size: int) -> list[str]:
@@ -264,6 +286,7 @@ def _torchrun(ranks: int, node_size: int) -> list[str]:
 
 
 def beside(path: Path, suffix: str) -> Path:
+    """Return the path with a suffix added to its name, for example ``mine-proxy.toml`` for ``mine.toml``."""
     return path.with_stem(path.stem + suffix)
 
 

@@ -109,7 +109,8 @@ def nearest_runs(
     kind: Annotated[
         Kind,
         typer.Option(
-            help="Only runs of models of this kind. A recipe with experts is as large as what a token uses."
+            help="Only runs of models of this kind. For dense and vlm, a recipe with experts has the size of the "
+            "parameters that a token uses."
         ),
     ] = "dense",
     factor: Annotated[

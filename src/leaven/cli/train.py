@@ -95,7 +95,7 @@ def train(
 
     layout_is_set = any(change.startswith("layout.dp=") for change in overrides or ())
     if "WORLD_SIZE" in os.environ and not layout_is_set and RunFolder(folder).recipe_file.exists():
-        loaded = resized(loaded, world_size())  # torchrun has lost a node, or has got it back
+        loaded = resized(loaded, world_size())  # after torchrun has lost a node or got one back
     require_trainable(loaded, world_size())
     if loaded.start.folder is not None:  # an error is raised here, before hours of tokenising
         require_start(loaded.model, loaded.start.folder)
@@ -131,7 +131,7 @@ def train(
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
-    """Exit if the run was interrupted or diverged: then torchrun must not restart it, only the user may."""
+    """Exit if the run was interrupted or has diverged. Only the user may start such a run again, not torchrun."""
     last = (run.events() or [{"event": None}])[-1]
     if last["event"] == "stop":
         errors.print(

@@ -99,5 +99,6 @@ def transfer(
         write_recipe(big, output, template=read_text(like or recipe))
     shown = resolved(big, found, worth_at(recipe, big))
     wrote = [f"wrote {output}"] if output is not None else []
-    following = next_commands.after_writing(output, big, f"{big.name}-big")
+    name = next_commands.beside(like, next_commands.TUNED) if like is not None else Path(f"{big.name}-big.toml")
+    following = next_commands.after_writing(output, big, name)
     print_document(shown, chain(transfer_screen(shown), wrote), json_output, following)

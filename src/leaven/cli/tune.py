@@ -104,9 +104,10 @@ def tune(
         parsed_option(
             _workers,
             "COUNT|auto",
-            "Number of trials at once. leaven's own trainer uses one process with one thread for each. auto: one for "
-            "each GPU of this machine, with this GPU in CUDA_VISIBLE_DEVICES; where it was measured to be faster, a "
-            "worker trains several trials at once, as with --stack. Workers of a recipe share no GPU.",
+            "Number of workers, each of which runs one trial at a time. For a recipe, a worker is a process with one "
+            "thread and, on a machine with GPUs, with its own GPU. auto: one worker for each GPU of this machine, "
+            "with this GPU in CUDA_VISIBLE_DEVICES; a worker then trains several trials at once, as with --stack, if "
+            "that was measured to be faster.",
             "one per core, or 1 on a GPU or for a command",
         ),
     ] = None,

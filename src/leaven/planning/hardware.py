@@ -21,9 +21,9 @@ _MEMORY = re.compile(r"\d+GB")
 _BYTES_PER_PARAMETER = 16  # weights, gradients and Adam's two moments in fp32
 _MAX_SECONDS = 30 * 86_400
 _MFU = 0.4
-_GPU = "H100-80GB"
-_GPU_FLOPS = 1e15  # per second, dense bf16
-_GPU_BYTES = 60 * 2**30  # of 80 GiB; the rest is for activations
+_MEMORY_SHARE = 0.75  # of a GPU, for weights, gradients and moments; the rest is for activations
+_GPU_FLOPS = 1e15  # per second: an H100 in dense bf16
+_GPU_BYTES = _MEMORY_SHARE * 80 * 2**30
 
 
 @dataclass(frozen=True)
@@ -156,16 +156,17 @@ def trainable_here(recipe: Recipe) -> bool:
     return recipe.model.params * _BYTES_PER_PARAMETER < memory and seconds < _MAX_SECONDS
 
 
-def cluster_for(recipe: Recipe) -> str:
-    """Return the smallest cluster that can store the model and train it within a month, as ``COUNTxNAME``.
+def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
+    """Return the smallest cluster of a GPU that can store the model and train it within a month, as ``COUNTxNAME``.
 
     The number of GPUs is the number of ranks of the recipe's layout, if it has several. Otherwise it is a power of
     two. It is higher than the number of sequences in a batch only if the model needs the memory.
     """
     if recipe.layout.ranks > 1:
-        return f"{recipe.layout.ranks}x{_GPU}"
-    for_memory = recipe.model.params * _BYTES_PER_PARAMETER / _GPU_BYTES
-    for_time = flops_per_token(recipe.model) * recipe.data.tokens / (_MFU * _GPU_FLOPS * _MAX_SECONDS)
+        return f"{recipe.layout.ranks}x{gpu.name}"
+    for_memory = recipe.model.params * _BYTES_PER_PARAMETER / (_MEMORY_SHARE * gpu.memory_gib * 2**30)
+    flops_per_second = _MFU * gpu.peak_tflops * 1e12
+    for_time = flops_per_token(recipe.model) * recipe.data.tokens / (flops_per_second * _MAX_SECONDS)
     most = math.floor(math.log2(max(recipe.batch.tokens // recipe.model.seq_len, 1)))
     needed = max(math.ceil(math.log2(for_memory)), min(math.ceil(math.log2(for_time)), most), 0)
-    return f"{2**needed}x{_GPU}"
+    return f"{2**needed}x{gpu.name}"

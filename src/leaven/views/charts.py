@@ -90,7 +90,7 @@ def figure(
 ) -> Figure:
     """Return a chart of traces. ``x`` and ``y`` are axes, e.g. from :func:`log_axis`; ``notes`` are annotations.
 
-    The titles may be a user's text. In all other text of a chart, a user's text needs :func:`text`.
+    The titles may contain text of a user. Everywhere else in a chart, pass a user's text through :func:`text`.
     """
     axes = {"xaxis": {"title": {"text": text(x_title)}, **(x or {})}, "yaxis": y or {}}
     marks = {"shapes": list(shapes), "annotations": list(notes)}

@@ -36,7 +36,7 @@ def check_page(check: CheckDocument) -> str:
 
 
 def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return a chart for each axis and quantity, by name, and the sections of the page that show the charts.
+    """Return a chart for each axis and quantity, by name, and the context of the sections that show the charts.
 
     An axis is the width or the depth of the models. A chart has a curve for each module: the quantity at each size,
     divided by the quantity at the smallest size, so that all curves start at 1. A gradient is first divided by Adam's
@@ -78,7 +78,7 @@ def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
 
 
 def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return charts of a sweep (of lr, weight decay, init std or batch size), and the section of the page with them.
+    """Return the charts of a sweep (of lr, weight decay, init std or batch size), and the context of their section.
 
     The first chart shows the loss over the swept value, with a line for each model and a star at its best value. More
     charts show the best value over the width, depth, batch or tokens of the models.
@@ -106,8 +106,10 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return a chart of the normalised loss curves, one of their deviations from the first with 95% bands, and the
-    section of the page with them."""
+    """Return the charts of a collapse check, and the context of the page's section that shows them.
+
+    One chart shows the normalised loss curves, the other their deviations from the first curve with 95% bands.
+    """
     colours = dict(zip(check.settings["scales"], cycle(_COLOURS)))
     drawn: dict[str, Figure | None] = {}
     for quantity, title in (("normalised", "normalised loss"), ("deviation", "share of the fall of the loss")):

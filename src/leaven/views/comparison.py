@@ -14,7 +14,7 @@ from leaven.documents.runs import ComparedRun, ComparedValue, ComparisonDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import adamw_rows
-from leaven.views.folders import RunView, consistent, read_folder
+from leaven.views.folders import RunView, read_folder
 from leaven.views.render import render
 from leaven.views.run_charts import colours, run_charts
 from leaven.views.terminal.files import comparison_tables
@@ -39,8 +39,7 @@ def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, Compari
     """
     if len(folders) > MOST_RUNS:
         raise InputError(f"{len(folders)} runs are too many for one page; give at most {MOST_RUNS}")
-    with consistent(*folders):
-        return _page([_run(folder, folders) for folder in folders], output)
+    return _page([_run(folder, folders) for folder in folders], output)
 
 
 def _run(folder: Path, folders: Sequence[Path]) -> RunView:
@@ -97,7 +96,7 @@ def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
 
 
 def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]) -> float | None:
-    """Return how many times fewer tokens a run needed than the first run for the same validation loss.
+    """Return how many times fewer tokens a run needed than the first run for the same validation loss, such as 1.5.
 
     ``run`` and ``first`` are validation losses as (tokens, loss), in the order of tokens. The compared loss is the
     higher one of the two final losses. Return None if a run has fewer than two validations, or if the better run had

@@ -21,7 +21,7 @@ COMMANDS = (
     "leaven new mine.toml --params 1B --tokens 20B",
     "leaven tune mine-proxy.toml --study studies/mine --trials 32",
     "leaven transfer studies/mine/best.toml --like mine.toml -o mine-tuned.toml",
-    "leaven train mine-tuned.toml --run runs/mine",
+    "leaven train mine-tuned.toml --run runs/mine-tuned",
 )
 
 

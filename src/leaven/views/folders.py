@@ -4,9 +4,8 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +21,9 @@ from leaven.training.run_folder import RETURNS, RunFolder, finish_of
 from leaven.tuning import point
 from leaven.tuning.command import CommandFile, command_space, is_command_file
 from leaven.tuning.point import Value
-from leaven.tuning.study_document import StudyDocument, StudyTrial
+from leaven.tuning.study_document import PRUNED, UNDER_WAY, StudyDocument, StudyTrial
+from leaven.views.checks import SLOPES
+from leaven.views.demo import RULES
 from leaven.views.points import at_start
 
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -95,7 +96,12 @@ class StudyView(StudyDocument):
 FolderView = DemoDocument | StudyView | RunView | CheckDocument
 KINDS = {"demo.json": "demo", "study.json": "study", "metrics.jsonl": "run", "check.json": "check"}
 """The kind of a folder, by the first of these files that the folder contains."""
-LARGEST_NUMBER = 1e100  # of metrics and events; larger ones overflow when they are squared
+LARGEST_NUMBER = 1e100  # the square of a larger number may overflow, and also 1 / a number below 1e-100
+FARTHEST = 300  # octaves; the largest distance of a value from the start of a study, a factor of 1e90
+STATES = ("complete", "diverged", PRUNED, "failed", *UNDER_WAY)  # of trials
+PURPOSES = ("search", "noise", "rerun")  # of trials
+_AGAIN = "to write the file again, run the command that wrote it"
+WHOLE = ("tokens", "to_tokens", "batch_tokens", "skip_from", "skip_to")  # keys whose numbers must be whole
 _BACK = ("tokens", "to_tokens", "skip_from", "skip_to")
 EVENT_KEYS = {"validation": ("tokens",), "rollback": (*_BACK, "why"), "rewind": _BACK}
 """The keys that an event of events.jsonl must have. An event that lacks one is ignored."""
@@ -105,8 +111,8 @@ def read_folder(folder: Path) -> FolderView:
     """Return the contents of a folder for display.
 
     Raises:
-        InputError: if the folder contains no run, study, check or demo, or no data yet, or a broken file. The message
-            names the file and says what to do.
+        InputError: if the folder contains no run, study, check or demo, or no data yet, or if a file is damaged or
+            contradicts itself. The message names the file and says what to do.
     """
     if not folder.exists():
         store = "; give the folder of the study's results: studies/NAME, or the folder given to leaven tune --out"
@@ -126,24 +132,6 @@ def read_folder(folder: Path) -> FolderView:
         f"{folder} contains no run (metrics.jsonl), study (study.json), check (check.json) or demo (demo.json); "
         f"give the folder that leaven train --run, leaven tune --study, leaven check --run or leaven demo wrote"
     )
-
-
-@contextmanager
-def consistent(*folders: Path) -> Iterator[None]:
-    """Raise InputError where a page cannot be made of what the files of folders say.
-
-    The files have the right form, but somebody may have changed them: a trial without a searched value, or a number
-    that is too large for a chart.
-    """
-    try:
-        yield
-    except InputError:
-        raise
-    except (ArithmeticError, LookupError, RecursionError, StopIteration, TypeError, ValueError) as error:
-        raise InputError(
-            f"{', '.join(map(str, folders))}: cannot be shown ({type(error).__name__}: {error}); if nobody has "
-            "changed the files, this is a bug: run the command again with LEAVEN_DEBUG=1 and report what it prints"
-        ) from error
 
 
 def read_run(folder: Path) -> RunView:
@@ -189,8 +177,8 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
     def plain(key: str, value: Any) -> Any:
         if isinstance(value, str) and key in {"event", "why"}:
             return value
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return value if number and abs(value) <= LARGEST_NUMBER else None  # neither infinite nor NaN
+        number = isinstance(value, int if key in WHOLE else int | float) and not isinstance(value, bool)
+        return value if number and _drawable(value) else None
 
     return {key: plain(key, value) for key, value in line.items()}
 
@@ -202,10 +190,19 @@ def _elapsed(events: Sequence[dict[str, Any]]) -> float | None:
     return sum(spent) if times else None
 
 
+def _drawable(number: float) -> bool:
+    """Return whether charts can show a number: it is finite, and neither huge nor nearly 0."""
+    if isinstance(number, int):
+        return abs(number) < 2**63
+    return number == 0 or 1 / LARGEST_NUMBER <= abs(number) <= LARGEST_NUMBER
+
+
 def read_study(folder: Path) -> StudyView:
-    state = _document(folder / "study.json", StudyDocument)
+    path = folder / "study.json"
+    state = _document(path, StudyDocument)
     if not state.trials:
-        raise InputError(f"{folder / 'study.json'}: no trials yet; run leaven tune first")
+        raise InputError(f"{path}: no trials yet; run leaven tune first")
+    _refuse(path, _faults_of_study(state))
     best, centre = folder / "best.toml", folder / "centre.toml"
     of_file = is_command_file(centre)
     in_order = tuple(sorted(state.trials, key=lambda trial: trial.number))
@@ -219,22 +216,102 @@ def read_study(folder: Path) -> StudyView:
 
 def read_demo(folder: Path) -> DemoDocument:
     """Return the document of a demo, finished or not."""
-    return _document(folder / "demo.json", DemoDocument)
+    demo = _document(folder / "demo.json", DemoDocument)
+    _refuse(folder / "demo.json", _faults_of_demo(demo))
+    return demo
 
 
 def read_check(folder: Path) -> CheckDocument:
-    return _document(folder / "check.json", CheckDocument)
+    check = _document(folder / "check.json", CheckDocument)
+    _refuse(folder / "check.json", _faults_of_check(check))
+    return check
+
+
+def _faults_of_study(study: StudyDocument) -> Iterator[str]:
+    """Yield the contradictions in a study, for example a trial without one of the searched values."""
+    searched = {dimension.path for dimension in study.dimensions}
+    drawn = {coordinate.path for coordinate in study.coordinates if coordinate.slice}
+    for trial in study.trials:
+        if trial.state not in STATES or trial.purpose not in PURPOSES:
+            yield f"trial {trial.number}: state {trial.state!r}, purpose {trial.purpose!r}"
+        if trial.octaves and (missing := drawn - trial.octaves.keys()):
+            yield f"trial {trial.number}: octaves has no {min(missing)}"
+    distances = [x for trial in study.trials for x in (trial.octaves or {}).values()]
+    distances += [*study.octaves.values(), *(study.fewest_octaves or {}).values()]
+    for each in study.coordinates:
+        distances += [each.best, *each.flat, *(place.octaves for place in each.slice)]
+    for dimension in study.dimensions:
+        distances += [dimension.low, dimension.high]
+    if (farthest := max(map(abs, distances), default=0)) > FARTHEST:
+        yield f"octaves: {farthest:g} is more than {FARTHEST}"
+    found = {"octaves": study.octaves, "fewest_octaves": study.fewest_octaves or (), "idle": study.idle}
+    for key, paths in (found | {"coordinates": [each.path for each in study.coordinates]}).items():
+        if others := [path for path in paths if path not in searched]:
+            yield f"{key}: {others[0]!r} is not under dimensions"
+
+
+def _faults_of_check(check: CheckDocument) -> Iterator[str]:
+    """Yield the contradictions in a check, for example a curve whose x and y have different lengths."""
+    for key in ("seeds", "scales") if check.check == "collapse" else ("seeds",):
+        if key not in check.settings:
+            yield f"settings: {key} is missing"
+    if check.check not in {*SLOPES, "collapse"} and all(curve.quantity != "loss" for curve in check.curves):
+        yield "curves: no curve of the loss"
+    for curve in check.curves:
+        where, count = f"curves: {curve.module} ({curve.quantity})", len(curve.x)
+        if not count or len(curve.y) != count or {len(curve.low), len(curve.high)} - {0, count}:
+            yield f"{where}: x, y, low and high have different lengths"
+        above_0 = [*curve.x]
+        if check.check in SLOPES or curve.quantity == "best":  # drawn over a logarithmic axis
+            above_0 += [value for value in (*curve.y, *curve.low, *curve.high) if value]
+        if above_0 and min(above_0) <= 0:
+            yield f"{where}: {min(above_0):g} is not above 0"
+        if check.check == "collapse" and curve.module.split(" -> ")[-1] not in check.settings["scales"]:
+            yield f"{where}: this size is not under settings: scales"
+
+
+def _faults_of_demo(demo: DemoDocument) -> Iterator[str]:
+    """Yield the contradictions in a demo, for example a missing run."""
+    if not demo.models or not demo.lrs or min(demo.lrs) <= 0 or min(model.width for model in demo.models) <= 0:
+        yield "a number in models or lrs is missing or not above 0"
+    if missing := {"processor", "cores", "platform", "python", "torch", "leaven"} - demo.machine.keys():
+        yield f"machine: {min(missing)} is missing"
+    if (result := demo.result) is not None:
+        if result.width not in (model.width for model in demo.models) or result.lr not in demo.lrs:
+            yield "result: its width or lr is not under models or lrs"
+        if demo.seeds < 1 or {len(losses) for losses in (result.base, result.copied, result.moved)} != {demo.seeds}:
+            yield f"result: base, copied and moved do not have {demo.seeds} losses (seeds)"
+        for rule, model in product(RULES, demo.models):
+            if demo.losses(rule, model.width).keys() != set(demo.lrs):
+                yield f"runs: a run of width {model.width} is missing"
+
+
+def _refuse(path: Path, faults: Iterator[str]) -> None:
+    if (fault := next(faults, None)) is not None:
+        raise InputError(f"{path}: {fault}; {_AGAIN}")
 
 
 def _document(path: Path, kind: type[Kind]) -> Kind:
     try:
-        return kind.model_validate_json(storage.read(path))
+        document = kind.model_validate_json(storage.read(path))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except ValidationError as error:
         fault = error.errors()[0]
         where = "".join(f"{key}: " for key in fault["loc"])
-        raise InputError(
-            f"{path}: {where}{fault['msg'][0].lower()}{fault['msg'][1:]}; to write the file again, run the command "
-            "that wrote it"
-        ) from None
+        raise InputError(f"{path}: {where}{fault['msg'][0].lower()}{fault['msg'][1:]}; {_AGAIN}") from None
+    _refuse(path, _undrawable(document.model_dump(), ""))
+    return document
+
+
+def _undrawable(value: Any, where: str) -> Iterator[str]:
+    """Yield a message for each number inside ``value`` that charts cannot show.
+
+    ``where`` names the place of ``value`` in its file, for example ``"trials: 3: "``.
+    """
+    if isinstance(value, dict | list | tuple):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if key != "interval":  # infinite if it is not known
+                yield from _undrawable(inner, f"{where}{key}: ")
+    elif isinstance(value, int | float) and not _drawable(value):
+        yield f"{where}{value:.3g} is too large or too close to 0 to be shown"

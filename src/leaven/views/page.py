@@ -6,7 +6,7 @@ from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import DemoDocument
 from leaven.views.check_page import check_page
 from leaven.views.demo import demo_page
-from leaven.views.folders import RunView, StudyView, consistent, read_folder
+from leaven.views.folders import RunView, StudyView, read_folder
 from leaven.views.parameters import at_base
 from leaven.views.recipe_view import recipe_view
 from leaven.views.render import render
@@ -18,16 +18,15 @@ def folder_page(folder: Path) -> str:
     """Return an HTML page about the run, study, check or demo in a folder.
 
     Raises:
-        InputError: if the folder contains nothing to report, or its parts contradict each other, or plotly is not
+        InputError: if the folder contains nothing to report, or its files contradict each other, or plotly is not
             installed.
     """
-    with consistent(folder):
-        document = read_folder(folder)
-        if isinstance(document, CheckDocument):
-            return check_page(document)
-        if isinstance(document, StudyView):
-            return study_page(document)
-        return demo_page(document) if isinstance(document, DemoDocument) else run_page(document)
+    document = read_folder(folder)
+    if isinstance(document, CheckDocument):
+        return check_page(document)
+    if isinstance(document, StudyView):
+        return study_page(document)
+    return demo_page(document) if isinstance(document, DemoDocument) else run_page(document)
 
 
 def run_page(run: RunView) -> str:

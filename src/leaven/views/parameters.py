@@ -115,7 +115,7 @@ def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: s
         return "gains and biases have no weight decay (decay_norm_and_bias)"
     moving = [cell.text for cell in cells if cell.text != "1"]
     if not moving:
-        return "Muon has none" if row.match and quantity in {"beta2", "eps"} else "does not change with scale"
+        return "Muon does not use it" if row.match and quantity in {"beta2", "eps"} else "does not change with scale"
     formula = re.sub(r"\b[IOHLBDM]\b", lambda match: f"m_{_SUBSCRIPTS.get(match[0], match[0])}", " ".join(moving))
     if quantity == "init_std":
         return f"square root of the variance factor {formula} = {value(factor**0.5)}"

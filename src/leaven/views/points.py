@@ -137,7 +137,7 @@ def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
         if each.at_end:
             wider = _wider(state.dimension(each.path), each.best)
             beyond = f"the optimum may be outside the search space; to search farther, {wider}"
-            facts += under("at the end", [f"{short_path(each.path)}: {each.end}", beyond])
+            facts += under("at a limit", [f"{short_path(each.path)}: {each.end}", beyond])
     if state.idle:
         count = f"{len(state.idle)} of {len(state.coordinates)}"
         text = f"{count}: resetting them all to the start costs less than the noise"

@@ -64,8 +64,7 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
 
 
 def window(study: StudyView) -> tuple[float, float]:
-    """Return the lowest and highest loss of a chart, which shows the answer's interval and all losses but
-    outliers."""
+    """Return the lowest and highest loss that a chart shows. Only outliers are outside this range."""
     losses = sorted(trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None)
     low, median = losses[0], losses[len(losses) // 2]
     floor = study.noise_floor or 0.0
@@ -192,7 +191,7 @@ def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float
         looks = {"symbol": symbol, "opacity": 0.5}
         traces.append(charts.dots([(place, y) for place in sorted(at)], colour, 7, marker=looks, cliponaxis=False))
     traces.append(charts.dots([(coordinate.best, 0.0)], ACCENT, 9))
-    every = next(step for step in (1, 2, 4, 8, 16) if (high - low) / step <= 3.5)
+    every = 2 ** math.ceil(math.log2(max((high - low) / 3.5, 1)))
     ticks = [place for place in range(math.ceil(low), math.floor(high) + 1) if place % every == 0]
     labels = [charts.text(points.change(dimension, place)) for place in ticks]
     return charts.figure(

@@ -78,7 +78,7 @@ def nearest_screen(
         yield f"{same or 'none'} of these {len(runs)} runs have the requested norms and optimizer: {stack}"
     if l2:
         yield "the recipe's adam adds weight decay to the gradient (L2); papers sometimes call AdamW adam"
-    yield Text("distance in octaves of parameters; an octave of tokens counts as an eighth", style="dim")
+    yield Text("distance in octaves (factors of 2) of parameters; an octave of tokens counts as 1/8", style="dim")
 
 
 def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:

@@ -1,7 +1,7 @@
 """Print results to standard output, and progress, warnings and errors to standard error.
 
-Everything a command prints goes through here, where foreign text is made safe to show: names of files, keys and
-values of recipes, and messages of other programs.
+Everything that a command prints passes through here. Control characters are made visible. They may be in names of
+files, in keys and values of recipes, and in messages of other programs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from leaven.errors import shown
 
+GPUS = "GPUS"  # in a command to type: the place of a cluster that leaven does not know
 NO_TERMINAL = 120  # characters; width of output to a file or a pipe
 
 
@@ -54,4 +55,8 @@ def say_skipped(checkpoints: Mapping[str, str]) -> None:
 
 def next_lines(commands: Sequence[str]) -> list[str]:
     """Return the lines that show the commands to type next."""
-    return [f"{'' if number else 'next':<11}{command}" for number, command in enumerate(commands)]
+    lines = [f"{'' if number else 'next':<11}{command}" for number, command in enumerate(commands)]
+    if any(f" --gpus {GPUS} " in f"{command} " for command in commands):
+        meaning = f"{GPUS} stands for your GPUs, for example 8xH100-80GB; leaven hardware lists the names"
+        lines.insert(0, f"{'hardware':<11}{meaning}")
+    return lines

@@ -72,10 +72,8 @@ def exported_weights(export: WeightsDocument, params: int, dtype: str) -> Iterat
 
 
 def exported_config(export: ConfigDocument) -> Iterator[RenderableType]:
-    for loss in export.lost:
-        yield f"lost   {loss.text}"
-    for note in export.notes:
-        yield f"note   {note}"
+    texts = [("lost", loss.text) for loss in export.lost] + [("note", note) for note in export.notes]
+    yield Facts([(label, [text]) for label, text in texts], LABEL)
     yield f"wrote {export.path}"
 
 

@@ -66,16 +66,16 @@ def _evidence(one: FindingRow) -> Iterator[str]:
     if one.factor is not None and math.isfinite(one.factor) and one.severity != "note":
         yield f"{format_number(one.factor, 2)} x beyond {_range(one)}"
     if one.runs:
-        yield f"says: {_ids(one.runs)}; {one.source}"
+        yield f"evidence: {_ids(one.runs)}; {one.source}"
     else:
-        yield f"says: {one.source}"
+        yield f"evidence: {one.source}"
     if one.alike:
         helped = {"succeeded-with-interventions": "succeeded, with interventions"}
         ends = sorted({helped.get(find_run(id).status, "succeeded") for id in one.alike})
         alike = "similar in size, lr, batch, norms and optimizer"
-        yield f"{_ids(one.alike)}, {alike}, did so too and {' or '.join(ends)}"
+        yield f"{_ids(one.alike)}, {alike}, did the same and {' or '.join(ends)}"
     elif one.did_so:
-        yield f"did so too, with another size, lr, batch, norms or optimizer: {_ids(one.did_so)}"
+        yield f"did the same, with another size, lr, batch, norms or optimizer: {_ids(one.did_so)}"
 
 
 def _to_type(suggestion: Mapping[str, Any], width: int) -> Iterator[Text]:

@@ -36,7 +36,7 @@ def plan_screen(plan: PlanDocument) -> Iterator[RenderableType]:
         untrained = "leaven can plan and export this layout, but not train it"
         facts.append(("not trained", [_alternative(plan.untrained, plan), untrained]))
     if plan.not_:
-        facts.append(("not", plan.not_))
+        facts.append(("why not", plan.not_))
     if plan.explain is not None:
         facts.append(("explain", _explained(plan.explain, plan.speed.step_seconds)))
     facts += under("caution", plan.cautions)

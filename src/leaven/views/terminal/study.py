@@ -53,7 +53,7 @@ class TuneScreen(LiveScreen):
         self._shown = {trial.number for trial in _ended(state)}
         self._running: dict[int, tuple[str, float]] = {}  # (worker, start in Unix time) by number of the trial
         self._names: dict[str, str] = {}
-        self._lock_rows = threading.RLock()  # not used in ``_status``, which rich calls while it holds a lock of rich
+        self._lock_rows = threading.RLock()  # not for ``_status``: rich calls it while holding a lock of its own
         self.bar("trials", state.ended, trials, "")
         self.above = self._status
         count = len(state.space)

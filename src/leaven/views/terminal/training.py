@@ -34,9 +34,9 @@ EVENTS = {
     "full_batch": "the batch has its full size of {batch_tokens:q} tokens from {tokens:q} tokens on, micro-batch "
     "{micro_batch}",
     "slow_rank": "rank {slowest} takes {times_the_median:.1f} times as long as the other ranks, which wait for it",
-    "curves_lost": "{writer} gets no curves from {tokens:q} tokens on: {why}",
-    "file_changed": "{file} is not as it was at the checkpoint at {tokens:q} tokens: {why}; the run continues",
-    "finished_file_changed": "{file} is not as it was when the run finished at {tokens:q} tokens: {why}",
+    "curves_lost": "{writer} receives no curves from {tokens:q} tokens on: {why}",
+    "file_changed": "{file} has changed since the checkpoint at {tokens:q} tokens: {why}; the run continues",
+    "finished_file_changed": "{file} has changed since the run finished at {tokens:q} tokens: {why}",
     "layout": "{changed} at {tokens:q} tokens: sums are computed in another order, so losses may differ in the last "
     "bits",
 }
