@@ -126,10 +126,13 @@ def _kind(given: Settings, draft: Draft) -> None:
 
     if "use-rotary-position-embeddings" in given:
         draft.set("model.positions", "rope", "--use-rotary-position-embeddings")
-    if given["rotary-percent"] != 1:
-        raise InputError(f"{origin}: --rotary-percent: leaven supports only 1.0 (it rotates whole heads)")
+    if (
+        given["rotary-percent"] != 1
+        and draft.values.get("model.positions", given["position-embedding-type"]) == "rope"
+    ):
+        draft.set("model.rotary_fraction", given["rotary-percent"], "--rotary-percent")
     if "disable-bias-linear" in given and "add-qkv-bias" in given:
-        raise InputError(f"{origin}: --add-qkv-bias: leaven has biases in all matrices or in none")
+        draft.set("model.attention_bias", "qkv", "--add-qkv-bias")
     attention = given["attention-dropout"]
     if attention != given["hidden-dropout"]:
         draft.unread.append(f"--attention-dropout {attention:g}: leaven has one rate, that of --hidden-dropout")
@@ -147,6 +150,10 @@ def _experts(given: Settings, draft: Draft) -> None:
     def put(key: str, value: object, *flags: str) -> None:
         draft.set(f"model.experts.{key}", value, given.why(*flags))
 
+    if "disable-bias-linear" not in given:
+        raise InputError(
+            f"{origin}: --num-experts: leaven supports only experts without biases; add --disable-bias-linear"
+        )
     own = "moe-ffn-hidden-size" in given
     width = given["moe-ffn-hidden-size"] if own else draft.values["model.d_ff"]
     put("d_expert", width, "moe-ffn-hidden-size" if own else "ffn-hidden-size")
