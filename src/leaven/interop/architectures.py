@@ -5,12 +5,13 @@ The data is in ``architectures.toml``. :func:`read_config` reads the config.json
 
 import json
 import math
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -20,6 +21,7 @@ from leaven.recipe.experts import Experts
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import set_path
 from leaven.recipe.shape import ModelShape, Role
+from leaven.scaling.table import GAINS
 
 Config = dict[str, Any]
 Model = TypeVar("Model", bound=BaseModel)
@@ -33,6 +35,8 @@ _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     dict: ("a table", lambda value: type(value) is dict),
     list: ("a list", lambda value: type(value) is list),
 }
+# Keys of [model] that are missing in a recipe if the model has no such thing; config.json then has null.
+_OPTIONAL = ("window", "attention_softcap", "logit_softcap")
 # Keys of [model.experts] that change training only, not what the model computes.
 TRAINING_ONLY = frozenset({"balance_loss", "bias_step", "router_z_loss"})
 WITHOUT_BIASES = {"bias": "none", "both": "loss"}
@@ -53,6 +57,9 @@ class Stored:
     heads: int = 1
     transposed: bool = False  # whether the file stores a matrix as (fan in, fan out)
     expert: int | None = None  # the expert whose matrix this is, if leaven's tensor has the matrices of all experts
+    # d_head for queries, keys and their norms, if the rotary positions of the file pair the entries 2i and 2i + 1 of
+    # a head; leaven's pair i and i + d_head / 2. Otherwise 0
+    paired: int = 0
 
     @property
     def of_router_bias(self) -> bool:
@@ -96,6 +103,13 @@ class Architecture:
     conv1d: bool = False  # whether matrices of a block have the shape (fan in, fan out)
     # whether the last matrix of each branch has the initial std initializer_range / sqrt(2 n_layers)
     scaled_branch_ends: bool = False
+    # whether a norm multiplies by 1 + weight, so that leaven's gain is 1 + the stored weight
+    offset_gains: bool = False
+    # whether the model multiplies the output of its embedding by sqrt(d_model)
+    scaled_embedding: bool = False
+    logit_scale: str | None = None  # key of config.json whose value multiplies the logits; an export writes 1
+    # whether rotary positions pair the entries 2i and 2i + 1 of a head; leaven's pair i and i + d_head / 2
+    paired_rotary: bool = False
     # name endings of buffers that older versions of transformers saved with the weights
     buffers: Sequence[str] = ("rotary_emb.inv_freq",)
 
@@ -124,6 +138,12 @@ class Architecture:
                 held = [implied.get(key, _field(key).default)]
             if held is not None and value not in held:
                 found[key] = held[0]
+        first: dict[str, str] = {}  # for each key of config.json, the first of leaven's keys that it contains
+        for ours, several in self.keys.items():
+            for theirs in several:
+                other = first.setdefault(theirs, ours)
+                if values.get(ours) != values.get(other):
+                    found[ours] = values[other]
         return found | ({"experts": None} if bool(self.experts) != bool(shape.experts) else {})
 
     def _values(self, shape: ModelShape) -> dict[str, Any]:
@@ -142,12 +162,38 @@ class Architecture:
         written = {theirs: values[ours] for ours, several in self.keys.items() for theirs in several}
         if "mlp_only_layers" in written:
             written["mlp_only_layers"] = list(range(written["mlp_only_layers"]))
+        if "layer_types" in written:
+            written["layer_types"] = _layer_types(shape.n_layers, shape.global_every if shape.window else 1)
+            written["sliding_window"] = shape.window or shape.seq_len  # transformers refuses null
         if shape.positions == "rope":
             rotary = {"rope_type": "default", "rope_theta": shape.rope_theta}
             if "rotary_fraction" in self.keys:
                 rotary["partial_rotary_factor"] = shape.rotary_fraction
             written["rope_parameters"] = rotary
+        # Some classes have a padding token by default, and transformers does not train its embedding.
+        written["pad_token_id"] = None
+        if self.logit_scale:
+            written[self.logit_scale] = 1.0
         return {"architectures": [self.name], "model_type": self.model_type} | written | self.required
+
+    def factors(self, shape: ModelShape, config: Config) -> dict[str, float]:
+        """Return leaven's weights divided by the stored weights, by leaven's name. Factors of 1 are left out.
+
+        leaven's model has no factor on the embedding's output and none on the logits, so its weights contain these
+        factors. A tied embedding also computes the logits; there the final norm has their factor, divided by that of
+        the embedding.
+        """
+        embedding = math.sqrt(shape.d_model) if self.scaled_embedding else 1.0
+        logits = float(self.given(config)[self.logit_scale]) if self.logit_scale else 1.0
+        readout = (
+            {"norm.final.weight": logits / embedding} if shape.tied_embeddings else {"unembedding.weight": logits}
+        )
+        return {name: factor for name, factor in ({"embedding.weight": embedding} | readout).items() if factor != 1}
+
+    def offsets(self, shape: ModelShape) -> dict[str, float]:
+        """Return leaven's gains minus the stored weights, by parameter name. Gains that are stored as they are, are
+        left out."""
+        return {each.name: 1.0 for each in shape.parameters() if self.offset_gains and each.role in GAINS}
 
     def given(self, config: Config) -> Config:
         """Return a config.json with defaults for missing keys, after checking the types of the known keys.
@@ -157,18 +203,21 @@ class Architecture:
         """
         stated = {self.aliases.get(key, key): value for key, value in config.items() if value is not None}
         given = self.defaults | stated
-        for key in (theirs for ours in _implied(1, 1) for theirs in self.keys.get(ours, ())):
-            if config.get(key, ...) is None:  # null: the value follows from other keys; a missing key has the default
+        for key in (theirs for ours in (*_implied(1, 1), *_OPTIONAL) for theirs in self.keys.get(ours, ())):
+            if (
+                config.get(key, ...) is None
+            ):  # null: none, or it follows from other keys; a missing key has the default
                 given.pop(key, None)
-        kinds = {key: _field(ours).annotation for ours, keys in self.keys.items() for key in keys}
+        annotations = {key: _field(ours).annotation for ours, keys in self.keys.items() for key in keys}
+        kinds = {key: next(iter(get_args(kind)), kind) for key, kind in annotations.items()}
         kinds |= {
             key: type(words[0])
             for ours, each in self.words.items()
             for words in each.values()
             for key in self.keys[ours]
         }
-        kinds |= {"initializer_range": float, "rope_parameters": dict, "rope_scaling": dict, "sliding_window": int}
-        kinds |= {"mlp_only_layers": list}
+        kinds |= {"initializer_range": float, "rope_parameters": dict, "rope_scaling": dict, "mlp_only_layers": list}
+        kinds |= {"layer_types": list} | ({self.logit_scale: float} if self.logit_scale else {})
         for key, kind in kinds.items():
             if key in given and not (given[key] == 0 and key in self.keys.get("experts.dense_layers", ())):
                 _require(key, given[key], kind)
@@ -197,8 +246,10 @@ class Architecture:
                 )
             if stated:
                 values[ours] = next(iter(stated.values()))
-        if "window" in self.keys:
-            values["window"] = self._window(config, values["seq_len"])
+        if values.get("window", 0) >= values["seq_len"]:  # a window of a sequence or more changes nothing
+            del values["window"]
+        if "global_every" in self.keys:
+            _set_global_layers(values)
         for ours, words in self.words.items():
             theirs = values[ours]
             values[ours] = next((mine for mine, several in words.items() if theirs in several), None)
@@ -233,12 +284,6 @@ class Architecture:
             experts["weight_scale"] = float(experts["weight_scale"])
         values["experts"] = experts
         values.setdefault("d_ff", experts["d_expert"])  # no layer has an MLP of this size
-
-    def _window(self, config: Config, seq_len: int) -> int | None:
-        """Return the sliding window, or None if it is null or not shorter than a sequence."""
-        # null is no window, a missing key is the default
-        window = config.get("sliding_window", self.defaults.get("sliding_window"))
-        return window if window is not None and window < seq_len else None
 
     def _rotary(self, given: Config) -> dict[str, float]:
         """Return the theta of the rotary positions and the share of each head that they rotate.
@@ -289,7 +334,14 @@ class Architecture:
             fused = self.heads_together and any(".attention.query." in part for part in parts)
             matrix = len(next(iter(parts.values()))) == 2
             turned = self.conv1d and name.startswith(self.blocks) and matrix
-            yield Stored(name, parts, heads=shape.n_kv_heads if fused else 1, transposed=turned)
+            rotated = self.paired_rotary and re.search(r"\.(query|key)\.", next(iter(parts)))
+            yield Stored(
+                name,
+                parts,
+                heads=shape.n_kv_heads if fused else 1,
+                transposed=turned,
+                paired=shape.d_head if rotated else 0,
+            )
 
     def parameters(self, shape: ModelShape) -> Iterator[Stored]:
         """Yield the trainable parameters of the model in memory.
@@ -343,6 +395,30 @@ def _field(key: str) -> Any:
     return (Experts if experts else ModelShape).model_fields[key.removeprefix("experts.")]
 
 
+def _layer_types(layers: int, global_every: int) -> list[str]:
+    """Return the types of layers of which every ``global_every``-th ignores the sliding window (0: none does)."""
+    return [
+        "full_attention" if global_every and (n + 1) % global_every == 0 else "sliding_attention"
+        for n in range(layers)
+    ]
+
+
+def _set_global_layers(values: dict[str, Any]) -> None:
+    """Replace the list of the layers' types by the number n, if every n-th layer ignores the sliding window."""
+    layers = values["n_layers"]
+    types = values.pop("global_every", None) or _layer_types(layers, 2)  # the default of Gemma 2
+    every = next((n for n in range(layers + 1) if types[:layers] == _layer_types(layers, n)), None)
+    if every is None:
+        raise InputError(
+            f"config.json: layer_types = {types}: leaven has a sliding window in all layers, or in all but every "
+            "n-th layer"
+        )
+    if every == 1:
+        values.pop("window", None)
+    if every > 1 and "window" in values:
+        values["global_every"] = every
+
+
 def _implied(heads: int, width: int) -> dict[str, int]:
     """Return the sizes that a config.json may leave out, computed from the number of heads and the width."""
     return {"n_kv_heads": heads, "d_head": width // heads, "d_ff": 4 * width}
@@ -375,13 +451,19 @@ ARCHITECTURES = tuple(Architecture(**table) for table in _TABLES.values())
 MEGATRON = Architecture(**_TABLE["megatron"])
 
 
+_FUSED = {
+    ("attention.query", "attention.key", "attention.value"): "attention.query_key_value",
+    ("mlp.gate", "mlp.in"): "mlp.gate_in",
+}
+
+
 def module_names() -> Mapping[str, set[str]]:
     """Map each of leaven's modules, such as ``attention.out``, to its names elsewhere, such as ``o_proj``."""
     names = {module: set(several) for module, several in _TABLE["names"].items()}
     for architecture in ARCHITECTURES:
         for module, path in [*architecture.block.items(), *architecture.ends.items()]:
-            fused = architecture.block.get("attention.query") == architecture.block.get("attention.key") == path
-            names.setdefault("attention.query_key_value" if fused else module, set()).add(path.rpartition(".")[2])
+            several = tuple(each for each, other in architecture.block.items() if other == path)
+            names.setdefault(_FUSED.get(several, module), set()).add(path.rpartition(".")[2])
     return names
 
 

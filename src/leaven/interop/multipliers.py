@@ -33,6 +33,7 @@ from leaven.recipe.shape import BRANCH_ENDS, Role
 from leaven.scaling.table import GAINS, ParameterRow
 
 ROWS = "leaven_rows"  # name of the attribute of a parametrized model that contains its parameter table
+MUON = "leaven_muon"  # the same for the settings of Muon, or None
 LOGIT_SCALES = "leaven_logit_scales"  # the same for changed attention scales: (module's name, attribute, old value)
 
 Factors = dict[nn.Parameter, float | Tensor]
@@ -223,7 +224,7 @@ def fold(model: nn.Module) -> nn.Module:
         del target._state_dict_hooks[key]
     for name, attribute, before in getattr(target, LOGIT_SCALES):
         setattr(target.get_submodule(name), attribute, before)
-    for mark in (ROWS, LOGIT_SCALES):
+    for mark in (ROWS, MUON, LOGIT_SCALES):
         delattr(target, mark)
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # compiled graphs contain the hooks

@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from leaven.distributed.pieces import piece_of
 from leaven.errors import InputError
-from leaven.interop.multipliers import ROWS, install, multipliers, rescale_attention
+from leaven.interop.multipliers import MUON, ROWS, install, multipliers, rescale_attention
 from leaven.interop.roles import Classifier
 from leaven.interop.structure import ModelStructure, depth_ratio, inspect_model, matched, unwrapped
 from leaven.interop.tracing import is_offset
 from leaven.model.initialisation import fill
 from leaven.model.transformer import Transformer
 from leaven.recipe.files import explain
-from leaven.recipe.hyperparameters import Hyperparameters
+from leaven.recipe.hyperparameters import Hyperparameters, Muon
 from leaven.recipe.init_std import require_one_rule
 from leaven.recipe.recipe import Scaling
 from leaven.recipe.shape import Parameter, Role
@@ -126,7 +127,7 @@ def parametrize(
             device; its values are not used.
         hyperparameters: The hyperparameters of the base, with the keys of a recipe's ``[hyperparameters]``. With
             ``init_std`` or a named ``init``, every trainable parameter is overwritten by new initial values; without
-            both, values do not change. ``optimizer`` must be adamw. Clip gradients in your own loop.
+            both, values do not change. ``optimizer`` is adamw or muon. Clip gradients in your own loop.
         ratios: The batch size of the model divided by that of the base, and the same ratio for the training tokens.
         rule: The name of a rule in ``leaven.scaling.rules.RULES``.
         alpha, token_exponent, scale_decay_with_depth: As in ``[scaling]`` of a recipe.
@@ -143,7 +144,9 @@ def parametrize(
 
     Returns:
         Parameter groups with the keys module, param_names, params, peak_lr, lr, betas, eps and weight_decay. Each
-        parameter is in exactly one group.
+        parameter is in exactly one group. With ``optimizer`` muon, pass the groups to ``leaven.MuonWithAdamW``:
+        groups of matrices inside the blocks then have the keys momentum, match, nesterov and ns_steps in place of
+        betas and eps. Muon treats a fused matrix, such as that of query, key and value, as one matrix.
 
     Raises:
         InputError: if the model or an argument is not supported; the message names the parameter or value at fault.
@@ -158,6 +161,11 @@ def parametrize(
         tuned, initialise = _tuned(hyperparameters, initialise)
     except ValidationError as error:
         raise InputError(f"parametrize: {explain(error)}") from None
+    if tuned.muon and any(isinstance(site.parameter, DTensor) for site in structure.sites):
+        raise InputError(
+            "parametrize: optimizer is muon, which needs whole matrices, but the model is sharded over processes; "
+            "leave optimizer out"
+        )
     ratios_at = _ratios(ratios, structure, base_structure)
     structure = matched(structure, base_structure)
     given_roles = dict(roles or {})
@@ -170,13 +178,7 @@ def parametrize(
         head = _head_ratio(structure, base_structure, classified)
     else:
         head = _positive("head_ratio", "head dimension", head_ratio)
-    if not any(kind.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING} for kind in classified.values()):
-        first = next(name for name, kind in classified.items() if kind.role is Role.EMBEDDING)
-        raise InputError(
-            f"no parameter computes the logits; if {first} does, pass roles={{{first!r}: 'tied_embedding'}}, "
-            "otherwise parametrize the model together with its head"
-        )
-
+    _require_readout(classified)
     gated = any(kind.module in {"mlp.gate", "mlp.experts.gate"} for kind in classified.values())
     rows: list[ParameterRow] = []
     in_base = {site.label: site for site in base_structure.sites}
@@ -203,6 +205,7 @@ def parametrize(
         _initialise(structure, rows, seed)
     install(target, hooks, logit_scales)
     setattr(target, ROWS, tuple(rows))
+    setattr(target, MUON, tuned.muon)
     return groups(target)
 
 
@@ -223,8 +226,11 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
             f"{odd[0]} was added or removed after leaven.parametrize; call leaven.parametrize on the complete model"
         )
     found = optimizer_groups(rows)
+    muon: Muon | None = getattr(target, MUON)
     for group in found:
         group["params"] = [parameters[name] for name in group["param_names"]]
+        if muon and "match" in group:
+            group |= {"nesterov": muon.nesterov, "ns_steps": muon.ns_steps}
     return found
 
 
@@ -240,6 +246,16 @@ def _require_no_multipliers(model: nn.Module) -> None:
             raise InputError(
                 "this Transformer was built with its recipe's multipliers; build it with Transformer(shape)"
             )
+
+
+def _require_readout(classified: Mapping[str, Parameter]) -> None:
+    """Raise InputError if no parameter computes the logits."""
+    if not any(kind.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING} for kind in classified.values()):
+        first = next(name for name, kind in classified.items() if kind.role is Role.EMBEDDING)
+        raise InputError(
+            f"no parameter computes the logits; if {first} does, pass roles={{{first!r}: 'tied_embedding'}}, "
+            "otherwise parametrize the model together with its head"
+        )
 
 
 def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
@@ -288,10 +304,10 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
             f"parametrize: hyperparameters is {given!r:.60}; give a dict, as in {{'lr': 0.01}}, or a "
             "leaven.Hyperparameters"
         )
-    if tuned.optimizer != "adamw":
+    if tuned.optimizer == "adam":
         raise InputError(
-            f"parametrize: optimizer is {tuned.optimizer}, but the groups are for AdamW, which has decoupled decay; "
-            "leave optimizer out"
+            "parametrize: optimizer is adam, but the groups are for AdamW or Muon, which have decoupled decay; leave "
+            "optimizer out, or set it to muon"
         )
     return tuned, initialise
 

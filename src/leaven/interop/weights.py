@@ -88,7 +88,8 @@ def write_huggingface(
             "clean_up_tokenization_spaces": False,
         },
     }
-    numbers, factors = DTYPES[dtype], folding(shape, table)
+    numbers, factors, offsets = DTYPES[dtype], folding(shape, table), architecture.offsets(shape)
+    own = architecture.factors(shape, documents["config.json"])
     shards = _shards(architecture.tensors(shape), shard_bytes // numbers.itemsize)
     if len(shards) > 1:
         size = sum(each.size for shard in shards.values() for each in shard)
@@ -108,7 +109,9 @@ def write_huggingface(
         @lru_cache(maxsize=1)  # the matrices of a layer's experts are one tensor here, and come one after the other
         def weight(name: str) -> Tensor | None:
             held = biases if name in biases else weights
-            return held[name].detach().cpu() * factors.get(name, 1.0) if name in held else None
+            if name not in held:
+                return None
+            return held[name].detach().cpu() * (factors.get(name, 1.0) / own.get(name, 1.0)) - offsets.get(name, 0.0)
 
         for file, shard in shards.items():
             tensors = {
@@ -144,7 +147,8 @@ def _joined(stored: Stored, weight: Callable[[str], Tensor | None]) -> Tensor:
         found = weight(name)
         if found is None:
             found = torch.zeros(shape)
-        parts.append(found if stored.expert is None else found[stored.expert])
+        found = found if stored.expert is None else found[stored.expert]
+        parts.append(_by_entry(name, found, 2, stored.paired // 2) if stored.paired else found)
     by_head = [part.reshape(stored.heads, -1, *part.shape[1:]) for part in parts]
     joined = torch.cat(by_head, dim=1).flatten(0, 1) if len(parts) > 1 else parts[0]
     return joined.T if stored.transposed else joined
@@ -155,7 +159,19 @@ def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
     joined = tensor.T if stored.transposed else tensor
     rows = [shape[0] // stored.heads for shape in stored.parts.values()]
     by_head = torch.split(joined.reshape(stored.heads, -1, *joined.shape[1:]), rows, dim=1)
-    return [part.flatten(0, 1) for part in by_head]
+    parts = [part.flatten(0, 1) for part in by_head]
+    if not stored.paired:
+        return parts
+    return [_by_entry(name, part, stored.paired // 2, 2) for name, part in zip(stored.parts, parts, strict=True)]
+
+
+def _by_entry(name: str, part: Tensor, rows: int, columns: int) -> Tensor:
+    """Return a parameter with the entries of each head in another order: as a table of ``rows``, transposed.
+
+    With two rows, the entries i and i + d_head / 2 become the entries 2i and 2i + 1; with two columns, the reverse.
+    """
+    dim = part.ndim - 1 if ".norm." in name else 0  # a gain is (d_head) or (heads, d_head)
+    return part.unflatten(dim, (-1, rows, columns)).transpose(dim + 1, dim + 2).flatten(dim, dim + 2)
 
 
 def model_card(
@@ -321,6 +337,7 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
     """
     plain = require_start(shape, folder)
     pieces, factors, read = {piece.name: piece for piece in held}, folding(shape, table), set()
+    own, offsets = plain.architecture.factors(shape, plain.config), plain.architecture.offsets(shape)
     with _opened(plain) as tensors:
         for stored in plain.architecture.tensors(shape):
             if not pieces.keys() & stored.parts.keys():
@@ -335,7 +352,8 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
                         continue  # another process has this expert
                     local, offset = local[stored.expert - offset[0]], offset[1:]
                 mine = cut(part, offset, local.shape)
-                local.copy_(mine.to(torch.float32) / factors.get(name, 1.0))
+                whole = mine.to(torch.float32) + offsets.get(name, 0.0)
+                local.copy_(whole * (own.get(name, 1.0) / factors.get(name, 1.0)))
     assert read == pieces.keys(), f"no weights for {sorted(pieces.keys() - read)}"
 
 

@@ -155,6 +155,26 @@ def test_multipliers_are_folded_into_start_lr_eps_and_decay(tiny: Recipe, tmp_pa
     assert sum(parameter.numel() for parameter in model.parameters()) == recipe.model.params
 
 
+def test_gains_of_gemma_are_stored_minus_1_and_its_embedding_over_sqrt_d_model(tiny: Recipe, tmp_path: Path) -> None:
+    """The tied embedding also computes the logits, so the final norm is multiplied by sqrt(d_model) = 8."""
+    gemma = {"model.activation": "geglu", "model.qk_norm": False, "model.tied_embeddings": True}
+    recipe = transferred(tiny.replace(gemma | {"hyperparameters.grad_clip": 0.0}))
+    table, exported = parameter_table(recipe), export("transformers", recipe)
+    assert exported.losses == []
+    found = json.loads(exported.files["parameters.json"])["parameters"]
+    embedding, theirs = table["embedding.weight"], found["model.embed_tokens.weight"]
+    assert theirs["init_std"] == pytest.approx(embedding.init_std / 8)
+    assert (theirs["lr"], theirs["eps"]) == pytest.approx((embedding.lr / 8, embedding.eps * 8))
+    assert found["model.layers.1.input_layernorm.weight"]["init_mean"] == 0
+    final = found["model.norm.weight"]
+    assert final["init_mean"] == pytest.approx(8 * embedding.multiplier - 1)
+    assert final["lr"] == pytest.approx(8 * embedding.multiplier * table["norm.final.weight"].lr)
+    model, _ = prepared(written(recipe, tmp_path / "out"))
+    assert type(model).__name__ == "GemmaForCausalLM"
+    decayed = export("transformers", recipe.replace({"hyperparameters.decay_norm_and_bias": True}))
+    assert "hyperparameters.decay_norm_and_bias" in {loss.key for loss in decayed.losses}
+
+
 def test_parts_of_a_fused_tensor_keep_their_std_and_lose_their_lr(tiny: Recipe, tmp_path: Path) -> None:
     """GPT-2 and NeoX fuse query, key and value, one by blocks, the other by head."""
     query = {"hyperparameters.modules": {"attention.query": {"init_std": 20.0, "lr": 2.0}}}

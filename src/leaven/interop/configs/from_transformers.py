@@ -39,6 +39,8 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
         for module in shape.branch_ends:
             why = f"{architecture.name} draws this matrix with initializer_range / sqrt(2 n_layers)"
             draft.set(f"hyperparameters.modules.{module}.init_std", 1 / math.sqrt(2 * shape.n_layers), why)
+    if architecture.factors(shape, model.config):
+        draft.unread.append(f"factors of {architecture.name} on embedding and logits: initial values differ by them")
     if shape.experts and shape.experts.balanced_by_loss:
         _balance_loss(draft, model.config, shape.n_layers - shape.experts.dense_layers, shape.experts.active)
     state_path = config_path.parent / STATE

@@ -130,7 +130,7 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
         for stored in MEGATRON.tensors(whole)
         if shape.bias or stored.name.endswith("layernorm.bias") or not stored.name.endswith(".bias")
     ]
-    given, parameters = _by_tensor(run, tensors)
+    given, parameters = _by_tensor(run, tensors, shape, MEGATRON)
     hidden = next(run.plain[row.name] for row in run.table.rows if run.rows[row.name] == run.hidden)
     flags: dict[str, Any] = {"mup_base": None, "decoupled_lr": None, "embedding_std": None}
     flags |= {"lr": hidden.lr, "init_std": hidden.init_std, "eps": hidden.eps}
@@ -292,7 +292,7 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
     own initial std. All other settings of the fused matrix are the settings of the query matrix.
     """
     assert architecture is not None
-    given, parameters = _by_tensor(run, architecture.parameters(shape))
+    given, parameters = _by_tensor(run, architecture.parameters(shape), shape, architecture)
     config = architecture.config(shape)
     if shape.experts and run.table.router_losses[0] and not architecture.router_bias:
         # transformers adds its loss only with the router's logits. It takes the mean over layers, where leaven takes
@@ -311,7 +311,7 @@ def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture
     """
     assert architecture is not None
     _require_dense(shape, "automodel")
-    settings, parameters = _by_tensor(run, architecture.tensors(shape))
+    settings, parameters = _by_tensor(run, architecture.tensors(shape), shape, architecture)
     hidden = next(run.plain[row.name] for row in run.table.rows if run.rows[row.name] == run.hidden)
     decay = hidden.weight_decay or max(each["weight_decay"] for each in parameters.values())
     groups: dict[tuple[float, ...], list[str]] = {}
@@ -335,23 +335,28 @@ def _require_dense(shape: ModelShape, target: str) -> None:
 
 
 def _by_tensor(
-    run: ResolvedRecipe, tensors: Iterable[Stored]
+    run: ResolvedRecipe, tensors: Iterable[Stored], shape: ModelShape, architecture: Architecture
 ) -> tuple[dict[str, ParameterSettings], dict[str, dict[str, Any]]]:
-    """Return the settings of leaven's parameters in a model of these tensors, and the document of each tensor."""
+    """Return the settings of leaven's parameters in a model of these tensors, and the document of each tensor.
+
+    A document has the values of the stored tensor, which may be leaven's parameter divided by a factor, minus 1.
+    """
+    factors, offsets = architecture.factors(shape, architecture.config(shape)), architecture.offsets(shape)
     # Biases that the recipe does not have start at 0.
     fallback = replace(run.hidden, init_mean=0.0, init_std=0.0, weight_decay=0.0, multiplier=1.0)
     parameters: dict[str, dict[str, Any]] = {}
     given = {}
     for stored in tensors:
         parts = [run.plain.get(name, fallback) for name in stored.parts]
-        first = parts[0]
+        first, name = parts[0], next(iter(stored.parts))
+        written = first.folded(1 / factors.get(name, 1.0), run.decoupled)
         parameters[stored.name] = {
-            "init_mean": first.init_mean,
-            "init_std": [part.init_std for part in parts] if len(parts) > 1 else first.init_std,
-            "lr": first.lr,
+            "init_mean": written.init_mean - offsets.get(name, 0.0),
+            "init_std": [part.init_std for part in parts] if len(parts) > 1 else written.init_std,
+            "lr": written.lr,
             "betas": [first.beta1, first.beta2],
-            "eps": first.eps,
-            "weight_decay": first.weight_decay,
+            "eps": written.eps,
+            "weight_decay": written.weight_decay,
         }
         if len(parts) > 1:
             rows = [math.prod(each[:-1]) if len(each) > 1 else each[0] for each in stored.parts.values()]
