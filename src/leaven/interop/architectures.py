@@ -443,9 +443,24 @@ def validated(kind: type[Model], values: Mapping[str, Any], problem: str) -> Mod
 
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-_TABLES: dict[str, Any] = {}
+
+
+def _with_like(table: Config, known: Mapping[str, Config]) -> Config:
+    """Return the table of an architecture with the entries of the architecture ``like``, except those ``without``."""
+    base, without = known.get(table.pop("like", ""), {}), table.pop("without", ())
+    inner = {
+        name: {
+            key: entry for key, entry in (inherited | table.get(name, {})).items() if f"{name}.{key}" not in without
+        }
+        for name, inherited in base.items()
+        if isinstance(inherited, dict)
+    }
+    return base | table | inner
+
+
+_TABLES: dict[str, Config] = {}
 for _table in _TABLE["architecture"]:
-    _TABLES[_table["name"]] = _TABLES.get(_table.pop("like", None), {}) | _table
+    _TABLES[_table["name"]] = _with_like(_table, _TABLES)
 _REFUSED: Mapping[str, str] = _TABLE["refused"]
 ARCHITECTURES = tuple(Architecture(**table) for table in _TABLES.values())
 MEGATRON = Architecture(**_TABLE["megatron"])
