@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
-from importlib import util
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -12,18 +13,11 @@ import transformers
 from tests.interop.configs.recipes import FAMILIES, MIXTURES, PER_MODULE, transferred
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, get_scheduler
 
+from leaven.interop.architectures import ARCHITECTURES
 from leaven.interop.configs.export import export, write
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.schedule import Decay
 from leaven.scaling.table import parameter_table
-
-NAMES = {  # where a Llama or Qwen3 has our modules
-    "embedding": "model.embed_tokens", "norm.final": "model.norm", "unembedding": "lm_head",
-    "norm.attention": "input_layernorm", "norm.mlp": "post_attention_layernorm",
-    "norm.query": "self_attn.q_norm", "norm.key": "self_attn.k_norm", "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj", "attention.value": "self_attn.v_proj", "attention.out": "self_attn.o_proj",
-    "mlp.gate": "mlp.gate_proj", "mlp.in": "mlp.up_proj", "mlp.out": "mlp.down_proj",
-}  # fmt: skip
 
 
 def written(recipe: Recipe, folder: Path) -> Path:
@@ -31,13 +25,8 @@ def written(recipe: Recipe, folder: Path) -> Path:
     return folder
 
 
-def prepare_module(folder: Path) -> Any:
-    spec = util.spec_from_file_location("prepare", folder / "prepare.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def prepare_module(folder: Path) -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(folder / "prepare.py")))
 
 
 def prepared(folder: Path) -> tuple[Any, torch.optim.Optimizer]:
@@ -122,9 +111,12 @@ def test_prepare_gives_the_groups_and_initial_values_of_the_table(
     model, found = prepared(written(recipe, tmp_path / "out"))
     assert type(found) is (torch.optim.AdamW if optimizer == "adamw" else torch.optim.Adam)
     groups = {id(parameter): group for group in found.param_groups for parameter in group["params"]}
-    named = dict(model.named_parameters())
+    named, names = (
+        dict(model.named_parameters()),
+        next(each for each in ARCHITECTURES if each.name == type(model).__name__),
+    )
     for row in parameter_table(recipe).rows:
-        place = NAMES[row.module]
+        place = (names.ends if row.layer is None else names.block)[row.module]
         parameter = named[f"{place}.weight" if row.layer is None else f"model.layers.{row.layer}.{place}.weight"]
         group = groups[id(parameter)]
         ours = (row.lr, row.weight_decay, row.beta1, row.beta2, row.eps)
