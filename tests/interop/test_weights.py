@@ -486,7 +486,7 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
         (
             "qwen3 moe",
             {"mlp_only_layers": [1]},
-            "mlp_only_layers = [1]: leaven has layers without experts only before",
+            "mlp_only_layers = [1]: leaven supports layers without experts only before",
         ),
         ("qwen3 moe", {"num_local_experts": 5}, "mlp.gate.weight is (6, 48), not the (5, 48) of config.json"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0: leaven supports OlmoeForCausalLM only with None"),

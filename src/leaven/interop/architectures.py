@@ -35,13 +35,14 @@ _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     dict: ("a table", lambda value: type(value) is dict),
     list: ("a list", lambda value: type(value) is list),
 }
-# Keys of [model] that are missing in a recipe if the model has no such thing; config.json then has null.
+# Optional keys of [model]. In config.json, null means that the model has no such thing; if the key is missing there,
+# the default of the class applies.
 _OPTIONAL = ("window", "attention_softcap", "logit_softcap")
 # Keys of [model.experts] that change training only, not what the model computes.
 TRAINING_ONLY = frozenset({"balance_loss", "bias_step", "router_z_loss"})
 WITHOUT_BIASES = {"bias": "none", "both": "loss"}
-"""How a training with an architecture that has no biases of routers balances experts, by ``experts.balance``."""
-# Changes of a shape that count more than one in the search for the nearest architecture, with their weights.
+"""The value that replaces ``experts.balance`` in an architecture whose routers have no biases."""
+# Weights of changes in `nearest`. All other changes weigh 1.
 _LARGE = {"experts": 1_000, "norm_placement": 10, "parallel_branches": 10}
 
 
@@ -52,8 +53,8 @@ class Stored:
 
     name: str
     parts: Mapping[str, tuple[int, ...]]  # shapes of leaven's tensors by name
-    # if the parts are stacked head by head (all parts of head 0, then all parts of head 1, ...): the number of heads;
-    # with fewer keys than queries, of groups of heads that share a key
+    # the number of heads, if the parts are stacked head by head: all parts of head 0, then all parts of head 1, ...
+    # If several query heads share a key: the number of key heads
     heads: int = 1
     transposed: bool = False  # whether the file stores a matrix as (fan in, fan out)
     expert: int | None = None  # the expert whose matrix this is, if leaven's tensor has the matrices of all experts
@@ -63,7 +64,8 @@ class Stored:
 
     @property
     def of_router_bias(self) -> bool:
-        """Return whether this is the bias on the scores of experts, which transformers keeps in fp32."""
+        """Return whether this is the bias that a router adds to the scores of experts. transformers keeps it in
+        fp32."""
         return next(iter(self.parts)).endswith("router.bias")
 
     @property
@@ -86,19 +88,20 @@ class Architecture:
     # supported values of a recipe's [model] keys; the first is the model's value if config.json does not state it. A
     # key of [model.experts] begins with ``experts.``
     holds: Mapping[str, list[Any]]
-    # for each key of [model], the keys of config.json that contain its value; empty if other keys imply the value
+    # for each key of [model], the keys of config.json with its value; empty if the value follows from other keys
     keys: Mapping[str, list[str]]
     defaults: Config  # values of keys that are missing in config.json
     ends: Mapping[str, str]  # paths of leaven's modules outside the blocks, by leaven's name
     block: Mapping[str, str]  # paths of leaven's modules inside a block, by leaven's name
     experts: Mapping[str, str] = field(default_factory=dict)  # paths of router and experts; {} is the expert's number
-    router_bias: str | None = None  # path of the biases on the scores of the experts, if the model has them
-    # by key of [model]: for each of leaven's values, its values in config.json; an export writes the first
+    router_bias: str | None = None  # path of the biases that a router adds to the scores of experts, if it has any
+    # by key of [model] and leaven's value: the values in config.json, such as activation: {swiglu: [silu, swish]}. An
+    # export writes the first
     words: Mapping[str, Mapping[str, list[Any]]] = field(default_factory=dict)
     required: Config = field(default_factory=dict)  # other keys of config.json, each with its only supported value
     absent: Sequence[str] = ()  # keys of config.json that must be null or missing
-    aliases: Mapping[str, str] = field(default_factory=dict)  # keys of config.json with another spelling in ``keys``
-    # whether the fused matrix of query, key and value stores all rows of head 0, then all rows of head 1, ...
+    aliases: Mapping[str, str] = field(default_factory=dict)  # old spelling of keys -> the spelling in ``keys``
+    # whether the fused matrix of query, key and value has all rows of head 0, then all rows of head 1, ...
     heads_together: bool = False
     conv1d: bool = False  # whether matrices of a block have the shape (fan in, fan out)
     # whether the last matrix of each branch has the initial std initializer_range / sqrt(2 n_layers)
@@ -147,7 +150,7 @@ class Architecture:
         return found | ({"experts": None} if bool(self.experts) != bool(shape.experts) else {})
 
     def _values(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the values of a shape by key, with words instead of None where this architecture has words."""
+        """Return the values of a shape by key. None is replaced by "none" for keys that have ``words``."""
         values = shape_values(shape)
         return values | {key: "none" for key in self.words if values[key] is None}
 
@@ -177,11 +180,11 @@ class Architecture:
         return {"architectures": [self.name], "model_type": self.model_type} | written | self.required
 
     def factors(self, shape: ModelShape, config: Config) -> dict[str, float]:
-        """Return leaven's weights divided by the stored weights, by leaven's name. Factors of 1 are left out.
+        """Return the factors in: leaven's weight = factor x (stored weight + offset), by leaven's name.
 
-        leaven's model has no factor on the embedding's output and none on the logits, so its weights contain these
-        factors. A tied embedding also computes the logits; there the final norm has their factor, divided by that of
-        the embedding.
+        They replace factors that the architecture has on the output of the embedding and on the logits, because
+        leaven's model has no such factors. If the embedding also computes the logits, the final norm gets the factor
+        of the logits divided by that of the embedding. Factors of 1 are left out.
         """
         embedding = math.sqrt(shape.d_model) if self.scaled_embedding else 1.0
         logits = float(self.given(config)[self.logit_scale]) if self.logit_scale else 1.0
@@ -191,8 +194,8 @@ class Architecture:
         return {name: factor for name, factor in ({"embedding.weight": embedding} | readout).items() if factor != 1}
 
     def offsets(self, shape: ModelShape) -> dict[str, float]:
-        """Return leaven's gains minus the stored weights, by parameter name. Gains that are stored as they are, are
-        left out."""
+        """Return the offsets in: leaven's weight = factor x (stored weight + offset), by leaven's name. Offsets of 0
+        are left out."""
         return {each.name: 1.0 for each in shape.parameters() if self.offset_gains and each.role in GAINS}
 
     def given(self, config: Config) -> Config:
@@ -204,9 +207,7 @@ class Architecture:
         stated = {self.aliases.get(key, key): value for key, value in config.items() if value is not None}
         given = self.defaults | stated
         for key in (theirs for ours in (*_implied(1, 1), *_OPTIONAL) for theirs in self.keys.get(ours, ())):
-            if (
-                config.get(key, ...) is None
-            ):  # null: none, or it follows from other keys; a missing key has the default
+            if config.get(key, ...) is None:  # null replaces the default, a missing key does not
                 given.pop(key, None)
         annotations = {key: _field(ours).annotation for ours, keys in self.keys.items() for key in keys}
         kinds = {key: next(iter(get_args(kind)), kind) for key, kind in annotations.items()}
@@ -277,7 +278,8 @@ class Architecture:
         if isinstance(dense, list):
             if dense != list(range(len(dense))):
                 raise InputError(
-                    f"config.json: mlp_only_layers = {dense}: leaven has layers without experts only before others"
+                    f"config.json: mlp_only_layers = {dense}: leaven supports layers without experts only before all "
+                    "layers with experts"
                 )
             experts["dense_layers"] = len(dense)
         if "weight_scale" in experts:
@@ -346,8 +348,8 @@ class Architecture:
     def parameters(self, shape: ModelShape) -> Iterator[Stored]:
         """Yield the trainable parameters of the model in memory.
 
-        There, transformers 5 has the matrices of a layer's experts in two tensors, with gate and input of each expert
-        one after the other.
+        transformers 5 has two tensors for the matrices of a layer's experts. The first has the gate and the input of
+        expert 0, then those of expert 1, and so on; the second has the last matrices.
         """
         for stored in self.tensors(shape):
             if stored.expert is None and not stored.of_router_bias:
@@ -364,15 +366,15 @@ class Architecture:
 
 
 def _of_experts(name: str, parts: Mapping[str, tuple[int, ...]]) -> Iterator[Stored]:
-    """Yield the tensors of a checkpoint that contain the matrices of the single experts."""
+    """Yield the tensors of a checkpoint, one for each expert, that together are the matrices ``parts`` of leaven."""
     (number, *_) = next(iter(parts.values()))
     for expert in range(number):
         yield Stored(name.format(expert), {part: shape[1:] for part, shape in parts.items()}, expert=expert)
 
 
 def shape_values(shape: ModelShape) -> dict[str, Any]:
-    """Return the values of a shape that change what the model computes, by key. Those of experts have keys such as
-    ``experts.number``."""
+    """Return the values of a shape by key, such as ``d_model`` or ``experts.number``, without those that change only
+    the training."""
     values = shape.added_defaults() | shape.model_dump()
     if shape.attention_bias == ("all" if shape.bias else "none"):
         values["attention_bias"] = None

@@ -110,13 +110,13 @@ def parametrize(
       fan in) for each matrix, transposed if the module's attribute ``is_transposed`` is true. The router is a matrix
       ``gate`` or ``router`` beside this module. The base has as many experts. The coefficient of a balance loss is
       not scaled: under a rule for depth, multiply it by depth^-alpha, or take the mean over the layers (alpha = 1).
-    - Factors that the model's own code derives from its width are not detected; remove them. One factor may stay: a
-      factor on the embedding that is stored in an attribute of the embedding's module, as in Gemma. The groups
-      compensate for its change with the width, by init std, lr, eps and decay of the embedding (and the multiplier of
-      the logits, if they are computed with the embedding).
+    - Remove factors that the model's own code derives from its width, such as 1 / width on the logits: they are not
+      detected. One factor may stay: a factor on the embedding that is an attribute of the embedding's module, as in
+      Gemma. Init std, lr, eps and decay of the embedding then compensate for the larger factor (and so does the
+      multiplier of the logits, if the embedding also computes the logits).
     - The multiplier of a branch is applied when the last matrix of the branch (or the norm on its output, if there is
-      one) is called as a module. A fused kernel that only reads the weight of this module skips the multiplier. The
-      multiplier of the logits is applied to the output of the final norm.
+      one) is called as a module. A fused kernel that reads the weight without calling the module skips the
+      multiplier. The multiplier of the logits is applied to the output of the final norm.
     - If you initialise the model yourself: the variance of hidden weights should be proportional to 1 / fan in, and
       the variance of the unembedding to 1 / fan in squared. Do not make the last matrices of branches smaller in deep
       models.
@@ -126,9 +126,9 @@ def parametrize(
         base: A smaller model of the same family, for which the hyperparameters were tuned. It may be on the meta
             device; its values are not used.
         hyperparameters: The hyperparameters of the base, with the keys of a recipe's ``[hyperparameters]``. With
-            ``init_std`` or a named ``init``, every trainable parameter is overwritten by new initial values; without
-            both, values do not change. ``optimizer`` is adamw or muon. Clip gradients in your own loop.
-        ratios: The batch size of the model divided by that of the base, and the same ratio for the training tokens.
+            ``init_std`` or a named ``init``, every trainable parameter gets new initial values. With neither, values
+            do not change. ``optimizer`` is adamw or muon. Clip gradients in your own loop.
+        ratios: The batch size and the number of training tokens of the model, each divided by that of the base.
         rule: The name of a rule in ``leaven.scaling.rules.RULES``.
         alpha, token_exponent, scale_decay_with_depth: As in ``[scaling]`` of a recipe.
         head_ratio: The head dimension of the model divided by that of the base. By default it is read from the
@@ -140,7 +140,7 @@ def parametrize(
             tuned. ``attention.out`` and ``mlp.out`` end a branch.
         initialise: Whether to draw initial values. By default they are drawn if ``hyperparameters`` has ``init_std``
             or ``init``, or is a ``leaven.Hyperparameters``. False keeps the values of the model.
-        seed: Seed of the initial values. They depend only on the seed and on the name of the parameter.
+        seed: Seed of the initial values, which depend only on the seed and on the name of the parameter.
 
     Returns:
         Parameter groups with the keys module, param_names, params, peak_lr, lr, betas, eps and weight_decay. Each
@@ -259,11 +259,11 @@ def _require_readout(classified: Mapping[str, Parameter]) -> None:
 
 
 def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
-    """Return the row of an embedding, with values that compensate for a factor in its module, such as sqrt(width).
+    """Return the row of an embedding whose module multiplies its output by a factor, such as sqrt(width).
 
-    ``c`` is the factor in this model divided by the factor in the base. AdamW trains the same function if the weight,
-    its std and its lr are divided by c, and eps and decay are multiplied by c. If the weight also computes the
-    logits, their multiplier is multiplied by c.
+    ``c`` is the factor in this model divided by the factor in the base. The new values compensate for it: AdamW
+    trains the same function if the weight, its std and its lr are divided by c, and eps and decay are multiplied by
+    c. If the weight also computes the logits, the multiplier of the logits is multiplied by c.
     """
     if c == 1 or row.role not in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
         return row
@@ -297,7 +297,8 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
                 f"{stated[0]} or initialise=False"
             )
         initialise = bool(stated) if wanted is None else wanted
-        unused = {} if initialise or "init" in given else {"init_std": 1.0}  # required, but nothing is drawn
+        # Hyperparameters need an init; without new initial values, nothing uses it.
+        unused = {} if initialise or "init" in given else {"init_std": 1.0}
         tuned = Hyperparameters.model_validate(unused | dict(given))
     else:
         raise InputError(
@@ -313,6 +314,7 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
 
 
 def _positive(name: str, size: str, value: Any) -> float:
+    """Return the value of a ratio. ``size`` is the quantity whose ratio it is, for the message."""
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
         raise InputError(
@@ -323,6 +325,7 @@ def _positive(name: str, size: str, value: Any) -> float:
 
 
 def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratios:
+    """Return the ratios of width and depth, which the two models show, with the given ratios of batch and tokens."""
     if not isinstance(given, Ratios):
         raise InputError(f"parametrize: ratios is {given!r:.60}; give leaven.Ratios(batch=..., tokens=...)")
     stated = {axis: _positive(f"ratios.{axis}", axis, value) for axis, value in vars(given).items()}
@@ -338,6 +341,7 @@ def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratio
 
 
 def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping[str, Parameter]) -> float:
+    """Return the head dimension of the model divided by that of the base, or 1 for models without attention."""
     if len(model.head_dims) > 1 or len(base.head_dims) > 1:
         dims = ", ".join(map(str, sorted(model.head_dims | base.head_dims)))
         raise InputError(f"the attention modules have different head dimensions ({dims}); pass head_ratio")
@@ -355,6 +359,7 @@ def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping
 
 @torch.no_grad()
 def _initialise(structure: ModelStructure, rows: list[ParameterRow], seed: int) -> None:
+    """Fill the trainable parameters with initial values. A sharded parameter gets its part of the whole's values."""
     parameters = {site.name: site.parameter for site in structure.sites}
     trained = [row for row in rows if parameters[row.name].requires_grad]
     for row in trained:

@@ -12,10 +12,11 @@ from leaven.errors import InputError
 
 # Name parts that torch.compile and activation checkpointing add to the modules they wrap.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+# Names of attributes of modules: the head dimension, the scale of query . key, and a factor on an embedding's output.
 _HEAD_DIM = ("head_dim", "head_size", "d_head", "attention_head_size", "qk_head_dim")
 _LOGIT_SCALE = ("scaling", "scale", "softmax_scale")
-NO_BLOCKS = "no nn.ModuleList or nn.Sequential has the blocks and nothing else"
 _EMBEDDING_SCALE = ("scalar_embed_scale", "embed_scale")
+NO_BLOCKS = "no nn.ModuleList or nn.Sequential contains all blocks and nothing else"
 EXPERTS = "experts"  # name of the module that contains the routed experts of a block, as in transformers
 
 
@@ -228,10 +229,12 @@ def label_of(model: nn.Module, path: str) -> str:
 
 
 def _first(module: nn.Module, names: tuple[str, ...], kind: type) -> tuple[nn.Module, str] | None:
+    """Return the module with the first of ``names`` that is its attribute with a value of type ``kind``, or None."""
     return next(((module, name) for name in names if isinstance(vars(module).get(name), kind)), None)
 
 
 def _plain(name: str) -> str:
+    """Return the name of a parameter or module without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -244,7 +247,7 @@ def _stacks(model: nn.Module) -> dict[str, list[str]]:
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():
         plain = _plain(path)
-        members = dict(module.named_children())  # without repetitions
+        members = dict(module.named_children())  # each module once, even if the list contains it twice
         listed = isinstance(module, nn.ModuleList) or (
             isinstance(module, nn.Sequential) and len({type(member) for member in members.values()}) == 1
         )
@@ -269,4 +272,5 @@ def _label(name: str, stacks: Mapping[str, list[str]]) -> tuple[str, int | None]
 
 
 def _depth(site: ParameterSite, model: ModelStructure) -> float:
+    """Return the relative depth of a parameter's block, from 0 (first) to 1 (last)."""
     return 0.0 if site.layer is None else site.layer / max(model.stacks[site.stack] - 1, 1)

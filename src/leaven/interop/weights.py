@@ -2,7 +2,9 @@
 
 leaven's models multiply branches and logits by constant factors (forward multipliers); the Hugging Face architectures
 here do not. So weights are multiplied by these factors when they are written, and divided by them when they are read
-(:func:`leaven.scaling.table.folding`). Both models then compute the same function.
+(:func:`leaven.scaling.table.folding`). Some architectures have constant factors that leaven's models lack, such as
+sqrt(d_model) on the embedding of Gemma. leaven's weights contain these factors
+(:meth:`leaven.interop.architectures.Architecture.factors`). Both models then compute the same function.
 """
 
 import json
@@ -42,7 +44,8 @@ SHARD_BYTES = 5 * 10**9
 STDLIB_LICENCE = "PSF-2.0 (the source code of Python's standard library)"
 # Keys of a model shape that may differ between a recipe and its start weights, because no tensor depends on them.
 _FREE = {"seq_len", "dropout", "rope_theta"}
-# The biases on the scores of a layer's experts: no parameters, but part of a model whose load they balance.
+# Name of the biases that a layer's router adds to the scores of its experts. They are not parameters: training
+# changes them without gradients, to balance the load of the experts.
 ROUTER_BIAS = "layers.{}.mlp.router.bias"
 
 
@@ -106,7 +109,8 @@ def write_huggingface(
             {} if router_bias_LE is None else {ROUTER_BIAS.format(n): row for n, row in enumerate(router_bias_LE)}
         )
 
-        @lru_cache(maxsize=1)  # the matrices of a layer's experts are one tensor here, and come one after the other
+        # Cached because a layer's experts are one tensor here and many tensors in the file, which come in sequence.
+        @lru_cache(maxsize=1)
         def weight(name: str) -> Tensor | None:
             held = biases if name in biases else weights
             if name not in held:
@@ -141,7 +145,11 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
 
 
 def _joined(stored: Stored, weight: Callable[[str], Tensor | None]) -> Tensor:
-    """Return a Hugging Face tensor, made of leaven's weights. Biases that leaven's model does not have are 0."""
+    """Return a tensor of the file, built from leaven's weights.
+
+    ``weight`` returns a weight by its name, or None for a bias that leaven's model does not have. Such a bias is 0 in
+    the file.
+    """
     parts = []
     for name, shape in stored.parts.items():
         found = weight(name)
@@ -155,7 +163,7 @@ def _joined(stored: Stored, weight: Callable[[str], Tensor | None]) -> Tensor:
 
 
 def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
-    """Split a Hugging Face tensor into leaven's tensors, without dividing by the multipliers."""
+    """Split a tensor of the file into leaven's tensors. Factors and offsets are not applied."""
     joined = tensor.T if stored.transposed else tensor
     rows = [shape[0] // stored.heads for shape in stored.parts.values()]
     by_head = torch.split(joined.reshape(stored.heads, -1, *joined.shape[1:]), rows, dim=1)
@@ -166,9 +174,9 @@ def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
 
 
 def _by_entry(name: str, part: Tensor, rows: int, columns: int) -> Tensor:
-    """Return a parameter with the entries of each head in another order: as a table of ``rows``, transposed.
+    """Return a parameter with its entries in another order: those of each head form a table, which is transposed.
 
-    With two rows, the entries i and i + d_head / 2 become the entries 2i and 2i + 1; with two columns, the reverse.
+    With 2 rows, entries i and i + d_head / 2 of a head become entries 2i and 2i + 1. With 2 columns, the reverse.
     """
     dim = part.ndim - 1 if ".norm." in name else 0  # a gain is (d_head) or (heads, d_head)
     return part.unflatten(dim, (-1, rows, columns)).transpose(dim + 1, dim + 2).flatten(dim, dim + 2)
@@ -193,7 +201,7 @@ def model_card(
         tokens: the number of tokens that the checkpoint was trained on.
         dtype: the dtype of the exported weights.
         events: the events of the run; the card shows the last validation loss at or before the checkpoint.
-        averaged: whether these are averaged weights; the card then shows the loss of the average.
+        averaged: whether the exported weights are averages; the card then shows the loss of the averages.
         licence: the licence of the data.
     """
     validations = (
@@ -358,9 +366,9 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
 
 
 def router_biases(shape: ModelShape, folder: Path) -> Tensor:
-    """Return the biases with which the routers of the model in a folder choose experts, (layers, experts).
+    """Return the biases that the routers of the model in a folder add to the scores of experts, (layers, experts).
 
-    The rows of layers without experts are 0.
+    Layers without experts have rows of 0.
     """
     assert shape.experts is not None
     plain = require_start(shape, folder)

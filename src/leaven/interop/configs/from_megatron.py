@@ -113,7 +113,7 @@ def _sizes(given: Settings, draft: Draft) -> None:
 
 
 def _kind(given: Settings, draft: Draft) -> None:
-    """Set the activation, positions and document handling in the draft. Check biases and dropout."""
+    """Set activation, positions, attention biases, document handling and precision in the draft."""
     origin = given.origin
     activations = {"swiglu": "swiglu", "squared-relu": "squared_relu"}
     found = {f"--{flag}": ours for flag, ours in activations.items() if flag in given}
@@ -189,7 +189,7 @@ def _experts(given: Settings, draft: Draft) -> None:
         put("balance_loss", coefficient, "moe-aux-loss-coeff")
     if loss and kind != "seq_aux_loss":
         draft.unread.append(
-            f"{kind} of --moe-router-load-balancing-type (leaven's loss is that of a sequence, seq_aux_loss; it gets "
+            f"{kind} of --moe-router-load-balancing-type (leaven has the loss of each sequence, seq_aux_loss; it gets "
             "--moe-aux-loss-coeff)"
         )
 
@@ -210,8 +210,11 @@ def _dense_layers(given: Settings) -> int:
 
 
 def _modules(given: Settings, draft: Draft, shape: ModelShape) -> None:
-    """Set the modules' multipliers in the draft: of the init std for the last matrices of branches and, with
-    --embedding-init-method-std, for embeddings; with --decoupled-lr, of the lr for embedding and unembedding."""
+    """Set the multipliers of modules in the draft.
+
+    The last matrices of branches get a multiplier of the init std. With --embedding-init-method-std, embeddings get
+    one, too. With --decoupled-lr, embedding and unembedding get a multiplier of the lr.
+    """
 
     def multiply(quantity: str, modules: Sequence[str], value: float, why: str) -> None:
         for module in modules:
@@ -229,6 +232,7 @@ def _modules(given: Settings, draft: Draft, shape: ModelShape) -> None:
 
 
 def _batch_and_duration(given: Settings, length: int, draft: Draft) -> None:
+    """Set the batch, its ramp or stages, and the number of tokens. ``length`` is that of a sequence in tokens."""
     if "step-batch-size-schedule" in given:
         stages = _stages(given, length)
         draft.set("batch.stages", stages, given.why("step-batch-size-schedule"))
@@ -269,6 +273,7 @@ def _stages(given: Settings, length: int) -> list[dict[str, int]]:
 
 
 def _schedule(given: Settings, length: int, draft: Draft) -> None:
+    """Set decay, final lr, warm-up and cooldown. ``length`` is that of a sequence in tokens."""
     decay = given.choice("lr-decay-style", {theirs: ours for ours, theirs in target("megatron").decays.items()})
     draft.set("schedule.decay", decay, given.why("lr-decay-style"))
     if "lr" in given:
@@ -293,7 +298,7 @@ def _schedule(given: Settings, length: int, draft: Draft) -> None:
     if decay != "wsd":
         return
     if given["lr-wsd-decay-style"] != "minus_sqrt":
-        draft.unread.append(f"--lr-wsd-decay-style {given['lr-wsd-decay-style']}: leaven has minus_sqrt")
+        draft.unread.append(f"--lr-wsd-decay-style {given['lr-wsd-decay-style']}: leaven supports only minus_sqrt")
     cooldown = span("lr-wsd-decay")
     if cooldown is not None and duration:
         why = given.why("lr-wsd-decay-samples", "lr-wsd-decay-iters")
@@ -301,6 +306,7 @@ def _schedule(given: Settings, length: int, draft: Draft) -> None:
 
 
 def _layout(given: Settings, draft: Draft, ranks: int | None) -> None:
+    """Set the layout, except for the degrees that :meth:`Settings.copy_to` has copied."""
     if "use-megatron-fsdp" in given:
         zero = SHARDING.get(given["data-parallel-sharding-strategy"], 0)
         draft.set("layout.zero", zero, given.why("data-parallel-sharding-strategy"))
@@ -381,7 +387,7 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
 
 
 def _words(text: str) -> list[str]:
-    # A comment begins where a word could: shlex would cut a#b too.
+    # Remove comments here, where # begins a word. shlex would also cut a#b.
     lexer = shlex.shlex(re.sub(r"(?m)(^|\s)#.*$", r"\1", text), posix=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     return [word.rstrip(";") or word for word in lexer]
@@ -392,7 +398,7 @@ def _expand(word: str, variables: dict[str, str]) -> str:
         name = match[1] or match[3]
         return variables.get(name, match[2] if match[2] is not None else match[0])
 
-    for _ in range(8):  # a variable may name another
+    for _ in range(8):  # the value of a variable may contain another variable
         expanded = _VARIABLE.sub(one, word)
         if expanded == word:
             break

@@ -66,7 +66,7 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
             "eps": hidden.eps,
         },
     )
-    if recipe.base.width >= shape.d_model or shape.experts:  # which values --use-mup gives experts was not checked
+    if recipe.base.width >= shape.d_model or shape.experts:  # it was not checked which values --use-mup gives experts
         return
     # Megatron divides the values of matrices by the width ratio m; flags have the values before this division.
     m = recipe.model.d_model / recipe.base_shape.d_model
@@ -246,9 +246,10 @@ def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -
 def _by_pattern(
     groups: Mapping[tuple[float, ...], Sequence[str]], n_layers: int, blocks: str, end: str = ""
 ) -> list[tuple[str, tuple[float, ...]]]:
-    """Return a regular expression and the values of each group; the first that matches a name has its values.
+    """Return (regular expression, values) for each group; the first expression that matches a name gives its values.
 
-    ``groups`` maps values to the names without ``end``; ``blocks`` is the path of the list of blocks.
+    ``groups`` maps the values of a group to its names. The names lack ``end``, which all of them have in common.
+    ``blocks`` is the path of the list of blocks.
     """
     most = max(groups, key=lambda values: len(groups[values]))
     patterns = [
@@ -295,8 +296,8 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
     given, parameters = _by_tensor(run, architecture.parameters(shape), shape, architecture)
     config = architecture.config(shape)
     if shape.experts and run.table.router_losses[0] and not architecture.router_bias:
-        # transformers adds its loss only with the router's logits. It takes the mean over layers, where leaven takes
-        # the sum, and its value at an even load is the number of active experts, where leaven's is 1.
+        # transformers adds its balance loss only if the model returns the logits of the router. It takes the mean
+        # over layers, leaven the sum. At an even load its loss is the number of active experts, leaven's is 1.
         layers = shape.n_layers - shape.experts.dense_layers
         coefficient = run.table.router_losses[0] * layers / shape.experts.active
         config |= {"output_router_logits": True, "router_aux_loss_coef": coefficient}
@@ -339,7 +340,8 @@ def _by_tensor(
 ) -> tuple[dict[str, ParameterSettings], dict[str, dict[str, Any]]]:
     """Return the settings of leaven's parameters in a model of these tensors, and the document of each tensor.
 
-    A document has the values of the stored tensor, which may be leaven's parameter divided by a factor, minus 1.
+    A document has the values of the stored tensor, which may be leaven's parameter divided by a factor, minus an
+    offset (:meth:`Architecture.factors`).
     """
     factors, offsets = architecture.factors(shape, architecture.config(shape)), architecture.offsets(shape)
     # Biases that the recipe does not have start at 0.
