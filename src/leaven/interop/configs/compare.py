@@ -212,9 +212,9 @@ def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -
     """Return a model shape that a target supports, and one row for each value that is lost because it was replaced.
 
     ``holds`` maps keys of ``[model]`` to lists of the values that the target supports. A value that is not in its
-    list is replaced by the first of the list. ``["any"]`` stands for all values, "d_model" for a ``d_attention`` of None.
-    For a key of :meth:`ModelShape.added_defaults` that is not in ``holds``, a target supports only the default. If
-    ``holds`` is empty, the target does not describe models, and nothing is replaced.
+    list is replaced by the first of the list. ``["any"]`` stands for all values, "d_model" for a ``d_attention`` of
+    None. For a key of :meth:`ModelShape.added_defaults` that is not in ``holds``, a target supports only the default.
+    If ``holds`` is empty, the target does not describe models, and nothing is replaced.
     """
     changes = {
         key: default

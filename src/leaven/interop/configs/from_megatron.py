@@ -189,8 +189,8 @@ def _experts(given: Settings, draft: Draft) -> None:
         put("balance_loss", coefficient, "moe-aux-loss-coeff")
     if loss and kind != "seq_aux_loss":
         draft.unread.append(
-            f"{kind} of --moe-router-load-balancing-type (leaven has the loss of each sequence, seq_aux_loss; it gets "
-            "--moe-aux-loss-coeff)"
+            f"{kind} of --moe-router-load-balancing-type (leaven has the loss of each sequence, seq_aux_loss, which "
+            "gets --moe-aux-loss-coeff)"
         )
 
 
