@@ -205,8 +205,8 @@ class Transposed(nn.Module):
         self.down.weight = nn.Parameter(torch.randn(experts, 4 * width, width))
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        y = (x[..., None, None, :] @ self.up.weight).relu() @ self.down.weight
-        return (weights[..., None, None] * y).sum(-3)[..., 0, :]
+        inner = torch.einsum("...d,edf->...ef", x, self.up.weight).relu()
+        return torch.einsum("...ef,efd,...e->...d", inner, self.down.weight, weights)
 
 
 class MixtureBlock(nn.Module):

@@ -330,8 +330,10 @@ class Architecture:
                 bias = f"{self.blocks}.{parameter.layer}.{self.router_bias}"
                 places[bias] = {f"{module}.bias": parameter.shape[:1]}
         for name, parts in places.items():
-            if len(next(iter(parts.values()))) == 3:
-                yield from _of_experts(name, parts)
+            if len(next(iter(parts.values()))) == 3:  # in a checkpoint, each expert has its own matrices
+                (number, *_) = next(iter(parts.values()))
+                of_one = {part: size[1:] for part, size in parts.items()}
+                yield from (Stored(name.format(expert), of_one, expert=expert) for expert in range(number))
                 continue
             fused = self.heads_together and any(".attention.query." in part for part in parts)
             matrix = len(next(iter(parts.values()))) == 2
@@ -363,13 +365,6 @@ class Architecture:
                 place = f"{self.blocks}.{layer}.mlp.experts"
                 yield Stored(f"{place}.gate_up_proj", mine, heads=number)
                 yield Stored(f"{place}.down_proj", ends)
-
-
-def _of_experts(name: str, parts: Mapping[str, tuple[int, ...]]) -> Iterator[Stored]:
-    """Yield the tensors of a checkpoint, one for each expert, that together are the matrices ``parts`` of leaven."""
-    (number, *_) = next(iter(parts.values()))
-    for expert in range(number):
-        yield Stored(name.format(expert), {part: shape[1:] for part, shape in parts.items()}, expert=expert)
 
 
 def shape_values(shape: ModelShape) -> dict[str, Any]:

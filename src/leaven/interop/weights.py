@@ -179,7 +179,8 @@ def _by_entry(name: str, part: Tensor, rows: int, columns: int) -> Tensor:
     With 2 rows, entries i and i + d_head / 2 of a head become entries 2i and 2i + 1. With 2 columns, the reverse.
     """
     dim = part.ndim - 1 if ".norm." in name else 0  # a gain is (d_head) or (heads, d_head)
-    return part.unflatten(dim, (-1, rows, columns)).transpose(dim + 1, dim + 2).flatten(dim, dim + 2)
+    table = part.reshape(*part.shape[:dim], -1, rows, columns, *part.shape[dim + 1 :])
+    return table.transpose(dim + 1, dim + 2).reshape(part.shape)
 
 
 def model_card(

@@ -279,18 +279,21 @@ def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
     """Return the peak lr of the published run that is nearest in size, and the reason."""
-    neighbour = next(run for run, _ in nearest(shape.params_active, tokens, limit=99) if run.peak_lr is not None)
-    assert neighbour.peak_lr is not None
-    return neighbour.peak_lr, f"the peak of {neighbour.id}, the published run nearest in size"
+    peak_lr, why = _of_nearest("peak_lr", shape, tokens)
+    return peak_lr, f"the peak of {why}"
 
 
 def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
     """Return the warm-up in tokens, as the same share of the run as in the published run that is nearest in size, and
     the reason.
     """
-    neighbour = next(
-        run for run, _ in nearest(shape.params_active, tokens, limit=99) if run.warmup_fraction is not None
-    )
-    assert neighbour.warmup_fraction is not None
-    share = neighbour.warmup_fraction
-    return round(share * tokens), f"{share:.2g} of the run, as in {neighbour.id}, the published run nearest in size"
+    share, why = _of_nearest("warmup_fraction", shape, tokens)
+    return round(share * tokens), f"{share:.2g} of the run, as in {why}"
+
+
+def _of_nearest(key: str, shape: ModelShape, tokens: int) -> tuple[float, str]:
+    """Return a value of the published run that is nearest in size and has this value, and the name of the run."""
+    for run, _ in nearest(shape.params_active, tokens, limit=99):
+        if (value := getattr(run, key)) is not None:
+            return value, f"{run.id}, the published run nearest in size"
+    raise AssertionError(f"no published run has {key}")
