@@ -1,4 +1,4 @@
-"""Applies a scaling rule to any torch model: AdamW groups, forward multipliers and, if requested, initial values."""
+"""Applies a scaling rule to any torch model: parameter groups, forward multipliers and, if requested, initial values."""
 
 import math
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ def parametrize(
     initialise: bool | None = None,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Apply a scaling rule to a model: install its forward multipliers and return its parameter groups for AdamW.
+    """Apply a scaling rule to a model: install its forward multipliers and return its parameter groups.
 
     >>> import leaven, torch
     >>> from torch import nn
@@ -210,7 +210,7 @@ def parametrize(
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the AdamW parameter groups of a parametrized model, with the parameters that the model has now.
+    """Return the parameter groups of a parametrized model, with the parameters that the model has now.
 
     Raises:
         InputError: if the model is not parametrized, or parameters were added or removed after :func:`parametrize`.
