@@ -1,4 +1,4 @@
-"""Applies a scaling rule to any torch model: parameter groups, forward multipliers and, if requested, initial values."""
+"""Applies a scaling rule to any torch model: parameter groups, forward multipliers and, on request, initial values."""
 
 import math
 from collections.abc import Mapping

@@ -24,6 +24,8 @@ from leaven.data.tokenizer import given_tokenizer
 from leaven.distributed.pieces import Piece, cut
 from leaven.errors import InputError
 from leaven.interop.architectures import (
+    Architecture,
+    Config,
     HuggingFaceModel,
     Stored,
     holding,
@@ -91,8 +93,8 @@ def write_huggingface(
             "clean_up_tokenization_spaces": False,
         },
     }
-    numbers, factors, offsets = DTYPES[dtype], folding(shape, table), architecture.offsets(shape)
-    own = architecture.factors(shape, documents["config.json"])
+    numbers, offsets = DTYPES[dtype], architecture.offsets(shape)
+    factors = _factors(architecture, shape, table, documents["config.json"])
     shards = _shards(architecture.tensors(shape), shard_bytes // numbers.itemsize)
     if len(shards) > 1:
         size = sum(each.size for shard in shards.values() for each in shard)
@@ -115,7 +117,8 @@ def write_huggingface(
             held = biases if name in biases else weights
             if name not in held:
                 return None
-            return held[name].detach().cpu() * (factors.get(name, 1.0) / own.get(name, 1.0)) - offsets.get(name, 0.0)
+            scaled = held[name].detach().cpu() * factors.get(name, 1.0)
+            return scaled - offsets[name] if name in offsets else scaled
 
         for file, shard in shards.items():
             tensors = {
@@ -127,6 +130,16 @@ def write_huggingface(
             except SafetensorError as error:
                 raise OSError(str(error)) from None
             share(temporary / file)
+
+
+def _factors(
+    architecture: Architecture, shape: ModelShape, table: ParameterTable, config: Config
+) -> dict[str, float]:
+    """Return the factors in: stored weight = factor x leaven's weight - offset, by leaven's name."""
+    factors = dict(folding(shape, table))
+    for name, factor in architecture.factors(shape, config).items():
+        factors[name] = factors.get(name, 1.0) / factor
+    return factors
 
 
 def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
@@ -345,8 +358,9 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
         InputError: if the weights cannot be read, or belong to a model of another shape.
     """
     plain = require_start(shape, folder)
-    pieces, factors, read = {piece.name: piece for piece in held}, folding(shape, table), set()
-    own, offsets = plain.architecture.factors(shape, plain.config), plain.architecture.offsets(shape)
+    pieces, read = {piece.name: piece for piece in held}, set()
+    factors = _factors(plain.architecture, shape, table, plain.config)
+    offsets = plain.architecture.offsets(shape)
     with _opened(plain) as tensors:
         for stored in plain.architecture.tensors(shape):
             if not pieces.keys() & stored.parts.keys():
@@ -360,9 +374,10 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
                     if not 0 <= stored.expert - offset[0] < len(local):
                         continue  # another process has this expert
                     local, offset = local[stored.expert - offset[0]], offset[1:]
-                mine = cut(part, offset, local.shape)
-                whole = mine.to(torch.float32) + offsets.get(name, 0.0)
-                local.copy_(whole * (own.get(name, 1.0) / factors.get(name, 1.0)))
+                mine = cut(part, offset, local.shape).to(torch.float32)
+                if name in offsets:
+                    mine = mine + offsets[name]
+                local.copy_(mine / factors.get(name, 1.0))
     assert read == pieces.keys(), f"no weights for {sorted(pieces.keys() - read)}"
 
 
