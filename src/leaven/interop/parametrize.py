@@ -1,4 +1,4 @@
-"""Applies a scaling rule to any torch model: parameter groups, forward multipliers and, on request, initial values."""
+"""Applies a scaling rule to a torch model: parameter groups, forward multipliers and, on request, initial values."""
 
 import math
 from collections.abc import Mapping
