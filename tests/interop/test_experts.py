@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.interop.families import MIXTURES, VOCABULARY, deepseek_v3, llama, logits, mixtral, tokens
+from tests.interop.families import MIXTURES, VOCABULARY, deepseek_v3, llama, logits, mixtral, rows_of, tokens
 from torch import nn
 
 import leaven
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
-from leaven.scaling.table import ParameterRow, parameter_table
+from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
 TUNED = {"lr": 0.01, "init_std": 0.1, "weight_decay": 0.1}
@@ -70,10 +70,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "experts": {"number": 8, "active": 2, "d_expert": 32, "shared": 1, "dense_layers": 1, "router": "sigmoid"},
     },
 }
-
-
-def rows_of(model: Any) -> dict[str, ParameterRow]:
-    return {row.name: row for row in model.leaven_rows}
 
 
 @pytest.mark.parametrize("family", MIXTURES)

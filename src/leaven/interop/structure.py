@@ -172,19 +172,14 @@ def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
         by_label[site.label].append(site)
     known = {site.label for site in model.sites}
     unlisted = "" if model.stacks else f" ({NO_BLOCKS}; put them in one)"
-    for site in base.sites:
-        if site.label not in known:
+    for whose, its_sites, others in (("base", base.sites, known), ("model", model.sites, by_label)):
+        if odd := next((site for site in its_sites if site.label not in others), None):
             raise InputError(
-                f"{site.name} exists only in the base{unlisted}; give a base of your model's family that ties the "
-                "same weights and has as many experts"
+                f"{odd.name} exists only in the {whose}{unlisted}; give a base of the same family with the same tied "
+                "weights and as many experts"
             )
     sites = []
     for site in model.sites:
-        if site.label not in by_label:
-            raise InputError(
-                f"{site.name} exists only in the model{unlisted}; give a base of the same family with the same tied "
-                "weights and as many experts"
-            )
         like = min(by_label[site.label], key=lambda other: abs(_depth(other, base) - _depth(site, model)))
         if like.parameter.ndim != site.parameter.ndim:
             raise InputError(
