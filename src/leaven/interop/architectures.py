@@ -184,7 +184,7 @@ class Architecture:
 
         They replace factors that the architecture has on the output of the embedding and on the logits, because
         leaven's model has no such factors. If the embedding also computes the logits, the final norm gets the factor
-        of the logits divided by that of the embedding. Factors of 1 are left out.
+        on the logits / the factor on the embedding. Factors of 1 are left out.
         """
         embedding = math.sqrt(shape.d_model) if self.scaled_embedding else 1.0
         logits = float(self.given(config)[self.logit_scale]) if self.logit_scale else 1.0
@@ -351,7 +351,7 @@ class Architecture:
         """Yield the trainable parameters of the model in memory.
 
         transformers 5 has two tensors for the matrices of a layer's experts. The first has the gate and the input of
-        expert 0, then those of expert 1, and so on; the second has the last matrices.
+        expert 0, then the gate and the input of expert 1, and so on. The second has the last matrices.
         """
         for stored in self.tensors(shape):
             if stored.expert is None and not stored.of_router_bias:

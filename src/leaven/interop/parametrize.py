@@ -146,7 +146,7 @@ def parametrize(
         Parameter groups with the keys module, param_names, params, peak_lr, lr, betas, eps and weight_decay. Each
         parameter is in exactly one group. With ``optimizer`` muon, pass the groups to ``leaven.MuonWithAdamW``:
         groups of matrices inside the blocks then have the keys momentum, match, nesterov and ns_steps in place of
-        betas and eps. Muon treats a fused matrix, such as that of query, key and value, as one matrix.
+        betas and eps. Muon treats a fused matrix, such as one with query, key and value, as one matrix.
 
     Raises:
         InputError: if the model or an argument is not supported; the message names the parameter or value at fault.
@@ -235,7 +235,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _require_no_multipliers(model: nn.Module) -> None:
-    """Raise InputError if a model already has multipliers, from leaven or in its own code."""
+    """Raise InputError if a model has multipliers already: from an earlier call, or as leaven's own Transformer."""
     for module in model.modules():
         if hasattr(module, ROWS):
             raise InputError(

@@ -110,7 +110,7 @@ class Classifier:
         """Return the parameters with their roles and modules, by name."""
         classified: dict[str, Parameter] = {}
         traced = False
-        # Tensors with most dimensions first, so that an error names the experts of a mixture and not its router.
+        # Tensors with the most dimensions come first, so that an error names the experts and not their router.
         for site in sorted(self.model.sites, key=lambda site: -site.parameter.ndim):
             if site.parameter.ndim < 2 and not traced:
                 self._trace(classified)

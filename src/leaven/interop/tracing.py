@@ -28,7 +28,7 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) 
             path, or one for each expert. If one module has the matrices of all experts, the path of this module.
 
     Raises:
-        InputError: if a norm undoes the multiplier of a branch, but is not a module of its own in this branch.
+        InputError: if a norm undoes the multiplier of a branch, but is not a module that only this branch calls.
         Exception: of any type, if the model cannot be copied, or cannot be called with only token ids.
     """
     copied = copy.deepcopy(model).eval()

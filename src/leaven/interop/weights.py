@@ -187,9 +187,10 @@ def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
 
 
 def _by_entry(name: str, part: Tensor, rows: int, columns: int) -> Tensor:
-    """Return a parameter with its entries in another order: those of each head form a table, which is transposed.
+    """Return a parameter with the entries of each head in another order: written as a table, which is transposed.
 
     With 2 rows, entries i and i + d_head / 2 of a head become entries 2i and 2i + 1. With 2 columns, the reverse.
+    Example with 2 rows: a b c d -> a c b d.
     """
     dim = part.ndim - 1 if ".norm." in name else 0  # a gain is (d_head) or (heads, d_head)
     table = part.reshape(*part.shape[:dim], -1, rows, columns, *part.shape[dim + 1 :])

@@ -324,7 +324,7 @@ def test_without_a_final_lr_it_is_0_and_without_an_lr_nothing_is_made(
     module, model = exported(recipe, tmp_path / "out"), gpt(recipe, range(2))
     overrides = module.prepare(SimpleNamespace(lr=0.02, min_lr=None), [model])
     assert {each["min_lr"] for each in overrides.values()} == {0.0}
-    with pytest.raises(ValueError, match="the optimizer's lr is not set; set that of --lr in args.sh"):
+    with pytest.raises(ValueError, match="the optimizer's lr is not set; set it to --lr in args.sh"):
         module.prepare(SimpleNamespace(lr=None, min_lr=None), [model])
 
 

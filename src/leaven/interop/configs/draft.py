@@ -70,8 +70,8 @@ class Draft:
         """Set the hyperparameters and the multipliers of modules from the settings of each parameter of ``shape``.
 
         Each hyperparameter has the value of most matrices in the blocks. Modules with other values get multipliers.
-        If the value of a module changes over the blocks, that of the first block is used, and a line in ``unread``
-        says so. ``init_why`` is the reason of the initial values, ``why`` that of the optimizer settings.
+        If the value of a module changes over the blocks, the value of the first block is used, and a line in
+        ``unread`` says so. ``init_why`` is the reason for the initial values, ``why`` for the optimizer settings.
         """
         parameters = list(shape.parameters())
         matrices = [each for each in parameters if each.role.is_matrix]
@@ -104,7 +104,7 @@ class Draft:
                 if len(set(values)) > 1:
                     low, high = min(values), max(values)
                     self.unread.append(
-                        f"{quantity} of {module}, {low:g} to {high:g} over depth: that of block 0 is used"
+                        f"{quantity} of {module}, {low:g} to {high:g} over depth: block 0 gives the value"
                     )
                 if first != base:
                     if quantity.startswith("beta") and not (0 < first < 1 and 0 < base < 1):
@@ -146,7 +146,7 @@ class Draft:
         if "schedule.warmup_tokens" not in self.values:
             guess("schedule.warmup_tokens", *likely_warmup(shape, tokens))
         self.unknown.append("data.source: any text of your own; the default is used")
-        # The values are those of the model's own size, so no rule may change them.
+        # The values are for the size of the model itself, so no rule may change them.
         self.values.setdefault("scaling.rule", "standard")
         return Imported(self.recipe(name), tuple(self.unknown), tuple(self.unread))
 

@@ -44,7 +44,7 @@ class Target:
     # why the target loses a quantity; "*" stands for all other quantities
     reasons: Mapping[str, str] = field(default_factory=dict)
     holds: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # supported values by key of [model]
-    architecture: bool = False  # whether the model is that of a Hugging Face architecture
+    architecture: bool = False  # whether the exported model is a Hugging Face architecture
     plain: bool = False  # whether the exported model has no multipliers, because they are folded into its weights
     ramp: bool = False  # whether the target supports a batch ramp
     samples: bool = False  # whether the target counts samples instead of steps

@@ -108,7 +108,7 @@ def _sizes(given: Settings, draft: Draft) -> None:
         padded = -(-given["vocab-size"] // multiple) * multiple
         draft.set("model.vocab_size", padded, f"--vocab-size, padded to a multiple of {multiple}")
     else:
-        draft.unknown.append("model.vocab_size: give that of your tokenizer; 50,304 (GPT-2's, padded) is used")
+        draft.unknown.append("model.vocab_size: set it to your tokenizer's; 50,304 (GPT-2's, padded) is used")
         draft.set("model.vocab_size", 50_304, "not in the file: the vocabulary of GPT-2's tokenizer, padded")
 
 
@@ -135,7 +135,7 @@ def _kind(given: Settings, draft: Draft) -> None:
         draft.set("model.attention_bias", "qkv", "--add-qkv-bias")
     attention = given["attention-dropout"]
     if attention != given["hidden-dropout"]:
-        draft.unread.append(f"--attention-dropout {attention:g}: leaven has one rate, that of --hidden-dropout")
+        draft.unread.append(f"--attention-dropout {attention:g}: leaven has one rate, and uses --hidden-dropout")
     isolated = "reset-position-ids" in given and "reset-attention-mask" in given
     why = given.why("reset-attention-mask", "reset-position-ids")
     draft.set("data.documents", "isolated" if isolated else "packed", why)
@@ -232,7 +232,7 @@ def _modules(given: Settings, draft: Draft, shape: ModelShape) -> None:
 
 
 def _batch_and_duration(given: Settings, length: int, draft: Draft) -> None:
-    """Set the batch, its ramp or stages, and the number of tokens. ``length`` is that of a sequence in tokens."""
+    """Set the batch, its ramp or stages, and the number of training tokens. A sequence has ``length`` tokens."""
     if "step-batch-size-schedule" in given:
         stages = _stages(given, length)
         draft.set("batch.stages", stages, given.why("step-batch-size-schedule"))
@@ -273,7 +273,7 @@ def _stages(given: Settings, length: int) -> list[dict[str, int]]:
 
 
 def _schedule(given: Settings, length: int, draft: Draft) -> None:
-    """Set decay, final lr, warm-up and cooldown. ``length`` is that of a sequence in tokens."""
+    """Set decay, final lr, warm-up and cooldown. A sequence has ``length`` tokens."""
     decay = given.choice("lr-decay-style", {theirs: ours for ours, theirs in target("megatron").decays.items()})
     draft.set("schedule.decay", decay, given.why("lr-decay-style"))
     if "lr" in given:

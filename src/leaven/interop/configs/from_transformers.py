@@ -84,7 +84,7 @@ def _paths(path: Path) -> tuple[Path, Path | None]:
     if not path.exists():
         raise InputError(f"{path}: no such file; give the config.json of a model, or its folder")
     folder, config, arguments = path if path.is_dir() else path.parent, CONFIG, ARGUMENTS
-    if path.is_file():  # its name may differ, so its keys show which of the two files it is
+    if path.is_file():  # the file may have any name, so look at its keys
         document = read_json(path)
         if not {"model_type", "architectures"} & document.keys() and TABLE["fields"].keys() & document.keys():
             arguments = path.name

@@ -85,7 +85,7 @@ def prepare(config: Any, model_chunks: Iterable[nn.Module], path: str | Path = T
         _draw(parameter, f"{document['seed']} {known}", table[known])
         members.setdefault(_settings(table[known]), set()).add(id(parameter))
     if not config.lr:
-        raise ValueError("the optimizer's lr is not set; set that of --lr in args.sh")
+        raise ValueError("the optimizer's lr is not set; set it to --lr in args.sh")
     floor = (config.min_lr or 0.0) / config.lr
     logged = next((number for settings, number in numbers.items() if settings[0] == config.lr), 1)
     overrides = {}

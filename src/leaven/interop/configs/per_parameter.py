@@ -97,7 +97,7 @@ def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
     """Return the variables of Megatron's template that do not depend on hyperparameters."""
     recipe = run.recipe
     stages = [f"{each.first_token}:{each.batch_tokens // shape.seq_len}" for each in recipe.batches.segments]
-    # Megatron pads the vocabulary to a multiple of this number x tp. It is chosen so that padding changes nothing, if
+    # Megatron pads the vocabulary to a multiple of this number x tp. With this number, padding changes nothing if
     # tp divides the vocabulary.
     multiple = math.gcd(shape.vocab_size, 128 * recipe.layout.tp) // recipe.layout.tp or 1
     return {
@@ -112,7 +112,7 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
     """Yield the only candidate for Megatron with a module that sets every parameter, without multipliers.
 
     Query, key and value are one matrix, and so are gate and input of a gated MLP. Each part of such a matrix has its
-    own initial std; all other settings are those of the first part.
+    own initial std. For all other settings, the matrix has the settings of its first part.
 
     Raises:
         InputError: if the layout shards parameters, which the module cannot set.
