@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from leaven.data.tokens import prepare
 from leaven.distributed.pieces import Piece, cut, piece_of
 from leaven.errors import InputError
+from leaven.interop.architectures import ARCHITECTURES
 from leaven.interop.weights import (
     SHARD_BYTES,
     read_huggingface,
@@ -274,6 +275,22 @@ def test_shapes_without_an_architecture_name_the_nearest_and_its_keys(
     with refused(says):
         export(tmp_path / "out", recipe, random_model(recipe), tokenizer_file)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "params"),
+    [
+        ("GemmaForCausalLM", {"hidden_size": 2_048, "intermediate_size": 16_384, "num_hidden_layers": 18,
+                              "num_attention_heads": 8, "num_key_value_heads": 1, "hidden_act": "gelu"}, 2_506_172_416),
+        ("Gemma2ForCausalLM", {}, 2_614_341_888),
+        ("Phi3ForCausalLM", {"sliding_window": 2_047}, 3_821_079_552),
+        ("CohereForCausalLM", {}, 34_980_831_232),
+    ],
+)  # fmt: skip
+def test_published_configs_have_the_published_sizes(name: str, config: dict[str, Any], params: int) -> None:
+    """Gemma 2B, Gemma 2 2B, Phi-3 mini 4k and Command R; all other keys are the defaults of transformers."""
+    (architecture,) = (each for each in ARCHITECTURES if each.name == name)
+    assert architecture.shape(config).params == params
 
 
 def test_transformers_reads_the_tokenizer_and_generates(tiny: Recipe, tmp_path: Path, tokenizer_file: Path) -> None:
