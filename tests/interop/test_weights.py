@@ -277,16 +277,19 @@ def test_shapes_without_an_architecture_name_the_nearest_and_its_keys(
     assert not list(tmp_path.iterdir())
 
 
+GEMMA_2B = {"hidden_size": 2_048, "intermediate_size": 16_384, "num_hidden_layers": 18}
+GEMMA_2B |= {"num_attention_heads": 8, "num_key_value_heads": 1}
+
+
 @pytest.mark.parametrize(
     ("name", "config", "params"),
     [
-        ("GemmaForCausalLM", {"hidden_size": 2_048, "intermediate_size": 16_384, "num_hidden_layers": 18,
-                              "num_attention_heads": 8, "num_key_value_heads": 1, "hidden_act": "gelu"}, 2_506_172_416),
+        ("GemmaForCausalLM", GEMMA_2B, 2_506_172_416),
         ("Gemma2ForCausalLM", {}, 2_614_341_888),
         ("Phi3ForCausalLM", {"sliding_window": 2_047}, 3_821_079_552),
         ("CohereForCausalLM", {}, 34_980_831_232),
     ],
-)  # fmt: skip
+)
 def test_published_configs_have_the_published_sizes(name: str, config: dict[str, Any], params: int) -> None:
     """Gemma 2B, Gemma 2 2B, Phi-3 mini 4k and Command R; all other keys are the defaults of transformers."""
     (architecture,) = (each for each in ARCHITECTURES if each.name == name)
