@@ -393,7 +393,7 @@ def _field(key: str) -> Any:
 
 
 def _layer_types(layers: int, global_every: int) -> list[str]:
-    """Return the types of layers of which every ``global_every``-th ignores the sliding window (0: none does)."""
+    """Return the type of each layer. Every ``global_every``-th one ignores the sliding window; with 0, none does."""
     return [
         "full_attention" if global_every and (n + 1) % global_every == 0 else "sliding_attention"
         for n in range(layers)
@@ -470,7 +470,7 @@ _FUSED = {
 
 
 def module_names() -> Mapping[str, set[str]]:
-    """Map each of leaven's modules, such as ``attention.out``, to its names elsewhere, such as ``o_proj``."""
+    """Return the names of each module in other codes: ``o_proj`` and others for leaven's ``attention.out``."""
     names = {module: set(several) for module, several in _TABLE["names"].items()}
     for architecture in ARCHITECTURES:
         for module, path in [*architecture.block.items(), *architecture.ends.items()]:
@@ -541,6 +541,7 @@ def read_config(path: Path) -> HuggingFaceModel:
 
 
 def _named(config: Config) -> Architecture:
+    """Return the architecture that a config.json names."""
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InputError(f"config.json: architectures = {names!r} must be a list of names")

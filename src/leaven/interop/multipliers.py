@@ -211,7 +211,7 @@ def fold(model: nn.Module) -> nn.Module:
     target = unwrapped(model, "fold")
     for module in target.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward it may have temporary full parameters
+            module.reshard()  # after a forward pass, FSDP2 may keep whole parameters for a while
     offset = _offset_gains(target)
     for parameter, factor in _factors(target).items():
         if isinstance(factor, Tensor):

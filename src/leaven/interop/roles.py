@@ -126,6 +126,7 @@ class Classifier:
     # Roles: found from type and position, then checked against the shape.
 
     def _role(self, site: ParameterSite) -> Role:
+        """Return the role of a parameter, or refuse the parameter."""
         if is_norm(site):
             return self._norm_role(site)
         if is_linear(site.owner) and site.is_bias:
@@ -141,6 +142,7 @@ class Classifier:
         self._refuse(site, f"a parameter of {type(site.owner).__name__} is not an embedding, matrix, gain or bias")
 
     def _matrix_role(self, site: ParameterSite) -> Role:
+        """Return the role of a matrix of a linear module, of a router or of experts."""
         if site.layer is None:
             if not self._is_readout(site):
                 why = "it is a matrix outside the blocks, but its fan out is not the vocabulary"
@@ -165,6 +167,7 @@ class Classifier:
         )
 
     def _norm_role(self, site: ParameterSite) -> Role:
+        """Return the role of a gain or bias of a norm."""
         if site.layer is None:
             # The name counts first, because norms outside the blocks may be registered in any order.
             at_embedding = site.path[-1] in _NAMES["norm.embedding"]
@@ -207,6 +210,7 @@ class Classifier:
     # Modules: the names under which parameters are tuned.
 
     def _module(self, site: ParameterSite, role: Role) -> str:
+        """Return the name under which a parameter is tuned, such as ``mlp.out``, or refuse the parameter."""
         given = _given(self.modules, site)
         if given is not None and role not in _BIASES:
             if given in BRANCH_ENDS and not role.in_branches:
@@ -317,6 +321,7 @@ class Classifier:
                 )
 
     def _check_branch(self, name: str, matrices: Mapping[str, list[ParameterSite]]) -> None:
+        """Require that exactly one matrix ends a branch, and that the matrices of an MLP fit each other."""
         out = f"{name}.out"
         first, ends = next(iter(matrices.values()))[0], matrices.get(out, [])
         if out not in BRANCH_ENDS:

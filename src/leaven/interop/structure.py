@@ -165,7 +165,7 @@ def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
     the nearest relative depth matches.
 
     Raises:
-        InputError: if only one of the models has a parameter.
+        InputError: if a parameter exists in only one of the two models.
     """
     by_label: dict[str, list[ParameterSite]] = defaultdict(list)
     for site in base.sites:
@@ -208,8 +208,10 @@ def logit_scales(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def labelled(model: nn.Module, labels: Mapping[str, str]) -> dict[tuple[str, int, str], nn.Module]:
-    """Return the modules whose label is in ``labels``, by (list of blocks, number of the block, ``labels[label]``). A
-    label is a path with "*" in place of the block's number."""
+    """Return modules inside blocks, by (path of the list of blocks, number of the block, name).
+
+    ``labels`` maps the label of each module to its name. A label is a path with "*" in place of the block's number.
+    """
     stacks, found = _stacks(model), {}
     for path, module in model.named_modules():
         label, layer = _label(_plain(path), stacks)
@@ -224,7 +226,7 @@ def label_of(model: nn.Module, path: str) -> str:
 
 
 def _first(module: nn.Module, names: tuple[str, ...], kind: type) -> tuple[nn.Module, str] | None:
-    """Return the module with the first of ``names`` that is its attribute with a value of type ``kind``, or None."""
+    """Return (module, name) for the first of the attributes ``names`` with a value of type ``kind``, or None."""
     return next(((module, name) for name in names if isinstance(vars(module).get(name), kind)), None)
 
 
@@ -258,7 +260,7 @@ def _stacks(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _label(name: str, stacks: Mapping[str, list[str]]) -> tuple[str, int | None]:
-    """Return a parameter's name with "*" in place of the block's number, and this number or None."""
+    """Return a name with "*" in place of the block's number, and this number, which is None outside the blocks."""
     for path, keys in stacks.items():
         if name.startswith(f"{path}."):
             key, _, rest = name.removeprefix(f"{path}.").partition(".")

@@ -119,7 +119,7 @@ def test_steps_and_fractions_become_tokens() -> None:
         ("--optimizer sgd", "--optimizer sgd: leaven supports only adam"),
         ("--lr nan", "--lr nan must be a finite number"),
         ("--lr", "--lr has no value"),
-        ("--num-attention-heads 5", "does not divide"),
+        ("--num-attention-heads 5", "is not a multiple of --num-attention-heads 5"),
         ("--num-attention-heads 0", "--num-attention-heads 0 must be at least 1"),
         ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be at least 1"),
         ("--global-batch-size 8 --rampup-batch-size 3 2 100", "not a batch that leaven supports"),

@@ -81,7 +81,10 @@ def _sizes(given: Settings, draft: Draft) -> None:
     origin, heads, width = given.origin, given["num-attention-heads"], given["hidden-size"]
     own_head_size = "kv-channels" in given or "kv-channels" in given.unset
     if width % heads and not own_head_size:
-        raise InputError(f"{origin}: --hidden-size {width} does not divide by --num-attention-heads {heads}")
+        raise InputError(
+            f"{origin}: --hidden-size {width} is not a multiple of --num-attention-heads {heads}; correct one of them, "
+            "or add --kv-channels"
+        )
     d_head = given["kv-channels"] if own_head_size else width // heads
     draft.set("model.d_head", d_head, given.why("kv-channels", "hidden-size"))
     if heads * d_head != width:
@@ -95,7 +98,7 @@ def _sizes(given: Settings, draft: Draft) -> None:
 
     if "ffn-hidden-size" in given or "ffn-hidden-size" in given.unset:
         draft.set("model.d_ff", given["ffn-hidden-size"], given.why("ffn-hidden-size"))
-    elif "swiglu" in given:  # validate_args of arguments.py
+    elif "swiglu" in given:  # as in validate_args of Megatron's arguments.py
         why = "4 x hidden size x 2 / 3, down to a multiple of 64, with --swiglu"
         draft.set("model.d_ff", int(4 * width * 2 / 3 / 64) * 64, why)
     else:
@@ -394,6 +397,8 @@ def _words(text: str) -> list[str]:
 
 
 def _expand(word: str, variables: dict[str, str]) -> str:
+    """Return a word with the values of the known variables in it."""
+
     def one(match: re.Match[str]) -> str:
         name = match[1] or match[3]
         return variables.get(name, match[2] if match[2] is not None else match[0])

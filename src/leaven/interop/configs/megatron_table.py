@@ -140,7 +140,7 @@ def _draw(parameter: Tensor, seed: str, values: dict[str, Any]) -> None:
     generator = torch.Generator(parameter.device)
     generator.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
     rows, stds = values.get("rows", [len(parameter)]), values["init_std"]
-    # A rank has whole groups of heads of query, key and value; of an MLP it has rows of the gate and of the input.
+    # Of query, key and value, a rank has whole groups of heads. Of an MLP, it has rows of the gate and of the input.
     groups, odd = divmod(values.get("heads", 1) * len(parameter), sum(rows))
     if "linear_fc1" in seed:
         groups, odd = 1, 0

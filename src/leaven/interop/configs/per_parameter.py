@@ -338,10 +338,11 @@ def _require_dense(shape: ModelShape, target: str) -> None:
 def _by_tensor(
     run: ResolvedRecipe, tensors: Iterable[Stored], shape: ModelShape, architecture: Architecture
 ) -> tuple[dict[str, ParameterSettings], dict[str, dict[str, Any]]]:
-    """Return the settings of leaven's parameters in a model of these tensors, and the document of each tensor.
+    """Return two mappings for a model of these tensors.
 
-    A document has the values of the stored tensor, which may be leaven's parameter divided by a factor, minus an
-    offset (:meth:`Architecture.factors`).
+    The first has the settings that each of leaven's parameters would get. The second has the entry of each tensor in
+    parameters.json, with values for the stored tensor: leaven's parameter / factor - offset
+    (:meth:`Architecture.factors`).
     """
     factors, offsets = architecture.factors(shape, architecture.config(shape)), architecture.offsets(shape)
     # Biases that the recipe does not have start at 0.
