@@ -284,7 +284,7 @@ def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
 
 
 def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
-    """Return the warm-up in tokens, with the same share of the run as in the nearest published run, and the reason."""
+    """Return the warm-up in tokens, the same share of the run as in the nearest published run, and the reason."""
     share, why = _of_nearest("warmup_fraction", shape, tokens)
     return round(share * tokens), f"{share:.2g} of the run, as in {why}"
 

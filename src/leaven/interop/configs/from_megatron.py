@@ -82,8 +82,8 @@ def _sizes(given: Settings, draft: Draft) -> None:
     own_head_size = "kv-channels" in given or "kv-channels" in given.unset
     if width % heads and not own_head_size:
         raise InputError(
-            f"{origin}: --hidden-size {width} is not a multiple of --num-attention-heads {heads}; correct one of them, "
-            "or add --kv-channels"
+            f"{origin}: --hidden-size {width} is not a multiple of --num-attention-heads {heads}; correct one, or "
+            "add --kv-channels"
         )
     d_head = given["kv-channels"] if own_head_size else width // heads
     draft.set("model.d_head", d_head, given.why("kv-channels", "hidden-size"))
