@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from leaven.recipe.hyperparameters import Hyperparameters
     from leaven.scaling.cells import Ratios
     from leaven.training.load import load
+    from leaven.training.muon import MuonWithAdamW
     from leaven.training.trainer import train
 
 if sys.version_info < (3, 11):  # noqa: UP036 - pip refuses, but a checkout or a copied folder has no pip
@@ -23,11 +24,22 @@ if sys.version_info < (3, 11):  # noqa: UP036 - pip refuses, but a checkout or a
     sys.exit(2)
 
 __version__ = "0.1.0"
-__all__ = ["Hyperparameters", "Ratios", "fold", "load", "parametrize", "read_recipe", "save_folded", "train"]
+__all__ = [
+    "Hyperparameters",
+    "MuonWithAdamW",
+    "Ratios",
+    "fold",
+    "load",
+    "parametrize",
+    "read_recipe",
+    "save_folded",
+    "train",
+]
 
 # The module that defines each name. It is imported on first use, so that `import leaven` is fast and needs no torch.
 _MODULES = {
     "Hyperparameters": "leaven.recipe.hyperparameters",
+    "MuonWithAdamW": "leaven.training.muon",
     "Ratios": "leaven.scaling.cells",
     "fold": "leaven.interop.multipliers",
     "load": "leaven.training.load",

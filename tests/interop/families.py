@@ -29,6 +29,8 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
+from leaven.scaling.table import ParameterRow
+
 VOCABULARY = 97
 EAGER = {"experts_implementation": "eager"}  # the others do not compute in float64
 LENGTH = 48
@@ -146,6 +148,11 @@ def logits(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits(model, batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def rows_of(model: nn.Module) -> dict[str, ParameterRow]:
+    """Return the parameter table of a parametrized model, by name."""
+    return {row.name: row for row in model.leaven_rows}
 
 
 def values(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

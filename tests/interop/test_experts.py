@@ -5,52 +5,44 @@ from typing import Any
 
 import pytest
 import torch
-from tests.interop.families import MIXTURES, VOCABULARY, deepseek_v3, llama, logits, mixtral, tokens
+from tests.interop.families import MIXTURES, VOCABULARY, deepseek_v3, llama, logits, mixtral, rows_of, tokens
 from torch import nn
 
 import leaven
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
-from leaven.scaling.table import ParameterRow, parameter_table
+from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
 TUNED = {"lr": 0.01, "init_std": 0.1, "weight_decay": 0.1}
-_ATTENTION = {
-    "self_attn.q_proj.weight": ("hidden_weight", "attention.query"),
-    "self_attn.k_proj.weight": ("hidden_weight", "attention.key"),
-    "self_attn.v_proj.weight": ("hidden_weight", "attention.value"),
-    "self_attn.o_proj.weight": ("hidden_weight", "attention.out"),
-    "input_layernorm.weight": ("hidden_norm", "norm.attention"),
-    "post_attention_layernorm.weight": ("hidden_norm", "norm.mlp"),
-}
-_LATENT = {
-    "self_attn.q_a_proj.weight": ("hidden_weight", "attention.query_latent"),
-    "self_attn.q_a_layernorm.weight": ("hidden_norm", "norm.query_latent"),
-    "self_attn.q_b_proj.weight": ("hidden_weight", "attention.query"),
-    "self_attn.kv_a_proj_with_mqa.weight": ("hidden_weight", "attention.key_value_latent"),
-    "self_attn.kv_a_layernorm.weight": ("hidden_norm", "norm.key_value_latent"),
-    "self_attn.kv_b_proj.weight": ("hidden_weight", "attention.key_value"),
-} | {name: kind for name, kind in _ATTENTION.items() if ".q_" not in name and ".k_" not in name and ".v_" not in name}
+
+
+def kinds(role: str, prefix: str = "", **modules: str) -> dict[str, tuple[str, str]]:
+    """Return the expected role and module of matrices or gains, by name."""
+    return {f"{prefix}{name}.weight": (role, module) for name, module in modules.items()}
+
+
+_NORMS = kinds("hidden_norm", input_layernorm="norm.attention", post_attention_layernorm="norm.mlp")
+_OUT = kinds("hidden_weight", "self_attn.", o_proj="attention.out")
+_QKV = {"q_proj": "attention.query", "k_proj": "attention.key", "v_proj": "attention.value"}
+_ATTENTION = _NORMS | _OUT | kinds("hidden_weight", "self_attn.", **_QKV)
+_FROM_STREAM = {"q_a_proj": "attention.query_latent", "kv_a_proj_with_mqa": "attention.key_value_latent"}
+_FROM_LATENT = {"q_b_proj": "attention.query", "kv_b_proj": "attention.key_value"}
+_OF_LATENT = {"q_a_layernorm": "norm.query_latent", "kv_a_layernorm": "norm.key_value_latent"}
+_LATENT = _NORMS | _OUT | kinds("hidden_weight", "self_attn.", **_FROM_STREAM, **_FROM_LATENT)
+_LATENT |= kinds("hidden_norm", "self_attn.", **_OF_LATENT)
 _EXPERTS = {
     "mlp.gate.weight": ("router", "mlp.router"),
     "mlp.experts.gate_up_proj": ("expert_weight", "mlp.experts.gate_in"),
     "mlp.experts.down_proj": ("expert_weight", "mlp.experts.out"),
 }
-_SHARED = {
-    "mlp.shared_experts.gate_proj.weight": ("hidden_weight", "mlp.shared.gate"),
-    "mlp.shared_experts.up_proj.weight": ("hidden_weight", "mlp.shared.in"),
-    "mlp.shared_experts.down_proj.weight": ("hidden_weight", "mlp.shared.out"),
-}
-_DENSE = {
-    "mlp.gate_proj.weight": ("hidden_weight", "mlp.gate"),
-    "mlp.up_proj.weight": ("hidden_weight", "mlp.in"),
-    "mlp.down_proj.weight": ("hidden_weight", "mlp.out"),
-}
+_SHARED = {"gate_proj": "mlp.shared.gate", "up_proj": "mlp.shared.in", "down_proj": "mlp.shared.out"}
+_DENSE = {"gate_proj": "mlp.gate", "up_proj": "mlp.in", "down_proj": "mlp.out"}
 
 
 def _qk_norms(role: str) -> dict[str, tuple[str, str]]:
-    return {"self_attn.q_norm.weight": (role, "norm.query"), "self_attn.k_norm.weight": (role, "norm.key")}
+    return kinds(role, "self_attn.", q_norm="norm.query", k_norm="norm.key")
 
 
 # The parameters of a block with experts, and of the first block.
@@ -58,7 +50,10 @@ EXPECTED = {
     "mixtral": (_ATTENTION | _EXPERTS,) * 2,
     "qwen3-moe": (_ATTENTION | _EXPERTS | _qk_norms("qk_norm"),) * 2,
     "olmoe": (_ATTENTION | _EXPERTS | _qk_norms("hidden_norm"),) * 2,
-    "deepseek-v3": (_LATENT | _EXPERTS | _SHARED, _LATENT | _DENSE),
+    "deepseek-v3": (
+        _LATENT | _EXPERTS | kinds("hidden_weight", "mlp.shared_experts.", **_SHARED),
+        _LATENT | kinds("hidden_weight", "mlp.", **_DENSE),
+    ),
 }
 # The same shapes in a recipe of leaven, at width 32 and depth 2. Of DeepSeek-V3 all but the attention.
 RECIPES: dict[str, dict[str, Any]] = {
@@ -75,10 +70,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "experts": {"number": 8, "active": 2, "d_expert": 32, "shared": 1, "dense_layers": 1, "router": "sigmoid"},
     },
 }
-
-
-def rows_of(model: Any) -> dict[str, ParameterRow]:
-    return {row.name: row for row in model.leaven_rows}
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -210,8 +201,8 @@ class Transposed(nn.Module):
         self.down.weight = nn.Parameter(torch.randn(experts, 4 * width, width))
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        y = (x[..., None, None, :] @ self.up.weight).relu() @ self.down.weight
-        return (weights[..., None, None] * y).sum(-3)[..., 0, :]
+        inner = torch.einsum("...d,edf->...ef", x, self.up.weight).relu()
+        return torch.einsum("...ef,efd,...e->...d", inner, self.down.weight, weights)
 
 
 class MixtureBlock(nn.Module):

@@ -4,12 +4,10 @@ import copy
 
 import pytest
 import torch
-from tests.interop.families import FAMILIES, Build, Home, bloom, gpt2, llama, logits, tokens
-from torch import nn
+from tests.interop.families import FAMILIES, Build, Home, bloom, gpt2, llama, logits, rows_of, tokens
 
 import leaven
 from leaven.recipe.shape import Role
-from leaven.scaling.table import ParameterRow
 
 KEPT = {"lr": 0.01, "weight_decay": 0.1}  # no init: the model keeps its values
 TUNED = KEPT | {"init_std": 0.1}
@@ -101,10 +99,6 @@ def expected(family: str, depth: int) -> dict[str, tuple[str, str]]:
     return named | {
         f"{stack}.{layer}.{name}": (role, module) for layer in range(depth) for name, role, module in block
     }
-
-
-def rows_of(model: nn.Module) -> dict[str, ParameterRow]:
-    return {row.name: row for row in model.leaven_rows}
 
 
 @pytest.mark.parametrize("width", [64, 32], ids=["wider", "as wide"])

@@ -14,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.tensor import DTensor
 
 import leaven
+from leaven.errors import InputError
 from leaven.interop.parametrize import groups
 
 KEPT = {"lr": 0.01, "weight_decay": 0.1}  # no init: the model keeps its values
@@ -89,6 +90,13 @@ def test_sharded_by_fsdp2(build: Any, one_rank: Any) -> None:
         assert all(isinstance(parameter, DTensor) for group in its for parameter in group["params"])
         for name, parameter in stepped(model, its).items():
             torch.testing.assert_close(parameter, expected[name], msg=name)
+
+
+def test_muon_is_refused_on_shards(one_rank: Any) -> None:
+    with pytest.raises(InputError, match="optimizer is muon, which needs whole matrices"):
+        leaven.parametrize(
+            sharded(llama(64, 2), one_rank), base=llama(32, 2), hyperparameters=TUNED | {"optimizer": "muon"}
+        )
 
 
 @pytest.mark.slow

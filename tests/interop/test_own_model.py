@@ -1,5 +1,7 @@
 """On leaven's own model, groups and forward pass are those of the parameter table."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.rules import RULES
 from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
+from leaven.training.optimizer import Optimizer
 
 GROWN = {"width": 32, "depth": 6, "batch_tokens": 512, "tokens": 71_680}
 CASES = {
@@ -47,6 +50,11 @@ CASES = {
                 "mlp.shared.out": {"residual": 2.0},
             },
         },
+        GROWN,
+    ),
+    "muon": (
+        {"hyperparameters.optimizer": "muon", "hyperparameters.muon": {"lr": 0.02, "match": "spectral"}}
+        | {"hyperparameters.modules": {"mlp.in": {"lr": 0.5}}},
         GROWN,
     ),
     "multipliers of modules and depth": (
@@ -91,18 +99,44 @@ def test_groups_and_forward_are_those_of_the_table(tiny: Recipe, case: str, rule
             row = table[name]
             assert parameter is parameters[name]
             assert group["module"] == row.module
-            assert (group["lr"], group["weight_decay"], group["betas"], group["eps"]) == (
-                row.lr,
-                row.weight_decay,
-                (row.beta1, row.beta2),
-                row.eps,
-            ), name
+            assert (group["lr"], group["weight_decay"]) == (row.lr, row.weight_decay), name
+            if "match" in group:
+                assert (group["momentum"], group["match"]) == (row.beta1, row.match), name
+            else:
+                assert (*group["betas"], group["eps"], 0) == (row.beta1, row.beta2, row.eps, row.match), name
     reference = build_model(recipe.model, table, 5)
     for name, parameter in reference.named_parameters():
         assert torch.equal(parameter, parameters[name])
     tokens = torch.randint(0, 320, (2, 16), generator=torch.Generator().manual_seed(0))
     ours, theirs = model.double()(tokens), reference.double()(tokens)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("muon", [{}, {"nesterov": False, "ns_steps": 3}])
+def test_steps_of_muon_are_those_of_leavens_trainer(tiny: Recipe, muon: dict[str, Any]) -> None:
+    """A frozen parameter, which has no gradient, stays as it is."""
+    of_muon = {"hyperparameters.optimizer": "muon", "hyperparameters.muon": muon}
+    recipe = transfer(tiny.replace(of_muon), width=32, depth=4)
+    table, model = parameter_table(recipe), Transformer(recipe.model)
+    groups = leaven.parametrize(model, base=Transformer(recipe.base_shape), hyperparameters=recipe.hyperparameters)
+    reference = build_model(recipe.model, table, 0)
+    theirs = Optimizer.build(dict(reference.named_parameters()), table.rows, recipe.hyperparameters)
+    ours = leaven.MuonWithAdamW(groups, fused=True)
+    frozen = model.layers[1].mlp.out.weight.requires_grad_(False)
+    start = frozen.clone()
+    for seed in range(2):
+        tokens = torch.randint(0, 320, (2, 16), generator=torch.Generator().manual_seed(seed))
+        for each in (model, reference):
+            each(tokens).square().mean().backward()
+        ours.step()
+        ours.zero_grad()
+        reference.layers[1].mlp.out.weight.grad.zero_()
+        theirs.step(1.0)
+        with torch.no_grad():
+            reference.layers[1].mlp.out.weight.copy_(start)
+    assert torch.equal(frozen, start)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-5, atol=1e-7)
 
 
 def test_a_model_with_its_recipes_multipliers_is_refused(tiny: Recipe) -> None:

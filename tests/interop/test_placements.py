@@ -12,7 +12,6 @@ from torch import nn
 
 import leaven
 from leaven.errors import InputError
-from leaven.interop.tracing import is_offset, output_norms
 from leaven.recipe.shape import Role
 from leaven.scaling.table import ParameterRow
 
@@ -182,16 +181,6 @@ def test_the_scale_of_attention_falls_with_the_head_dimension(scalar: int) -> No
     base = replace(gemma, config={"query_pre_attn_scalar": 16}).model(32, 2)
     leaven.parametrize(model, base=base, hyperparameters=TUNED)
     assert model.model.layers[1].self_attn.scaling == pytest.approx(16**-0.5 * 16 / 32)
-
-
-def test_only_norms_are_found() -> None:
-    model = Home(32, 2)
-    ends = {"mlp": [["blocks.0.mlp.down"], ["blocks.1.mlp.down"]]}
-    assert output_norms(model, ends) == dict.fromkeys(("blocks.0.mlp_norm", "blocks.1.mlp_norm"), "mlp")
-    assert not any(module._forward_hooks for module in model.modules())
-    gemma: Any = FAMILIES["gemma2"].model(32, 2)
-    assert is_offset(gemma.model.norm)
-    assert not is_offset(model.norm)
 
 
 def test_the_embedding_of_gemma_trains_as_without_its_growing_factor() -> None:

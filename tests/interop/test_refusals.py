@@ -153,9 +153,9 @@ def test_an_unknown_parameter_is_named_with_shapes_and_suggestion() -> None:
         (lambda n, d: nn.Linear(n, n), "no nn.Embedding"),
         (
             flat,
-            "^3.weight exists only in the base .no nn.ModuleList or nn.Sequential has the blocks and nothing else",
+            "^3.weight exists only in the base .no nn.ModuleList or nn.Sequential contains all blocks",
         ),
-        (lambda n, d: flat(n, 2), "^1.mlp.up.weight .* as no nn.ModuleList or nn.Sequential has the blocks"),
+        (lambda n, d: flat(n, 2), "^1.mlp.up.weight .* as no nn.ModuleList or nn.Sequential contains all blocks"),
         (stacked(lambda n, d: [SmallBlock(n)] * d), "^blocks contains a block twice"),
         (stacked(shared), r"^blocks.0.mlp.down.weight and blocks.1.mlp.down.weight are the same parameter"),
         (

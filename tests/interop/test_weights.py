@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from leaven.data.tokens import prepare
 from leaven.distributed.pieces import Piece, cut, piece_of
 from leaven.errors import InputError
-from leaven.interop.architectures import ARCHITECTURES, holding
+from leaven.interop.architectures import ARCHITECTURES
 from leaven.interop.weights import (
     SHARD_BYTES,
     read_huggingface,
@@ -35,6 +35,15 @@ from leaven.scaling.transfer import transfer
 
 GPT = {"norm": "layernorm", "activation": "gelu", "n_kv_heads": 2, "qk_norm": False}
 BLOOM = GPT | {"positions": "alibi", "embedding_norm": True, "d_ff": 64}
+GEMMA = {"activation": "geglu", "qk_norm": False, "d_attention": 32, "d_head": 16}
+GEMMA2 = {
+    "norm_placement": "sandwich",
+    "window": 7,
+    "global_every": 2,
+    "attention_softcap": 5.0,
+    "logit_softcap": 3.0,
+}
+COMMAND_R = {"norm": "layernorm", "parallel_branches": True, "rope_theta": 300.0}
 EXPERTS = {"number": 6, "active": 2, "d_expert": 24}
 DEEPSEEK = EXPERTS | {"shared": 2, "dense_layers": 1, "router": "sigmoid", "balance": "bias", "weight_scale": 2.5}
 OUT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -50,6 +59,15 @@ OUT: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoXForCausalLM", GPT | {"bias": True, "norm_eps": 1e-4, "rope_theta": 300.0}),
     "gpt-neox, partial rotary": ("GPTNeoXForCausalLM", GPT | {"bias": True, "rotary_fraction": 0.5}),
     "bloom": ("BloomForCausalLM", BLOOM | {"bias": True, "tied_embeddings": True, "norm_eps": 1e-3}),
+    "phi 3": ("Phi3ForCausalLM", {"qk_norm": False, "rotary_fraction": 0.5, "window": 7}),
+    "gemma": ("GemmaForCausalLM", GEMMA | {"tied_embeddings": True}),
+    "gemma 2": ("Gemma2ForCausalLM", GEMMA | GEMMA2 | {"tied_embeddings": True}),
+    "gemma 2, untied, no windows or caps": ("Gemma2ForCausalLM", GEMMA | {"norm_placement": "sandwich"}),
+    "command r": ("CohereForCausalLM", COMMAND_R | {"qk_norm": False, "tied_embeddings": True}),
+    "command r, untied, norms, biases": (
+        "CohereForCausalLM",
+        COMMAND_R | {"qk_norm": True, "qk_norm_per_head": True, "attention_bias": "all"},
+    ),
     "mixtral": ("MixtralForCausalLM", {"qk_norm": False, "window": 7, "d_ff": 24, "experts": EXPERTS}),
     "qwen3 moe": ("Qwen3MoeForCausalLM", {"experts": EXPERTS | {"dense_layers": 1, "normalise": False}}),
     "olmoe": ("OlmoeForCausalLM", {"qk_norm_whole": True, "n_kv_heads": 2, "d_ff": 24, "experts": EXPERTS}),
@@ -164,14 +182,25 @@ def test_exported_weights_give_the_same_logits_there_and_back(
             parameter.zero_()
         start(unfolded, recipe, folder)
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(unfolded.get_parameter(name), parameter.data, rtol=1e-6, atol=0)
+            # a gain near 0 has fewer digits as 1 + weight
+            atol = 1e-6 if theirs.startswith("Gemma") and "norm" in name else 0
+            torch.testing.assert_close(unfolded.get_parameter(name), parameter.data, rtol=1e-6, atol=atol)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3 moe", "olmoe", "glm4 moe"])
-def test_experts_come_back_bit_for_bit(tiny: Recipe, tmp_path: Path, tokenizer_file: Path, name: str) -> None:
-    """Without a rule nothing is multiplied. Biases of routers stay in fp32 when weights are written in bf16."""
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen3 moe", "olmoe", "glm4 moe", "phi 3", "command r, untied, norms, biases", "gemma 2"]
+)
+def test_tensors_come_back_bit_for_bit(tiny: Recipe, tmp_path: Path, tokenizer_file: Path, name: str) -> None:
+    """Without a rule nothing is multiplied, except by sqrt(d_model) = 4 in Gemma. All gains are near 1.
+
+    Biases of routers stay in fp32 when weights are written in bf16.
+    """
     recipe = tiny.replace({f"model.{key}": value for key, value in OUT[name][1].items()} | {"scaling.base": None})
     model = random_model(recipe)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if ".norm." in parameter_name or parameter_name.startswith("norm."):
+                parameter.copy_(1 + parameter / 4)
     assert not model.has_multipliers
     again = random_model(recipe).requires_grad_(False)
     for parameter in again.parameters():
@@ -223,18 +252,48 @@ def test_a_run_needs_the_routers_of_its_start_weights(tiny: Recipe, tmp_path: Pa
             require_start(recipe.replace(changes).model, folder)
 
 
-def test_models_without_an_architecture_name_the_nearest(tiny: Recipe) -> None:
-    for changes, says in (
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ({"experts": EXPERTS | {"balance": "bias"}}, 'Qwen3MoeForCausalLM, set [model] experts.balance = "loss"'),
+        ({"experts": EXPERTS | {"shared": 1}}, "Qwen3MoeForCausalLM, set [model] experts.shared = 0"),
+        ({"norm_placement": "output"}, "Olmo2ForCausalLM, set [model] qk_norm_whole = true"),
+        ({"parallel_branches": True}, 'CohereForCausalLM, set [model] norm = "layernorm", qk_norm_per_head = true'),
+        ({"norm_placement": "sandwich"}, 'Gemma2ForCausalLM, set [model] activation = "geglu", qk_norm = false'),
+        ({"activation": "squared_relu"}, 'Qwen3ForCausalLM, set [model] activation = "swiglu"'),
+        (BLOOM | {"d_ff": 32}, "BloomForCausalLM, set [model] d_ff = 64"),
         (
-            {"model.experts": EXPERTS | {"balance": "bias"}},
-            'Qwen3MoeForCausalLM, set [model] experts.balance = "loss"',
+            {"logit_softcap": 30.0, "embedding_norm": True},
+            "set [model] embedding_norm = false and remove logit_softcap",
         ),
-        ({"model.experts": EXPERTS | {"shared": 1}}, "Qwen3MoeForCausalLM, set [model] experts.shared = 0"),
-        ({"model.norm_placement": "output"}, "Olmo2ForCausalLM, set [model] qk_norm_whole = true"),
-        ({"model.parallel_branches": True}, "Qwen3ForCausalLM, set [model] parallel_branches = false"),
-    ):
-        with refused(says):
-            holding(tiny.replace({"model.qk_norm": True} | changes).model)
+    ],
+)
+def test_shapes_without_an_architecture_name_the_nearest_and_its_keys(
+    tiny: Recipe, tmp_path: Path, tokenizer_file: Path, shape: dict[str, Any], says: str
+) -> None:
+    recipe = tiny.replace({"model.qk_norm": True} | {f"model.{key}": value for key, value in shape.items()})
+    with refused(says):
+        export(tmp_path / "out", recipe, random_model(recipe), tokenizer_file)
+    assert not list(tmp_path.iterdir())
+
+
+GEMMA_2B = {"hidden_size": 2_048, "intermediate_size": 16_384, "num_hidden_layers": 18}
+GEMMA_2B |= {"num_attention_heads": 8, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "params"),
+    [
+        ("GemmaForCausalLM", GEMMA_2B, 2_506_172_416),
+        ("Gemma2ForCausalLM", {}, 2_614_341_888),
+        ("Phi3ForCausalLM", {"sliding_window": 2_047}, 3_821_079_552),
+        ("CohereForCausalLM", {}, 34_980_831_232),
+    ],
+)
+def test_published_configs_have_the_published_sizes(name: str, config: dict[str, Any], params: int) -> None:
+    """Gemma 2B, Gemma 2 2B, Phi-3 mini 4k and Command R; all other keys are the defaults of transformers."""
+    (architecture,) = (each for each in ARCHITECTURES if each.name == name)
+    assert architecture.shape(config).params == params
 
 
 def test_transformers_reads_the_tokenizer_and_generates(tiny: Recipe, tmp_path: Path, tokenizer_file: Path) -> None:
@@ -256,6 +315,7 @@ LLAMA = COMMON | {"num_key_value_heads": 2, "intermediate_size": 80, "max_positi
 GPT2 = {"vocab_size": 320, "n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 32}
 GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
 ROPE = {"rope_type": "default", "rope_theta": 700.0}
+PHI3 = {"pad_token_id": 0, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}
 SEQUENTIAL = {
     "use_parallel_residual": False,
     "max_position_embeddings": 32,
@@ -266,6 +326,20 @@ IN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True}),
     "llama, biases": ("LlamaForCausalLM", LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "qwen3": ("Qwen3ForCausalLM", LLAMA | {"head_dim": 8, "rope_parameters": ROPE}),
+    "phi 3": ("Phi3ForCausalLM", LLAMA | PHI3),
+    "gemma, untied": ("GemmaForCausalLM", LLAMA | {"head_dim": 8, "tie_word_embeddings": False}),
+    "gemma 2": ("Gemma2ForCausalLM", LLAMA | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5}),
+    "gemma 2, every third layer global": (
+        "Gemma2ForCausalLM",
+        LLAMA
+        | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5, "attn_logit_softcapping": None}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    ),
+    "command r": ("CohereForCausalLM", LLAMA | {"logit_scale": 0.25}),
+    "command r, untied, norms, biases": (
+        "CohereForCausalLM",
+        LLAMA | {"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.5},
+    ),
     "mistral": ("MistralForCausalLM", LLAMA | {"rope_parameters": ROPE, "sliding_window": None}),
     "mistral, long window": ("MistralForCausalLM", LLAMA | {"sliding_window": 32}),
     "mistral, short window": ("MistralForCausalLM", LLAMA | {"sliding_window": 5}),
@@ -405,8 +479,8 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
     [
         (
             "llama",
-            {"architectures": ["GemmaForCausalLM"]},
-            "GemmaForCausalLM is not supported; leaven reads Llama",
+            {"architectures": ["FalconForCausalLM"]},
+            "FalconForCausalLM is not supported; leaven reads Llama",
         ),
         ("mistral", {"sliding_window": False}, "sliding_window = False must be a count above 0"),
         ("llama", {"attention_bias": True}, "attention_bias = True, mlp_bias = False: leaven has a single value"),
@@ -416,11 +490,23 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
         ("gpt2", {"activation_function": "gelu"}, "gelu_new, gelu_pytorch_tanh, relu, relu2"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ("llama", {"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM has latent attention, which"),
+        ("llama", {"architectures": ["GPTJForCausalLM"]}, "GPTJForCausalLM has a bias on the logits, which"),
+        ("llama", {"architectures": ["Gemma3ForCausalLM"]}, "Gemma3ForCausalLM has rotary positions with two thetas"),
+        (
+            "gemma 2",
+            {"query_pre_attn_scalar": 9},
+            "head_dim = 8, query_pre_attn_scalar = 9: leaven has a single value",
+        ),
+        (
+            "gemma 2",
+            {"layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+            "leaven has a sliding window in all layers, or in all but every n-th layer",
+        ),
         ("qwen3 moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
         (
             "qwen3 moe",
             {"mlp_only_layers": [1]},
-            "mlp_only_layers = [1]: leaven has layers without experts only before",
+            "mlp_only_layers = [1]: leaven supports layers without experts only before",
         ),
         ("qwen3 moe", {"num_local_experts": 5}, "mlp.gate.weight is (6, 48), not the (5, 48) of config.json"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0: leaven supports OlmoeForCausalLM only with None"),
@@ -441,19 +527,6 @@ def test_unsupported_configs_are_refused(tmp_path: Path, name: str, changes: dic
     change(tmp_path, name, **changes)
     with refused(says, str(tmp_path)):
         read_huggingface(tmp_path)
-
-
-def test_a_key_without_a_value_is_to_be_removed(tiny: Recipe) -> None:
-    changed = tiny.replace({"model.logit_softcap": 30.0, "model.parallel_branches": True})
-    with pytest.raises(InputError, match=r"set \[model\] parallel_branches = false and remove logit_softcap$"):
-        holding(changed.model)
-
-
-def test_keys_at_their_defaults_are_compared_with_an_architecture(tiny: Recipe) -> None:
-    normed = tiny.replace({"model.qk_norm": True}).model
-    misfits = {architecture.name: architecture.misfits(normed) for architecture in ARCHITECTURES}
-    assert not misfits["Qwen3ForCausalLM"]
-    assert misfits["Olmo2ForCausalLM"] == {"norm_placement": "output", "qk_norm_whole": True}
 
 
 def test_both_spellings_of_rope_theta_are_read_as_transformers_does(tmp_path: Path) -> None:
@@ -517,23 +590,6 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
             InputError, match=r"index.json: (weight_map must map tensors to files in its folder|not a JSON object)"
         ):
             read_huggingface(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("shape", "says"),
-    [
-        ({"activation": "squared_relu"}, 'Qwen3ForCausalLM, set [model] activation = "swiglu"'),
-        (GPT | {"positions": "alibi", "embedding_norm": True}, "BloomForCausalLM, set [model] d_ff = 64"),
-    ],
-)
-def test_a_shape_without_an_architecture_is_refused_with_the_keys_to_change(
-    tiny: Recipe, tmp_path: Path, tokenizer_file: Path, shape: dict[str, Any], says: str
-) -> None:
-    recipe = tiny.replace({f"model.{key}": value for key, value in shape.items()})
-    model = random_model(recipe)
-    with refused(says):
-        export(tmp_path / "out", recipe, model, tokenizer_file)
-    assert not list(tmp_path.iterdir())
 
 
 def test_an_export_is_written_whole_or_not_at_all(

@@ -5,12 +5,13 @@ The data is in ``architectures.toml``. :func:`read_config` reads the config.json
 
 import json
 import math
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -20,6 +21,7 @@ from leaven.recipe.experts import Experts
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import set_path
 from leaven.recipe.shape import ModelShape, Role
+from leaven.scaling.table import GAINS
 
 Config = dict[str, Any]
 Model = TypeVar("Model", bound=BaseModel)
@@ -33,11 +35,14 @@ _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     dict: ("a table", lambda value: type(value) is dict),
     list: ("a list", lambda value: type(value) is list),
 }
+# Optional keys of [model]. In config.json, null means that the model has no such thing; if the key is missing there,
+# the default of the class applies.
+_OPTIONAL = ("window", "attention_softcap", "logit_softcap")
 # Keys of [model.experts] that change training only, not what the model computes.
 TRAINING_ONLY = frozenset({"balance_loss", "bias_step", "router_z_loss"})
 WITHOUT_BIASES = {"bias": "none", "both": "loss"}
-"""How a training with an architecture that has no biases of routers balances experts, by ``experts.balance``."""
-# Changes of a shape that count more than one in the search for the nearest architecture, with their weights.
+"""The value that replaces ``experts.balance`` in an architecture whose routers have no biases."""
+# Weights of changes in `nearest`. All other changes weigh 1.
 _LARGE = {"experts": 1_000, "norm_placement": 10, "parallel_branches": 10}
 
 
@@ -48,15 +53,19 @@ class Stored:
 
     name: str
     parts: Mapping[str, tuple[int, ...]]  # shapes of leaven's tensors by name
-    # if the parts are stacked head by head (all parts of head 0, then all parts of head 1, ...): the number of heads;
-    # with fewer keys than queries, of groups of heads that share a key
+    # the number of heads, if the parts are stacked head by head: all parts of head 0, then all parts of head 1, ...
+    # If several query heads share a key: the number of key heads
     heads: int = 1
     transposed: bool = False  # whether the file stores a matrix as (fan in, fan out)
     expert: int | None = None  # the expert whose matrix this is, if leaven's tensor has the matrices of all experts
+    # d_head for queries, keys and their norms, if the rotary positions of the file pair the entries 2i and 2i + 1 of
+    # a head; leaven's pair i and i + d_head / 2. Otherwise 0
+    paired: int = 0
 
     @property
     def of_router_bias(self) -> bool:
-        """Return whether this is the bias on the scores of experts, which transformers keeps in fp32."""
+        """Return whether this is the bias that a router adds to the scores of experts. transformers keeps it in
+        fp32."""
         return next(iter(self.parts)).endswith("router.bias")
 
     @property
@@ -79,23 +88,31 @@ class Architecture:
     # supported values of a recipe's [model] keys; the first is the model's value if config.json does not state it. A
     # key of [model.experts] begins with ``experts.``
     holds: Mapping[str, list[Any]]
-    # for each key of [model], the keys of config.json that contain its value; empty if other keys imply the value
+    # for each key of [model], the keys of config.json with its value; empty if the value follows from other keys
     keys: Mapping[str, list[str]]
     defaults: Config  # values of keys that are missing in config.json
     ends: Mapping[str, str]  # paths of leaven's modules outside the blocks, by leaven's name
     block: Mapping[str, str]  # paths of leaven's modules inside a block, by leaven's name
     experts: Mapping[str, str] = field(default_factory=dict)  # paths of router and experts; {} is the expert's number
-    router_bias: str | None = None  # path of the biases on the scores of the experts, if the model has them
-    # by key of [model]: for each of leaven's values, its values in config.json; an export writes the first
+    router_bias: str | None = None  # path of the biases that a router adds to the scores of experts, if it has any
+    # by key of [model] and leaven's value: the values in config.json, such as activation: {swiglu: [silu, swish]}. An
+    # export writes the first
     words: Mapping[str, Mapping[str, list[Any]]] = field(default_factory=dict)
     required: Config = field(default_factory=dict)  # other keys of config.json, each with its only supported value
     absent: Sequence[str] = ()  # keys of config.json that must be null or missing
-    aliases: Mapping[str, str] = field(default_factory=dict)  # keys of config.json with another spelling in ``keys``
-    # whether the fused matrix of query, key and value stores all rows of head 0, then all rows of head 1, ...
+    aliases: Mapping[str, str] = field(default_factory=dict)  # old spelling of keys -> the spelling in ``keys``
+    # whether the fused matrix of query, key and value has all rows of head 0, then all rows of head 1, ...
     heads_together: bool = False
     conv1d: bool = False  # whether matrices of a block have the shape (fan in, fan out)
     # whether the last matrix of each branch has the initial std initializer_range / sqrt(2 n_layers)
     scaled_branch_ends: bool = False
+    # whether a norm multiplies by 1 + weight, so that leaven's gain is 1 + the stored weight
+    offset_gains: bool = False
+    # whether the model multiplies the output of its embedding by sqrt(d_model)
+    scaled_embedding: bool = False
+    logit_scale: str | None = None  # key of config.json whose value multiplies the logits; an export writes 1
+    # whether rotary positions pair the entries 2i and 2i + 1 of a head; leaven's pair i and i + d_head / 2
+    paired_rotary: bool = False
     # name endings of buffers that older versions of transformers saved with the weights
     buffers: Sequence[str] = ("rotary_emb.inv_freq",)
 
@@ -124,10 +141,16 @@ class Architecture:
                 held = [implied.get(key, _field(key).default)]
             if held is not None and value not in held:
                 found[key] = held[0]
+        first: dict[str, str] = {}  # for each key of config.json, the first of leaven's keys that it contains
+        for ours, several in self.keys.items():
+            for theirs in several:
+                other = first.setdefault(theirs, ours)
+                if values.get(ours) != values.get(other):
+                    found[ours] = values[other]
         return found | ({"experts": None} if bool(self.experts) != bool(shape.experts) else {})
 
     def _values(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the values of a shape by key, with words instead of None where this architecture has words."""
+        """Return the values of a shape by key. None is replaced by "none" for keys that have ``words``."""
         values = shape_values(shape)
         return values | {key: "none" for key in self.words if values[key] is None}
 
@@ -142,12 +165,38 @@ class Architecture:
         written = {theirs: values[ours] for ours, several in self.keys.items() for theirs in several}
         if "mlp_only_layers" in written:
             written["mlp_only_layers"] = list(range(written["mlp_only_layers"]))
+        if "layer_types" in written:
+            written["layer_types"] = _layer_types(shape.n_layers, shape.global_every if shape.window else 1)
+            written["sliding_window"] = shape.window or shape.seq_len  # transformers refuses null
         if shape.positions == "rope":
             rotary = {"rope_type": "default", "rope_theta": shape.rope_theta}
             if "rotary_fraction" in self.keys:
                 rotary["partial_rotary_factor"] = shape.rotary_fraction
             written["rope_parameters"] = rotary
+        # Some classes have a padding token by default, and transformers does not train its embedding.
+        written["pad_token_id"] = None
+        if self.logit_scale:
+            written[self.logit_scale] = 1.0
         return {"architectures": [self.name], "model_type": self.model_type} | written | self.required
+
+    def factors(self, shape: ModelShape, config: Config) -> dict[str, float]:
+        """Return the factors in: leaven's weight = factor x (stored weight + offset), by leaven's name.
+
+        They replace factors that the architecture has on the output of the embedding and on the logits, because
+        leaven's model has no such factors. If the embedding also computes the logits, the final norm gets the factor
+        on the logits / the factor on the embedding. Factors of 1 are left out.
+        """
+        embedding = math.sqrt(shape.d_model) if self.scaled_embedding else 1.0
+        logits = float(self.given(config)[self.logit_scale]) if self.logit_scale else 1.0
+        readout = (
+            {"norm.final.weight": logits / embedding} if shape.tied_embeddings else {"unembedding.weight": logits}
+        )
+        return {name: factor for name, factor in ({"embedding.weight": embedding} | readout).items() if factor != 1}
+
+    def offsets(self, shape: ModelShape) -> dict[str, float]:
+        """Return the offsets in: leaven's weight = factor x (stored weight + offset), by leaven's name. Offsets of 0
+        are left out."""
+        return {each.name: 1.0 for each in shape.parameters() if self.offset_gains and each.role in GAINS}
 
     def given(self, config: Config) -> Config:
         """Return a config.json with defaults for missing keys, after checking the types of the known keys.
@@ -157,18 +206,19 @@ class Architecture:
         """
         stated = {self.aliases.get(key, key): value for key, value in config.items() if value is not None}
         given = self.defaults | stated
-        for key in (theirs for ours in _implied(1, 1) for theirs in self.keys.get(ours, ())):
-            if config.get(key, ...) is None:  # null: the value follows from other keys; a missing key has the default
+        for key in (theirs for ours in (*_implied(1, 1), *_OPTIONAL) for theirs in self.keys.get(ours, ())):
+            if config.get(key, ...) is None:  # null replaces the default, a missing key does not
                 given.pop(key, None)
-        kinds = {key: _field(ours).annotation for ours, keys in self.keys.items() for key in keys}
+        annotations = {key: _field(ours).annotation for ours, keys in self.keys.items() for key in keys}
+        kinds = {key: next(iter(get_args(kind)), kind) for key, kind in annotations.items()}
         kinds |= {
             key: type(words[0])
             for ours, each in self.words.items()
             for words in each.values()
             for key in self.keys[ours]
         }
-        kinds |= {"initializer_range": float, "rope_parameters": dict, "rope_scaling": dict, "sliding_window": int}
-        kinds |= {"mlp_only_layers": list}
+        kinds |= {"initializer_range": float, "rope_parameters": dict, "rope_scaling": dict, "mlp_only_layers": list}
+        kinds |= {"layer_types": list} | ({self.logit_scale: float} if self.logit_scale else {})
         for key, kind in kinds.items():
             if key in given and not (given[key] == 0 and key in self.keys.get("experts.dense_layers", ())):
                 _require(key, given[key], kind)
@@ -197,8 +247,10 @@ class Architecture:
                 )
             if stated:
                 values[ours] = next(iter(stated.values()))
-        if "window" in self.keys:
-            values["window"] = self._window(config, values["seq_len"])
+        if values.get("window", 0) >= values["seq_len"]:  # a window of a sequence or more changes nothing
+            del values["window"]
+        if "global_every" in self.keys:
+            _set_global_layers(values)
         for ours, words in self.words.items():
             theirs = values[ours]
             values[ours] = next((mine for mine, several in words.items() if theirs in several), None)
@@ -226,19 +278,14 @@ class Architecture:
         if isinstance(dense, list):
             if dense != list(range(len(dense))):
                 raise InputError(
-                    f"config.json: mlp_only_layers = {dense}: leaven has layers without experts only before others"
+                    f"config.json: mlp_only_layers = {dense}: leaven supports layers without experts only before all "
+                    "layers with experts"
                 )
             experts["dense_layers"] = len(dense)
         if "weight_scale" in experts:
             experts["weight_scale"] = float(experts["weight_scale"])
         values["experts"] = experts
         values.setdefault("d_ff", experts["d_expert"])  # no layer has an MLP of this size
-
-    def _window(self, config: Config, seq_len: int) -> int | None:
-        """Return the sliding window, or None if it is null or not shorter than a sequence."""
-        # null is no window, a missing key is the default
-        window = config.get("sliding_window", self.defaults.get("sliding_window"))
-        return window if window is not None and window < seq_len else None
 
     def _rotary(self, given: Config) -> dict[str, float]:
         """Return the theta of the rotary positions and the share of each head that they rotate.
@@ -283,19 +330,28 @@ class Architecture:
                 bias = f"{self.blocks}.{parameter.layer}.{self.router_bias}"
                 places[bias] = {f"{module}.bias": parameter.shape[:1]}
         for name, parts in places.items():
-            if len(next(iter(parts.values()))) == 3:
-                yield from _of_experts(name, parts)
+            if len(next(iter(parts.values()))) == 3:  # in a checkpoint, each expert has its own matrices
+                (number, *_) = next(iter(parts.values()))
+                of_one = {part: size[1:] for part, size in parts.items()}
+                yield from (Stored(name.format(expert), of_one, expert=expert) for expert in range(number))
                 continue
             fused = self.heads_together and any(".attention.query." in part for part in parts)
             matrix = len(next(iter(parts.values()))) == 2
             turned = self.conv1d and name.startswith(self.blocks) and matrix
-            yield Stored(name, parts, heads=shape.n_kv_heads if fused else 1, transposed=turned)
+            rotated = self.paired_rotary and re.search(r"\.(query|key)\.", next(iter(parts)))
+            yield Stored(
+                name,
+                parts,
+                heads=shape.n_kv_heads if fused else 1,
+                transposed=turned,
+                paired=shape.d_head if rotated else 0,
+            )
 
     def parameters(self, shape: ModelShape) -> Iterator[Stored]:
         """Yield the trainable parameters of the model in memory.
 
-        There, transformers 5 has the matrices of a layer's experts in two tensors, with gate and input of each expert
-        one after the other.
+        transformers 5 has two tensors for the matrices of a layer's experts. The first has the gate and the input of
+        expert 0, then the gate and the input of expert 1, and so on. The second has the last matrices.
         """
         for stored in self.tensors(shape):
             if stored.expert is None and not stored.of_router_bias:
@@ -311,16 +367,9 @@ class Architecture:
                 yield Stored(f"{place}.down_proj", ends)
 
 
-def _of_experts(name: str, parts: Mapping[str, tuple[int, ...]]) -> Iterator[Stored]:
-    """Yield the tensors of a checkpoint that contain the matrices of the single experts."""
-    (number, *_) = next(iter(parts.values()))
-    for expert in range(number):
-        yield Stored(name.format(expert), {part: shape[1:] for part, shape in parts.items()}, expert=expert)
-
-
 def shape_values(shape: ModelShape) -> dict[str, Any]:
-    """Return the values of a shape that change what the model computes, by key. Those of experts have keys such as
-    ``experts.number``."""
+    """Return the values of a shape by key, such as ``d_model`` or ``experts.number``, without those that change only
+    the training."""
     values = shape.added_defaults() | shape.model_dump()
     if shape.attention_bias == ("all" if shape.bias else "none"):
         values["attention_bias"] = None
@@ -341,6 +390,30 @@ def _field(key: str) -> Any:
     """Return the field of a key of [model]."""
     experts = key.startswith("experts.")
     return (Experts if experts else ModelShape).model_fields[key.removeprefix("experts.")]
+
+
+def _layer_types(layers: int, global_every: int) -> list[str]:
+    """Return the type of each layer. Every ``global_every``-th one ignores the sliding window; with 0, none does."""
+    return [
+        "full_attention" if global_every and (n + 1) % global_every == 0 else "sliding_attention"
+        for n in range(layers)
+    ]
+
+
+def _set_global_layers(values: dict[str, Any]) -> None:
+    """Replace the list of the layers' types by the number n, if every n-th layer ignores the sliding window."""
+    layers = values["n_layers"]
+    types = values.pop("global_every", None) or _layer_types(layers, 2)  # the default of Gemma 2
+    every = next((n for n in range(layers + 1) if types[:layers] == _layer_types(layers, n)), None)
+    if every is None:
+        raise InputError(
+            f"config.json: layer_types = {types}: leaven has a sliding window in all layers, or in all but every "
+            "n-th layer"
+        )
+    if every == 1:
+        values.pop("window", None)
+    if every > 1 and "window" in values:
+        values["global_every"] = every
 
 
 def _implied(heads: int, width: int) -> dict[str, int]:
@@ -367,21 +440,42 @@ def validated(kind: type[Model], values: Mapping[str, Any], problem: str) -> Mod
 
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-_TABLES: dict[str, Any] = {}
+
+
+def _with_like(table: Config, known: Mapping[str, Config]) -> Config:
+    """Return the table of an architecture with the entries of the architecture ``like``, except those ``without``."""
+    base, without = known.get(table.pop("like", ""), {}), table.pop("without", ())
+    inner = {
+        name: {
+            key: entry for key, entry in (inherited | table.get(name, {})).items() if f"{name}.{key}" not in without
+        }
+        for name, inherited in base.items()
+        if isinstance(inherited, dict)
+    }
+    return base | table | inner
+
+
+_TABLES: dict[str, Config] = {}
 for _table in _TABLE["architecture"]:
-    _TABLES[_table["name"]] = _TABLES.get(_table.pop("like", None), {}) | _table
+    _TABLES[_table["name"]] = _with_like(_table, _TABLES)
 _REFUSED: Mapping[str, str] = _TABLE["refused"]
 ARCHITECTURES = tuple(Architecture(**table) for table in _TABLES.values())
 MEGATRON = Architecture(**_TABLE["megatron"])
 
 
+_FUSED = {
+    ("attention.query", "attention.key", "attention.value"): "attention.query_key_value",
+    ("mlp.gate", "mlp.in"): "mlp.gate_in",
+}
+
+
 def module_names() -> Mapping[str, set[str]]:
-    """Map each of leaven's modules, such as ``attention.out``, to its names elsewhere, such as ``o_proj``."""
+    """Return the names of each module in other codes: ``o_proj`` and others for leaven's ``attention.out``."""
     names = {module: set(several) for module, several in _TABLE["names"].items()}
     for architecture in ARCHITECTURES:
         for module, path in [*architecture.block.items(), *architecture.ends.items()]:
-            fused = architecture.block.get("attention.query") == architecture.block.get("attention.key") == path
-            names.setdefault("attention.query_key_value" if fused else module, set()).add(path.rpartition(".")[2])
+            several = tuple(each for each, other in architecture.block.items() if other == path)
+            names.setdefault(_FUSED.get(several, module), set()).add(path.rpartition(".")[2])
     return names
 
 
@@ -447,6 +541,7 @@ def read_config(path: Path) -> HuggingFaceModel:
 
 
 def _named(config: Config) -> Architecture:
+    """Return the architecture that a config.json names."""
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InputError(f"config.json: architectures = {names!r} must be a list of names")

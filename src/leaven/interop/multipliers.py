@@ -32,8 +32,12 @@ from leaven.interop.structure import ModelStructure, inspect_model, is_a, labell
 from leaven.recipe.shape import BRANCH_ENDS, Role
 from leaven.scaling.table import GAINS, ParameterRow
 
-ROWS = "leaven_rows"  # name of the attribute of a parametrized model that contains its parameter table
-LOGIT_SCALES = "leaven_logit_scales"  # the same for changed attention scales: (module's name, attribute, old value)
+# Names of attributes that a parametrized model gets.
+ROWS = "leaven_rows"  # its parameter table
+MUON = "leaven_muon"  # the settings of Muon, or None
+LOGIT_SCALES = (
+    "leaven_logit_scales"  # (module's name, attribute, old value) for each attention scale that was changed
+)
 
 Factors = dict[nn.Parameter, float | Tensor]
 LogitScale = tuple[nn.Module, str, float]  # an attention module, its attribute, the value to set
@@ -207,7 +211,7 @@ def fold(model: nn.Module) -> nn.Module:
     target = unwrapped(model, "fold")
     for module in target.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward it may have temporary full parameters
+            module.reshard()  # after a forward pass, FSDP2 may keep whole parameters for a while
     offset = _offset_gains(target)
     for parameter, factor in _factors(target).items():
         if isinstance(factor, Tensor):
@@ -223,7 +227,7 @@ def fold(model: nn.Module) -> nn.Module:
         del target._state_dict_hooks[key]
     for name, attribute, before in getattr(target, LOGIT_SCALES):
         setattr(target.get_submodule(name), attribute, before)
-    for mark in (ROWS, LOGIT_SCALES):
+    for mark in (ROWS, MUON, LOGIT_SCALES):
         delattr(target, mark)
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # compiled graphs contain the hooks
@@ -274,7 +278,7 @@ def _offset_gains(target: nn.Module) -> set[nn.Parameter]:
 
 
 def _factors(target: nn.Module) -> Factors:
-    """Return the parameters that folding changes, each with the factor by which it is multiplied."""
+    """Return the factor on each parameter that folding changes."""
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
     if rows is None:
         raise InputError(f"{type(target).__name__} has no multipliers to fold; call leaven.parametrize on it first")
@@ -349,7 +353,8 @@ def _require_scalable(module: nn.Module, offset: set[nn.Parameter]) -> None:
 def _queries(
     attention: nn.Module, path: str, modules: Mapping[nn.Parameter, str], factor: float
 ) -> Iterator[tuple[nn.Module, nn.Parameter, float | Tensor]]:
-    """Yield (module, parameter, its factor) for the parameters into which a factor on attention logits is folded."""
+    """Yield (module, parameter, factor) for the parameters that take a factor on the attention logits: those of the
+    query norm, or the query matrix. In a fused matrix the factor is a vector, 1 for keys and values."""
     inside: dict[str, list[nn.Module]] = {}
     for module in attention.modules():
         for parameter in module.parameters(recurse=False):

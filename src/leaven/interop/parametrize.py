@@ -1,4 +1,4 @@
-"""Applies a scaling rule to any torch model: AdamW groups, forward multipliers and, if requested, initial values."""
+"""Applies a scaling rule to a torch model: parameter groups, forward multipliers and, on request, initial values."""
 
 import math
 from collections.abc import Mapping
@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from leaven.distributed.pieces import piece_of
 from leaven.errors import InputError
-from leaven.interop.multipliers import ROWS, install, multipliers, rescale_attention
+from leaven.interop.multipliers import MUON, ROWS, install, multipliers, rescale_attention
 from leaven.interop.roles import Classifier
 from leaven.interop.structure import ModelStructure, depth_ratio, inspect_model, matched, unwrapped
 from leaven.interop.tracing import is_offset
 from leaven.model.initialisation import fill
 from leaven.model.transformer import Transformer
 from leaven.recipe.files import explain
-from leaven.recipe.hyperparameters import Hyperparameters
+from leaven.recipe.hyperparameters import Hyperparameters, Muon
 from leaven.recipe.init_std import require_one_rule
 from leaven.recipe.recipe import Scaling
 from leaven.recipe.shape import Parameter, Role
@@ -47,7 +48,7 @@ def parametrize(
     initialise: bool | None = None,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Apply a scaling rule to a model: install its forward multipliers and return its parameter groups for AdamW.
+    """Apply a scaling rule to a model: install its forward multipliers and return its parameter groups.
 
     >>> import leaven, torch
     >>> from torch import nn
@@ -109,13 +110,13 @@ def parametrize(
       fan in) for each matrix, transposed if the module's attribute ``is_transposed`` is true. The router is a matrix
       ``gate`` or ``router`` beside this module. The base has as many experts. The coefficient of a balance loss is
       not scaled: under a rule for depth, multiply it by depth^-alpha, or take the mean over the layers (alpha = 1).
-    - Factors that the model's own code derives from its width are not detected; remove them. One factor may stay: a
-      factor on the embedding that is stored in an attribute of the embedding's module, as in Gemma. The groups
-      compensate for its change with the width, by init std, lr, eps and decay of the embedding (and the multiplier of
-      the logits, if they are computed with the embedding).
+    - Remove factors that the model's own code derives from its width, such as 1 / width on the logits: they are not
+      detected. One factor may stay: a factor on the embedding that is an attribute of the embedding's module, as in
+      Gemma. Init std, lr, eps and decay of the embedding then compensate for the larger factor (and so does the
+      multiplier of the logits, if the embedding also computes the logits).
     - The multiplier of a branch is applied when the last matrix of the branch (or the norm on its output, if there is
-      one) is called as a module. A fused kernel that only reads the weight of this module skips the multiplier. The
-      multiplier of the logits is applied to the output of the final norm.
+      one) is called as a module. A fused kernel that reads the weight without calling the module skips the
+      multiplier. The multiplier of the logits is applied to the output of the final norm.
     - If you initialise the model yourself: the variance of hidden weights should be proportional to 1 / fan in, and
       the variance of the unembedding to 1 / fan in squared. Do not make the last matrices of branches smaller in deep
       models.
@@ -125,9 +126,9 @@ def parametrize(
         base: A smaller model of the same family, for which the hyperparameters were tuned. It may be on the meta
             device; its values are not used.
         hyperparameters: The hyperparameters of the base, with the keys of a recipe's ``[hyperparameters]``. With
-            ``init_std`` or a named ``init``, every trainable parameter is overwritten by new initial values; without
-            both, values do not change. ``optimizer`` must be adamw. Clip gradients in your own loop.
-        ratios: The batch size of the model divided by that of the base, and the same ratio for the training tokens.
+            ``init_std`` or a named ``init``, every trainable parameter gets new initial values. With neither, values
+            do not change. ``optimizer`` is adamw or muon. Clip gradients in your own loop.
+        ratios: The batch size and the number of training tokens of the model, each divided by that of the base.
         rule: The name of a rule in ``leaven.scaling.rules.RULES``.
         alpha, token_exponent, scale_decay_with_depth: As in ``[scaling]`` of a recipe.
         head_ratio: The head dimension of the model divided by that of the base. By default it is read from the
@@ -139,11 +140,13 @@ def parametrize(
             tuned. ``attention.out`` and ``mlp.out`` end a branch.
         initialise: Whether to draw initial values. By default they are drawn if ``hyperparameters`` has ``init_std``
             or ``init``, or is a ``leaven.Hyperparameters``. False keeps the values of the model.
-        seed: Seed of the initial values. They depend only on the seed and on the name of the parameter.
+        seed: Seed of the initial values, which depend only on the seed and on the name of the parameter.
 
     Returns:
         Parameter groups with the keys module, param_names, params, peak_lr, lr, betas, eps and weight_decay. Each
-        parameter is in exactly one group.
+        parameter is in exactly one group. With ``optimizer`` muon, pass the groups to ``leaven.MuonWithAdamW``:
+        groups of matrices inside the blocks then have the keys momentum, match, nesterov and ns_steps in place of
+        betas and eps. Muon treats a fused matrix, such as one with query, key and value, as one matrix.
 
     Raises:
         InputError: if the model or an argument is not supported; the message names the parameter or value at fault.
@@ -158,6 +161,11 @@ def parametrize(
         tuned, initialise = _tuned(hyperparameters, initialise)
     except ValidationError as error:
         raise InputError(f"parametrize: {explain(error)}") from None
+    if tuned.muon and any(isinstance(site.parameter, DTensor) for site in structure.sites):
+        raise InputError(
+            "parametrize: optimizer is muon, which needs whole matrices, but the model is sharded over processes; "
+            "leave optimizer out"
+        )
     ratios_at = _ratios(ratios, structure, base_structure)
     structure = matched(structure, base_structure)
     given_roles = dict(roles or {})
@@ -170,13 +178,7 @@ def parametrize(
         head = _head_ratio(structure, base_structure, classified)
     else:
         head = _positive("head_ratio", "head dimension", head_ratio)
-    if not any(kind.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING} for kind in classified.values()):
-        first = next(name for name, kind in classified.items() if kind.role is Role.EMBEDDING)
-        raise InputError(
-            f"no parameter computes the logits; if {first} does, pass roles={{{first!r}: 'tied_embedding'}}, "
-            "otherwise parametrize the model together with its head"
-        )
-
+    _require_readout(classified)
     gated = any(kind.module in {"mlp.gate", "mlp.experts.gate"} for kind in classified.values())
     rows: list[ParameterRow] = []
     in_base = {site.label: site for site in base_structure.sites}
@@ -203,11 +205,12 @@ def parametrize(
         _initialise(structure, rows, seed)
     install(target, hooks, logit_scales)
     setattr(target, ROWS, tuple(rows))
+    setattr(target, MUON, tuned.muon)
     return groups(target)
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the AdamW parameter groups of a parametrized model, with the parameters that the model has now.
+    """Return the parameter groups of a parametrized model, with the parameters that the model has now.
 
     Raises:
         InputError: if the model is not parametrized, or parameters were added or removed after :func:`parametrize`.
@@ -223,13 +226,16 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
             f"{odd[0]} was added or removed after leaven.parametrize; call leaven.parametrize on the complete model"
         )
     found = optimizer_groups(rows)
+    muon: Muon | None = getattr(target, MUON)
     for group in found:
         group["params"] = [parameters[name] for name in group["param_names"]]
+        if muon and "match" in group:
+            group |= {"nesterov": muon.nesterov, "ns_steps": muon.ns_steps}
     return found
 
 
 def _require_no_multipliers(model: nn.Module) -> None:
-    """Raise InputError if a model already has multipliers, from leaven or in its own code."""
+    """Raise InputError if a model has multipliers already: from an earlier call, or as leaven's own Transformer."""
     for module in model.modules():
         if hasattr(module, ROWS):
             raise InputError(
@@ -242,12 +248,22 @@ def _require_no_multipliers(model: nn.Module) -> None:
             )
 
 
-def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
-    """Return the row of an embedding, with values that compensate for a factor in its module, such as sqrt(width).
+def _require_readout(classified: Mapping[str, Parameter]) -> None:
+    """Raise InputError if no parameter computes the logits."""
+    if not any(kind.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING} for kind in classified.values()):
+        first = next(name for name, kind in classified.items() if kind.role is Role.EMBEDDING)
+        raise InputError(
+            f"no parameter computes the logits; if {first} does, pass roles={{{first!r}: 'tied_embedding'}}, "
+            "otherwise parametrize the model together with its head"
+        )
 
-    ``c`` is the factor in this model divided by the factor in the base. AdamW trains the same function if the weight,
-    its std and its lr are divided by c, and eps and decay are multiplied by c. If the weight also computes the
-    logits, their multiplier is multiplied by c.
+
+def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
+    """Return the row of an embedding whose module multiplies its output by a factor, such as sqrt(width).
+
+    ``c`` is the factor in this model divided by the factor in the base. The new values compensate for it: AdamW
+    trains the same function if the weight, its std and its lr are divided by c, and eps and decay are multiplied by
+    c. If the weight also computes the logits, the multiplier of the logits is multiplied by c.
     """
     if c == 1 or row.role not in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
         return row
@@ -281,22 +297,24 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
                 f"{stated[0]} or initialise=False"
             )
         initialise = bool(stated) if wanted is None else wanted
-        unused = {} if initialise or "init" in given else {"init_std": 1.0}  # required, but nothing is drawn
+        # Hyperparameters need an init; without new initial values, nothing uses it.
+        unused = {} if initialise or "init" in given else {"init_std": 1.0}
         tuned = Hyperparameters.model_validate(unused | dict(given))
     else:
         raise InputError(
             f"parametrize: hyperparameters is {given!r:.60}; give a dict, as in {{'lr': 0.01}}, or a "
             "leaven.Hyperparameters"
         )
-    if tuned.optimizer != "adamw":
+    if tuned.optimizer == "adam":
         raise InputError(
-            f"parametrize: optimizer is {tuned.optimizer}, but the groups are for AdamW, which has decoupled decay; "
-            "leave optimizer out"
+            "parametrize: optimizer is adam, but the groups are for AdamW or Muon, which have decoupled decay; leave "
+            "optimizer out, or set it to muon"
         )
     return tuned, initialise
 
 
 def _positive(name: str, size: str, value: Any) -> float:
+    """Return the value of a ratio. ``size`` is the quantity whose ratio it is, for the message."""
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
         raise InputError(
@@ -307,6 +325,7 @@ def _positive(name: str, size: str, value: Any) -> float:
 
 
 def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratios:
+    """Return the ratios of width and depth, which the two models show, with the given ratios of batch and tokens."""
     if not isinstance(given, Ratios):
         raise InputError(f"parametrize: ratios is {given!r:.60}; give leaven.Ratios(batch=..., tokens=...)")
     stated = {axis: _positive(f"ratios.{axis}", axis, value) for axis, value in vars(given).items()}
@@ -322,6 +341,7 @@ def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratio
 
 
 def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping[str, Parameter]) -> float:
+    """Return the head dimension of the model divided by that of the base, or 1 for models without attention."""
     if len(model.head_dims) > 1 or len(base.head_dims) > 1:
         dims = ", ".join(map(str, sorted(model.head_dims | base.head_dims)))
         raise InputError(f"the attention modules have different head dimensions ({dims}); pass head_ratio")
@@ -339,6 +359,7 @@ def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping
 
 @torch.no_grad()
 def _initialise(structure: ModelStructure, rows: list[ParameterRow], seed: int) -> None:
+    """Fill the trainable parameters with initial values. A sharded parameter gets its part of the whole's values."""
     parameters = {site.name: site.parameter for site in structure.sites}
     trained = [row for row in rows if parameters[row.name].requires_grad]
     for row in trained:

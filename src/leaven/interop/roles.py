@@ -21,23 +21,28 @@ from leaven.interop.tracing import output_norms
 from leaven.recipe.shape import BRANCH_ENDS, Parameter, Role
 
 _NAMES = module_names()
+# The names of matrices in attention and MLP, by leaven's name of the module.
 _BRANCHES = {
     branch: {module: names for module, names in _NAMES.items() if module.startswith(f"{branch}.")}
     for branch in ("attention", "mlp")
 }
+# Words in the path of a module that show its branch.
 _NAMES_OF_BRANCHES = {"attention": ("attention", "attn"), "mlp": ("mlp", "ffn", "feed_forward", "moe")}
 _SHARED_EXPERTS = ("shared_experts", "shared_expert", "shared")
 _ROUTERS = ("gate", "router")
+# Names of query and key norms, which normalise each head, or all heads together.
 _OVER_HEADS = _NAMES["norm.query"] | _NAMES["norm.key"]
-# Latent attention: norms of the latents, and matrices whose fan in is a latent.
+# Latent attention compresses queries, and keys and values together, into latents: names of the norms of the latents,
+# and of the matrices that read a latent.
 _OF_LATENTS = _NAMES["norm.query_latent"] | _NAMES["norm.key_value_latent"]
 _FROM_LATENTS = ("q_b_proj", "kv_b_proj")
-# Names that are used only for norms on a branch's output. These norms are found by running the base (tracing.py).
+# Names that only norms on a branch's output have. Such norms are found by running the base (tracing.py). A norm with
+# such a name that was not found is refused.
 _POST_NORM = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_self_attn_layernorm")
 
 _BIASES = (Role.EMBEDDING_BIAS, Role.HIDDEN_BIAS, Role.FINAL_BIAS, Role.UNEMBEDDING_BIAS)
 _NO_RULE = "there is no rule for biases of experts and for convolutions"
-# The module of each role that has only one.
+# The module name of each role whose parameters all have the same one.
 _MODULES = {
     **dict.fromkeys(_BIASES, "biases"),
     Role.EMBEDDING_NORM: "norm.embedding",
@@ -105,7 +110,7 @@ class Classifier:
         """Return the parameters with their roles and modules, by name."""
         classified: dict[str, Parameter] = {}
         traced = False
-        # Tensors with most dimensions first, so that an error names the experts of a mixture and not its router.
+        # Tensors with the most dimensions come first, so that an error names the experts and not their router.
         for site in sorted(self.model.sites, key=lambda site: -site.parameter.ndim):
             if site.parameter.ndim < 2 and not traced:
                 self._trace(classified)
@@ -121,6 +126,7 @@ class Classifier:
     # Roles: found from type and position, then checked against the shape.
 
     def _role(self, site: ParameterSite) -> Role:
+        """Return the role of a parameter, or refuse the parameter."""
         if is_norm(site):
             return self._norm_role(site)
         if is_linear(site.owner) and site.is_bias:
@@ -136,6 +142,7 @@ class Classifier:
         self._refuse(site, f"a parameter of {type(site.owner).__name__} is not an embedding, matrix, gain or bias")
 
     def _matrix_role(self, site: ParameterSite) -> Role:
+        """Return the role of a matrix of a linear module, of a router or of experts."""
         if site.layer is None:
             if not self._is_readout(site):
                 why = "it is a matrix outside the blocks, but its fan out is not the vocabulary"
@@ -151,7 +158,7 @@ class Classifier:
         return Role.HIDDEN_WEIGHT if site.parameter.ndim == 2 else Role.EXPERT_WEIGHT
 
     def _is_router(self, site: ParameterSite) -> bool:
-        """Return whether a matrix is named as a router, beside experts, and has a row for each of them."""
+        """Return whether a matrix has the name of a router, is beside experts, and has a row for each expert."""
         return any(
             site.path[: len(beside)] == beside
             and site.path[len(beside) : len(beside) + 1] in {(name,) for name in _ROUTERS}
@@ -160,8 +167,9 @@ class Classifier:
         )
 
     def _norm_role(self, site: ParameterSite) -> Role:
+        """Return the role of a gain or bias of a norm."""
         if site.layer is None:
-            # By name first: for norms outside the blocks the order of registration is unreliable.
+            # The name counts first, because norms outside the blocks may be registered in any order.
             at_embedding = site.path[-1] in _NAMES["norm.embedding"]
             if not at_embedding and not site.after_blocks:
                 self._refuse(site, "it is a norm before the blocks")
@@ -178,7 +186,7 @@ class Classifier:
             if site.path[-1] not in _OF_LATENTS:
                 self._require_width(site)
             return Role.HIDDEN_NORM
-        # Decide whether heads share the gain: by the head dimension if known, else by whether it grows.
+        # Heads share the gain if its size is the head dimension or, if that is unknown, does not grow.
         shared = site.shape[-1] in self.model.head_dims if self.model.head_dims else self._ratio(site) == 1
         return Role.QK_NORM if shared and site.parameter.ndim == 1 else Role.HIDDEN_NORM
 
@@ -202,6 +210,7 @@ class Classifier:
     # Modules: the names under which parameters are tuned.
 
     def _module(self, site: ParameterSite, role: Role) -> str:
+        """Return the name under which a parameter is tuned, such as ``mlp.out``, or refuse the parameter."""
         given = _given(self.modules, site)
         if given is not None and role not in _BIASES:
             if given in BRANCH_ENDS and not role.in_branches:
@@ -218,7 +227,7 @@ class Classifier:
             return "positions" if any("pos" in part.lower() or part == "wpe" for part in site.path) else "embedding"
         leaf = site.path[-1]
         if role.in_branches:
-            # The experts of a module may be tensors of this module itself.
+            # The matrices of experts may be tensors of the module `experts` itself.
             leaf = leaf if leaf != EXPERTS else site.label.rpartition(".")[2]
             within = "mlp.experts." if site.experts else "mlp.shared." if self._is_shared(site) else "mlp."
             inside = " ".join(site.path[:-1]).lower()
@@ -243,7 +252,7 @@ class Classifier:
         self._refuse(site, "its name does not show which branch the norm precedes", "norm.attention", "norm.mlp")
 
     def _is_shared(self, site: ParameterSite) -> bool:
-        """Return whether a parameter belongs to experts that read every token."""
+        """Return whether a parameter belongs to shared experts, which read every token."""
         return any(
             site.path[: len(beside)] == beside and set(site.path[len(beside) :]) & set(_SHARED_EXPERTS)
             for beside in self.experts
@@ -289,7 +298,8 @@ class Classifier:
             elif given.startswith("norm."):
                 self.output_norms.pop(label, None)
 
-    # Branches: each needs one last matrix, which gets its multiplier. Experts have one each, or one tensor for all.
+    # Each branch needs exactly one last matrix, because its multiplier acts there. Experts have one last matrix each,
+    # or one tensor with the last matrices of all.
 
     def _check_branches(self, classified: Mapping[str, Parameter]) -> None:
         """Require that each block has a branch, and each branch one matrix that writes to the residual stream."""
@@ -311,6 +321,7 @@ class Classifier:
                 )
 
     def _check_branch(self, name: str, matrices: Mapping[str, list[ParameterSite]]) -> None:
+        """Require that exactly one matrix ends a branch, and that the matrices of an MLP fit each other."""
         out = f"{name}.out"
         first, ends = next(iter(matrices.values()))[0], matrices.get(out, [])
         if out not in BRANCH_ENDS:
@@ -366,9 +377,9 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_norm(site: ParameterSite) -> bool:
-    """Return whether a parameter is the gain or bias of a norm, judged by the type and the path of its module.
+    """Return whether a parameter is the gain or bias of a norm, by the type and the path of its module.
 
-    A gain with two dimensions counts only in a query or key norm, where each head has its own gain.
+    A gain with two dimensions, (heads, head dimension), counts only in a query or key norm.
     """
     if is_linear(site.owner):
         return False

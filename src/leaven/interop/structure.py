@@ -12,10 +12,11 @@ from leaven.errors import InputError
 
 # Name parts that torch.compile and activation checkpointing add to the modules they wrap.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+# Names of attributes of modules: the head dimension, the scale of query . key, and a factor on an embedding's output.
 _HEAD_DIM = ("head_dim", "head_size", "d_head", "attention_head_size", "qk_head_dim")
 _LOGIT_SCALE = ("scaling", "scale", "softmax_scale")
-NO_BLOCKS = "no nn.ModuleList or nn.Sequential has the blocks and nothing else"
 _EMBEDDING_SCALE = ("scalar_embed_scale", "embed_scale")
+NO_BLOCKS = "no nn.ModuleList or nn.Sequential contains all blocks and nothing else"
 EXPERTS = "experts"  # name of the module that contains the routed experts of a block, as in transformers
 
 
@@ -164,26 +165,21 @@ def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
     the nearest relative depth matches.
 
     Raises:
-        InputError: if only one of the models has a parameter.
+        InputError: if a parameter exists in only one of the two models.
     """
     by_label: dict[str, list[ParameterSite]] = defaultdict(list)
     for site in base.sites:
         by_label[site.label].append(site)
     known = {site.label for site in model.sites}
     unlisted = "" if model.stacks else f" ({NO_BLOCKS}; put them in one)"
-    for site in base.sites:
-        if site.label not in known:
+    for whose, its_sites, others in (("base", base.sites, known), ("model", model.sites, by_label)):
+        if odd := next((site for site in its_sites if site.label not in others), None):
             raise InputError(
-                f"{site.name} exists only in the base{unlisted}; give a base of your model's family that ties the "
-                "same weights and has as many experts"
+                f"{odd.name} exists only in the {whose}{unlisted}; give a base of the same family with the same tied "
+                "weights and as many experts"
             )
     sites = []
     for site in model.sites:
-        if site.label not in by_label:
-            raise InputError(
-                f"{site.name} exists only in the model{unlisted}; give a base of the same family with the same tied "
-                "weights and as many experts"
-            )
         like = min(by_label[site.label], key=lambda other: abs(_depth(other, base) - _depth(site, model)))
         if like.parameter.ndim != site.parameter.ndim:
             raise InputError(
@@ -212,8 +208,10 @@ def logit_scales(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def labelled(model: nn.Module, labels: Mapping[str, str]) -> dict[tuple[str, int, str], nn.Module]:
-    """Return the modules whose label is in ``labels``, by (list of blocks, number of the block, ``labels[label]``). A
-    label is a path with "*" in place of the block's number."""
+    """Return modules inside blocks, by (path of the list of blocks, number of the block, name).
+
+    ``labels`` maps the label of each module to its name. A label is a path with "*" in place of the block's number.
+    """
     stacks, found = _stacks(model), {}
     for path, module in model.named_modules():
         label, layer = _label(_plain(path), stacks)
@@ -228,10 +226,12 @@ def label_of(model: nn.Module, path: str) -> str:
 
 
 def _first(module: nn.Module, names: tuple[str, ...], kind: type) -> tuple[nn.Module, str] | None:
+    """Return (module, name) for the first of the attributes ``names`` with a value of type ``kind``, or None."""
     return next(((module, name) for name in names if isinstance(vars(module).get(name), kind)), None)
 
 
 def _plain(name: str) -> str:
+    """Return the name of a parameter or module without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -244,7 +244,7 @@ def _stacks(model: nn.Module) -> dict[str, list[str]]:
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():
         plain = _plain(path)
-        members = dict(module.named_children())  # without repetitions
+        members = dict(module.named_children())  # each module once, even if the list contains it twice
         listed = isinstance(module, nn.ModuleList) or (
             isinstance(module, nn.Sequential) and len({type(member) for member in members.values()}) == 1
         )
@@ -260,7 +260,7 @@ def _stacks(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _label(name: str, stacks: Mapping[str, list[str]]) -> tuple[str, int | None]:
-    """Return a parameter's name with "*" in place of the block's number, and this number or None."""
+    """Return a name with "*" in place of the block's number, and this number, which is None outside the blocks."""
     for path, keys in stacks.items():
         if name.startswith(f"{path}."):
             key, _, rest = name.removeprefix(f"{path}.").partition(".")
@@ -269,4 +269,5 @@ def _label(name: str, stacks: Mapping[str, list[str]]) -> tuple[str, int | None]
 
 
 def _depth(site: ParameterSite, model: ModelStructure) -> float:
+    """Return the relative depth of a parameter's block, from 0 (first) to 1 (last)."""
     return 0.0 if site.layer is None else site.layer / max(model.stacks[site.stack] - 1, 1)

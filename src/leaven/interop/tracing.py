@@ -24,11 +24,11 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) 
 
     Args:
         model: a small model of the family.
-        ends: for each name of a branch, such as ``attention``, a list for each block with the paths of the branch's
-            last matrices: one, or those of all experts. A path may be that of a module with the matrices of several.
+        ends: for each branch (``attention`` or ``mlp``) and each block, the paths of the branch's last matrices: one
+            path, or one for each expert. If one module has the matrices of all experts, the path of this module.
 
     Raises:
-        InputError: if a norm undoes the multiplier of a branch, but is not a module of its own in this branch.
+        InputError: if a norm undoes the multiplier of a branch, but is not a module that only this branch calls.
         Exception: of any type, if the model cannot be copied, or cannot be called with only token ids.
     """
     copied = copy.deepcopy(model).eval()
@@ -69,12 +69,12 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) 
 
 
 def _run(model: nn.Module, ends: Sequence[str], scale: float) -> dict[str, tuple[Tensor, Tensor]]:
-    """Run a model, with random values of RMS ``scale`` as the outputs of the modules ``ends``. Return the first input
-    and the output of each module, by path."""
+    """Run a model in which the outputs of the modules ``ends`` are replaced by random values of RMS ``scale``. Return
+    the first input and the output of each module, by path."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def replaced(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return scale * _random(output, seed=1)  # another seed than the weights have
+        return scale * _random(output, seed=1)  # not the seed of the weights
 
     def record(path: str) -> Any:
         def hook(module: nn.Module, inputs: Any, named: dict[str, Any], output: Any) -> None:

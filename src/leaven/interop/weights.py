@@ -2,7 +2,9 @@
 
 leaven's models multiply branches and logits by constant factors (forward multipliers); the Hugging Face architectures
 here do not. So weights are multiplied by these factors when they are written, and divided by them when they are read
-(:func:`leaven.scaling.table.folding`). Both models then compute the same function.
+(:func:`leaven.scaling.table.folding`). Some architectures have constant factors that leaven's models lack, such as
+sqrt(d_model) on the embedding of Gemma. leaven's weights contain these factors
+(:meth:`leaven.interop.architectures.Architecture.factors`). Both models then compute the same function.
 """
 
 import json
@@ -22,6 +24,8 @@ from leaven.data.tokenizer import given_tokenizer
 from leaven.distributed.pieces import Piece, cut
 from leaven.errors import InputError
 from leaven.interop.architectures import (
+    Architecture,
+    Config,
     HuggingFaceModel,
     Stored,
     holding,
@@ -42,7 +46,8 @@ SHARD_BYTES = 5 * 10**9
 STDLIB_LICENCE = "PSF-2.0 (the source code of Python's standard library)"
 # Keys of a model shape that may differ between a recipe and its start weights, because no tensor depends on them.
 _FREE = {"seq_len", "dropout", "rope_theta"}
-# The biases on the scores of a layer's experts: no parameters, but part of a model whose load they balance.
+# Name of the biases that a layer's router adds to the scores of its experts. They are not parameters: training
+# changes them without gradients, to balance the load of the experts.
 ROUTER_BIAS = "layers.{}.mlp.router.bias"
 
 
@@ -88,7 +93,8 @@ def write_huggingface(
             "clean_up_tokenization_spaces": False,
         },
     }
-    numbers, factors = DTYPES[dtype], folding(shape, table)
+    numbers, offsets = DTYPES[dtype], architecture.offsets(shape)
+    factors = _factors(architecture, shape, table, documents["config.json"])
     shards = _shards(architecture.tensors(shape), shard_bytes // numbers.itemsize)
     if len(shards) > 1:
         size = sum(each.size for shard in shards.values() for each in shard)
@@ -105,10 +111,14 @@ def write_huggingface(
             {} if router_bias_LE is None else {ROUTER_BIAS.format(n): row for n, row in enumerate(router_bias_LE)}
         )
 
-        @lru_cache(maxsize=1)  # the matrices of a layer's experts are one tensor here, and come one after the other
+        # Cached because a layer's experts are one tensor here and many tensors in the file, which come in sequence.
+        @lru_cache(maxsize=1)
         def weight(name: str) -> Tensor | None:
             held = biases if name in biases else weights
-            return held[name].detach().cpu() * factors.get(name, 1.0) if name in held else None
+            if name not in held:
+                return None
+            scaled = held[name].detach().cpu() * factors.get(name, 1.0)
+            return scaled - offsets[name] if name in offsets else scaled
 
         for file, shard in shards.items():
             tensors = {
@@ -120,6 +130,16 @@ def write_huggingface(
             except SafetensorError as error:
                 raise OSError(str(error)) from None
             share(temporary / file)
+
+
+def _factors(
+    architecture: Architecture, shape: ModelShape, table: ParameterTable, config: Config
+) -> dict[str, float]:
+    """Return the factors in: stored weight = factor x leaven's weight - offset, by leaven's name."""
+    factors = dict(folding(shape, table))
+    for name, factor in architecture.factors(shape, config).items():
+        factors[name] = factors.get(name, 1.0) / factor
+    return factors
 
 
 def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
@@ -138,24 +158,43 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
 
 
 def _joined(stored: Stored, weight: Callable[[str], Tensor | None]) -> Tensor:
-    """Return a Hugging Face tensor, made of leaven's weights. Biases that leaven's model does not have are 0."""
+    """Return a tensor of the file, built from leaven's weights.
+
+    ``weight`` returns a weight by its name, or None for a bias that leaven's model does not have. Such a bias is 0 in
+    the file.
+    """
     parts = []
     for name, shape in stored.parts.items():
         found = weight(name)
         if found is None:
             found = torch.zeros(shape)
-        parts.append(found if stored.expert is None else found[stored.expert])
+        found = found if stored.expert is None else found[stored.expert]
+        parts.append(_by_entry(name, found, 2, stored.paired // 2) if stored.paired else found)
     by_head = [part.reshape(stored.heads, -1, *part.shape[1:]) for part in parts]
     joined = torch.cat(by_head, dim=1).flatten(0, 1) if len(parts) > 1 else parts[0]
     return joined.T if stored.transposed else joined
 
 
 def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
-    """Split a Hugging Face tensor into leaven's tensors, without dividing by the multipliers."""
+    """Split a tensor of the file into leaven's tensors. Factors and offsets are not applied."""
     joined = tensor.T if stored.transposed else tensor
     rows = [shape[0] // stored.heads for shape in stored.parts.values()]
     by_head = torch.split(joined.reshape(stored.heads, -1, *joined.shape[1:]), rows, dim=1)
-    return [part.flatten(0, 1) for part in by_head]
+    parts = [part.flatten(0, 1) for part in by_head]
+    if not stored.paired:
+        return parts
+    return [_by_entry(name, part, stored.paired // 2, 2) for name, part in zip(stored.parts, parts, strict=True)]
+
+
+def _by_entry(name: str, part: Tensor, rows: int, columns: int) -> Tensor:
+    """Return a parameter with the entries of each head in another order: written as a table, which is transposed.
+
+    With 2 rows, entries i and i + d_head / 2 of a head become entries 2i and 2i + 1. With 2 columns, the reverse.
+    Example with 2 rows: a b c d -> a c b d.
+    """
+    dim = part.ndim - 1 if ".norm." in name else 0  # a gain is (d_head) or (heads, d_head)
+    table = part.reshape(*part.shape[:dim], -1, rows, columns, *part.shape[dim + 1 :])
+    return table.transpose(dim + 1, dim + 2).reshape(part.shape)
 
 
 def model_card(
@@ -177,7 +216,7 @@ def model_card(
         tokens: the number of tokens that the checkpoint was trained on.
         dtype: the dtype of the exported weights.
         events: the events of the run; the card shows the last validation loss at or before the checkpoint.
-        averaged: whether these are averaged weights; the card then shows the loss of the average.
+        averaged: whether the exported weights are averages; the card then shows the loss of the averages.
         licence: the licence of the data.
     """
     validations = (
@@ -320,7 +359,9 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
         InputError: if the weights cannot be read, or belong to a model of another shape.
     """
     plain = require_start(shape, folder)
-    pieces, factors, read = {piece.name: piece for piece in held}, folding(shape, table), set()
+    pieces, read = {piece.name: piece for piece in held}, set()
+    factors = _factors(plain.architecture, shape, table, plain.config)
+    offsets = plain.architecture.offsets(shape)
     with _opened(plain) as tensors:
         for stored in plain.architecture.tensors(shape):
             if not pieces.keys() & stored.parts.keys():
@@ -334,15 +375,17 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
                     if not 0 <= stored.expert - offset[0] < len(local):
                         continue  # another process has this expert
                     local, offset = local[stored.expert - offset[0]], offset[1:]
-                mine = cut(part, offset, local.shape)
-                local.copy_(mine.to(torch.float32) / factors.get(name, 1.0))
+                mine = cut(part, offset, local.shape).to(torch.float32)
+                if name in offsets:
+                    mine = mine + offsets[name]
+                local.copy_(mine / factors.get(name, 1.0))
     assert read == pieces.keys(), f"no weights for {sorted(pieces.keys() - read)}"
 
 
 def router_biases(shape: ModelShape, folder: Path) -> Tensor:
-    """Return the biases with which the routers of the model in a folder choose experts, (layers, experts).
+    """Return the biases that the routers of the model in a folder add to the scores of experts, (layers, experts).
 
-    The rows of layers without experts are 0.
+    Layers without experts have rows of 0.
     """
     assert shape.experts is not None
     plain = require_start(shape, folder)

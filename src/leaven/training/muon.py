@@ -56,17 +56,22 @@ class MuonWithAdamW(torch.optim.AdamW):
         self,
         groups: list[dict[str, Any]],
         *,
-        nesterov: bool,
-        ns_steps: int,
+        nesterov: bool = True,
+        ns_steps: int = 5,
         dtype: torch.dtype | None = None,
         on_whole: OnWhole = on_one_process,
         **how: Any,
     ) -> None:
-        """``dtype`` is the dtype in which matrices are orthogonalised; None: the dtype of the parameters."""
-        self.nesterov, self.ns_steps, self.dtype, self.on_whole = nesterov, ns_steps, dtype, on_whole
+        """``dtype`` is the dtype in which matrices are orthogonalised; None: the dtype of the parameters.
+
+        The groups of :func:`leaven.parametrize` have keys ``nesterov`` and ``ns_steps``, which replace the arguments.
+        """
+        self.dtype, self.on_whole = dtype, on_whole
         super().__init__(groups, **how)
         for group in self._of_muon:  # torch has added the defaults of AdamW
             del group["betas"], group["eps"]
+        stated = next(iter(self._of_muon), {})
+        self.nesterov, self.ns_steps = stated.get("nesterov", nesterov), stated.get("ns_steps", ns_steps)
 
     @property
     def _of_muon(self) -> list[dict[str, Any]]:
@@ -89,6 +94,7 @@ class MuonWithAdamW(torch.optim.AdamW):
             (name, parameter, group)
             for group in self._of_muon
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
+            if parameter.grad is not None
         ]
 
         def unless_skipped(new: Tensor, old: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from leaven.recipe.schedule import Schedule
 from leaven.scaling.cells import Ratios
 from leaven.training.early_stopping import DivergenceMonitor, divergence_limit
 from leaven.training.loop import Diverged, Loop, PlainTraining
+from leaven.training.muon import MuonWithAdamW
 from leaven.training.outcome import Outcome
 from leaven.verification.batches import HELD_OUT, Batches, Prepare, corpus, sequences, synthetic
 from leaven.verification.model_instance import (
@@ -285,7 +286,7 @@ def _made(entry: str, scale: RunScale, seed: int) -> tuple[nn.Module, torch.opti
         )
     model, optimizer, batches = (*made, None)[:3]
     if not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = torch.optim.AdamW(optimizer)
+        optimizer = MuonWithAdamW(optimizer)  # AdamW, if no group is for Muon
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in trained:

@@ -148,12 +148,13 @@ def test_parameters_that_differ_over_depth_are_said(tiny: Recipe, tmp_path: Path
     recipe = tiny.replace(PLAIN | {"hyperparameters.depth": {"lr": [1.0, 2.0]}})
     found = imported(tmp_path, saved(recipe))
     assert found.recipe.hyperparameters.lr == 0.01
-    assert "lr of mlp.out, 0.01 to 0.02 over depth; block 0's is used" in found.unread
+    assert any(line.startswith("lr of mlp.out, 0.01 to 0.02 over depth") for line in found.unread)
 
 
 def test_gains_of_a_folded_recipe_are_said(tiny: Recipe, tmp_path: Path) -> None:
     recipe = transferred(tiny.replace(PLAIN | {"model.tied_embeddings": True}))
-    assert "initial values of norm.final, 0.25: leaven's gains start at 1" in imported(tmp_path, saved(recipe)).unread
+    unread = imported(tmp_path, saved(recipe)).unread
+    assert any(line.startswith("initial values of norm.final, 0.25") for line in unread)
 
 
 def test_a_fused_matrix_and_the_named_init(tiny: Recipe, tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_a_toml_file(tmp_path: Path) -> None:
     assert rows["layers.7.mlp.in.weight"].init_std == pytest.approx(0.02 / 4)
     assert rows["layers.7.mlp.gate.weight"].init_std == 0.02
     assert recipe.why["hyperparameters.eps"] == "torchtitan's default of optimizer.eps"
-    assert found.unread == ("scaled rotary positions of llama3: leaven has plain ones",)
+    assert [line.partition(":")[0] for line in found.unread] == ["scaled rotary positions of llama3"]
     assert any("--ranks N" in line for line in imported(tmp_path, TOML).unknown)
 
 

@@ -69,6 +69,7 @@ def test_a_megatron_script_with_variables_and_arrays() -> None:
 
 
 MINIMAL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128"
+EXPERTS = "--num-experts 8 --disable-bias-linear"
 
 
 def test_missing_flags_are_estimated_and_listed() -> None:
@@ -102,27 +103,27 @@ def test_steps_and_fractions_become_tokens() -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
+        ("--num-experts 8", "--num-experts: leaven supports only experts without biases; add --disable-bias-linear"),
         ("--num-experts 8 --moe-expert-capacity-factor 1", "leaven does not have experts that drop tokens"),
-        ("--num-experts 8 --moe-layer-freq 2", "supports only layers without experts before all others, such as"),
-        ("--num-experts 8 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 48", "only multiples of"),
+        (f"{EXPERTS} --moe-layer-freq 2", "supports only layers without experts before all others, such as"),
+        (f"{EXPERTS} --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 48", "only multiples of"),
         (
-            "--num-experts 8 --moe-router-load-balancing-type sinkhorn",
+            f"{EXPERTS} --moe-router-load-balancing-type sinkhorn",
             "sinkhorn: leaven reads seq_aux_loss, aux_loss, global_aux_loss",
         ),
         (
-            "--num-experts 8 --disable-bias-linear --expert-model-parallel-size 8 --pipeline-model-parallel-size 2",
+            f"{EXPERTS} --expert-model-parallel-size 8 --pipeline-model-parallel-size 2",
             "--expert-model-parallel-size 8 needs 16 processes or a multiple of that; add --ranks N",
         ),
         ("--multi-latent-attention", "leaven does not have multi-latent attention"),
         ("--optimizer sgd", "--optimizer sgd: leaven supports only adam"),
         ("--lr nan", "--lr nan must be a finite number"),
         ("--lr", "--lr has no value"),
-        ("--num-attention-heads 5", "does not divide"),
+        ("--num-attention-heads 5", "is not a multiple of --num-attention-heads 5"),
         ("--num-attention-heads 0", "--num-attention-heads 0 must be at least 1"),
         ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be at least 1"),
         ("--global-batch-size 8 --rampup-batch-size 3 2 100", "not a batch that leaven supports"),
         ("--step-batch-size-schedule 5", "write it as TOKENS:BATCH"),
-        ("--disable-bias-linear --add-qkv-bias", "--add-qkv-bias: leaven has biases in all matrices or in none"),
         ("--swiglu --squared-relu", "--swiglu and --squared-relu: these are two activations; remove one"),
         (
             "--ffn-hidden-size $FFN",
@@ -137,7 +138,7 @@ def test_unsupported_megatron_flags_are_refused(more: str, says: str) -> None:
 
 
 def test_experts_on_the_processes_of_ranks() -> None:
-    text = f"{MINIMAL} --vocab-size 512 --num-experts 8 --disable-bias-linear --moe-aux-loss-coeff 0.02"
+    text = f"{MINIMAL} --vocab-size 512 {EXPERTS} --moe-aux-loss-coeff 0.02"
     found = from_megatron.read(f"{text} --expert-model-parallel-size 4", "args.sh", "x", ranks=8)
     assert (found.recipe.layout.ep, found.recipe.layout.dp) == (4, 8)
     assert found.recipe.model.experts is not None
@@ -154,6 +155,9 @@ def test_flags_of_megatron_deepspeed_and_older_versions() -> None:
     assert (shape.vocab_size, shape.embedding_norm, shape.activation, shape.bias) == (512, True, "swiglu", True)
     assert (shape.norm_eps, shape.d_ff) == (1e-6, 256)  # its gated units are as wide as plain ones
     assert found.unread == ()
+    qwen2 = "--disable-bias-linear --add-qkv-bias --position-embedding-type rope --rotary-percent 0.5"
+    shape = from_megatron.read(f"{MINIMAL} --vocab-size 512 {qwen2}", "args.sh", "x").recipe.model
+    assert (shape.bias, shape.attention_bias, shape.rotary_fraction) == (False, "qkv", 0.5)
     ignored = from_megatron.read(f"{MINIMAL} --vocab-size 512 --num-query-groups 2", "args.sh", "x")
     assert ignored.recipe.model.n_kv_heads == 4
     assert ignored.unread == ("--num-query-groups: Megatron reads it beside --group-query-attention only",)

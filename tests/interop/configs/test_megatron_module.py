@@ -6,11 +6,11 @@ Names and interfaces are those of commit d98e8a6. `make test-targets` installs m
 import fnmatch
 import json
 import os
+import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from importlib import util
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -57,15 +57,10 @@ OURS = {
 
 
 def exported(recipe: Recipe, folder: Path) -> Any:
-    """Return the exported module, imported from its folder as a user does."""
+    """Return the exported module."""
     assert export("megatron-module", recipe).losses == []
     write(export("megatron-module", recipe), folder)
-    spec = util.spec_from_file_location("leaven_table", folder / "leaven_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(folder / "leaven_table.py")))
 
 
 # Stand-ins for Megatron-LM ------------------------------------------------------------------------------------------
@@ -329,7 +324,7 @@ def test_without_a_final_lr_it_is_0_and_without_an_lr_nothing_is_made(
     module, model = exported(recipe, tmp_path / "out"), gpt(recipe, range(2))
     overrides = module.prepare(SimpleNamespace(lr=0.02, min_lr=None), [model])
     assert {each["min_lr"] for each in overrides.values()} == {0.0}
-    with pytest.raises(ValueError, match="the optimizer's lr is not set; set that of --lr in args.sh"):
+    with pytest.raises(ValueError, match="the optimizer's lr is not set; set it to --lr in args.sh"):
         module.prepare(SimpleNamespace(lr=None, min_lr=None), [model])
 
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
-from importlib import util
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -12,18 +13,11 @@ import transformers
 from tests.interop.configs.recipes import FAMILIES, MIXTURES, PER_MODULE, transferred
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, get_scheduler
 
+from leaven.interop.architectures import ARCHITECTURES
 from leaven.interop.configs.export import export, write
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.schedule import Decay
 from leaven.scaling.table import parameter_table
-
-NAMES = {  # where a Llama or Qwen3 has our modules
-    "embedding": "model.embed_tokens", "norm.final": "model.norm", "unembedding": "lm_head",
-    "norm.attention": "input_layernorm", "norm.mlp": "post_attention_layernorm",
-    "norm.query": "self_attn.q_norm", "norm.key": "self_attn.k_norm", "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj", "attention.value": "self_attn.v_proj", "attention.out": "self_attn.o_proj",
-    "mlp.gate": "mlp.gate_proj", "mlp.in": "mlp.up_proj", "mlp.out": "mlp.down_proj",
-}  # fmt: skip
 
 
 def written(recipe: Recipe, folder: Path) -> Path:
@@ -31,13 +25,8 @@ def written(recipe: Recipe, folder: Path) -> Path:
     return folder
 
 
-def prepare_module(folder: Path) -> Any:
-    spec = util.spec_from_file_location("prepare", folder / "prepare.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def prepare_module(folder: Path) -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(folder / "prepare.py")))
 
 
 def prepared(folder: Path) -> tuple[Any, torch.optim.Optimizer]:
@@ -122,9 +111,12 @@ def test_prepare_gives_the_groups_and_initial_values_of_the_table(
     model, found = prepared(written(recipe, tmp_path / "out"))
     assert type(found) is (torch.optim.AdamW if optimizer == "adamw" else torch.optim.Adam)
     groups = {id(parameter): group for group in found.param_groups for parameter in group["params"]}
-    named = dict(model.named_parameters())
+    named, names = (
+        dict(model.named_parameters()),
+        next(each for each in ARCHITECTURES if each.name == type(model).__name__),
+    )
     for row in parameter_table(recipe).rows:
-        place = NAMES[row.module]
+        place = (names.ends if row.layer is None else names.block)[row.module]
         parameter = named[f"{place}.weight" if row.layer is None else f"model.layers.{row.layer}.{place}.weight"]
         group = groups[id(parameter)]
         ours = (row.lr, row.weight_decay, row.beta1, row.beta2, row.eps)
@@ -153,6 +145,26 @@ def test_multipliers_are_folded_into_start_lr_eps_and_decay(tiny: Recipe, tmp_pa
     assert [loss.key for loss in clipped.losses] == ["hyperparameters.grad_clip"]
     model, _ = prepared(written(recipe, tmp_path / "out"))
     assert sum(parameter.numel() for parameter in model.parameters()) == recipe.model.params
+
+
+def test_gains_of_gemma_are_stored_minus_1_and_its_embedding_over_sqrt_d_model(tiny: Recipe, tmp_path: Path) -> None:
+    """The tied embedding also computes the logits, so the final norm is multiplied by sqrt(d_model) = 8."""
+    gemma = {"model.activation": "geglu", "model.qk_norm": False, "model.tied_embeddings": True}
+    recipe = transferred(tiny.replace(gemma | {"hyperparameters.grad_clip": 0.0}))
+    table, exported = parameter_table(recipe), export("transformers", recipe)
+    assert exported.losses == []
+    found = json.loads(exported.files["parameters.json"])["parameters"]
+    embedding, theirs = table["embedding.weight"], found["model.embed_tokens.weight"]
+    assert theirs["init_std"] == pytest.approx(embedding.init_std / 8)
+    assert (theirs["lr"], theirs["eps"]) == pytest.approx((embedding.lr / 8, embedding.eps * 8))
+    assert found["model.layers.1.input_layernorm.weight"]["init_mean"] == 0
+    final = found["model.norm.weight"]
+    assert final["init_mean"] == pytest.approx(8 * embedding.multiplier - 1)
+    assert final["lr"] == pytest.approx(8 * embedding.multiplier * table["norm.final.weight"].lr)
+    model, _ = prepared(written(recipe, tmp_path / "out"))
+    assert type(model).__name__ == "GemmaForCausalLM"
+    decayed = export("transformers", recipe.replace({"hyperparameters.decay_norm_and_bias": True}))
+    assert "hyperparameters.decay_norm_and_bias" in {loss.key for loss in decayed.losses}
 
 
 def test_parts_of_a_fused_tensor_keep_their_std_and_lose_their_lr(tiny: Recipe, tmp_path: Path) -> None:

@@ -43,9 +43,11 @@ class ParameterSettings:
     multiplier: float = 1.0  # constant factor on the output of the matrix
 
     def folded(self, factor: float, decoupled: bool) -> "ParameterSettings":
-        """Return the settings with which the parameter ``factor`` x p trains like p with an output times ``factor``.
+        """Return the settings that replace a constant factor on the output of this parameter.
 
-        ``decoupled`` is true for the decoupled weight decay of AdamW, and false if decay is part of the gradient.
+        A parameter q = ``factor`` x p with the new settings, whose output is not multiplied, trains like p with the
+        old settings, whose output is multiplied by ``factor``. ``decoupled`` is true for the decoupled weight decay
+        of AdamW, and false if decay is part of the gradient.
         """
         return replace(
             self,
@@ -73,7 +75,7 @@ class ResolvedRecipe:
         }
         self.folding = folding(recipe.model, self.table)
         self.sequences = recipe.batch.tokens // recipe.model.seq_len
-        # Steps of the full batch, for a target without a ramp.
+        # The number of steps, if every step has the full batch: for a target without a batch ramp.
         self.steps = -(-recipe.data.tokens // recipe.batch.tokens)
 
     @cached_property
@@ -202,17 +204,17 @@ def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str,
 
 
 def as_written(value: Any) -> Any:
-    """Return a value of a recipe, or, if it is a table, the settings in it that are not the defaults."""
+    """Return a value of a recipe. If it is a table, return those of its settings that are not the defaults."""
     return value.model_dump(exclude_defaults=True) if isinstance(value, Part) else value
 
 
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[LossRow]]:
     """Return a model shape that a target supports, and one row for each value that is lost because it was replaced.
 
-    ``holds`` maps keys of ``[model]`` to the values that the target supports. The first of them replaces a value that
-    is not among them; ``["any"]`` stands for all values. A ``d_attention`` of None means d_model, and is written
-    "d_model" there. For a key of :meth:`ModelShape.added_defaults` that is not in ``holds``, a target supports only
-    the default. If ``holds`` is empty, the target does not describe models.
+    ``holds`` maps keys of ``[model]`` to lists of the values that the target supports. A value that is not in its
+    list is replaced by the first of the list. ``["any"]`` stands for all values, "d_model" for a ``d_attention`` of
+    None. For a key of :meth:`ModelShape.added_defaults` that is not in ``holds``, a target supports only the default.
+    If ``holds`` is empty, the target does not describe models, and nothing is replaced.
     """
     changes = {
         key: default

@@ -69,9 +69,9 @@ class Draft:
     ) -> None:
         """Set the hyperparameters and the multipliers of modules from the settings of each parameter of ``shape``.
 
-        The hyperparameters are those of most matrices in the blocks, and all other modules get multipliers. A module
-        whose blocks differ gets the values of its first block, and a line in ``unread``. ``init_why`` and ``why`` are
-        the reasons of the initial values and of the optimizer settings.
+        Each hyperparameter has the value of most matrices in the blocks. Modules with other values get multipliers.
+        If the value of a module changes over the blocks, the value of the first block is used, and a line in
+        ``unread`` says so. ``init_why`` is the reason for the initial values, ``why`` for the optimizer settings.
         """
         parameters = list(shape.parameters())
         matrices = [each for each in parameters if each.role.is_matrix]
@@ -86,7 +86,7 @@ class Draft:
         for module in {each.module: each for each in parameters if not each.role.is_matrix}:
             means = {settings[each.name].init_mean for each in parameters if each.module == module}
             if means != {1.0}:
-                self.unread.append(f"initial values of {module}, {max(means):g}: leaven's gains start at 1")
+                self.unread.append(f"initial values of {module}, {max(means):g}: in leaven, gains start at 1")
         decayed = any(settings[each.name].weight_decay for each in parameters if not each.role.is_matrix)
         self.set("hyperparameters.decay_norm_and_bias", decayed, why)
         for quantity in ("lr", "weight_decay", "beta1", "beta2", "eps", *(() if named else ("init_std",))):
@@ -103,7 +103,9 @@ class Draft:
                 first = values[0]
                 if len(set(values)) > 1:
                     low, high = min(values), max(values)
-                    self.unread.append(f"{quantity} of {module}, {low:g} to {high:g} over depth; block 0's is used")
+                    self.unread.append(
+                        f"{quantity} of {module}, {low:g} to {high:g} over depth: block 0 gives the value"
+                    )
                 if first != base:
                     if quantity.startswith("beta") and not (0 < first < 1 and 0 < base < 1):
                         raise InputError(f"{self.origin}: {quantity} of {module} {first:g} must be between 0 and 1")
@@ -144,7 +146,7 @@ class Draft:
         if "schedule.warmup_tokens" not in self.values:
             guess("schedule.warmup_tokens", *likely_warmup(shape, tokens))
         self.unknown.append("data.source: any text of your own; the default is used")
-        # A configuration describes a model at its own scale, where no rule changes anything.
+        # The values are for the size of the model itself, so no rule may change them.
         self.values.setdefault("scaling.rule", "standard")
         return Imported(self.recipe(name), tuple(self.unknown), tuple(self.unread))
 
@@ -176,11 +178,11 @@ class Settings:
 
     origin: str  # the imported file, for messages
     table: Mapping[str, Mapping[str, Any]]  # description of each setting, by name
-    default: str  # the reason of a recipe value that is a default; {} stands for the name of the setting
+    default: str  # the reason of a recipe value that is the trainer's default; {} stands for the setting's name
     prefix: str = ""  # text before the name of a setting, such as "--"
     suffix: str = ""  # text after the names of settings in a reason
     given: dict[str, Any] = field(default_factory=dict)
-    # for each setting whose value is an unset shell variable: the name of the variable
+    # for settings whose value is a shell variable that the script does not set: the name of the variable
     unset: dict[str, str] = field(default_factory=dict)
 
     def __contains__(self, name: str) -> bool:
@@ -222,8 +224,8 @@ class Settings:
         return f"{self.origin}: {self.prefix}{name}"
 
     def choice(self, name: str, known: Mapping[str, str] | Sequence[bool]) -> Any:
-        """Return leaven's equivalent for the value of a setting. ``known`` maps values to equivalents; for a switch,
-        it is the pair (off, on)."""
+        """Return the recipe's value for the value of a setting. ``known`` maps one to the other. For a switch it is
+        the pair of the recipe's values for (off, on)."""
         if not isinstance(known, Mapping):
             return known[self[name]]
         if self[name] not in known:
@@ -263,7 +265,7 @@ def as_number(value: Any, label: str) -> float:
 
 
 def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
-    """Return the batch in tokens by the Step Law, in whole sequences, and the reason."""
+    """Return the batch in tokens that the Step Law gives, rounded to whole sequences, and the reason."""
     laws = main_laws(shape, tokens)
     step_law = next(law for law in laws if law.law == "Step Law 2025")
     assert step_law.batch_tokens is not None
@@ -277,18 +279,19 @@ def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
     """Return the peak lr of the published run that is nearest in size, and the reason."""
-    neighbour = next(run for run, _ in nearest(shape.params_active, tokens, limit=99) if run.peak_lr is not None)
-    assert neighbour.peak_lr is not None
-    return neighbour.peak_lr, f"the peak of {neighbour.id}, the published run nearest in size"
+    peak_lr, why = _of_nearest("peak_lr", shape, tokens)
+    return peak_lr, f"the peak of {why}"
 
 
 def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
-    """Return the warm-up in tokens, as the same share of the run as in the published run that is nearest in size, and
-    the reason.
-    """
-    neighbour = next(
-        run for run, _ in nearest(shape.params_active, tokens, limit=99) if run.warmup_fraction is not None
-    )
-    assert neighbour.warmup_fraction is not None
-    share = neighbour.warmup_fraction
-    return round(share * tokens), f"{share:.2g} of the run, as in {neighbour.id}, the published run nearest in size"
+    """Return the warm-up in tokens, the same share of the run as in the nearest published run, and the reason."""
+    share, why = _of_nearest("warmup_fraction", shape, tokens)
+    return round(share * tokens), f"{share:.2g} of the run, as in {why}"
+
+
+def _of_nearest(key: str, shape: ModelShape, tokens: int) -> tuple[float, str]:
+    """Return a value of the published run that is nearest in size and has this value, and the name of the run."""
+    for run, _ in nearest(shape.params_active, tokens, limit=99):
+        if (value := getattr(run, key)) is not None:
+            return value, f"{run.id}, the published run nearest in size"
+    raise AssertionError(f"no published run has {key}")

@@ -44,8 +44,8 @@ class Target:
     # why the target loses a quantity; "*" stands for all other quantities
     reasons: Mapping[str, str] = field(default_factory=dict)
     holds: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # supported values by key of [model]
-    architecture: bool = False  # whether the model is that of a Hugging Face architecture
-    plain: bool = False  # whether multipliers are folded into the weights
+    architecture: bool = False  # whether the exported model is a Hugging Face architecture
+    plain: bool = False  # whether the exported model has no multipliers, because they are folded into its weights
     ramp: bool = False  # whether the target supports a batch ramp
     samples: bool = False  # whether the target counts samples instead of steps
     token_schedule: bool = False  # whether the target's schedule counts tokens, as leaven's does
@@ -155,7 +155,7 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
         for row in run.table.rows
         if row.name in chosen.given
     )
-    # A target that draws initial values itself may match the recipe only within a tolerance.
+    # Modules whose initial std in the target is the recipe's only within a tolerance.
     close = {
         row.module
         for row in ([] if to.plain else run.table.rows)

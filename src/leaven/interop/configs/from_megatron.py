@@ -81,7 +81,10 @@ def _sizes(given: Settings, draft: Draft) -> None:
     origin, heads, width = given.origin, given["num-attention-heads"], given["hidden-size"]
     own_head_size = "kv-channels" in given or "kv-channels" in given.unset
     if width % heads and not own_head_size:
-        raise InputError(f"{origin}: --hidden-size {width} does not divide by --num-attention-heads {heads}")
+        raise InputError(
+            f"{origin}: --hidden-size {width} is not a multiple of --num-attention-heads {heads}; correct one, or "
+            "add --kv-channels"
+        )
     d_head = given["kv-channels"] if own_head_size else width // heads
     draft.set("model.d_head", d_head, given.why("kv-channels", "hidden-size"))
     if heads * d_head != width:
@@ -95,7 +98,7 @@ def _sizes(given: Settings, draft: Draft) -> None:
 
     if "ffn-hidden-size" in given or "ffn-hidden-size" in given.unset:
         draft.set("model.d_ff", given["ffn-hidden-size"], given.why("ffn-hidden-size"))
-    elif "swiglu" in given:  # validate_args of arguments.py
+    elif "swiglu" in given:  # as in validate_args of Megatron's arguments.py
         why = "4 x hidden size x 2 / 3, down to a multiple of 64, with --swiglu"
         draft.set("model.d_ff", int(4 * width * 2 / 3 / 64) * 64, why)
     else:
@@ -108,12 +111,12 @@ def _sizes(given: Settings, draft: Draft) -> None:
         padded = -(-given["vocab-size"] // multiple) * multiple
         draft.set("model.vocab_size", padded, f"--vocab-size, padded to a multiple of {multiple}")
     else:
-        draft.unknown.append("model.vocab_size: give that of your tokenizer; 50,304 (GPT-2's, padded) is used")
+        draft.unknown.append("model.vocab_size: set it to your tokenizer's; 50,304 (GPT-2's, padded) is used")
         draft.set("model.vocab_size", 50_304, "not in the file: the vocabulary of GPT-2's tokenizer, padded")
 
 
 def _kind(given: Settings, draft: Draft) -> None:
-    """Set the activation, positions and document handling in the draft. Check biases and dropout."""
+    """Set activation, positions, attention biases, document handling and precision in the draft."""
     origin = given.origin
     activations = {"swiglu": "swiglu", "squared-relu": "squared_relu"}
     found = {f"--{flag}": ours for flag, ours in activations.items() if flag in given}
@@ -126,13 +129,16 @@ def _kind(given: Settings, draft: Draft) -> None:
 
     if "use-rotary-position-embeddings" in given:
         draft.set("model.positions", "rope", "--use-rotary-position-embeddings")
-    if given["rotary-percent"] != 1:
-        raise InputError(f"{origin}: --rotary-percent: leaven supports only 1.0 (it rotates whole heads)")
+    if (
+        given["rotary-percent"] != 1
+        and draft.values.get("model.positions", given["position-embedding-type"]) == "rope"
+    ):
+        draft.set("model.rotary_fraction", given["rotary-percent"], "--rotary-percent")
     if "disable-bias-linear" in given and "add-qkv-bias" in given:
-        raise InputError(f"{origin}: --add-qkv-bias: leaven has biases in all matrices or in none")
+        draft.set("model.attention_bias", "qkv", "--add-qkv-bias")
     attention = given["attention-dropout"]
     if attention != given["hidden-dropout"]:
-        draft.unread.append(f"--attention-dropout {attention:g}: leaven has one rate, that of --hidden-dropout")
+        draft.unread.append(f"--attention-dropout {attention:g}: leaven has one rate, and uses --hidden-dropout")
     isolated = "reset-position-ids" in given and "reset-attention-mask" in given
     why = given.why("reset-attention-mask", "reset-position-ids")
     draft.set("data.documents", "isolated" if isolated else "packed", why)
@@ -147,6 +153,10 @@ def _experts(given: Settings, draft: Draft) -> None:
     def put(key: str, value: object, *flags: str) -> None:
         draft.set(f"model.experts.{key}", value, given.why(*flags))
 
+    if "disable-bias-linear" not in given:
+        raise InputError(
+            f"{origin}: --num-experts: leaven supports only experts without biases; add --disable-bias-linear"
+        )
     own = "moe-ffn-hidden-size" in given
     width = given["moe-ffn-hidden-size"] if own else draft.values["model.d_ff"]
     put("d_expert", width, "moe-ffn-hidden-size" if own else "ffn-hidden-size")
@@ -182,8 +192,8 @@ def _experts(given: Settings, draft: Draft) -> None:
         put("balance_loss", coefficient, "moe-aux-loss-coeff")
     if loss and kind != "seq_aux_loss":
         draft.unread.append(
-            f"{kind} of --moe-router-load-balancing-type (leaven's loss is that of a sequence, seq_aux_loss; it gets "
-            "--moe-aux-loss-coeff)"
+            f"{kind} of --moe-router-load-balancing-type (leaven has the loss of each sequence, seq_aux_loss, which "
+            "gets --moe-aux-loss-coeff)"
         )
 
 
@@ -203,8 +213,11 @@ def _dense_layers(given: Settings) -> int:
 
 
 def _modules(given: Settings, draft: Draft, shape: ModelShape) -> None:
-    """Set the modules' multipliers in the draft: of the init std for the last matrices of branches and, with
-    --embedding-init-method-std, for embeddings; with --decoupled-lr, of the lr for embedding and unembedding."""
+    """Set the multipliers of modules in the draft.
+
+    The last matrices of branches get a multiplier of the init std. With --embedding-init-method-std, embeddings get
+    one, too. With --decoupled-lr, embedding and unembedding get a multiplier of the lr.
+    """
 
     def multiply(quantity: str, modules: Sequence[str], value: float, why: str) -> None:
         for module in modules:
@@ -222,6 +235,7 @@ def _modules(given: Settings, draft: Draft, shape: ModelShape) -> None:
 
 
 def _batch_and_duration(given: Settings, length: int, draft: Draft) -> None:
+    """Set the batch, its ramp or stages, and the number of training tokens. A sequence has ``length`` tokens."""
     if "step-batch-size-schedule" in given:
         stages = _stages(given, length)
         draft.set("batch.stages", stages, given.why("step-batch-size-schedule"))
@@ -262,6 +276,7 @@ def _stages(given: Settings, length: int) -> list[dict[str, int]]:
 
 
 def _schedule(given: Settings, length: int, draft: Draft) -> None:
+    """Set decay, final lr, warm-up and cooldown. A sequence has ``length`` tokens."""
     decay = given.choice("lr-decay-style", {theirs: ours for ours, theirs in target("megatron").decays.items()})
     draft.set("schedule.decay", decay, given.why("lr-decay-style"))
     if "lr" in given:
@@ -286,7 +301,7 @@ def _schedule(given: Settings, length: int, draft: Draft) -> None:
     if decay != "wsd":
         return
     if given["lr-wsd-decay-style"] != "minus_sqrt":
-        draft.unread.append(f"--lr-wsd-decay-style {given['lr-wsd-decay-style']}: leaven has minus_sqrt")
+        draft.unread.append(f"--lr-wsd-decay-style {given['lr-wsd-decay-style']}: leaven supports only minus_sqrt")
     cooldown = span("lr-wsd-decay")
     if cooldown is not None and duration:
         why = given.why("lr-wsd-decay-samples", "lr-wsd-decay-iters")
@@ -294,6 +309,7 @@ def _schedule(given: Settings, length: int, draft: Draft) -> None:
 
 
 def _layout(given: Settings, draft: Draft, ranks: int | None) -> None:
+    """Set the layout, except for the degrees that :meth:`Settings.copy_to` has copied."""
     if "use-megatron-fsdp" in given:
         zero = SHARDING.get(given["data-parallel-sharding-strategy"], 0)
         draft.set("layout.zero", zero, given.why("data-parallel-sharding-strategy"))
@@ -374,18 +390,20 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
 
 
 def _words(text: str) -> list[str]:
-    # A comment begins where a word could: shlex would cut a#b too.
+    # Remove comments here, where # begins a word. shlex would also cut a#b.
     lexer = shlex.shlex(re.sub(r"(?m)(^|\s)#.*$", r"\1", text), posix=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     return [word.rstrip(";") or word for word in lexer]
 
 
 def _expand(word: str, variables: dict[str, str]) -> str:
+    """Return a word with the values of the known variables in it."""
+
     def one(match: re.Match[str]) -> str:
         name = match[1] or match[3]
         return variables.get(name, match[2] if match[2] is not None else match[0])
 
-    for _ in range(8):  # a variable may name another
+    for _ in range(8):  # the value of a variable may contain another variable
         expanded = _VARIABLE.sub(one, word)
         if expanded == word:
             break

@@ -25,7 +25,8 @@ from leaven.recipe.shape import ModelShape
 TABLE = tomllib.loads((Path(__file__).parent / "targets/torchtitan_keys.toml").read_text(encoding="utf-8"))
 SAVE = "run torchtitan with --debug.save_config_file config.json and give that file"
 QKV = ("attention.query", "attention.key", "attention.value")
-# Where a saved file has the initial values of a module. Queries and keys share a norm, keys and values a matrix.
+# For each module, the path of its initial values in a saved file. There, queries and keys have one norm, and keys and
+# values have one matrix.
 SAVED = TORCHTITAN_NAMES | {
     "attention.key": "attention.qkv_linear.wkv",
     "attention.value": "attention.qkv_linear.wkv",
@@ -55,6 +56,7 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
 
 
 def _document(path: Path) -> dict[str, Any]:
+    """Return the contents of a file, after checking that it is a configuration of torchtitan."""
     if path.suffix == ".py":
         raise InputError(f"{path}: leaven does not run Python files; {SAVE}")
     text = read_text(path)
@@ -80,7 +82,7 @@ def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Sett
             if value is None or value == [] or (saved and name == "optimizer.param_groups"):
                 continue
             if name in TABLE["keys"]:
-                # torchtitan switches clipping off with an infinite norm, leaven with 0
+                # without clipping, the limit is infinite in torchtitan and 0 in leaven
                 given.given[name] = 0.0 if name == "training.max_norm" and value == math.inf else value
             elif not any(fnmatchcase(f"{name}.", f"{pattern}.") for pattern in TABLE["ignored"]):
                 draft.unread.append(stated)
@@ -93,7 +95,8 @@ def _flavor(given: Settings, draft: Draft) -> None:
     flavors = TABLE["flavors"].get(name)
     if flavors is None:
         raise InputError(f"{draft.origin}: model.name {name}: leaven reads {' and '.join(TABLE['flavors'])}")
-    plain, _, masked = flavor.partition("_")  # such as 8B_flex, whose attention stops at the start of a document
+    # A flavor such as 8B_flex has attention that stops at the start of a document.
+    plain, _, masked = flavor.partition("_")
     if plain not in flavors or plain == "all" or masked not in {"", "flex", "varlen", "flex_attn", "varlen_attn"}:
         known = ", ".join(each for each in flavors if each != "all")
         raise InputError(f"{draft.origin}: model.flavor {flavor}: leaven knows {known}; with 0.3 or later, {SAVE}")
@@ -104,7 +107,7 @@ def _flavor(given: Settings, draft: Draft) -> None:
     draft.set("hyperparameters.init", "depth-scaled", why)
     draft.set("hyperparameters.decay_norm_and_bias", True, "torchtitan 0.2 decays all parameters")
     if name == "llama3":
-        draft.unread.append("scaled rotary positions of llama3: leaven has plain ones")
+        draft.unread.append("scaled rotary positions of llama3: leaven supports only plain ones")
 
 
 def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings, draft: Draft) -> None:
@@ -151,7 +154,7 @@ def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings, draft:
     policy = document.get("activation_checkpoint")
     if not isinstance(policy, dict | None):
         raise InputError(f"{draft.origin}: activation_checkpoint {policy!r} must be an object or null")
-    selective = policy is not None and len(policy) > 3  # three settings are those that full recomputation has, too
+    selective = policy is not None and len(policy) > 3  # full recomputation saves three settings, selective more
     recompute = "none" if policy is None else "selective" if selective else "full"
     draft.set("layout.recompute", recompute, "activation_checkpoint")
 
@@ -187,7 +190,8 @@ def _parameters(draft: Draft, shape: ModelShape, model: dict[str, Any], groups: 
         if group is None:
             raise InputError(f"{draft.origin}: optimizer.param_groups: no pattern matches {full}")
         values = group["optimizer_kwargs"]
-        beta1, beta2 = values.get("betas", (0.9, 0.999))  # defaults of torch's AdamW, as those below
+        # The defaults are those of torch's AdamW and Adam.
+        beta1, beta2 = values.get("betas", (0.9, 0.999))
         lr, eps = values.get("lr", 1e-3), values.get("eps", 1e-8)
         decay = values.get("weight_decay", 1e-2 if group["optimizer_name"] == "AdamW" else 0.0)
         where = model if parameter.layer is None else model["layers"][parameter.layer]
@@ -196,12 +200,12 @@ def _parameters(draft: Draft, shape: ModelShape, model: dict[str, Any], groups: 
             mean, std, *(as_number(each, f"{draft.origin}: {full}") for each in (lr, decay, beta1, beta2, eps))
         )
     if fused:
-        draft.unknown.append(f"init_std of {', '.join(QKV)}: their fused matrix lacks it; that of mlp.gate is used")
+        draft.unknown.append(f"init_std of {', '.join(QKV)}: not in the file, as they are fused; mlp.gate's is used")
     draft.set_parameters(settings, shape, "param_init", "param_groups")
 
 
 def _init_of(where: dict[str, Any], module: str, *, tied: bool, fused: bool) -> str:
-    """Return the text of the function that draws a module's weight."""
+    """Return the file's text for the function that draws a module's weight, such as ``<function ones_ at 0x7f>``."""
     place = SAVED[module]
     if module == "embedding" and tied:
         place = "lm_head"
@@ -216,7 +220,7 @@ def _start(draft: Draft, text: str, name: str) -> tuple[float, float]:
     """Return mean and std of the values that a function such as ``partial(<function normal_>, std=1)`` draws."""
     kind = next((each for each in ("normal_", "ones_", "zeros_", "constant_") if f"function {each}" in text), None)
     if "function trunc_normal_" in text:
-        kind = "normal_"  # at 50 standard deviations and more by default; at 3, the std is 1.3% smaller
+        kind = "normal_"  # nothing is cut by default, at 50 standard deviations; at 3, the std is 1.3% smaller
     stated = {key: float(value) for key, value in re.findall(r"(\w+)=([\d.e+-]+)", text)}
     if kind is None:
         raise InputError(f"{draft.origin}: param_init of {name} is {text}, which leaven cannot read")
@@ -265,6 +269,7 @@ def _batch(given: Settings, draft: Draft, seq_len: int, ranks: int | None) -> No
 
 
 def _schedule(given: Settings, draft: Draft) -> None:
+    """Set the warm-up and the decay. A decay that is shorter than the rest of the run becomes ``wsd``."""
     steps, batch = given["training.steps"], draft.values["batch.tokens"]
     warmup = min(given["lr_scheduler.warmup_steps"], steps)
     draft.set("schedule.warmup_tokens", warmup * batch, given.why("lr_scheduler.warmup_steps"))
@@ -285,4 +290,4 @@ def _schedule(given: Settings, draft: Draft) -> None:
         draft.set("schedule.decay", "wsd", why)
         draft.set("schedule.decay_ratio", falling / steps, why)
         if kind != "sqrt":
-            draft.unread.append(f"lr_scheduler.decay_type {kind} of the cooldown: leaven's falls as 1 - sqrt")
+            draft.unread.append(f"lr_scheduler.decay_type {kind} of the cooldown: in leaven, it falls as 1 - sqrt")

@@ -1,7 +1,7 @@
 """Imports a recipe from a config.json of transformers and the training_args.json in the same folder.
 
-A checkpoint of the Trainer has no training_args.json. Its trainer_state.json has the steps, the batch of a process
-and the logged learning rates; its training_args.bin is a pickle, which is not read, because that would run its code.
+A checkpoint of the Trainer has no training_args.json. There, trainer_state.json has the steps, the batch of a process
+and the logged learning rates. training_args.bin is not read: it is a pickle, and reading a pickle runs its code.
 
 ``targets/transformers_arguments.toml`` contains the fields of TrainingArguments, their defaults and the corresponding
 keys of a recipe. The optimizer of transformers applies weight decay to matrices but not to gains and biases, as
@@ -39,6 +39,9 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
         for module in shape.branch_ends:
             why = f"{architecture.name} draws this matrix with initializer_range / sqrt(2 n_layers)"
             draft.set(f"hyperparameters.modules.{module}.init_std", 1 / math.sqrt(2 * shape.n_layers), why)
+    if architecture.factors(shape, model.config):
+        why = "leaven has none, so a new run starts from other values"
+        draft.unread.append(f"factors of {architecture.name} on the embedding or the logits: {why}")
     if shape.experts and shape.experts.balanced_by_loss:
         _balance_loss(draft, model.config, shape.n_layers - shape.experts.dense_layers, shape.experts.active)
     state_path = config_path.parent / STATE
@@ -59,12 +62,15 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
         else:
             _state(draft, shape.seq_len, read_json(state_path), ranks)
     if (config_path.parent / "parameters.json").exists():
-        draft.unread.append(f"parameters.json: values of single parameters; the recipe has those of {ARGUMENTS}")
+        draft.unread.append(f"parameters.json: values of single parameters; the recipe has the values of {ARGUMENTS}")
     return draft.finish(name, shape)
 
 
 def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int) -> None:
-    """Set the coefficient of the balance loss. ``layers`` have experts, and ``active`` of them are active."""
+    """Set the coefficient of the balance loss.
+
+    ``layers`` is the number of layers with experts, ``active`` the number of experts that a token uses.
+    """
     if not config.get("output_router_logits") or "router_aux_loss_coef" not in config:
         draft.unknown.append(f"model.experts.balance_loss: {CONFIG} turns no loss on; leaven's default is used")
         return
@@ -78,7 +84,7 @@ def _paths(path: Path) -> tuple[Path, Path | None]:
     if not path.exists():
         raise InputError(f"{path}: no such file; give the config.json of a model, or its folder")
     folder, config, arguments = path if path.is_dir() else path.parent, CONFIG, ARGUMENTS
-    if path.is_file():  # its name may differ, so its keys show which of the two files it is
+    if path.is_file():  # the file may have any name, so look at its keys
         document = read_json(path)
         if not {"model_type", "architectures"} & document.keys() and TABLE["fields"].keys() & document.keys():
             arguments = path.name
@@ -143,6 +149,7 @@ def _state(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> 
 
 
 def _schedule(draft: Draft, given: Settings) -> None:
+    """Set decay and final lr from lr_scheduler_type and lr_scheduler_kwargs."""
     kind, options, why = given["lr_scheduler_type"], given["lr_scheduler_kwargs"], given.why("lr_scheduler_type")
     floor, peak = 0.0, draft.values["hyperparameters.lr"]
     match kind:

@@ -72,7 +72,7 @@ def prepare(config: Any, model_chunks: Iterable[nn.Module], path: str | Path = T
 
     document = json.loads(Path(path).read_text(encoding="utf-8"))
     table = document["parameters"]
-    # Every process numbers the groups of the whole model, and so finds the same groups when it resumes.
+    # Groups are numbered over the whole model, so that every process finds the same groups when it resumes.
     numbers = {each: number for number, each in enumerate(dict.fromkeys(map(_settings, table.values())), start=1)}
     members: dict[Any, set[int]] = {}
     for name, parameter in named_parameters(model_chunks):
@@ -85,7 +85,7 @@ def prepare(config: Any, model_chunks: Iterable[nn.Module], path: str | Path = T
         _draw(parameter, f"{document['seed']} {known}", table[known])
         members.setdefault(_settings(table[known]), set()).add(id(parameter))
     if not config.lr:
-        raise ValueError("the optimizer's lr is not set; set that of --lr in args.sh")
+        raise ValueError("the optimizer's lr is not set; set it to --lr in args.sh")
     floor = (config.min_lr or 0.0) / config.lr
     logged = next((number for settings, number in numbers.items() if settings[0] == config.lr), 1)
     overrides = {}
@@ -125,12 +125,14 @@ def named_parameters(model_chunks: Iterable[nn.Module]) -> Iterator[tuple[str, n
 
 
 def _settings(values: dict[str, Any]) -> tuple[float, float, tuple[float, float], float]:
+    """Return (lr, weight decay, betas, eps). Parameters with the same settings form a group."""
     return values["lr"], values["weight_decay"], tuple(values["betas"]), values["eps"]
 
 
 @torch.no_grad()
 def _draw(parameter: Tensor, seed: str, values: dict[str, Any]) -> None:
-    """Fill a parameter, or this rank's part of it, from normal distributions, one for each part of a fused one."""
+    """Fill a parameter, or this rank's part of it, from a normal distribution. Each part of a fused matrix, such as
+    query, key and value, has its own std."""
     if getattr(parameter, "tensor_model_parallel", False):
         from megatron.core import parallel_state
 
@@ -138,7 +140,7 @@ def _draw(parameter: Tensor, seed: str, values: dict[str, Any]) -> None:
     generator = torch.Generator(parameter.device)
     generator.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
     rows, stds = values.get("rows", [len(parameter)]), values["init_std"]
-    # A rank has whole groups of heads, but for an MLP the same share of gate and of input.
+    # Of query, key and value, a rank has whole groups of heads. Of an MLP, it has rows of the gate and of the input.
     groups, odd = divmod(values.get("heads", 1) * len(parameter), sum(rows))
     if "linear_fc1" in seed:
         groups, odd = 1, 0

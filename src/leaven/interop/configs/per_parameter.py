@@ -66,7 +66,7 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
             "eps": hidden.eps,
         },
     )
-    if recipe.base.width >= shape.d_model or shape.experts:  # which values --use-mup gives experts was not checked
+    if recipe.base.width >= shape.d_model or shape.experts:  # it was not checked which values --use-mup gives experts
         return
     # Megatron divides the values of matrices by the width ratio m; flags have the values before this division.
     m = recipe.model.d_model / recipe.base_shape.d_model
@@ -97,7 +97,7 @@ def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
     """Return the variables of Megatron's template that do not depend on hyperparameters."""
     recipe = run.recipe
     stages = [f"{each.first_token}:{each.batch_tokens // shape.seq_len}" for each in recipe.batches.segments]
-    # Megatron pads the vocabulary to a multiple of this number x tp. It is chosen so that padding changes nothing, if
+    # Megatron pads the vocabulary to a multiple of this number x tp. With this number, padding changes nothing if
     # tp divides the vocabulary.
     multiple = math.gcd(shape.vocab_size, 128 * recipe.layout.tp) // recipe.layout.tp or 1
     return {
@@ -112,7 +112,7 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
     """Yield the only candidate for Megatron with a module that sets every parameter, without multipliers.
 
     Query, key and value are one matrix, and so are gate and input of a gated MLP. Each part of such a matrix has its
-    own initial std; all other settings are those of the first part.
+    own initial std. For all other settings, the matrix has the settings of its first part.
 
     Raises:
         InputError: if the layout shards parameters, which the module cannot set.
@@ -130,7 +130,7 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
         for stored in MEGATRON.tensors(whole)
         if shape.bias or stored.name.endswith("layernorm.bias") or not stored.name.endswith(".bias")
     ]
-    given, parameters = _by_tensor(run, tensors)
+    given, parameters = _by_tensor(run, tensors, shape, MEGATRON)
     hidden = next(run.plain[row.name] for row in run.table.rows if run.rows[row.name] == run.hidden)
     flags: dict[str, Any] = {"mup_base": None, "decoupled_lr": None, "embedding_std": None}
     flags |= {"lr": hidden.lr, "init_std": hidden.init_std, "eps": hidden.eps}
@@ -246,9 +246,10 @@ def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -
 def _by_pattern(
     groups: Mapping[tuple[float, ...], Sequence[str]], n_layers: int, blocks: str, end: str = ""
 ) -> list[tuple[str, tuple[float, ...]]]:
-    """Return a regular expression and the values of each group; the first that matches a name has its values.
+    """Return (regular expression, values) for each group; the first expression that matches a name gives its values.
 
-    ``groups`` maps values to the names without ``end``; ``blocks`` is the path of the list of blocks.
+    ``groups`` maps the values of a group to its names. The names lack ``end``, which all of them have in common.
+    ``blocks`` is the path of the list of blocks.
     """
     most = max(groups, key=lambda values: len(groups[values]))
     patterns = [
@@ -292,11 +293,11 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
     own initial std. All other settings of the fused matrix are the settings of the query matrix.
     """
     assert architecture is not None
-    given, parameters = _by_tensor(run, architecture.parameters(shape))
+    given, parameters = _by_tensor(run, architecture.parameters(shape), shape, architecture)
     config = architecture.config(shape)
     if shape.experts and run.table.router_losses[0] and not architecture.router_bias:
-        # transformers adds its loss only with the router's logits. It takes the mean over layers, where leaven takes
-        # the sum, and its value at an even load is the number of active experts, where leaven's is 1.
+        # transformers adds its balance loss only if the model returns the logits of the router. It takes the mean
+        # over layers, leaven the sum. At an even load its loss is the number of active experts, leaven's is 1.
         layers = shape.n_layers - shape.experts.dense_layers
         coefficient = run.table.router_losses[0] * layers / shape.experts.active
         config |= {"output_router_logits": True, "router_aux_loss_coef": coefficient}
@@ -311,7 +312,7 @@ def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture
     """
     assert architecture is not None
     _require_dense(shape, "automodel")
-    settings, parameters = _by_tensor(run, architecture.tensors(shape))
+    settings, parameters = _by_tensor(run, architecture.tensors(shape), shape, architecture)
     hidden = next(run.plain[row.name] for row in run.table.rows if run.rows[row.name] == run.hidden)
     decay = hidden.weight_decay or max(each["weight_decay"] for each in parameters.values())
     groups: dict[tuple[float, ...], list[str]] = {}
@@ -335,23 +336,30 @@ def _require_dense(shape: ModelShape, target: str) -> None:
 
 
 def _by_tensor(
-    run: ResolvedRecipe, tensors: Iterable[Stored]
+    run: ResolvedRecipe, tensors: Iterable[Stored], shape: ModelShape, architecture: Architecture
 ) -> tuple[dict[str, ParameterSettings], dict[str, dict[str, Any]]]:
-    """Return the settings of leaven's parameters in a model of these tensors, and the document of each tensor."""
+    """Return two mappings for a model of these tensors.
+
+    The first has the settings that each of leaven's parameters would get. The second has the entry of each tensor in
+    parameters.json, with values for the stored tensor: leaven's parameter / factor - offset
+    (:meth:`Architecture.factors`).
+    """
+    factors, offsets = architecture.factors(shape, architecture.config(shape)), architecture.offsets(shape)
     # Biases that the recipe does not have start at 0.
     fallback = replace(run.hidden, init_mean=0.0, init_std=0.0, weight_decay=0.0, multiplier=1.0)
     parameters: dict[str, dict[str, Any]] = {}
     given = {}
     for stored in tensors:
         parts = [run.plain.get(name, fallback) for name in stored.parts]
-        first = parts[0]
+        first, name = parts[0], next(iter(stored.parts))
+        written = first.folded(1 / factors.get(name, 1.0), run.decoupled)
         parameters[stored.name] = {
-            "init_mean": first.init_mean,
-            "init_std": [part.init_std for part in parts] if len(parts) > 1 else first.init_std,
-            "lr": first.lr,
+            "init_mean": written.init_mean - offsets.get(name, 0.0),
+            "init_std": [part.init_std for part in parts] if len(parts) > 1 else written.init_std,
+            "lr": written.lr,
             "betas": [first.beta1, first.beta2],
-            "eps": first.eps,
-            "weight_decay": first.weight_decay,
+            "eps": written.eps,
+            "weight_decay": written.weight_decay,
         }
         if len(parts) > 1:
             rows = [math.prod(each[:-1]) if len(each) > 1 else each[0] for each in stored.parts.values()]

@@ -96,7 +96,7 @@ def _start(parameter: Tensor, values: dict[str, Any]) -> None:
     joined = torch.empty_like(
         parameter.T if values["transposed"] else parameter, memory_format=torch.contiguous_format
     )
-    flat = joined.flatten(0, 1) if joined.ndim == 3 else joined  # the matrices of experts, one after the other
+    flat = joined.flatten(0, 1) if joined.ndim == 3 else joined  # the matrices of all experts, below each other
     by_head = flat.view(values["heads"], -1, *flat.shape[1:])
     for part, std in zip(torch.split(by_head, rows, dim=1), values["init_std"], strict=True):
         _draw(part, 0.0, std)
