@@ -237,7 +237,7 @@ class RunOptions(RecipeRunOptions):
 
     tokens: Annotated[
         int | None,
-        count_option("With module:factory, the length of a run in tokens.", "131,072; for equivalence 524,288"),
+        count_option("With module:factory, the length of a run in tokens.", "131,072; check equivalence: 524,288"),
     ] = None
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="With module:factory, the batch size in tokens.", show_default="512")

@@ -237,6 +237,6 @@ class Case:
         return {"batch.tokens": self.sequences(tokens)} | gone
 
     def with_tokens(self, tokens: int) -> Suggestion:
-        """Return the change to a run of ``tokens`` tokens; a longer warm-up is shortened to 1% of the new run."""
+        """Suggest a run of ``tokens`` tokens. A warm-up longer than that run is shortened to 1% of the run."""
         longer = self.recipe.schedule.warmup_tokens > tokens
         return {"data.tokens": tokens} | ({"schedule.warmup_tokens": tokens // 100} if longer else {})
