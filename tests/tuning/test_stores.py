@@ -310,7 +310,7 @@ def without_psycopg(path: Path) -> None:
         (is_text, "{}", "not a journal of Optuna"),
         (has_other_records, "{}", "not a journal of Optuna"),
         (is_database, "{}", "an SQLite database; give sqlite:////"),
-        (is_damaged, "{}", "line 2 is damaged; keep only the lines before it: head -n 1"),
+        (is_damaged, "{}", "line 2 is damaged; restore the file from a backup, or keep .* head -n 1"),
         (os.mkfifo, "{}", "a pipe or a device, not a regular file"),
         (Path.mkdir, "{}", "a folder; give the file of a journal, such as .*journal.log"),
         (None, "sqlite:///{}/study.db", "there is no folder"),

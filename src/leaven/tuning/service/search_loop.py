@@ -27,7 +27,6 @@ from leaven.tuning.service.stored_study import (
     StoredStudy,
     TrialRequest,
     jobs_of,
-    runs_of,
 )
 from leaven.tuning.service.stores import StoreGone
 
@@ -166,7 +165,7 @@ class SearchLoop:
         clocks = {number: self._leases.clocks.get(str(owner)) for number, owner in running.items()}
         self.runs = [
             replace(run, until=clocks.get(run.number)) if run.state == "running" else run
-            for run in runs_of(trials, self._plan.axes)
+            for run in self._stored.runs_of(trials)
         ]
         return sum(not job.startswith("retry:") for job in jobs_of(trials))
 

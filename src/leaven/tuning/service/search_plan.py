@@ -287,11 +287,11 @@ class SearchPlan:
         return min(new, key=rank, default=None)
 
     def _region(self, runs: Sequence[Evaluation]) -> Region:
-        """Return the trust region. It is cached until another trial ends, because computing it takes seconds with
-        2,000 trials of 90 values."""
-        ended, points, losses = results(runs, self.axes)
-        numbers = [run.number for run in ended]
+        """Return the trust region. It is cached until another trial ends, because computing it takes 0.1 s with
+        1,000 trials of 90 values."""
+        numbers = [run.number for run in runs if run.finished]
         if self._known is None or self._known[0] != numbers:
+            ended, points, losses = results(runs, self.axes)
             seeds = np.array([run.seed for run in ended], np.int64)
             self._known = numbers, region(self.axes, points, losses, self.noise, seeds)
         return self._known[1]

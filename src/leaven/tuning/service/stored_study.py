@@ -17,14 +17,19 @@ starts one:
   Released trials are run again in the same way, but do not count as deaths.
 - A diverged run is marked by a user attribute. Optuna's samplers need a finite loss, so the store gets the worst
   finite loss so far. leaven itself counts the loss of a diverged run as infinite.
+- A trial with a result has a digest of its number, state, loss, point and user attributes, and the settings of the
+  study have a digest, too. So a changed value or a deleted line of the store is noticed when trials are read. Studies
+  and trials of older versions have no digest and are not checked.
 """
 
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
 
@@ -55,6 +60,10 @@ PURPOSE, SEED, RETRY_OF, FINALIST, DIVERGED = "purpose", "seed", "retry_of", "fi
 OWNER, JOB, FINAL, RELEASED, CONFIRMS = "owner", "job", "final", "released", "confirms"
 BEGAN, ENDED = "began", "ended"  # Unix time by the owner's clock, seconds
 PREDICTED = "expected"  # the predicted final loss of a pruned trial
+LAST_BEAT = "last_beat"  # the last heartbeat of an owner on another machine that was taken for dead: Unix time
+DIGEST = "digest"  # of a trial with a result (a user attribute), or of the settings (in ABOUT)
+WITH_RESULT = (TrialState.COMPLETE, TrialState.PRUNED)
+RESTORE = "restore the store from a backup, or use another study"
 LIVES = 2  # attempts of a run before it has failed
 NEVER_ENDED = 1e6  # the stored loss of a diverged run before there is any finite loss
 
@@ -115,6 +124,12 @@ class StoredStudy:
     study: optuna.Study
     axes: Axes  # with the prior knowledge of the stored study
     noise: float | None  # standard deviation of the loss between seeds, if it was known before the search
+    what: str = "the stored study"  # the name of the study in messages
+    digests: bool = False  # whether every trial with a result must have a digest
+    # Caches, because a trial with a result never changes: the numbers of the trials that were checked, and the runs
+    # with a result by the number of their last trial.
+    _checked: set[int] = field(default_factory=set)
+    _finished: dict[int, Evaluation] = field(default_factory=dict)
 
     @cached_property
     def id(self) -> int:
@@ -122,11 +137,30 @@ class StoredStudy:
 
     @property
     def trials(self) -> list[FrozenTrial]:
-        return self.study.get_trials(deepcopy=False)
+        """All trials of the study.
+
+        Raises:
+            InputError: if a trial is missing, or was changed after it had ended.
+        """
+        trials = self.study.get_trials(deepcopy=False)
+        if missing := set(range(len(trials))) - {trial.number for trial in trials}:
+            raise InputError(f"{self.what} has lost trial {min(missing)}; {RESTORE}")
+        for trial in trials:
+            if trial.state in WITH_RESULT and trial.number not in self._checked:
+                known = trial.user_attrs.get(DIGEST)
+                required = self.digests and OWNER in trial.user_attrs
+                if (required or known is not None) and known != _digest_of(trial, trial.state, trial.values):
+                    raise InputError(f"trial {trial.number} of {self.what} was changed after it had ended; {RESTORE}")
+                self._checked.add(trial.number)
+        return trials
 
     @property
     def runs(self) -> list[Evaluation]:
-        return runs_of(self.trials, self.axes)
+        return self.runs_of(self.trials)
+
+    def runs_of(self, trials: Sequence[FrozenTrial]) -> list[Evaluation]:
+        """Return the runs of the ``trials`` of this study. See the function :func:`runs_of`."""
+        return runs_of(trials, self.axes, self._finished)
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
         """Create the trial of a request, and return its number and its point. ``sampler`` draws the point if the
@@ -189,6 +223,8 @@ class StoredStudy:
                 # Optuna's samplers use the last intermediate value of a pruned trial, and its step.
                 self.store.set_trial_intermediate_value(trial_id, len(outcome.curve), loss)
                 state = TrialState.PRUNED
+            digest = _digest_of(self.store.get_trial(trial_id), state, [loss])
+            self.store.set_trial_user_attr(trial_id, DIGEST, digest)
             # Not Optuna's tell, which checks the trial before it writes: another command may close it in between.
             self.store.set_trial_state_values(trial_id, state, [loss])
             return True
@@ -200,7 +236,8 @@ class StoredStudy:
         the owner was another machine."""
         with suppress(UpdateFinishedTrialError):
             if ended is not None:
-                self.store.set_trial_user_attr(self._trial_id(number), ENDED, ended)
+                # Not as ENDED, which the digest covers: the owner may be alive and write its result just now.
+                self.store.set_trial_user_attr(self._trial_id(number), LAST_BEAT, ended)
             if released:
                 self.store.set_trial_user_attr(self._trial_id(number), RELEASED, True)
             self.store.set_trial_state_values(self._trial_id(number), TrialState.FAIL)
@@ -209,13 +246,16 @@ class StoredStudy:
         return self.store.get_trial_id_from_study_id_trial_number(self.id, number)
 
 
-def runs_of(trials: Sequence[FrozenTrial], axes: Axes) -> list[Evaluation]:
+def runs_of(
+    trials: Sequence[FrozenTrial], axes: Axes, finished: dict[int, Evaluation] | None = None
+) -> list[Evaluation]:
     """Return the runs, ordered by the number of each run's first trial.
 
     Trials whose process died before the sampler had drawn all values are left out. So are trials without an owner,
-    which another program made.
+    which another program made. ``finished`` caches runs that end with a result, by the number of their last trial.
     """
     jobs = jobs_of(trials)
+    finished = {} if finished is None else finished
     found = []
     for trial in sorted(trials, key=lambda trial: trial.number):
         job = trial.user_attrs.get(JOB)
@@ -230,7 +270,10 @@ def runs_of(trials: Sequence[FrozenTrial], axes: Axes) -> list[Evaluation]:
             if following is None:
                 break
             last = following
-        found.append(_evaluation(trial, last, deaths, axes))
+        run = finished.get(last.number) or _evaluation(trial, last, deaths, axes)
+        if last.state in WITH_RESULT:
+            finished[last.number] = run
+        found.append(run)
     return found
 
 
@@ -240,14 +283,14 @@ def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes)
     ran, state, loss = last.user_attrs, "running", None
     if last.state is TrialState.FAIL:
         state = "failed" if deaths >= LIVES else "waiting"
-    elif last.state in {TrialState.COMPLETE, TrialState.PRUNED}:
+    elif last.state in WITH_RESULT:
         state = "complete" if last.state is TrialState.COMPLETE else PRUNED
         loss = ran.get(PREDICTED) if last.value is None else last.value
         if ran.get(DIVERGED):
             state, loss = "diverged", None
     seconds, tokens, params = ran.get("seconds"), ran.get("tokens", 0), axes.rounded(last.params)
     drawn = len(last.params) == len(axes.start)
-    until = ran.get(ENDED)
+    ended = until = ran.get(ENDED, ran.get(LAST_BEAT))
     if until is None and state != "running" and last.datetime_complete:
         until = last.datetime_complete.timestamp()
     final_of, finalist = origin.user_attrs.get(FINALIST, ("", None))
@@ -266,7 +309,7 @@ def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes)
         curve=curve_of(ran.get("curve", ())),
         branches=curve_of(ran.get("branches", ())),
         worker=ran.get("worker"),
-        ended=ran.get(ENDED),
+        ended=ended,
         params=params,
         origin=origin.number,
         job=origin.user_attrs.get(JOB),
@@ -276,6 +319,16 @@ def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes)
         began=ran.get(BEGAN),
         until=until,
     )
+
+
+def _digest_of(trial: FrozenTrial, state: TrialState, values: Sequence[float]) -> str:
+    """Return the digest of a trial that ends, or has ended, in this state with these values (its loss)."""
+    attributes = {key: value for key, value in trial.user_attrs.items() if key not in {DIGEST, LAST_BEAT}}
+    return _digest([trial.number, state.name, values, trial.params, attributes])
+
+
+def _digest(document: Any) -> str:
+    return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def jobs_of(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
@@ -356,8 +409,8 @@ def join_study(
         created[EARLIER]["noise"] = axes.earlier.noise
     if recipe is not None:
         created["recipe"] = recipe.model_dump(mode="json")
-    study = _load_or_create(store, name, created, what)
-    there = study.user_attrs[ABOUT]
+    study = _load_or_create(store, name, created | {DIGEST: _digest(created)}, what)
+    there, digests = _settings(study, what)
     if recipe is not None and "recipe" in there:
         check_recipe(Recipe.model_validate(there["recipe"]), recipe, what)
     if EARLIER in there and not own_noise:
@@ -374,7 +427,21 @@ def join_study(
     earlier = there.get(EARLIER)
     if earlier is not None:
         earlier = EarlierTrials(np.array(earlier["points"]), np.array(earlier["losses"]), earlier["noise"])
-    return StoredStudy(store, study, replace(axes, expected=expected, earlier=earlier), noise)
+    known = replace(axes, expected=expected, earlier=earlier)
+    return StoredStudy(store, study, known, noise, what, digests)
+
+
+def _settings(study: optuna.Study, what: str) -> tuple[dict[str, Any], bool]:
+    """Return the settings of a study, and whether they have a digest.
+
+    Raises:
+        InputError: if the settings do not match their digest.
+    """
+    found = study.user_attrs[ABOUT]
+    digest = found.pop(DIGEST, None) if isinstance(found, dict) else ""
+    if digest is not None and digest != _digest(found):
+        raise InputError(f"the settings of {what} were changed in its store; {RESTORE}")
+    return found, digest is not None
 
 
 def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:

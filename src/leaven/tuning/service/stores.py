@@ -12,6 +12,7 @@ retries it. The retry must not change the store a second time:
 import errno
 import json
 import random
+import re
 import time
 import uuid
 from collections.abc import Callable, Generator, Sequence
@@ -21,7 +22,7 @@ from functools import partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optuna.exceptions import UpdateFinishedTrialError
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState, create_trial
@@ -38,6 +39,7 @@ OPENINGS = 20  # attempts to open a new database while other processes create it
 LOCK_SECONDS = 30  # how long to wait for a lock; a process that holds it longer is suspended or has lost its disk
 GRACE_SECONDS = 3  # age from which Optuna's lock counts as left by a killed process
 RECORD, SQLITE = b'{"op_code":', b"SQLite format 3"  # the first bytes of a journal and of a database
+_SCHEMA = re.compile("no such (table|column)|malformed|could not decode", re.IGNORECASE)  # in errors of SQLite
 TICKET = "leaven:ticket"  # a system attribute of every trial: the id of the call that created the trial
 
 # Without these, libpq waits for hours for a server that was switched off. A command that stops within a transaction,
@@ -165,7 +167,7 @@ def _database(url: "URL") -> BaseStorage:
             break
         except ImportError:
             raise InputError("the driver for PostgreSQL is missing; run pip install 'leaven[postgresql]'") from None
-        except SQLAlchemyError as error:
+        except (SQLAlchemyError, StorageInternalError) as error:
             raced = isinstance(error, IntegrityError) or "already exists" in str(error) or "is locked" in str(error)
             if not (raced and left):
                 raise InputError(f"{_name(url)} cannot be opened: {_reason(error)}") from None
@@ -210,6 +212,22 @@ def _away(error: Exception) -> bool:
     )
 
 
+def _damaged(error: Exception) -> bool:
+    """Return whether an error means that the content of a database cannot be read.
+
+    SQLite reports a damaged page as a plain DatabaseError, and a damaged schema as an OperationalError. A damaged
+    cell is an error of SQLAlchemy or Optuna when they convert it, for example to JSON.
+    """
+    from sqlalchemy.exc import DatabaseError, OperationalError
+
+    return any(
+        type(cause) in {DatabaseError, LookupError}
+        or (isinstance(cause, ValueError) and not isinstance(cause, InputError))
+        or (isinstance(cause, OperationalError) and _SCHEMA.search(str(cause.orig)) is not None)
+        for cause in _causes(error)
+    )
+
+
 def _reason(error: Exception) -> str:
     """Return the message of an error as one line. If a database driver caused the error, it is the driver's
     message."""
@@ -235,20 +253,22 @@ def open_journal(path: Path) -> JournalStorage:
             if first.startswith(SQLITE):
                 raise InputError(f"{path}: an SQLite database; give sqlite:///{path}")
             if first[: len(RECORD)] != RECORD[: len(first)]:
-                raise _not_a_journal(path)
+                raise InputError(f"{path}: not a journal of Optuna; give another file")
             if damaged := storage.read_json_lines(path).damaged:
                 raise InputError(
-                    f"{path}: line {damaged[0]} is damaged; keep only the lines before it: head -n {damaged[0] - 1}"
+                    f"{path}: line {damaged[0]} is damaged; restore the file from a backup, or keep only the lines "
+                    f"before it: head -n {damaged[0] - 1}"
                 )
         return JournalStorage(Journal(str(path)))
+    except InputError:
+        raise
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
-    except (KeyError, TypeError, AttributeError, AssertionError):  # records that are not Optuna's
-        raise _not_a_journal(path) from None
-
-
-def _not_a_journal(path: Path) -> InputError:
-    return InputError(f"{path}: not a journal of Optuna; give another file")
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RecursionError):
+        raise InputError(
+            f"{path}: not a journal of Optuna, or a line is missing or was changed; restore the file from a backup, "
+            "or give another one"
+        ) from None
 
 
 class Journal(JournalFileBackend):
@@ -300,6 +320,10 @@ class _Waiting:
             try:
                 return call(again)
             except Exception as error:
+                if _damaged(error):
+                    raise InputError(
+                        f"{self._name} is damaged ({_reason(error)}); restore it from a backup, or use another study"
+                    ) from error
                 if not _away(error):
                     raise
                 now = time.monotonic()
