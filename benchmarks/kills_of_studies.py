@@ -31,17 +31,18 @@ from pathlib import Path
 
 from tests.tuning.test_postgresql import FOUND, Server
 
-TRIALS = 40
+TRIALS = 24  # too few for a search to end because it stalls
 PATIENCE = 300.0  # seconds without a new trial after which a study counts as stuck
 HELD_SECONDS = 3.0  # how long a lock on the SQLite file is held
 # The loss depends on the seed only a little, so that the answer is the point with the lowest loss.
 COMMAND = """
 command = '''awk 'BEGIN {
-  x = log({lr}) / log(2); loss = sprintf("%.9f", 2 + (x - 1) ^ 2 + 0.001 * sin(7 * {seed} + x))
-  print "{lr} {seed}", loss >> "log"; close("log"); print "loss", loss}' && sleep 0.1'''
+  loss = sprintf("%.9f", 2 + log({lr}) ^ 2 + log({wd} / 3) ^ 2 + 0.001 * sin(7 * {seed} + {lr}))
+  print "{lr},{wd},{seed}", loss >> "log"; close("log"); print "loss", loss}' && sleep 0.1'''
 loss.pattern = "loss {loss}"
 [space]
-lr = {start = 1.0, low = 0.01, high = 100.0}
+lr = {start = 2.0, low = 0.01, high = 100.0}
+wd = {start = 1.0, low = 0.01, high = 100.0}
 """
 
 
@@ -64,10 +65,10 @@ def main(kills: int, store: str, seed: int) -> int:
                 study.end()
     waited = statistics.median(seconds) if seconds else math.nan
     print(
-        f"{store}: {counts['kills']} kills in {counts['studies']} studies of {TRIALS} trials, {counts['held']} during "
-        f"a lock, {counts['restarts']} restarts of the server; {waited:.1f} s from a kill to the next trial (median); "
-        f"each trial counted once, none lost, losses and answers as in the log; {counts['again']} trials of killed "
-        f"commands were run again, {counts['failed']} failed because both attempts were killed"
+        f"{store}: {counts['kills']} kills in {counts['studies']} studies of {TRIALS} trials, {counts['held']} while "
+        f"locked, {counts['restarts']} restarts of the server. Each trial counted once, none lost, losses and "
+        f"answers as in the log. {counts['again']} trials of killed commands ran again, {counts['failed']} failed after two "
+        f"killed attempts. {waited:.1f} s from a kill to the next trial (median)."
     )
     return 0
 
@@ -156,11 +157,11 @@ class Study:
             time.sleep(0.02)
         return False
 
-    def _log(self) -> list[tuple[str, int, float]]:
-        """Return (lr as text, seed, loss) of each run of the command that has ended."""
+    def _log(self) -> list[tuple[tuple[float, ...], float]]:
+        """Return ((lr, wd, seed), loss) of each run of the command that has ended."""
         file = self.folder / "log"
         lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
-        return [(lr, int(seed), float(loss)) for lr, seed, loss in lines]
+        return [(tuple(map(float, values.split(","))), float(loss)) for values, loss in lines]
 
     def check(self, counts: Counter[str]) -> None:
         """Raise Failed if the study's documents do not agree with each other and with the log of losses."""
@@ -169,22 +170,23 @@ class Study:
         document, log = documents[0], self._log()
         if any(other["trials"] != document["trials"] for other in documents):
             raise Failed("the two commands have other trials")
-        trials, losses = document["trials"], {(float(lr), seed): loss for lr, seed, loss in log}
+        trials, losses = document["trials"], dict(log)
         states = Counter(trial["state"] for trial in trials)
         counts["failed"] += states["failed"]
         counts["again"] += len(log) - states["complete"]
         if len(trials) != TRIALS or states["complete"] + states["failed"] != TRIALS:
             raise Failed(f"{dict(states)}, not {TRIALS} trials")
-        runs = Counter((trial["values"]["lr"], trial["seed"]) for trial in trials)
+        runs = Counter((*trial["octaves"].values(), trial["seed"]) for trial in trials)
         if len({trial["number"] for trial in trials}) != TRIALS or max(runs.values()) > 1:
             raise Failed(f"a trial counts twice: {runs.most_common(1)}")
         complete = [trial for trial in trials if trial["state"] == "complete"]
-        if wrong := [t["number"] for t in complete if losses.get((t["values"]["lr"], t["seed"])) != t["loss"]]:
-            raise Failed(f"trials {wrong} have other losses than the log")
+        logged = [losses.get((*trial["values"].values(), trial["seed"])) for trial in complete]
+        if logged != [trial["loss"] for trial in complete]:
+            raise Failed(f"the losses {[trial['loss'] for trial in complete]} are {logged} in the log")
         best, fresh = document["best"], [t for t in complete if t["octaves"] == document["octaves"] and t["seed"]]
         if not fresh or abs(best["loss"] - statistics.fmean(t["loss"] for t in fresh)) > 1e-12:
             raise Failed(f"the loss {best['loss']} is not the mean of the answer's runs with fresh seeds")
-        if best["loss"] > min(losses.values()) + 0.003:
+        if best["loss"] > min(losses.values()) + 0.004:
             raise Failed(f"the answer {best} is worse than the lowest loss of the log, {min(losses.values())}")
 
     def output(self) -> str:

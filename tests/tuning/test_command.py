@@ -87,6 +87,7 @@ def test_a_study_over_a_command_is_the_search_over_the_same_function(write: Writ
     file = write(f"{BIGRAM} --lr={{lr}} --weight_decay={{weight_decay}} --seed={{seed}}")
     code, printed = tune(file, "--study", "study", "--trials", 16)
     assert code == 0, printed
+    assert "caution" not in printed
     space, study = command_space(file), document()
 
     def objective(point: Proposal) -> float:
@@ -300,6 +301,7 @@ def test_no_process_is_left_and_the_study_resumes(write: Write, how: signal.Sign
     Path("go").touch()
     code, printed = tune("tiny.toml", "--study", "study", "--trials", 3, "--workers", 2)
     assert code == 0, printed
+    assert "caution: 2 trials at once are more than 1/12 of all 3" in printed
     assert [trial.state for trial in document().trials] == ["complete"] * 3
 
 

@@ -344,6 +344,23 @@ def test_tables_of_another_version_are_refused(tmp_path: Path) -> None:
         open_store(f"sqlite:///{tmp_path / 'study.db'}")
 
 
+@pytest.mark.parametrize("page", [1, 3])  # of the tables' schema, and of the trials
+def test_a_damaged_page_of_a_database_is_one_line(tmp_path: Path, page: int) -> None:
+    where = tmp_path / "study.db"
+    begun(f"sqlite:///{where}")[0].remove_session()
+    content = bytearray(where.read_bytes())
+    content[page * 4096 : (page + 1) * 4096] = bytes(4096)
+    where.write_bytes(content)
+
+    def read() -> None:
+        store = open_store(f"sqlite:///{where}")
+        store.get_all_trials(store.get_study_id_from_name("s"))
+
+    with pytest.raises(InputError, match=r"study\.db (is damaged|cannot be opened).*malformed") as refused:
+        read()
+    assert "\n" not in str(refused.value)
+
+
 def test_optunas_dashboard_opens_a_study_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "study.log"
     a_bit_of_everything(open_store(path))

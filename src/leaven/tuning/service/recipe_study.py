@@ -21,15 +21,11 @@ from leaven.training.trial import WorkerPool, branches_of, cooldown_start, train
 from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, DROPOUT, OPTIMIZER, TOKENS, WARM_UP, recipe_at
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
-from leaven.tuning.service.search_plan import Budget, check_search, known_runs
+from leaven.tuning.service.search_plan import ROUNDS, Budget, check_search, known_runs
 from leaven.tuning.service.study import CHECKPOINTS, BaseStudy, attempts
 from leaven.tuning.space import Space
 
 POLL = 0.25  # seconds between checks of whether to stop
-# The smallest number of rounds of proposals: at most 1/12 of the trials are trained at once. Trials of a round are
-# proposed without knowing each other's losses. With larger rounds, the answer of a search of 48 trials is clearly
-# worse (benchmarks/parallel_trials.py, docs/log.md).
-ROUNDS = 12
 # The largest FLOPs of a step of one trial for which a stack on a GPU was measured to be faster than single trials:
 # width 256, 4 blocks, 1,280 tokens a step (docs/log.md). A larger trial may fill a GPU alone.
 MEASURED = 2.8e10

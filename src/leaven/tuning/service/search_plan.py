@@ -45,6 +45,9 @@ from leaven.tuning.service.stored_study import (
 from leaven.tuning.study_document import PRUNED, Dimension, covered
 
 METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")
+# At most 1/12 of the trials should run at once, because they are proposed without knowing each other's losses. With
+# more at once, the answer of a trust-region search of 48 trials is clearly worse (benchmarks/parallel_trials.py).
+ROUNDS = 12
 LONGEST = 512  # characters of a study's name in Optuna's tables
 RESERVED = 1 / 8  # the largest share of the budget that is reserved for final runs
 FEW = 24  # runs: a smaller budget runs only one finalist, once

@@ -62,7 +62,14 @@ from leaven.tuning.algorithm.trust_region import radius_of, results
 from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.service.samplers import ped_anova
 from leaven.tuning.service.search_loop import Objectives, Proposal, SearchLoop
-from leaven.tuning.service.search_plan import Budget, SearchPlan, by_surrogate, check_search, known_runs
+from leaven.tuning.service.search_plan import (
+    ROUNDS,
+    Budget,
+    SearchPlan,
+    by_surrogate,
+    check_search,
+    known_runs,
+)
 from leaven.tuning.service.stored_study import join_study
 from leaven.tuning.service.stores import StoreGone, exists, open_store
 from leaven.tuning.space import SearchSpace, Space
@@ -283,6 +290,12 @@ class BaseStudy(ABC):
                 results cannot be written.
         """
         self._screen, self._stop = screen or NoScreen(), stop
+        at_once = workers * self.stack
+        if by_surrogate(self.method) and trials is not None and at_once > max(1, trials / ROUNDS):
+            self._screen.note(
+                f"caution: {at_once} trials at once are more than 1/{ROUNDS} of all {trials}; none learns from "
+                "the others, so the best values may be worse than with fewer --workers (or a smaller --stack)"
+            )
         budget, seed = Budget(trials, flops, hours, self._run_flops), self.space.seed
         plan = SearchPlan(self._stored.axes, self.method, seed, budget, self._stored.noise, stop_at_noise)
         with (
