@@ -67,8 +67,8 @@ def main(kills: int, store: str, seed: int) -> int:
     print(
         f"{store}: {counts['kills']} kills in {counts['studies']} studies of {TRIALS} trials, {counts['held']} while "
         f"locked, {counts['restarts']} restarts of the server. Each trial counted once, none lost, losses and "
-        f"answers as in the log. {counts['again']} trials of killed commands ran again, {counts['failed']} failed after two "
-        f"killed attempts. {waited:.1f} s from a kill to the next trial (median)."
+        f"answers as in the log. {counts['again']} trials of killed commands ran again, {counts['failed']} failed "
+        f"after two killed attempts. {waited:.1f} s from a kill to the next trial (median)."
     )
     return 0
 

@@ -26,7 +26,7 @@ from leaven.tuning.service.stored_study import (
     Evaluation,
     StoredStudy,
     TrialRequest,
-    jobs_of,
+    first_attempts,
 )
 from leaven.tuning.service.stores import StoreGone
 
@@ -167,7 +167,7 @@ class SearchLoop:
             replace(run, until=clocks.get(run.number)) if run.state == "running" else run
             for run in self._stored.runs_of(trials)
         ]
-        return sum(not job.startswith("retry:") for job in jobs_of(trials))
+        return len(first_attempts(trials))
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
         """Add a trial to those of the next free thread, and start them once there are ``stack``. Return None if

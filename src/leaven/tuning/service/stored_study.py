@@ -145,6 +145,11 @@ class StoredStudy:
         trials = self.study.get_trials(deepcopy=False)
         if missing := set(range(len(trials))) - {trial.number for trial in trials}:
             raise InputError(f"{self.what} has lost trial {min(missing)}; {RESTORE}")
+        # The job search:N is created when there are at least N jobs. In a journal without the line that created a
+        # trial, all later trials have other numbers.
+        for count, (job, trial) in enumerate(first_attempts(trials).items()):
+            if job.startswith("search:") and int(job.removeprefix("search:")) > count:
+                raise InputError(f"{self.what} has lost a trial before trial {trial.number}; {RESTORE}")
         for trial in trials:
             if trial.state in WITH_RESULT and trial.number not in self._checked:
                 known = trial.user_attrs.get(DIGEST)
@@ -339,6 +344,11 @@ def jobs_of(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
         if JOB in trial.user_attrs:
             jobs.setdefault(trial.user_attrs[JOB], trial)
     return jobs
+
+
+def first_attempts(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
+    """Return the trial of each job that is not a retry, by the job's name, in the order of their numbers."""
+    return {job: trial for job, trial in jobs_of(trials).items() if not job.startswith("retry:")}
 
 
 def distributions(axes: Axes) -> dict[str, BaseDistribution]:

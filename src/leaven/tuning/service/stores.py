@@ -38,7 +38,8 @@ BUSY_SECONDS = 60  # how long SQLite waits while another process writes
 OPENINGS = 20  # attempts to open a new database while other processes create its tables
 LOCK_SECONDS = 30  # how long to wait for a lock; a process that holds it longer is suspended or has lost its disk
 GRACE_SECONDS = 3  # age from which Optuna's lock counts as left by a killed process
-RECORD, SQLITE = b'{"op_code":', b"SQLite format 3"  # the first bytes of a journal and of a database
+# The first bytes of a journal, whose first record creates a study (op code 0), and of a database.
+RECORD, SQLITE = b'{"op_code":0,', b"SQLite format 3"
 _SCHEMA = re.compile("no such (table|column)|malformed|could not decode", re.IGNORECASE)  # in errors of SQLite
 TICKET = "leaven:ticket"  # a system attribute of every trial: the id of the call that created the trial
 
@@ -253,7 +254,7 @@ def open_journal(path: Path) -> JournalStorage:
             if first.startswith(SQLITE):
                 raise InputError(f"{path}: an SQLite database; give sqlite:///{path}")
             if first[: len(RECORD)] != RECORD[: len(first)]:
-                raise InputError(f"{path}: not a journal of Optuna; give another file")
+                raise _not_a_journal(path)
             if damaged := storage.read_json_lines(path).damaged:
                 raise InputError(
                     f"{path}: line {damaged[0]} is damaged; restore the file from a backup, or keep only the lines "
@@ -265,10 +266,14 @@ def open_journal(path: Path) -> JournalStorage:
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RecursionError):
-        raise InputError(
-            f"{path}: not a journal of Optuna, or a line is missing or was changed; restore the file from a backup, "
-            "or give another one"
-        ) from None
+        raise _not_a_journal(path) from None
+
+
+def _not_a_journal(path: Path) -> InputError:
+    return InputError(
+        f"{path}: not a journal of Optuna, or a line is missing or was changed; restore the file from a backup, or "
+        "give another one"
+    )
 
 
 class Journal(JournalFileBackend):
