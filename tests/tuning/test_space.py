@@ -367,7 +367,7 @@ def test_muon_has_values_of_its_own(tiny: Recipe) -> None:
     assert not any("muon" in path for name in SETS for path in space(tiny, name).paths)
     for recipe, path, says in (
         (tiny, f"{own}lr", "there is no Muon; set hyperparameters.optimizer"),
-        (shared, f"{own}lr", "it is that of AdamW; set it, or search hyperparameters.lr for both"),
+        (shared, f"{own}lr", "it equals hyperparameters.lr; set it in the recipe, or search"),
         (shared, "hyperparameters.optimizer", "separately"),
         (shared, "hyperparameters.modules.mlp.out.beta2", "Muon updates mlp.out, and has no beta2"),
     ):

@@ -1,20 +1,19 @@
 """A study in a store (an Optuna storage): join or create it, read its runs, and write its trials.
 
-A study has the settings (recipe, space, method and so on) with which it was created. A command with other settings is
-refused, because its trials could not be compared with those in the store.
+The first command stores its settings (recipe, space, method and so on) in the study. A command with other settings
+is refused, because its trials could not be compared with those in the store.
 
 A run is one training at one point with one seed: to measure the noise, to search, or to run the best points again
-with fresh seeds at the end (a final run). It has one trial in the store, and another one for each retry. So any
-number of commands on any machines can share a study, and the call that resumes a search is the same as the call that
-starts one:
+with fresh seeds at the end (a final run). A run has one trial in the store, and another trial for each retry. Any
+number of commands on any machines can share a study, and the command that starts a search also resumes it:
 
 - Each trial has two user attributes from the beginning: its ``owner``, the id of the command that runs it, and its
   ``job``, a name for its work, such as ``search:12``. There is no queue: the next job follows from the existing
   trials, so a crash cannot lose a job. If two commands create a trial for the same job at once, the trial with the
   lower number runs and the other one is closed as a duplicate.
-- If the process of a run dies in trial NUMBER, the run is retried once, by a new trial with the job ``retry:NUMBER``.
-  If the process of the retry dies too, the run has failed. If a command is stopped by Ctrl-C, it releases its trials.
-  Released trials are run again in the same way, but do not count as deaths.
+- If the process of trial NUMBER dies, the run is retried once, by a new trial with the job ``retry:NUMBER``. If the
+  process of the retry dies too, the run has failed. A command that is stopped by Ctrl-C releases its trials. Their
+  runs are retried in the same way, but the release does not count as a death.
 - A diverged run is marked by a user attribute. Optuna's samplers need a finite loss, so the store gets the worst
   finite loss so far. leaven itself counts the loss of a diverged run as infinite.
 - A trial with a result has a digest of its number, state, loss, point and user attributes, and the settings of the
@@ -83,13 +82,12 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(StudyTrial):
-    """A run of a search. The fields inherited from :class:`StudyTrial` are those of its last trial; ``values`` is
-    empty."""
+    """A run of a search. The fields of :class:`StudyTrial` are those of its last trial, but ``values`` is empty."""
 
-    params: Params  # log2 multipliers; for whole numbers, those of the rounded values
+    params: Params  # log2 multipliers; a whole number has the multiplier of its rounded value
     origin: int  # number of the run's first trial
     job: str | None = None  # name of the request that started the first trial
-    final_of: str = ""  # the budget that ends with this run, such as "64 trials"; empty if this is no final run
+    final_of: str = ""  # in a final run, the budget that it belongs to, such as "64 trials"; else empty
     finalist: int | None = None  # in a final run, the index of the finalist
     finals: tuple[int, int] | None = None  # in the first final run: (number of finalists, runs of each)
     began: float | None = None  # Unix time at which the last trial began
@@ -168,8 +166,8 @@ class StoredStudy:
         return runs_of(trials, self.axes, self._finished)
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
-        """Create the trial of a request, and return its number and its point. ``sampler`` draws the point if the
-        request has none.
+        """Create the trial of a request, and return (number, point). If the request has no point, ``sampler`` draws
+        it.
 
         Return None if another command already runs a trial for the same job, or if another command took this command
         for dead and closed the new trial.
@@ -236,9 +234,12 @@ class StoredStudy:
         return False
 
     def close(self, number: int, *, released: bool = False, ended: float | None = None) -> None:
-        """Mark a trial as failed, unless it has ended already. ``released`` says that this command gave the trial up;
-        then the trial does not count as one whose process died. ``ended`` is the last time by its owner's clock, if
-        the owner was another machine."""
+        """Mark a trial as failed, unless it has ended already.
+
+        Args:
+            released: whether this command gives the trial up. Then it does not count as a trial whose process died.
+            ended: the last heartbeat of the trial's owner, if the owner ran on another machine: Unix time.
+        """
         with suppress(UpdateFinishedTrialError):
             if ended is not None:
                 # Not as ENDED, which the digest covers: the owner may be alive and write its result just now.
@@ -283,7 +284,7 @@ def runs_of(
 
 
 def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) -> Evaluation:
-    """Return the run with the first trial ``origin`` and the last trial ``last``, in which ``deaths`` processes
+    """Return the run whose first trial is ``origin`` and whose last trial is ``last``. ``deaths`` of its processes
     died."""
     ran, state, loss = last.user_attrs, "running", None
     if last.state is TrialState.FAIL:
@@ -383,14 +384,14 @@ def join_study(
 ) -> StoredStudy:
     """Return the study called ``name``. If it does not exist, create it.
 
-    A new study gets this command's settings and prior knowledge. A stored study keeps the prior knowledge with which
-    it was created, even if scaling laws or the earlier study would give other knowledge now.
+    A new study stores the settings and prior knowledge of this command. An existing study keeps the prior knowledge
+    with which it was created, even if the laws or the earlier study would give other knowledge now.
 
     Args:
         what: the name of the study in messages.
         instead: what to do if the study has other settings, in messages.
-        own_noise: if true, ``noise`` must equal the noise of the stored study. If false, a stored study that was
-            created with the trials of an earlier study keeps its noise.
+        own_noise: whether the user gave ``noise``, which must then equal the noise of the stored study. If false, a
+            stored study that was created with the trials of an earlier study keeps its noise.
         recipe: the recipe that all commands on the study must share.
         shared: further settings that all commands on the study must share.
 
