@@ -334,15 +334,6 @@ def test_a_further_attempt_may_resume(write: Write, how: signal.Signals, resume:
     assert_no_process_left()
 
 
-def test_a_command_that_failed_resumes(write: Write) -> None:
-    file = write("echo iter 1: val loss 2; mkdir {out}/saved || exit 0; exit 3; : {lr} {seed}", PATTERN, ONE)
-    file.write_text("resume = true\n" + file.read_text())
-    with trainer(file, works=True) as run:
-        with pytest.raises(WorkerDied):
-            run(Proposal({"lr": 0.0}, 4))
-        assert run(Proposal({"lr": 0.0}, 6, origin=4)).loss == 2
-
-
 def test_losses_of_a_further_attempt_lie_between_those_of_the_first(write: Write) -> None:
     lines = "test -e {out}/saved && s='2 4 6' || s='1 3 5'; for i in $s; do echo iter $i: val loss $i; done"
     file = write(lines + "; test -e {out}/saved || { touch {out}/saved; exit 1; }; : {lr} {seed}", PATTERN, ONE)
@@ -423,14 +414,6 @@ def test_the_examples_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     array = ["bash", str(examples / "slurm_tune.sh"), "study.toml", "shared"]
     started = subprocess.run(array, capture_output=True, text=True, check=True)
     assert started.stdout == "tune study.toml --study shared --trials 64 --workers auto\n"
-
-
-def test_workers_are_numbered_and_their_output_is_not_buffered(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    write("echo {worker}$PYTHONUNBUFFERED >> ran; sleep 0.5; echo iter 1: val loss {lr}; : {seed}", PATTERN, ONE)
-    code, printed = tune("tiny.toml", "--study", "study", "--trials", 6, "--workers", 3)
-    assert code == 0, printed
-    assert set(Path("ran").read_text().split()) == {"01", "11", "21"}
 
 
 def test_every_worker_has_a_device(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,13 +598,6 @@ def test_a_changed_command_is_another_study(write: Write) -> None:
     Path("study/centre.toml").unlink()
     code, printed = tune("tiny.toml", "--study", "study", "--trials", 3, "--set", "seed=4")
     assert code == 2
-
-
-def test_without_a_seed_equal_values_give_equal_losses(write: Write) -> None:
-    file = write("echo iter 1: val loss {lr}", PATTERN, ONE)
-    code, printed = tune(file, "--study", "study", "--trials", 8, "--noise", 0)
-    assert code == 0, printed
-    assert {trial.seed for trial in document().trials} == {0}
 
 
 @pytest.mark.parametrize(
