@@ -149,7 +149,7 @@ def test_values_of_0_are_left_out_of_a_set_and_refused_by_name(tiny: Recipe) -> 
     full, whole = space(still, "per-module-full"), space(tiny, "per-module-full")
     assert {path for path, _ in full.left_out} == set(whole.paths) - set(full.paths)
     assert all("weight_decay" in path for path, _ in full.left_out)
-    with pytest.raises(InputError, match="weight_decay is 0 in the recipe, and so is every multiple"):
+    with pytest.raises(InputError, match="weight_decay is 0 in the recipe, and every multiple"):
         space(still, "hyperparameters.modules.mlp.in.weight_decay")
     with pytest.raises(InputError, match="nothing is left to search"):
         space(still, "hyperparameters.modules.*.weight_decay")

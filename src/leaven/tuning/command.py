@@ -33,7 +33,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 import tomlkit
 from pydantic import AfterValidator, Field, model_validator
@@ -302,10 +302,7 @@ class SearchedValue(Part):
 
     @property
     def _range(self) -> tuple[float, float, float]:
-        assert self.start is not None
-        assert self.low is not None
-        assert self.high is not None
-        return self.start, self.low, self.high
+        return cast(tuple[float, float, float], (self.start, self.low, self.high))
 
     def dimension(self, name: str) -> Dimension:
         if self.choices is not None:

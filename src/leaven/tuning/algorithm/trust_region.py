@@ -214,12 +214,12 @@ class Features:
     scale: Array  # (D,), octaves of a step
     levels: NDArray[np.int_]  # (D,), the number of levels; 0 for a number
 
-    @property
+    @cached_property
     def owner(self) -> NDArray[np.int_]:
         """For each column, the index of the hyperparameter to which it belongs, (F,)."""
         return np.repeat(np.arange(len(self.levels)), np.where(self.levels > 0, self.levels - 1, 1))
 
-    @property
+    @cached_property
     def level(self) -> NDArray[np.int_]:
         """The level that each column represents, (F,); 0 for a number."""
         return np.concatenate([np.arange(1, levels) if levels else [0] for levels in self.levels]).astype(int)

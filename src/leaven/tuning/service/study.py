@@ -18,19 +18,14 @@ retries the run.
    is given, or known from 3 seeds. A search with many trials also ends when several rounds gained less than the noise
    (``Region.stalled``).
 3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). It is measured by running
-   the start, which is the recipe itself, 3 times (2 times with fewer than 24 trials, once with fewer than 12), and by
-   every other point that is run again. If the noise is given, the start is run once.
+   the start, which is the recipe itself, up to 3 times (``REPEATS`` in ``search_plan.py``), and by every other point
+   that is run again. If the noise is given, the start is run once.
 4. If the search has found a better point than the start, it ends with final runs of the best points (the finalists),
-   with fresh seeds: one run of one point with 16 to 23 trials, two runs of one point with 24 to 63. From 64 trials
-   on, the best 2 or 3 points are run twice; then the best of them and the start get 2 more seeds, which confirm the
-   gain. With 8 to 15 trials the best point is run once more, if the noise is known and the gain is in doubt.
+   with fresh seeds. The budget decides how many (``FINALS``). If there are several finalists, the best of them and
+   the start are run with more seeds, which confirm the gain.
 5. The runs with fresh seeds choose the answer (**algorithm/answer.py**). The answer is the start unless the best
-point
-   gains enough. If there are confirmation runs, the gain in these runs must be above the noise. If there are none,
-   the gain must be above 2.5 times the noise; after two runs with fresh seeds, it must only be above the noise if the
-   predicted gain is above 1.5 times the noise. The reported loss is the mean of the confirmation runs or, without
-   them, of the runs that chose the point. The 95% interval is mean +- t x noise / sqrt(runs). Without fresh seeds
-   there is no interval.
+   point gains more than the noise. The reported loss is the mean of the confirmation runs or, without them, of the
+   runs that chose the point. The 95% interval is mean +- t x noise / sqrt(runs). Without fresh seeds there is none.
 6. :meth:`BaseStudy.state` makes the study's document (``study_document.py``) from the trials.
 7. :meth:`BaseStudy.save` writes the document, study.json, when trials end. Once the search has ended, it also writes
    best.toml and fewest.toml, with a reason for every searched value. The folder also contains the recipe at the start
