@@ -273,8 +273,8 @@ class SearchedValue(Part):
             raise ValueError(f"start = {self.start:g} is not between low = {self.low:g} and high = {self.high:g}")
         if isinstance(self.start, int) and not (isinstance(self.low, int) and isinstance(self.high, int)):
             raise ValueError(
-                f"start = {self.start} is a whole number, so all values are; write start = {self.start}.0, or low "
-                "and high as whole numbers"
+                f"start = {self.start} is a whole number, so all values must be; write start = {self.start}.0, or "
+                "give low and high as whole numbers"
             )
         if self.unit == "octave" and self.low <= 0:
             raise ValueError('a search multiplies this value, so low must be above 0; or set unit = "tenth"')
@@ -434,7 +434,7 @@ def _in_quotes(command: str) -> set[str]:
     """Return the names of the placeholders of a shell command that are, or may be, inside quotes or a comment."""
     if _NESTED.search(command):
         return _names(command)
-    found, inside, at = set[str](), "", 0  # ``inside`` is a quote, or # in a comment
+    found, inside, at = set[str](), "", 0  # ``inside`` is the open quote, or # in a comment
     while token := _QUOTING.search(command, at):
         text, at = token[0], token.end()
         if token[2]:

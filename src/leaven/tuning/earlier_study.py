@@ -115,7 +115,7 @@ def _read(folder: Path, what: str) -> StudyDocument:
         raise InputError(f"{what}: no study.json there; give the folder of a leaven tune --study") from None
     except (ValueError, RecursionError):  # a ValidationError is a ValueError
         raise InputError(
-            f"{what}: its study.json is damaged; run its leaven tune command again to write it"
+            f"{what}: its study.json is damaged; run the leaven tune command of that study again, which writes it"
         ) from None
 
 

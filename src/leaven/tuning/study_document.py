@@ -74,8 +74,8 @@ class Dimension:
     scale: float = 1.0  # typical distance of an optimum from the start point
     unit: str = "octave"  # octave | tenth | choice
     levels: tuple[str, ...] = ()  # the levels of a choice, starting with the level in the recipe
-    near: tuple[float, float] | None = None  # the box in which a search begins; None: from low to high
-    ends: tuple[str, str] = ("the end of the space",) * 2  # what limits low and high, as text; empty: natural limit
+    near: tuple[float, float] | None = None  # the box in which a search begins; None: the whole range
+    ends: tuple[str, str] = ("the end of the space",) * 2  # why low and high end there; empty: no value lies beyond
     expected: tuple[float, float] | None = None  # the optimum that laws expect: distance and standard deviation
     whole: bool = False  # whether all values are whole numbers
 
@@ -315,7 +315,7 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """Return how many times as many tokens the run ``target`` would need for the gain that a study found by tuning.
+    """Return by which factor the run ``target`` needs more tokens to gain as much as a study gained by tuning.
 
     ``answer`` is the best.toml of the study. The gain is the loss of the start minus the loss of the best point. A
     larger model may keep only a part of the gain, so there is one row for each part in ``SHARES`` (all, a half and a

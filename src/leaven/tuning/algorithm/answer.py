@@ -135,7 +135,9 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
     gain = further_gain(seen.region, axes, seen.points, seen.losses, searched=searched, best=point)
     count, paths, flops = len(seen.trials), list(axes.limits), sum(trial.flops for trial in seen.trials)
     pair = best_pair(seen.region, seen.points, point, seen.floor)
-    if pair is None or not np.isfinite(seen.losses[~seen.points.any(1)]).any():  # nothing is gained over a divergence
+    if (
+        pair is None or not np.isfinite(seen.losses[~seen.points.any(1)]).any()
+    ):  # no share of a gain over a start that diverged
         return Outlook(trials=count, flops=flops, gain=gain)
     two = (paths[pair[0]], paths[pair[1]])
     return Outlook(trials=count, flops=flops, gain=gain, pair=two, pair_share=pair[2])
@@ -275,7 +277,9 @@ class Confirmation:
     point: Point
     losses: tuple[float, ...]  # nats; the reported loss is their mean
     fresh: int  # number of these losses that were not used to choose the point: all or 0
-    gain: float | None  # nats below the start's loss, in runs not used to choose the point; None without such runs
+    gain: (
+        float | None
+    )  # loss of the start minus that of the point, nats, in runs that did not choose it; None without such runs
 
     @property
     def loss(self) -> float:

@@ -136,7 +136,7 @@ class SearchLoop:
             if request is not None:
                 if (proposal := self._begin(request)) is not None:
                     yield proposal
-            elif self._next:  # no other run can start now
+            elif self._next:  # the plan gives no further run now, so start the collected ones
                 self._submit()
             elif self._ended:  # after all workers have got work, because handling the event may be slow
                 ended, self._ended = self._ended, []

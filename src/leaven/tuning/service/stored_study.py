@@ -465,7 +465,7 @@ def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], wha
     try:
         study = optuna.load_study(study_name=name, storage=store)
     except KeyError:
-        with suppress(DuplicatedStudyError):  # another command was quicker
+        with suppress(DuplicatedStudyError):  # another command has created it
             optuna.create_study(study_name=name, storage=store).set_user_attr(ABOUT, settings)
         study = optuna.load_study(study_name=name, storage=store)
     until = time.monotonic() + PATIENCE

@@ -172,7 +172,7 @@ def _database(url: "URL") -> BaseStorage:
             raced = isinstance(error, IntegrityError) or "already exists" in str(error) or "is locked" in str(error)
             if not (raced and left):
                 raise InputError(f"{_name(url)} cannot be opened: {_reason(error)}") from None
-        except RuntimeError as error:  # tables of another version
+        except RuntimeError as error:  # Optuna refuses tables of another version
             raise InputError(f"{_name(url)}: {error}") from None
         time.sleep(random.uniform(0.05, 0.5))
     if lite:

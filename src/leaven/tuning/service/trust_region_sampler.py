@@ -170,8 +170,8 @@ class AxisOfDistribution:
         return cls(name, distribution, (low / unit, high / unit), unit)
 
     def start(self, given: Mapping[str, Any], first: Mapping[str, Any]) -> float:
-        """Return the value of the start: the ``given`` one, else that of the ``first`` trial, else the middle of the
-        range or the first choice."""
+        """Return where the search starts on this axis: at the ``given`` value, else at the value of the ``first``
+        trial, else in the middle of the range or at the first choice."""
         if self.name not in given:
             middle = 0.0 if isinstance(self.limits, range) else sum(self.limits) / 2
             return self.at(first[self.name]) if self.name in first else self.at(self.value(middle))
