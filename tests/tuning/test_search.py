@@ -215,6 +215,19 @@ def test_a_changed_or_deleted_value_of_a_store_is_noticed(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("url", ["{}", "sqlite:///{}"])
+def test_digests_of_unusual_numbers_and_choices_match(tmp_path: Path, url: str) -> None:
+    unusual, space = itertools.cycle([-0.0, 1e-300, 2**53 + 0.0, math.nan]), SPACE | {"c": range(3)}
+
+    def objective(x: Proposal) -> Outcome:
+        loss = next(unusual)
+        return Outcome(loss, branches=((1, loss),), curve=((1, -0.0),), stopped=x.number == 6)
+
+    for trials in (9, 9, 10):
+        found = search(objective, space, trials=trials, method="random", storage=url.format(tmp_path / "store"))
+        assert len(found.trials) == trials
+
+
 def test_a_study_of_an_older_version_has_no_digests_and_resumes(tmp_path: Path) -> None:
     file = tmp_path / "study.log"
     search(bowl, SPACE, trials=6, storage=file)

@@ -330,7 +330,8 @@ def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes)
 def _digest_of(trial: FrozenTrial, state: TrialState, values: Sequence[float]) -> str:
     """Return the digest of a trial that ends, or has ended, in this state with these values (its loss)."""
     attributes = {key: value for key, value in trial.user_attrs.items() if key not in {DIGEST, LAST_BEAT}}
-    return _digest([trial.number, state.name, values, trial.params, attributes])
+    losses = [loss + 0.0 for loss in values]  # SQLite stores -0.0 as 0.0
+    return _digest([trial.number, state.name, losses, trial.params, attributes])
 
 
 def _digest(document: Any) -> str:
