@@ -512,7 +512,7 @@ def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
     x = max(x, 0.0) if side else min(x, 0.0)
     if not why_invalid(recipe, path, x):
         return x, "" if natural else f"the bound, {end:,g}: {bounds.why}"
-    # The multiple of 1/8 closest to the bound at which the recipe is valid.
+    # Of the multiples of 1/8 with a valid recipe, take the one nearest to the bound.
     steps = math.floor(abs(x) / FINEST)
     while steps and why_invalid(recipe, path, math.copysign(steps * FINEST, x)):
         steps -= 1

@@ -48,7 +48,7 @@ def _unbounded(interval: Any) -> Any:
     return (-math.inf, math.inf) if unknown else interval
 
 
-# How study.json is read. JSON has no infinities, so null stands for them there.
+# Types of values in study.json. JSON has no infinities; study.json has null in their place.
 Loss = Annotated[float | None, BeforeValidator(_finite)]  # None if it is not finite
 LossCurve = Annotated[Curve, BeforeValidator(_finite_points)]  # without the points whose loss is not finite
 State = Annotated[

@@ -60,7 +60,7 @@ SWEEPS = 100  # the most sweeps of the coordinate descent
 DIFFERENCES = 0.3, 0.8  # standard deviations between the coefficients of two searches, in units of h
 QUIET = -4.0  # prior mean of c, the log odds of divergence at the start, where one run in fifty diverges
 _SPARSE = 0.3  # rate of the exponential prior of the divergence model
-_STEPS = 60  # of its fit
+_STEPS = 60  # iterations of the fit of the divergence model
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class Budget:
         affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(runs, now))
         costs = {final_runs(*final) for final in self._allowed}
         if any(run.final_of not in {"", self.label} for run in runs):
-            # An earlier, smaller budget had other finalists. A new finalist is compared with them and so confirmed.
+            # An earlier, smaller budget had finalists, too. So even an only new finalist is one of several.
             costs.add(final_runs(1, RERUNS) + 2 * CONFIRMATIONS)
         return max(cost for cost in costs if cost <= affordable)
 

@@ -75,8 +75,8 @@ from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 CHECKPOINTS = "checkpoints"
 # Names in the folder of a study that was killed before it wrote its first result.
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)
-_ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # the run's first trial, and the trial of the attempt
-ANSWERED = "leaven:answered"  # an attribute of a study: a command has run the search to its end
+_ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the run's first trial)-(number of the attempt)
+ANSWERED = "leaven:answered"  # an attribute of a study, set once a command has run the search to its end
 NOTE_AFTER = 5.0  # after so many seconds without the store, the screen says so, and a stopping command gives up
 SAVING = 0.1  # the largest share of the time for writing study.json, which takes seconds with thousands of trials
 
