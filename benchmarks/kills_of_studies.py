@@ -4,8 +4,8 @@
 Two `leaven tune` commands share a study over a cheap shell command. A random one of them is killed with SIGKILL, with
 its process group, at a random moment, and started again immediately. In a study in SQLite, every third kill happens
 while another process holds a lock on the file for seconds. Before every fifth kill, the PostgreSQL server is stopped
-as by `pg_ctl stop -m immediate`, and started again. Each study has TRIALS trials; when it has ended, another one
-begins, until KILLS are reached.
+as by `pg_ctl stop -m immediate`, and started again; a command that found no server at its start is started again,
+too. Each study has TRIALS trials; when it has ended, another one begins, until KILLS are reached.
 
 The command writes each loss to a log of its own. At the end of each study, the benchmark fails if a trial is missing
 or counted twice, if the budget is not used exactly, if a loss differs from that in the log, or if the answer is not
@@ -150,6 +150,10 @@ class Study:
             if now != seen:
                 seen, until = now, time.monotonic() + PATIENCE
             codes = [command.poll() for command in self.commands]
+            for which in range(2):
+                if codes[which] == 2 and self._server and "cannot be opened" in self._last_line(which):
+                    # It started while the server was stopped; leaven promises one line and exit code 2.
+                    self.commands[which], codes[which] = self._start(which), None
             if any(codes) or time.monotonic() > until:
                 raise Failed(f"exit codes {codes}" if any(codes) else f"no new loss for {PATIENCE:.0f} s")
             if None not in codes or (losses < sys.maxsize and 0 in codes):
@@ -188,6 +192,9 @@ class Study:
             raise Failed(f"the loss {best['loss']} is not the mean of the answer's runs with fresh seeds")
         if best["loss"] > min(losses.values()) + 0.004:
             raise Failed(f"the answer {best} is worse than the lowest loss of the log, {min(losses.values())}")
+
+    def _last_line(self, which: int) -> str:
+        return (self.folder / f"{which}.err").read_text().strip().rpartition("\n")[2]
 
     def output(self) -> str:
         return "\n".join((self.folder / f"{which}.err").read_text()[-2_000:] for which in range(2))

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 
 import numpy as np
 
@@ -82,7 +83,7 @@ class Budget:
         limits = {"trials": self.trials, "flops": self.flops, "hours": self.hours}
         return {name: limit for name, limit in limits.items() if limit is not None}
 
-    @property
+    @cached_property
     def label(self) -> str:
         """The budget as text, such as ``100 trials``. Each final run stores this text, so that the final runs of a
         later, larger budget can be told apart."""
