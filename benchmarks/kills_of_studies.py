@@ -8,8 +8,9 @@ as by `pg_ctl stop -m immediate`, and started again; a command that found no ser
 too. Each study has TRIALS trials; when it has ended, another one begins, until KILLS are reached.
 
 The command writes each loss to a log of its own. At the end of each study, the benchmark fails if a trial is missing
-or counted twice, if the budget is not used exactly, if a loss differs from that in the log, or if the answer is not
-the point with the lowest mean loss of its runs.
+or counted twice, if the budget is not used exactly, if a loss differs from that in the log, if the loss of the answer
+is not the mean of its runs with fresh seeds, or if it is above the lowest loss in the log by more than 4 times the
+noise.
 """
 
 import argparse
