@@ -1,12 +1,10 @@
 """Studies on a real PostgreSQL server that is stopped meanwhile."""
 
-import json
 import os
 import pwd
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -14,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import optuna
-import psutil
 import pytest
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
@@ -22,7 +19,6 @@ from optuna.trial import TrialState
 from leaven.errors import InputError
 from leaven.tuning import search
 from leaven.tuning.service import stores
-from leaven.tuning.service.stored_study import jobs_of
 from leaven.tuning.service.stores import StoreGone, open_store
 
 FOUND = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
@@ -127,51 +123,6 @@ def test_a_database_that_stays_away(server: Server) -> None:
         server.start()
     assert "\n" not in str(gone.value)
     assert store.get_all_trials(study) == []
-
-
-COMMAND = """
-command = "echo {lr} {seed} >> ran; until test -e go; do sleep 0.1; done; echo val loss {lr}"
-loss.pattern = "val loss {loss}"
-[space]
-lr = {start = 0.1, low = 0.01, high = 1}
-"""
-
-
-def test_a_killed_command_of_two_over_another_trainer_loses_no_trial(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.toml").write_text(COMMAND)
-    url, ran = server.database("command"), Path("ran")
-    verb = [sys.executable, "-m", "leaven", "tune", "tiny.toml", "--study", url, "--trials", "6", "--noise", "0.01"]
-    killed, other = (
-        subprocess.Popen([*verb, "--out", f"machine-{i}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for i in (1, 2)
-    )
-    request.addfinalizer(other.kill)
-    while not ran.exists() or len(ran.read_text().splitlines()) < 2:  # each runs a trial
-        assert killed.poll() is other.poll() is None
-        time.sleep(0.02)
-    started = psutil.Process(killed.pid).children(recursive=True)
-    killed.kill()
-    killed.communicate()
-    assert psutil.wait_procs(started, 15)[1] == []  # its command has ended, too
-    Path("go").touch()
-    _, errors = other.communicate(timeout=60)
-    assert other.returncode == 0, errors
-    trials = json.loads(Path("machine-2/study.json").read_text())["trials"]
-    assert [trial["state"] for trial in trials] == ["complete"] * 6
-    assert [trial["loss"] for trial in trials] == [trial["values"]["lr"] for trial in trials]
-    assert len(ran.read_text().splitlines()) == 7
-    store = open_store(url)
-    (study,) = store.get_all_studies()
-    stored = store.get_all_trials(study._study_id)
-    jobs = jobs_of(stored)  # without the duplicates of jobs that both began at once
-    (lost,) = (trial for trial in jobs.values() if trial.state is TrialState.FAIL)
-    (again,) = (trial for trial in jobs.values() if trial.user_attrs.get("retry_of") == lost.number)
-    assert f":{killed.pid}:" in lost.user_attrs["owner"]
-    assert f":{other.pid}:" in again.user_attrs["owner"]
-    assert again.params == lost.params
 
 
 @pytest.mark.kills
