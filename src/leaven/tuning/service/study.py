@@ -96,8 +96,12 @@ class Screen(Protocol):
     def note(self, text: str, /) -> None: ...
 
 
-class NoScreen(Screen):
+class NoScreen:
     """A screen that shows nothing."""
+
+    def started(self, number: int, worker: str, /) -> None: ...
+    def ended(self, state: StudyDocument, /) -> None: ...
+    def note(self, text: str, /) -> None: ...
 
 
 class BaseStudy(ABC):
