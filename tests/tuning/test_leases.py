@@ -12,6 +12,7 @@ from optuna.distributions import FloatDistribution
 from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from benchmarks import kills_of_studies
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service import stored_study
 from leaven.tuning.service.leases import Leases, gone, node
@@ -230,6 +231,14 @@ def test_commands_with_other_clocks_share_a_slow_store_and_one_is_killed(tmp_pat
     runs = stored_study.runs_of(study.get_trials(), Axes({"a": (-3.0, 3.0)}))
     assert [run.state for run in runs] == ["complete"] * 14
     assert len({run.job for run in runs}) == 14
+
+
+@pytest.mark.kills
+@pytest.mark.parametrize("store", ["journal", "sqlite", "postgresql"])
+def test_killed_commands_of_two_lose_no_trial(store: str) -> None:
+    if store == "postgresql" and not kills_of_studies.FOUND:
+        pytest.skip("no PostgreSQL server (Debian: postgresql)")
+    assert kills_of_studies.main(6, store, seed=0) == 0
 
 
 def test_hours_of_a_run_are_by_the_clock_of_its_own_machine() -> None:

@@ -2,15 +2,12 @@
 
 import numpy as np
 from benchmarks._landscapes import Landscape, landscape
-from tests.tuning.test_answer import DIMENSIONS, OPTIMUM, study
 
 from leaven.tuning import search
-from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.sensitivity import best_pair, further_gain
 from leaven.tuning.algorithm.trust_region import Axes, Region, region
 from leaven.tuning.service.search import SearchResult
 from leaven.tuning.service.search_loop import Proposal
-from leaven.views.points import outlook_facts
 
 D = 9
 NAMES = [f"{'lr' if i % 3 == 0 else 'v'}.{i}" for i in range(D)]
@@ -76,13 +73,3 @@ def test_a_gain_beyond_the_divergence_boundary_is_none() -> None:
     gain = further_gain(now, AXES, points, losses, searched=proposed, best=best)
     assert gain is not None
     assert gain < 0.06  # at most 0.5 (0.6 - best) is left, and the others' 0.3 x^2
-
-
-def test_the_answer_says_it_in_two_lines() -> None:
-    found = answer(study([OPTIMUM]), DIMENSIONS, 0.02)
-    assert found.outlook is not None
-    text = str(outlook_facts(found.outlook, found.noise_floor))
-    assert f"{found.outlook.trials} more trials are expected to gain" in text
-    assert "less than the noise" in text
-    assert "alone bring" in text
-    assert answer(study(), DIMENSIONS, 0.02).outlook is None  # before the search has ended

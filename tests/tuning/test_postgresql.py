@@ -1,12 +1,10 @@
 """Studies on a real PostgreSQL server that is stopped meanwhile."""
 
-import json
 import os
 import pwd
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -14,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import optuna
-import psutil
 import pytest
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
@@ -22,7 +19,6 @@ from optuna.trial import TrialState
 from leaven.errors import InputError
 from leaven.tuning import search
 from leaven.tuning.service import stores
-from leaven.tuning.service.stored_study import jobs_of
 from leaven.tuning.service.stores import StoreGone, open_store
 
 FOUND = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
@@ -129,51 +125,6 @@ def test_a_database_that_stays_away(server: Server) -> None:
     assert store.get_all_trials(study) == []
 
 
-COMMAND = """
-command = "echo {lr} {seed} >> ran; until test -e go; do sleep 0.1; done; echo val loss {lr}"
-loss.pattern = "val loss {loss}"
-[space]
-lr = {start = 0.1, low = 0.01, high = 1}
-"""
-
-
-def test_a_killed_command_of_two_over_another_trainer_loses_no_trial(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.toml").write_text(COMMAND)
-    url, ran = server.database("command"), Path("ran")
-    verb = [sys.executable, "-m", "leaven", "tune", "tiny.toml", "--study", url, "--trials", "6", "--noise", "0.01"]
-    killed, other = (
-        subprocess.Popen([*verb, "--out", f"machine-{i}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for i in (1, 2)
-    )
-    request.addfinalizer(other.kill)
-    while not ran.exists() or len(ran.read_text().splitlines()) < 2:  # each runs a trial
-        assert killed.poll() is other.poll() is None
-        time.sleep(0.02)
-    started = psutil.Process(killed.pid).children(recursive=True)
-    killed.kill()
-    killed.communicate()
-    assert psutil.wait_procs(started, 15)[1] == []  # its command has ended, too
-    Path("go").touch()
-    _, errors = other.communicate(timeout=60)
-    assert other.returncode == 0, errors
-    trials = json.loads(Path("machine-2/study.json").read_text())["trials"]
-    assert [trial["state"] for trial in trials] == ["complete"] * 6
-    assert [trial["loss"] for trial in trials] == [trial["values"]["lr"] for trial in trials]
-    assert len(ran.read_text().splitlines()) == 7
-    store = open_store(url)
-    (study,) = store.get_all_studies()
-    stored = store.get_all_trials(study._study_id)
-    jobs = jobs_of(stored)  # without the duplicates of jobs that both began at once
-    (lost,) = (trial for trial in jobs.values() if trial.state is TrialState.FAIL)
-    (again,) = (trial for trial in jobs.values() if trial.user_attrs.get("retry_of") == lost.number)
-    assert f":{killed.pid}:" in lost.user_attrs["owner"]
-    assert f":{other.pid}:" in again.user_attrs["owner"]
-    assert again.params == lost.params
-
-
 @pytest.mark.kills
 def test_outages_of_the_server_lose_and_repeat_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server stops three times while three commands run trials."""
@@ -205,66 +156,3 @@ def test_outages_of_the_server_lose_and_repeat_nothing(server: Server, monkeypat
     assert {trial.state for trial in study.trials} == {TrialState.COMPLETE}
     assert [trial.number for trial in study.trials] == sorted(ended)
     assert all(trial.value == trial.params["x"] == trial.user_attrs["x"] for trial in study.trials)
-
-
-@pytest.mark.kills
-def test_two_killed_commands_of_four_lose_no_trial(server: Server, tiny_file: Path, tmp_path: Path) -> None:
-    url, trials = server.database("kills"), 8
-    small = ["--set", "data.tokens=2048", "--set", "schedule.warmup_tokens=256", "--space", "hyperparameters.lr"]
-    verb = [sys.executable, "-m", "leaven", "tune", str(tiny_file), "--study", url, "--trials", str(trials)]
-    verb += ["--workers", "1", "--json", "--method", "random", *small]
-    commands = [
-        subprocess.Popen(
-            [*verb, "--out", str(tmp_path / f"machine-{which}")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for which in range(4)
-    ]
-    store = open_store(url)
-
-    def of(command: "subprocess.Popen[str]", *states: TrialState) -> list[optuna.trial.FrozenTrial]:
-        (study,) = store.get_all_studies()
-        trials = store.get_all_trials(study._study_id, deepcopy=False, states=states or None)
-        return [trial for trial in trials if f":{command.pid}:" in trial.user_attrs.get("owner", "")]
-
-    while not store.get_all_studies():
-        assert all(command.poll() is None for command in commands)
-        time.sleep(0.02)
-    while len(commands) > 2:
-        assert all(command.poll() is None for command in commands)
-        # Do not kill a retry: a run that dies twice has failed.
-        first_tries = [c for c in commands if any("retry_of" not in t.user_attrs for t in of(c, TrialState.RUNNING))]
-        for command in first_tries[:1]:
-            command.kill()
-            command.wait()
-            commands.remove(command)
-        time.sleep(0.01)
-    documents = []
-    for command in commands:
-        out, errors = command.communicate(timeout=240)
-        assert command.returncode == 0, errors
-        documents.append(json.loads(out))
-    assert documents[0]["best"]["loss"] == documents[1]["best"]["loss"]
-    assert [document["trials"] for document in documents] == [trials, trials]
-    kept = [
-        json.loads(Path(document["best"]["recipe"]).with_name("study.json").read_text())["trials"]
-        for document in documents
-    ]
-    assert kept[0] == kept[1]
-    # A command may have started a retry between the check and the kill.
-    failed = {trial["number"] for trial in kept[0] if trial["state"] == "failed"}
-    # Trials of the killed commands have failed in the store, and others have retried their runs.
-    (study,) = store.get_all_studies()
-    everything = store.get_all_trials(study._study_id)
-    owned = [trial for trial in everything if "owner" in trial.user_attrs]
-    stored = [trial for trial in owned if jobs_of(everything)[trial.user_attrs["job"]] is trial]
-    assert {trial.state for trial in stored} <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
-    ended = [trial for trial in stored if trial.state is not TrialState.FAIL or trial.number in failed]
-    assert all("retry_of" in everything[number].user_attrs for number in failed)
-    origins = [trial.user_attrs.get("retry_of", trial.number) for trial in ended]
-    assert len(origins) == len(set(origins)) == trials
-    assert {trial.number for trial in ended} == {trial["number"] for trial in kept[0]}
-    lost = [trial for trial in stored if trial not in ended and len(trial.params) == 1]
-    assert {trial.number for trial in lost} <= set(origins)

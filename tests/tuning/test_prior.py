@@ -211,7 +211,7 @@ def test_an_earlier_study_that_says_nothing_is_refused(folder: Path, tiny: Recip
     curves = [{**document["trials"][0], "curve": curve} for curve in (None, [5], [[]], [{}])]
     for damage in ({"best": best}, *({"trials": [trial]} for trial in curves), {"trials": 3}):
         (folder / "study.json").write_text(json.dumps(document | damage))
-        with pytest.raises(InputError, match=r"its study\.json is damaged; run its leaven tune command again"):
+        with pytest.raises(InputError, match=r"its study\.json is damaged; run the leaven tune command"):
             earlier_trials(folder, searched)
 
 

@@ -149,7 +149,7 @@ def test_values_of_0_are_left_out_of_a_set_and_refused_by_name(tiny: Recipe) -> 
     full, whole = space(still, "per-module-full"), space(tiny, "per-module-full")
     assert {path for path, _ in full.left_out} == set(whole.paths) - set(full.paths)
     assert all("weight_decay" in path for path, _ in full.left_out)
-    with pytest.raises(InputError, match="weight_decay is 0 in the recipe, and so is every multiple"):
+    with pytest.raises(InputError, match="weight_decay is 0 in the recipe, and every multiple"):
         space(still, "hyperparameters.modules.mlp.in.weight_decay")
     with pytest.raises(InputError, match="nothing is left to search"):
         space(still, "hyperparameters.modules.*.weight_decay")
@@ -367,7 +367,7 @@ def test_muon_has_values_of_its_own(tiny: Recipe) -> None:
     assert not any("muon" in path for name in SETS for path in space(tiny, name).paths)
     for recipe, path, says in (
         (tiny, f"{own}lr", "there is no Muon; set hyperparameters.optimizer"),
-        (shared, f"{own}lr", "it is that of AdamW; set it, or search hyperparameters.lr for both"),
+        (shared, f"{own}lr", "it equals hyperparameters.lr; set it in the recipe, or search"),
         (shared, "hyperparameters.optimizer", "separately"),
         (shared, "hyperparameters.modules.mlp.out.beta2", "Muon updates mlp.out, and has no beta2"),
     ):

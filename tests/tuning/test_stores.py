@@ -310,7 +310,7 @@ def without_psycopg(path: Path) -> None:
         (is_text, "{}", "not a journal of Optuna"),
         (has_other_records, "{}", "not a journal of Optuna"),
         (is_database, "{}", "an SQLite database; give sqlite:////"),
-        (is_damaged, "{}", "line 2 is damaged; keep only the lines before it: head -n 1"),
+        (is_damaged, "{}", "line 2 is damaged; restore the file from a backup, or keep .* head -n 1"),
         (os.mkfifo, "{}", "a pipe or a device, not a regular file"),
         (Path.mkdir, "{}", "a folder; give the file of a journal, such as .*journal.log"),
         (None, "sqlite:///{}/study.db", "there is no folder"),
@@ -342,6 +342,23 @@ def test_tables_of_another_version_are_refused(tmp_path: Path) -> None:
     database.close()
     with pytest.raises(InputError, match="no longer compatible with the table schema"):
         open_store(f"sqlite:///{tmp_path / 'study.db'}")
+
+
+@pytest.mark.parametrize("page", [1, 3])  # of the tables' schema, and of the trials
+def test_a_damaged_page_of_a_database_is_one_line(tmp_path: Path, page: int) -> None:
+    where = tmp_path / "study.db"
+    begun(f"sqlite:///{where}")[0].remove_session()
+    content = bytearray(where.read_bytes())
+    content[page * 4096 : (page + 1) * 4096] = bytes(4096)
+    where.write_bytes(content)
+
+    def read() -> None:
+        store = open_store(f"sqlite:///{where}")
+        store.get_all_trials(store.get_study_id_from_name("s"))
+
+    with pytest.raises(InputError, match=r"study\.db (is damaged|cannot be opened).*malformed") as refused:
+        read()
+    assert "\n" not in str(refused.value)
 
 
 def test_optunas_dashboard_opens_a_study_unchanged(tmp_path: Path) -> None:

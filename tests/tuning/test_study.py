@@ -516,7 +516,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("has the results of 2 trials, but .* none of them", {"out": "ended", "store": "blank.db"}),
     ("has the results of 2 trials, but .* none of them", {"out": "ended"}),
     ("contains the study leaven, not tiny; use another --study", {"out": "leaven"}),
-    ("not a journal of Optuna; give another file", {"out": "notes"}),
+    ("not a journal of Optuna", {"out": "notes"}),
     ("is not empty and contains no study; use another folder", {"out": "full"}),
     ("full/x is a file; give a folder", {"out": "full/x/study", "store": "new.db"}),
     ("there is no folder .*none", {"out": "new", "store": "none/new.db"}),

@@ -14,13 +14,14 @@ searched value or one of these:
 - ``{seed}``: the seed of the trial.
 - ``{out}``: an empty folder for the output of the trial.
 - ``{worker}``: the index of the worker that runs the command, from 0.
-- ``{config}``: the path of the file ``config``, filled in.
+- ``{config}``: the path of a copy of the file ``config`` in which all placeholders are filled in.
 
-In a command for a recipe, a placeholder is the path of any value of the recipe, or the short form of the path
-(``{lr}`` for ``hyperparameters.lr``), or ``{recipe}``, the path of a file with the recipe of the trial.
+``leaven tune RECIPE --command TEXT`` searches values of a recipe instead. There a placeholder is also the path of any
+value of the recipe, or the short form of the path (``{lr}`` for ``hyperparameters.lr``), or ``{recipe}``: the path of
+a file with the recipe of the trial.
 
-``{{name}}`` stands for ``{name}``, and ``${name}`` is left to the shell. In the command, a value that the shell would
-misread, such as a text with spaces, is quoted; its placeholder must not be inside quotes.
+Write ``{{name}}`` for the text ``{name}``. ``${name}`` is left to the shell. leaven quotes a value that the shell
+would misread, such as a text with spaces. So its placeholder must not be inside quotes.
 """
 
 import json
@@ -32,7 +33,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 import tomlkit
 from pydantic import AfterValidator, Field, model_validator
@@ -47,19 +48,20 @@ from leaven.tuning.space import SearchSpace
 from leaven.tuning.study_document import Dimension
 
 SEED, OUT, WORKER, CONFIG, RECIPE = "seed", "out", "worker", "config", "recipe"
-OF_TRIAL = (SEED, OUT, WORKER, CONFIG)  # placeholders that are no values
+OF_TRIAL = (SEED, OUT, WORKER, CONFIG)  # placeholders that are not searched values
 NAME = r"[A-Za-z_][\w-]*"
 _PLACEHOLDER = re.compile(r"\{(\{[A-Za-z_][\w.\-\[\]]*\})\}|(?<!\$)\{([A-Za-z_][\w.\-\[\]]*)\}")
 _QUOTING = re.compile(rf"{_PLACEHOLDER.pattern}|\\[^{{]|['\"\n]|(?<![^\s;&|()])#")
 _NESTED = re.compile(r"`|<<|\$[('\"]|\$\{\w*[^\w}]")  # parts of a command in which quotes mean something else
-# A complete number: not a part of another number or of a word. 1,234.5 does not match.
+# A complete number: not a part of another number or of a word. In "1,234.5" there is no match.
 _BEFORE, _AFTER = r"(?<!\d)(?<!\d[.eE])(?<!\d[eE][-+])", r"(?!\.?\d|[eE][-+]?\d)"
 _DIGITS = rf"{_BEFORE}[-+]?(?:\d+(?![,_]\d)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?{_AFTER}"
 _NUMBER = rf"{_DIGITS}|[-+]?(?i:nan|inf(?:inity)?)(?!_?[^\W\d_]|\d)"
 _STEP = r"\d[\d,_]*"
 SOURCES = ("pattern", "jsonl", "tensorboard", "wandb")
-OF_MACHINE = ("timeout_seconds", "prune", "devices", "resume")  # keys that may differ between machines and resumes
-DIGITS = 6  # significant digits of a value
+# Keys that may differ between the commands of a study, for example on another machine.
+OF_MACHINE = ("timeout_seconds", "prune", "devices", "resume")
+DIGITS = 6  # significant digits of a searched number in the command
 
 
 def _text(text: str) -> str:
@@ -88,14 +90,16 @@ def _expression(pattern: str) -> str:
 class LossSource(Part):
     """Where a command reports its losses. The last one is the loss of the trial."""
 
-    pattern: str | None = None  # a regular expression, in which {loss} stands for a number and {step} for a count
+    pattern: str | None = None  # a regular expression with {loss} for the number and {step} for the step
     file: Text | None = None  # the text file that the pattern reads; by default the output of the command
     jsonl: Text | None = None  # a file with a JSON object per line
     tensorboard: Text | None = None  # a folder with TensorBoard event files
     wandb: Text | None = None  # a folder with an offline run of Weights & Biases
     key: str | None = None  # the name of the loss in a JSON line, in TensorBoard or in W&B
     step: str | None = None  # the name of the step in a JSON line
-    tokens_per_step: Annotated[int, Field(gt=0)] | None = None  # if it is known, curves are over tokens
+    tokens_per_step: Annotated[int, Field(gt=0)] | None = (
+        None  # if given, loss curves are over tokens instead of steps
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -129,7 +133,7 @@ class LossSource(Part):
 
     @property
     def progress(self) -> str:
-        """What the losses are counted by."""
+        """The x-axis of the loss curves: tokens, steps, or losses (the number of losses so far)."""
         if self.tokens_per_step is not None:
             return "tokens"
         stepped = self.step or "{step}" in (self.pattern or "") or self.tensorboard or self.wandb
@@ -170,23 +174,23 @@ class Command(Part):
 
     @property
     def used(self) -> set[str]:
-        """The names of the placeholders."""
+        """The names of all placeholders, also of those in the file ``config``."""
         return self._required | (_names(self.template) if CONFIG in self._required else set())
 
     @property
     def _required(self) -> set[str]:
-        """The placeholders that must exist. A file ``config`` may contain other words in braces."""
+        """The names of the placeholders outside of the file ``config``, which may have other words in braces."""
         return _names(self.command, *self.environment.values(), self.loss.where or "")
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What all commands on a study must share."""
+        """The keys that must be equal in all ``leaven tune`` commands on a study."""
         shared = self.model_dump(include={"command", "loss", "environment", "diverged"}, exclude_none=True)
         text = blake2b(self.template.encode(), digest_size=8).hexdigest()
         return shared | ({} if self.config is None else {"config": text})
 
     def check(self, space: SearchSpace) -> None:
-        """Raise InputError if the placeholders are not the values of the space."""
+        """Raise InputError if a searched value has no placeholder, or a placeholder has no value."""
         known = space.placeholders(dict.fromkeys(space.paths, 0.0), space.seed)
         of_recipe = RECIPE in self.used and space.kind == "recipe"
         names = {*known, *OF_TRIAL, *([RECIPE] if of_recipe else [])}
@@ -201,12 +205,14 @@ class Command(Part):
         if self.loss.where is not None and OUT not in _names(self.loss.where):
             raise InputError(
                 f"the losses are read from {self.loss.where}, which all trials share, so a trial could get the "
-                "losses of another; write them to {out}, a folder of the trial, and begin this path with {out}/"
+                "losses of another; write them to {out}, the folder of the trial, and begin this path with {out}/"
             )
         if self.config is None and CONFIG in self.used:
             raise InputError('the command has {config}, but there is no file; add config = "FILE"')
         if self.config is not None and CONFIG not in self.used:
-            raise InputError(f"the command does not read {self.config}; write {{config}} where its path belongs")
+            raise InputError(
+                f"the command does not read {self.config}; in the command, write {{config}} for the path of this file"
+            )
         for path in space.paths:
             if not (of_recipe or {path, short_path(path)} & self.used):
                 raise InputError(
@@ -228,7 +234,7 @@ class Command(Part):
             if name in values and quoted[name] != (text := text_of(values[name])):
                 raise InputError(
                     f"{{{name}}} is inside quotes, a comment or a substitution of the shell, where its value "
-                    f"{text!r} would be misread; write {{{name}}} outside of them"
+                    f"{text!r} would be misread; write {{{name}}} outside of it"
                 )
         return fill(self.command, quoted)
 
@@ -244,11 +250,13 @@ class Command(Part):
 class SearchedValue(Part):
     """A searched value of a command: a number from ``low`` to ``high``, or one of several ``choices``."""
 
-    start: int | float | None = None  # where the search begins; if it is a whole number, so are all values
+    start: int | float | None = None  # where the search begins; if it is a whole number, all values are
     low: int | float | None = None
     high: int | float | None = None
-    unit: Literal["octave", "tenth", "beta"] = "octave"  # see :func:`leaven.tuning.point.moved`
-    choices: Annotated[list[bool | int | float | str], Field(min_length=2)] | None = None  # the first is the start
+    unit: Literal["octave", "tenth", "beta"] = "octave"  # of distances, see :func:`leaven.tuning.point.moved`
+    choices: Annotated[list[bool | int | float | str], Field(min_length=2)] | None = (
+        None  # the search starts at the first
+    )
 
     @model_validator(mode="after")
     def _valid(self) -> Self:
@@ -265,8 +273,8 @@ class SearchedValue(Part):
             raise ValueError(f"start = {self.start:g} is not between low = {self.low:g} and high = {self.high:g}")
         if isinstance(self.start, int) and not (isinstance(self.low, int) and isinstance(self.high, int)):
             raise ValueError(
-                f"start = {self.start} is a whole number, so all values are; write start = {self.start}.0, or low "
-                "and high as whole numbers"
+                f"start = {self.start} is a whole number, so all values must be; write start = {self.start}.0, or "
+                "give low and high as whole numbers"
             )
         if self.unit == "octave" and self.low <= 0:
             raise ValueError('a search multiplies this value, so low must be above 0; or set unit = "tenth"')
@@ -275,7 +283,8 @@ class SearchedValue(Part):
         return self
 
     def moved(self, octaves: float) -> Value:
-        """Return the value at a distance from the start, rounded to 6 significant digits."""
+        """Return the value at a distance from the start, rounded to 6 significant digits. For a choice, the distance
+        is an index."""
         if self.choices is not None:
             return self.choices[round(octaves)]
         start, low, high = self._range
@@ -286,17 +295,14 @@ class SearchedValue(Part):
         return min(max(rounded, low), high)
 
     def distance(self, value: Value) -> float:
-        """Return the distance of a value from the start. For a choice, it is the index."""
+        """Return the distance of a value from the start, in ``unit``. For a choice, return its index."""
         if self.choices is not None:
             return float(self.choices.index(value))
         return distance_in(self.unit, self._range[0], float(value))
 
     @property
     def _range(self) -> tuple[float, float, float]:
-        assert self.start is not None
-        assert self.low is not None
-        assert self.high is not None
-        return self.start, self.low, self.high
+        return cast(tuple[float, float, float], (self.start, self.low, self.high))
 
     def dimension(self, name: str) -> Dimension:
         if self.choices is not None:
@@ -331,12 +337,14 @@ def _name_of_study(name: str) -> str:
 
 
 class CommandFile(Command):
-    """A command and its search space."""
+    """The content of a command file: a command and its search space."""
 
     name: Annotated[str, AfterValidator(_name_of_study)]  # the name of the study; by default the name of the file
-    seed: Annotated[int, Field(ge=0)] = 0  # the seed of the search; the placeholder {seed} counts up from it
+    seed: Annotated[int, Field(ge=0)] = (
+        0  # the seed of the search; {seed} is this seed, or in repeated runs this seed + 1, + 2, ...
+    )
     space: Annotated[dict[str, SearchedValue], AfterValidator(_names_of_values)]
-    why: dict[str, str] = {}  # reasons of values
+    why: dict[str, str] = {}  # the reason for the start of each value
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
         """Return the values, by name, at these distances from the start."""
@@ -348,7 +356,7 @@ class CommandSpace(SearchSpace):
     """The search space of a command file."""
 
     file: CommandFile
-    text: str  # of the file, whose comments are kept
+    text: str  # the content of the file, with its comments
 
     kind = "command file"
 
@@ -367,7 +375,7 @@ class CommandSpace(SearchSpace):
         return self.values(octaves)
 
     def write(self, path: Path, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> None:
-        """Write the command file with the start at a point."""
+        """Write a command file whose search starts at a point."""
         document = tomlkit.parse(self.text)
         changes: dict[str, Any] = {}
         for name, value in self.values(octaves).items():
@@ -386,7 +394,7 @@ class CommandSpace(SearchSpace):
 
 
 def command_space(path: Path, overrides: list[str] | None = None) -> CommandSpace:
-    """Return the search space of a command file, with the values of ``--set``."""
+    """Return the search space of a command file. ``overrides`` are the values of ``--set``, such as ``seed=4``."""
     text = read_text(path)
     document = {"name": path.stem} | parse_toml(text, str(path), overrides or [])
     file = validated(CommandFile, document, str(path))
@@ -403,14 +411,14 @@ def is_command_file(path: Path) -> bool:
 
 
 def text_of(value: Value) -> str:
-    """Return a value as every reader of command lines, TOML, JSON and YAML understands it."""
+    """Return a value as text that is read alike in a command line, TOML, JSON and YAML."""
     text = value if isinstance(value, str) else json.dumps(value)
     # YAML 1.1 reads 1e-05 as text, but 1.0e-05 as a number.
     return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
 
 
 def fill(text: str, values: Mapping[str, Value]) -> str:
-    """Return the text with values in place of placeholders. Other names in braces stay."""
+    """Return the text with values in place of placeholders. Other names in braces are not changed."""
 
     def replaced(found: re.Match[str]) -> str:
         return found[1] or (text_of(values[found[2]]) if found[2] in values else found[0])
@@ -426,7 +434,7 @@ def _in_quotes(command: str) -> set[str]:
     """Return the names of the placeholders of a shell command that are, or may be, inside quotes or a comment."""
     if _NESTED.search(command):
         return _names(command)
-    found, inside, at = set[str](), "", 0  # ``inside`` is a quote, or # in a comment
+    found, inside, at = set[str](), "", 0  # ``inside`` is the open quote, or # in a comment
     while token := _QUOTING.search(command, at):
         text, at = token[0], token.end()
         if token[2]:

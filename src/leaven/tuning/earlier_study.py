@@ -1,20 +1,21 @@
-"""Reads the trials of an earlier study, which a new search uses as prior knowledge (``--from-study``).
+"""Read the trials of an earlier study, which a new search uses as prior knowledge (``--from-study``).
 
 The new search may have another model size, or search other values. The recipes of the study and of the search must
 have the same scaling rule and the same base (the model size, batch and run length for which the hyperparameters are
 written). Then equal hyperparameters mean the same at every size.
 
-Each trial of the study becomes a point of the new search: for each value, its distance from the new search's recipe.
+Each trial of the earlier study becomes a point of the new search. A point has the distance of each value from its
+value in the new recipe.
 
 - If the new search varies a multiplier of a module but not the global hyperparameter, the distance of the multiplier
-  includes that of the global hyperparameter. For example, a study that doubled the global lr has doubled the lr of
-  every module. So a study of global hyperparameters also informs a search of multipliers.
+  includes that of the global hyperparameter. Example: a trial of the earlier study with twice the global lr has the
+  distance 1 octave for the lr of every module.
 - The warm-up is compared as a share of the run's tokens.
 - The batch size and the run's tokens are chosen for each model size, and no rule scales them. So their distance is
-  measured within the earlier study, from the start point of that study. But if the new recipe's batch size or tokens
-  were found by a study, the distance of that value is measured from the best point of the earlier study.
+  measured from the start point of the earlier study. But if a study found the batch size (or the tokens) of the new
+  recipe, the distance is measured from the best point of the earlier study.
 
-Of two command files, values of the same name are compared. Whether they mean the same, only the user knows.
+If both studies run a command, values of the same name are compared. Only the user knows whether they mean the same.
 """
 
 import json
@@ -39,15 +40,15 @@ from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial
 PointOf = Callable[[StudyTrial, Sequence[Dimension]], list[float]]
 
 LEAST = 4  # the fewest finished trials that an earlier study must have
-MEASURED = 4  # the fewest degrees of freedom of a noise that the new search takes over
+MEASURED = 4  # the new search uses the noise of the earlier study if it has at least so many degrees of freedom
 
 
 def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, float | None]:
     """Return (trials, noise): the finished trials of the study in ``folder`` as points of ``space``, and the standard
     deviation of the loss between seeds in this study. The noise is None if too few runs measured it.
 
-    The first columns of the points are the distances of the values of ``space``. The other columns are numbers that
-    only the earlier study searched. Their distances are divided by the typical distance of an optimum (``scale``).
+    The first columns of the points are the distances of the values of ``space``. The other columns are the distances
+    of numbers that only the earlier study searched, divided by the typical distance of an optimum (``scale``).
 
     Raises:
         InputError: if the folder has no readable study, if the study has another base or scaling rule or too few
@@ -80,7 +81,7 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:
-    """Return the function that computes the point of a trial, with the recipe from which the study started."""
+    """Return the function that computes the point of a trial of the study in ``folder``, whose trials are recipes."""
     recipe, centre = space.recipe, read_recipe(folder / "centre.toml")
     if (centre.base, centre.scaling.rule) != (recipe.base, recipe.scaling.rule):
         raise InputError(
@@ -114,7 +115,7 @@ def _read(folder: Path, what: str) -> StudyDocument:
         raise InputError(f"{what}: no study.json there; give the folder of a leaven tune --study") from None
     except (ValueError, RecursionError):  # a ValidationError is a ValueError
         raise InputError(
-            f"{what}: its study.json is damaged; run its leaven tune command again to write it"
+            f"{what}: its study.json is damaged; run the leaven tune command of that study again, which writes it"
         ) from None
 
 
@@ -122,7 +123,7 @@ def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float])
     """Return the distance from the value at ``path`` in ``space.recipe`` to the value in ``there``, the recipe of a
     trial.
 
-    ``since`` maps ``batch.tokens`` and ``data.tokens`` to their distances, which are returned as they are.
+    ``since`` maps ``batch.tokens`` and ``data.tokens`` to their distances, which are returned unchanged.
     """
     here = space.recipe
     if path in since:

@@ -1,8 +1,9 @@
-"""Converts points of a search space to recipes.
+"""Convert points of a search space to recipes.
 
-A point is one candidate of a search. It maps the path of each searched value to the distance of this value from the
-value in the recipe. So the recipe itself, the start of the search, has the distance 0 everywhere. The code calls
-distances ``octaves``, whatever their unit. A study's store has the same numbers as the ``params`` of a trial.
+A point is one candidate of a search. For each searched value, by its path in the recipe, it has the distance of the
+value from the value in the recipe. So the recipe itself, which is the start of the search, has the distance 0
+everywhere. The code calls distances ``octaves``, whatever their unit. A study's store has the same numbers as the
+``params`` of a trial.
 
 Most distances are in octaves: a distance of 1 doubles the value. Some values have further rules:
 
@@ -13,15 +14,16 @@ Most distances are in octaves: a distance of 1 doubles the value. Some values ha
 - ``batch.tokens`` is rounded to whole sequences; a batch ramp or batch stages are scaled in proportion. The sequences
   and their order stay the same, so a larger batch means fewer steps.
 - When ``batch.tokens`` or ``data.tokens`` changes, the scaling rule adapts lr, betas, eps and weight decay, as in
-  :func:`leaven.scaling.transfer.transfer`. (With ``rule = "standard"`` nothing is adapted.) The scaling rule needs a
-  base: the model size, batch and run length for which the hyperparameters are written. If the recipe has no base, its
-  size, batch and run length before the change become the base.
+  :func:`leaven.scaling.transfer.transfer`. (``rule = "standard"`` adapts nothing.) The scaling rule needs a base: the
+  model size, batch and run length for which the hyperparameters are written. If the recipe has no base, its own size,
+  batch and run length before the change become the base.
 - ``hyperparameters.depth.lr[2]`` and other points of a depth profile: a profile of one point is first replaced by
   three equal points (fewer if the model has fewer blocks).
 
-Values that may be 0 (``TENTHS``), such as dropout, have distances in tenths: a distance of 1 adds 0.1. A choice has
-several options, called levels (``CHOICES``). The distance is then the index of a level: the recipe's own level has
-index 0, and the other levels follow in the order of ``CHOICES``.
+Values that may be 0 (``TENTHS``), such as dropout, have distances in tenths: a distance of 1 adds 0.1. A value that
+has one of several names, such as ``schedule.decay``, is called a choice, and the names are its levels (``CHOICES``).
+Its distance is the index of a level: the recipe's own level has index 0, and the other levels follow in the order of
+``CHOICES``.
 """
 
 import math
@@ -111,7 +113,7 @@ def value_at(recipe: Recipe, path: str) -> Value | None:
 
 
 def distance(path: str, value: float, to: float) -> float:
-    """Return the distance at which the recipe's ``value`` at ``path`` becomes the value ``to``."""
+    """Return the distance from the recipe's ``value`` at ``path`` to the value ``to``."""
     return distance_in(_unit(path), value, to)
 
 
@@ -120,8 +122,11 @@ def _unit(path: str) -> str:
 
 
 def moved(unit: str, value: float, x: float) -> float:
-    """Return a value at the distance ``x``. By ``unit``: an ``octave`` doubles the value, a ``tenth`` adds 0.1, and
-    for a ``beta`` an octave doubles the logarithm, which halves the half-life."""
+    """Return the number at the distance ``x`` from ``value``.
+
+    A distance of 1 doubles the value if the unit is ``octave`` and adds 0.1 if it is ``tenth``. If it is ``beta``, a
+    distance of 1 doubles the logarithm: beta 0.9 becomes 0.81, whose half-life is half as long.
+    """
     match unit:
         case "tenth":
             return value + x / 10
@@ -132,7 +137,7 @@ def moved(unit: str, value: float, x: float) -> float:
 
 
 def distance_in(unit: str, value: float, to: float) -> float:
-    """Return the distance at which ``value`` becomes ``to``: the inverse of :func:`moved`."""
+    """Return the distance from ``value`` to ``to``. This is the inverse of :func:`moved`."""
     match unit:
         case "tenth":
             return 10 * (to - value)

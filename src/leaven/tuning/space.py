@@ -1,4 +1,4 @@
-"""Search spaces: which values of a recipe are searched, and how far, with the reasons (``BOUNDS``).
+"""Define search spaces: which values of a recipe are searched, and how far. ``BOUNDS`` has the reasons.
 
 The user gives a space by the name of a set or by the paths of values. Distances from the recipe are in octaves: one
 octave doubles a value. ``point.py`` lists the values with other units. The sets are:
@@ -13,10 +13,9 @@ octave doubles a value. ``point.py`` lists the values with other units. The sets
 - ``per-module-full`` has every quantity by module and over depth, about 90 values. In the same paper, a separate lr
   for each layer and module gained almost nothing.
 
-Some values can replace each other: multiplying one by c and dividing another by c gives the same model. The loss then
-has a valley without a unique minimum, so neither of the two values has an optimum of its own. A search that corrects
-each of the two by itself makes the same correction twice. So ``per-module`` leaves out values that other values can
-replace:
+Some values can replace each other: multiplying one by c and dividing another by c gives the same model. Then neither
+of the two has an optimum of its own: the loss has a valley, along which it does not change. A search that moves both
+values makes the same correction twice. So ``per-module`` leaves out values that other values can replace:
 
 - It leaves out the global value of a quantity if the multipliers of this quantity in all modules are searched. Moving
   all these multipliers together has the same effect. Start such a search at the best global values.
@@ -78,12 +77,12 @@ class Bounds:
     """The bounds of a searched value. For a multiplier of a module or over depth, ``low`` and ``high`` limit the
     multiplier times the global value."""
 
-    low: float  # in the unit of the value
-    high: float
+    low: float  # the lowest value, in the unit of the recipe
+    high: float  # the highest value
     near: float  # a search begins within this distance of the recipe's value, in octaves or tenths (steps of 0.1)
     scale: float  # octaves or tenths from the recipe to a typical optimum
     why: str  # the reason for the bounds, shown to the user
-    of_run: bool = False  # whether low and high are fractions of data.tokens
+    of_run: bool = False  # whether low and high are shares of data.tokens
     natural: tuple[bool, bool] = (False, False)  # whether values below low, and above high, are impossible
 
 
@@ -127,7 +126,7 @@ class SearchSpace(ABC):
     left_out: tuple[tuple[str, str], ...] = ()  # path and reason of values that are not searched
     earlier: EarlierTrials | None = None  # trials of an earlier study, as points of this space
 
-    kind: ClassVar[str]  # what the file of the start is called in messages
+    kind: ClassVar[str]  # what messages call the file with the start: recipe or command file
 
     @property
     @abstractmethod
@@ -145,7 +144,8 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
-        """Return all values, by name, that a command may use at a point. See :mod:`leaven.tuning.command`.
+        """Return all values that a command may use at a point, by the name of the placeholder. See
+        :mod:`leaven.tuning.command`.
 
         Raises:
             ValueError: if the values are invalid together.
@@ -153,11 +153,13 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def write(self, path: Path, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> None:
-        """Write the file of the start at the distances ``octaves``, with a reason for values under ``[why]``."""
+        """Write a recipe or command file with the values at the distances ``octaves``, and with ``reasons`` under
+        ``[why]``."""
 
     @abstractmethod
     def changes_since(self, path: Path) -> list[Difference]:
-        """Return the changes since :meth:`write` wrote the start to ``path`` that make trials incomparable."""
+        """Return the differences between the start in the file ``path`` and this start that make losses of trials
+        incomparable."""
 
     @property
     def axes(self) -> Axes:
@@ -193,8 +195,8 @@ class SearchSpace(ABC):
         return replace(self, dimensions=informed, earlier=earlier)
 
     def within_near(self) -> Self:
-        """Return the space limited to the box in which a search begins. It is for a grid search, which cannot extend
-        the box."""
+        """Return the space limited to the box in which a search begins, for a grid search, which does not extend the
+        box."""
         kept = [
             replace(d, low=d.near[0], high=d.near[1], near=None, ends=("the end of the grid",) * 2) if d.near else d
             for d in self.dimensions
@@ -267,8 +269,8 @@ class Space(SearchSpace):
     def expecting(self, expected: Mapping[str, Expectation]) -> "Space":
         """Return the space with prior knowledge: the optima that scaling laws and published runs suggest, by path.
 
-        Published runs often copied one another. So the standard deviation of an expectation is raised to at least
-        half of the value's scale.
+        The standard deviation of each optimum is raised to at least half of the value's scale, because published runs
+        often copied one another.
         """
         known = {
             each.path: (min(max(found.octaves, each.low), each.high), max(found.deviation, each.scale / 2))
@@ -281,8 +283,8 @@ class Space(SearchSpace):
 def space(recipe: Recipe, which: str | None = None) -> Space:
     """Return a search space around a recipe.
 
-    Some values cannot be searched, for example values that the recipe does not have. A set or pattern leaves them
-    out. It is an error to give the path of such a value.
+    Some values cannot be searched, for example values that the recipe does not have. A set or pattern leaves such
+    values out. Giving the path of such a value is an error.
 
     Args:
         which: the name of a set (``SETS``); or paths and patterns of paths with ``*``, separated by commas; or
@@ -362,8 +364,8 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
     """Return the modules whose init_std need not be searched, because other searched values have the same effect.
 
     With Adam, multiplying the init_std and lr of a matrix by c multiplies the matrix by c throughout the training,
-    except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). In two cases the
-    factor c need not change the output of the model:
+    except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). For two kinds of
+    matrices this has no effect on the output of the model, or another value can undo the effect:
 
     - The matrices of queries and keys, if queries and keys are normalised. The norm removes the factor.
     - The last matrix of a residual branch, and other matrices on which the output of the branch depends linearly.
@@ -373,7 +375,7 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
     """
     if model.bias or model.has_bias("attention.query"):
         return set()
-    linear = {"mlp.in"} if model.activation != "gelu" else set()  # a factor passes the gate or a relu
+    linear = {"mlp.in"} if model.activation != "gelu" else set()  # relu and a gate pass a factor on
     normed = {"attention.query", "attention.key"} if model.qk_norm else set()
     return {*BRANCH_ENDS, "attention.value"} | linear | normed
 
@@ -400,8 +402,8 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
     reason = None
     if path in MUON and value is None:
         reason = (
-            "the recipe does not set it, so it is that of AdamW; set it, or search hyperparameters."
-            f"{quantity} for both"
+            f"the recipe does not set it, so it equals hyperparameters.{quantity}; set it in the recipe, or search "
+            f"hyperparameters.{quantity}, which then changes both"
             if recipe.hyperparameters.optimizer == "muon"
             else 'there is no Muon; set hyperparameters.optimizer = "muon"'
         )
@@ -417,9 +419,9 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
     elif path == FLOOR and decay == "constant":
         reason = 'decay = "constant" does not decay; set schedule.decay to another value'
     elif value == 0 and path not in TENTHS:
-        reason = "it is 0 in the recipe, and a search multiplies it; set it above 0"
+        reason = "it is 0 in the recipe, and a search multiplies it by factors; set it above 0"
     elif path not in WHOLE_RECIPE and getattr(recipe.hyperparameters, quantity) == 0:
-        reason = f"hyperparameters.{quantity} is 0 in the recipe, and so is every multiple of it; set it above 0"
+        reason = f"hyperparameters.{quantity} is 0 in the recipe, and every multiple of 0 is 0; set it above 0"
     elif path not in CHOICES:
         for end in (-FINEST, FINEST):
             if invalid := why_invalid(recipe, path, end):
@@ -503,14 +505,14 @@ def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
         low, high = 1 / _SEPARATE, _SEPARATE
     elif globally is not None:
         value = globally**value if quantity_of(path).startswith("beta") else globally * value
-    # A beta falls as its distance rises.
+    # A beta becomes smaller when its distance grows.
     which = 1 - side if quantity_of(path) in BETAS else side
     end, natural = (low, high)[which], bounds.natural[which]
     x = point.distance(path, value, end)
     x = max(x, 0.0) if side else min(x, 0.0)
     if not why_invalid(recipe, path, x):
         return x, "" if natural else f"the bound, {end:,g}: {bounds.why}"
-    # The multiple of 1/8 closest to the bound at which the recipe is valid.
+    # Of the multiples of 1/8 with a valid recipe, take the one nearest to the bound.
     steps = math.floor(abs(x) / FINEST)
     while steps and why_invalid(recipe, path, math.copysign(steps * FINEST, x)):
         steps -= 1

@@ -1,7 +1,8 @@
 """The document of a study: the content of study.json, from which screens and reports are made. Does not need torch.
 
-An :class:`Answer` is computed from the trials; a :class:`StudyDocument` adds the trials themselves. Losses and noise
-are in nats per token. A point maps each path to a distance from the start point, in the unit of its dimension.
+An :class:`Answer` is computed from the trials. A :class:`StudyDocument` is an answer together with the trials. Losses
+and noise are in nats per token. A point is a dict: for the path of each searched value, the distance of the value
+from the start point, in the unit of its dimension.
 """
 
 import math
@@ -22,12 +23,12 @@ from leaven.tuning.point import distance_in, moved
 
 UNDER_WAY = ("running", "waiting")  # states of trials that have not ended
 PRUNED = "pruned"  # the state of a trial that was ended early; study.json has "stopped"
-MATTERED, NOT_WORTH, UNSURE = "mattered", "not worth tuning", "unsure"  # effects of a value
+MATTERED, NOT_WORTH, UNSURE = "mattered", "not worth tuning", "unsure"  # what :meth:`Answer.effect` returns
 # Shares of a study's gain that may remain after the transfer to a larger model; the screen shows each of them. The
 # measured share was a quarter, for values by module (docs/log.md, 2026-11-22).
 SHARES = (1.0, 0.5, 0.25)
-# Run lengths for which the loss law is used: its fitted range, extended by a factor of five. At 10 M tokens the law
-# is far off.
+# Run lengths, in tokens, for which the loss law is used: its fitted range, extended by a factor of five. At 10 M
+# tokens the law is far off.
 WORTH_TOKENS = 1e9, 2.5e12
 
 
@@ -47,7 +48,7 @@ def _unbounded(interval: Any) -> Any:
     return (-math.inf, math.inf) if unknown else interval
 
 
-# How study.json is read. JSON has no infinities, so null stands for them there.
+# Types of values in study.json. JSON has no infinities; study.json has null in their place.
 Loss = Annotated[float | None, BeforeValidator(_finite)]  # None if it is not finite
 LossCurve = Annotated[Curve, BeforeValidator(_finite_points)]  # without the points whose loss is not finite
 State = Annotated[
@@ -73,14 +74,14 @@ class Dimension:
     scale: float = 1.0  # typical distance of an optimum from the start point
     unit: str = "octave"  # octave | tenth | choice
     levels: tuple[str, ...] = ()  # the levels of a choice, starting with the level in the recipe
-    near: tuple[float, float] | None = None  # the box in which a search begins; None: from low to high
-    ends: tuple[str, str] = ("the end of the space",) * 2  # what limits low and high, as text; empty: natural limit
+    near: tuple[float, float] | None = None  # the box in which a search begins; None: the whole range
+    ends: tuple[str, str] = ("the end of the space",) * 2  # why low and high end there; empty: no value lies beyond
     expected: tuple[float, float] | None = None  # the optimum that laws expect: distance and standard deviation
     whole: bool = False  # whether all values are whole numbers
 
     def rounded(self, x: float, more: int = 0) -> float:
-        """Return the distance of the value that is run at the distance ``x``. A whole number is increased by
-        ``more``."""
+        """Return the distance of the value that a trial at the distance ``x`` uses: ``x``, or the distance of the
+        nearest whole number. A whole number is increased by ``more`` first."""
         if not self.whole:
             return x
         assert isinstance(self.centre, float)
@@ -121,12 +122,12 @@ class StudyTrial:
     tokens_per_second: float | None = None
     octaves: dict[str, float] | None = None  # distances from the start point, by path
     purpose: str = "search"  # search | noise (the start, other seeds) | rerun (the best points, fresh seeds)
-    confirms: bool = False  # whether this run compares the chosen point with the start, with new seeds
+    confirms: bool = False  # whether this is a confirmation run: of the chosen point or the start, with a new seed
     seed: int = 0  # added to the recipe's seed; 0 in the search, so that its trials share init and data order
     tokens: int = 0
     flops: float = 0.0
     curve: LossCurve = ()  # (tokens, training loss)
-    branches: Curve = ()  # (tokens, validation loss) at the end of each of the compared run lengths (durations)
+    branches: Curve = ()  # (tokens, validation loss) at the end of each compared run length (duration)
     worker: str | None = None  # host:pid of the worker process
     ended: float | None = None  # seconds since 1970
 
@@ -138,16 +139,16 @@ class Best:
     number: int  # number of the first trial at this point
     loss: float
     interval: Interval
-    fresh: int = 0  # number of runs that were not used to choose the point; if it is 0, the loss is probably too low
+    fresh: int = 0  # number of runs that were not used to choose the point; if 0, the loss is probably too low
     runs: int = 1  # number of runs whose mean is the loss
 
     @property
     def certainty(self) -> str:
         """A phrase that says how certain the loss is, such as "95% interval 3.1000 to 3.2000"."""
         if not self.fresh and self.runs > 1:
-            return f"the mean of {self.runs} runs that also chose this point among several, so it may be too low"
+            return f"the mean of {self.runs} runs that were also used to choose this point, so it may be too low"
         if not self.fresh:
-            return "from the run that also chose this point, so it is too low"
+            return "from the run that was also used to choose this point, so it is probably too low"
         low, high = self.interval
         return f"95% interval {low:.4f} to {high:.4f}" if math.isfinite(low) else "from one run"
 
@@ -164,14 +165,14 @@ class SlicePoint:
 
 @dataclass(frozen=True)
 class Coordinate:
-    """What a search found out about one value."""
+    """The result of a search for one value."""
 
     path: str
     best: float  # distance of the best value from the start point, octaves
-    flat: tuple[float, float]  # range of distances, octaves, in which the loss is as good as the best within noise
+    flat: tuple[float, float]  # range of distances, octaves, with a loss as good as the best within the noise
     gain: float  # loss with this value at the start and all others at the best, minus the loss at the best
-    importance: float  # share, up to 1, of the variation of the predicted loss that this value causes
-    worth: bool  # whether it was worth tuning: the gain is above the noise
+    importance: float  # share of the variation of the predicted loss that this value causes; all shares sum to 1
+    worth: bool  # whether the value was worth tuning: its gain is above the noise
     slice: tuple[SlicePoint, ...] = ()  # the predicted loss as a function of this value
     gain_deviation: float = 0.0  # standard deviation of the gain
     at_end: bool = False  # whether the best value is at the limit of the search; the optimum may lie beyond
@@ -197,13 +198,13 @@ class Answer(BaseModel):
     best: Best | None = None  # the best point; None before the search has ended
     octaves: dict[str, float] = {}  # the best point; if ``best`` is None, the point that is predicted to be best
     noise_floor: float | None = None  # standard deviation between runs of one point
-    noise_runs: int = 0  # degrees of freedom of the noise: runs minus points; 10^6 if the user gave the noise
+    noise_runs: int = 0  # degrees of freedom of the noise, about runs minus points; 10^6 if the user gave the noise
     coordinates: tuple[Coordinate, ...] = ()  # the most important first
     fewest: Best | None = None  # the rerun point with the fewest changes that equals the best within noise
-    fewest_octaves: dict[str, float] | None = None  # the point ``fewest``; if that is None, a predicted one
+    fewest_octaves: dict[str, float] | None = None  # the point ``fewest``; if ``fewest`` is None, a predicted point
     fewest_cost: float | None = None  # expected loss at ``fewest_octaves`` minus the expected loss at ``octaves``
-    # Paths that were not worth tuning: with all of them at the start, the loss rises by less than the noise. Empty if
-    # every path is like this: then the start is the best point, or there are too few trials.
+    # Paths of values that were not worth tuning: if all of them are reset to the start, the loss rises by less than
+    # the noise. Empty if this holds for every value: then the start is the best point, or there are too few trials.
     idle: tuple[str, ...] = ()
     gain: float | None = None  # nats: loss of the start minus that of the best, from runs not used to choose the best
     outlook: Outlook | None = None  # None before the end of a search, and for other methods than trust-region
@@ -226,10 +227,8 @@ class Answer(BaseModel):
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     def effect(self, coordinate: Coordinate) -> str:
-        """Return the effect of a value: "mattered", "not worth tuning", or "unsure" if its gain may be noise.
-
-        A value that was not worth tuning can be reset to the start. Return "" for a value that is at the start.
-        """
+        """Return the effect of a value: "mattered", "not worth tuning" (it can be reset to the start), or "unsure" if
+        its gain may be noise. Return "" for a value that is at the start."""
         if coordinate.worth or coordinate.path in self.idle:
             return MATTERED if coordinate.worth else NOT_WORTH
         return UNSURE if coordinate.best else ""
@@ -246,7 +245,7 @@ class StudyDocument(Answer):
     method: str
     space: tuple[str, ...]  # paths of the searched values
     trials: tuple[StudyTrial, ...]
-    radius: float | None = None  # a proposal's random move as a fraction of the best point's uncertainty
+    radius: float | None = None  # a proposal's random move, as a share of the uncertainty of the best point
     stalled: bool = False  # whether the search stopped early because several rounds gained less than the noise
     durations: tuple[int, ...] = ()  # compared run lengths in tokens; each trial trains all of them
     front: tuple[Front, ...] = ()
@@ -282,7 +281,7 @@ def signed(loss: float) -> str:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the total time that spans (begin, end) cover. Time in which spans overlap counts once."""
+    """Return the total time that the ``spans`` (begin, end) cover. Time in which spans overlap counts once."""
     total, until = 0.0, -math.inf
     for began, ended in sorted(spans):
         total += max(ended - max(began, until), 0.0)
@@ -293,9 +292,9 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
     """Return the Pareto front of loss and FLOPs, the cheapest first.
 
-    If a run has branches (durations that are compared), each branch is a separate candidate. Its cost is the run's
-    FLOPs times the branch's share of the tokens. Runs that differ only in their seed are averaged. Runs without
-    FLOPs, diverged runs and pruned runs are left out.
+    If a run has branches (compared durations), each branch is a separate candidate. The cost of a branch is the FLOPs
+    of the run times the branch's share of the tokens. Runs that differ only in their seed are averaged. Diverged
+    runs, pruned runs and runs of unknown FLOPs are left out.
     """
     runs: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
     for trial in trials:
@@ -316,12 +315,12 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """Return by what factor the run ``target`` would need more tokens to lower its loss as much as a study did.
+    """Return by which factor the run ``target`` needs more tokens to gain as much as a study gained by tuning.
 
-    ``answer`` is the best.toml of the study, and its gain is the loss that tuning saved. A larger model may keep only
-    a part of the gain, so there is one row for each part in ``SHARES`` (all, a half and a quarter). A published loss
-    law converts the gain to tokens. The list is empty if ``answer`` is not the best.toml of a study, if the study
-    measured no gain, or if the law does not cover runs as long as ``target``.
+    ``answer`` is the best.toml of the study. The gain is the loss of the start minus the loss of the best point. A
+    larger model may keep only a part of the gain, so there is one row for each part in ``SHARES`` (all, a half and a
+    quarter). A published loss law converts the gain to tokens. The list is empty if ``answer`` is not the best.toml
+    of a study, if the study measured no gain, or if the law does not cover runs as long as ``target``.
     """
     try:
         study = StudyDocument.model_validate_json(read_text(answer.parent / "study.json"))

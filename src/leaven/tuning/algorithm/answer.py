@@ -1,22 +1,20 @@
-"""Determines the answer of a search: the best point, its loss, and the points of the final runs.
+"""Determine the answer of a search: the best point, its loss, and the points of the final runs.
 
 The noise is the standard deviation of the loss between seeds. The start is the recipe that the search varies.
 
 1. The lowest of many noisy losses is partly luck. So a search ends with final runs: the best few points (the
-   finalists) are run again with fresh seeds, which the search did not use. The finalist with the lowest mean loss of
-   these runs is chosen. A point that diverges with any seed cannot be chosen. If there is only one finalist and it
-   diverges, or if there are no runs with fresh seeds, the point of the search with the lowest predicted loss is
-   chosen.
-2. The loss of the chosen point must be lower than the loss of the start by more than the noise. The losses are
-   compared over the seeds that both points were run with. If the gain is smaller, the answer is the start: the search
-   found nothing better. A point without confirmation runs (see 3.) must gain more than 2.5 times the noise, because a
-   gain of only the noise is often chance. There is one exception: an only finalist with two runs with fresh seeds may
-   gain just more than the noise in them, if the surrogate predicts that it gains more than 1.5 times the noise.
+   finalists) are run again with fresh seeds, which the search did not use. The finalist with the lowest mean loss in
+   these runs is chosen. A point that diverges with any seed cannot be chosen. If the only finalist diverges, or if
+   there are no runs with fresh seeds, the point of the search with the lowest predicted loss is chosen.
+2. The gain is the loss of the start minus the loss of the chosen point, over the seeds that both points were run
+   with. If the gain is not above the noise, the answer is the start: the search found nothing better. A point without
+   confirmation runs (see 3.) must gain more than 2.5 times the noise, because a gain just above the noise is often
+   chance. There is one exception: if the only finalist has two runs with fresh seeds, and the surrogate predicts a
+   gain of more than 1.5 times the noise, the gain in these two runs must only be above the noise.
 3. The lowest of several means is partly luck, too. For example, if three equally good points have two runs each,
    their lowest mean is on average 0.6 times the noise too low. So a point that was chosen among several finalists is
-   run again with new seeds, and so is the start. In these confirmation runs, too, the point must gain more than the
-   noise. The reported loss and gain come from the confirmation runs. A point that was the only finalist needs no
-   confirmation runs.
+   run again with new seeds, and so is the start. In these confirmation runs, too, the gain must be above the noise.
+   The reported loss and gain come from the confirmation runs. An only finalist needs no confirmation runs.
 
 The answer is a pure function of the trials. Predicted losses come from a surrogate (a quadratic regression) fitted to
 all trials. ``sensitivity.py`` computes how much each searched value contributes.
@@ -56,7 +54,7 @@ Array = NDArray[np.float64]
 RERUNS = 2  # runs with fresh seeds of each of the best few points
 CONFIRMATIONS = 2  # further runs of the chosen point, and of the start
 ALONE = 2.5  # times the noise: the gain that a point without confirmation runs must exceed
-LIKELY = 1.5  # times the noise: with a higher predicted gain, an only finalist must gain just more than the noise
+LIKELY = 1.5  # times the noise: with a higher predicted gain, the gain of an only finalist must only exceed the noise
 MEASURED = 2  # the fewest degrees of freedom of a measured noise that gains are compared with
 ELSEWHERE = "lower the recipe's learning rate, which is not searched, to half or a quarter"
 
@@ -76,12 +74,12 @@ def answer(
 ) -> Answer:
     """Return the answer of a search from its ``trials``.
 
-    The importance of a searched value is its share of the variation of the loss around the best point. Only this
-    value is changed, to each setting that was tried, and the standard deviation of the predicted losses is computed.
-    The importance is this standard deviation, divided by the sum of the standard deviations of all searched values.
-    The method is first-order fANOVA with the surrogate in place of a random forest. Optuna's importance (PED-ANOVA)
-    is also reported. If about as many values are searched as there are trials, Optuna's importance hardly correlates
-    with the true importance (docs/concepts/search.md).
+    The importance of a searched value is its share of the variation of the loss around the best point. To compute it,
+    only this value is changed, to each setting that was tried, and the standard deviation of the predicted losses is
+    taken. The importance is this standard deviation, divided by the sum of the standard deviations of all searched
+    values. This is first-order fANOVA with the surrogate in place of a random forest. Optuna's importance (PED-ANOVA)
+    is also reported. It hardly correlates with the true importance if about as many values are searched as there are
+    trials (docs/concepts/search.md).
 
     Args:
         noise: standard deviation of the loss between runs of one point; by default measured from the trials.
@@ -137,21 +135,22 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
     gain = further_gain(seen.region, axes, seen.points, seen.losses, searched=searched, best=point)
     count, paths, flops = len(seen.trials), list(axes.limits), sum(trial.flops for trial in seen.trials)
     pair = best_pair(seen.region, seen.points, point, seen.floor)
-    if pair is None or not np.isfinite(seen.losses[~seen.points.any(1)]).any():  # nothing is gained over a divergence
+    if (
+        pair is None or not np.isfinite(seen.losses[~seen.points.any(1)]).any()
+    ):  # no share of a gain over a start that diverged
         return Outlook(trials=count, flops=flops, gain=gain)
     two = (paths[pair[0]], paths[pair[1]])
     return Outlook(trials=count, flops=flops, gain=gain, pair=two, pair_share=pair[2])
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return the point with the fewest changes from the start point, among those as good as the best ``point``.
+    """Return the point with the fewest changes from the start point, among those as good as the best ``point``. The
+    result is (the point as a Best, the point as an array (D,) of octaves from the start point).
 
     A point is as good as ``point`` if neither its measured nor its predicted loss is higher by more than the noise.
-    Only points with ``RERUNS`` or more runs with fresh seeds are considered, and only if none of these runs diverged.
-    All runs of the start count as fresh, because the start was not chosen by its losses. If no other point is as
-    good, the result is ``point`` itself.
-
-    The result is a pair: the point as a Best, and the point as an array (D,) of octaves from the start point.
+    Only points with at least ``RERUNS`` runs with fresh seeds are considered, if none of these runs diverged. All
+    runs of the start count as fresh, because the start was not chosen by its losses. If no other point is as good,
+    the result is ``point`` itself.
     """
     fresh: dict[Point, dict[int, float]] = {}
     for run, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
@@ -188,10 +187,10 @@ class FittedTrials:
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
         """Fit the trust region to ``trials``. ``given`` is the noise that the user gave, or None.
 
-        ``floor`` is the measured noise if it has at least ``MEASURED`` degrees of freedom. A noise with fewer degrees
-        of freedom may be far too small, so another noise is fitted to the losses. Then ``floor`` is the larger of two
-        numbers: the measured noise, and the geometric mean of the measured and the fitted noise. If no noise was
-        measured, ``floor`` is the fitted noise.
+        ``floor`` is the measured noise if it has at least ``MEASURED`` degrees of freedom. A measured noise with
+        fewer degrees of freedom may be far too small. So another noise is fitted to the losses, and ``floor`` is the
+        larger of two numbers: the measured noise, and the geometric mean of the measured and the fitted noise. If no
+        noise was measured, ``floor`` is the fitted noise.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -278,7 +277,9 @@ class Confirmation:
     point: Point
     losses: tuple[float, ...]  # nats; the reported loss is their mean
     fresh: int  # number of these losses that were not used to choose the point: all or 0
-    gain: float | None  # nats below the start's loss, in runs not used to choose the point; None without such runs
+    gain: (
+        float | None
+    )  # loss of the start minus that of the point, nats, in runs that did not choose it; None without such runs
 
     @property
     def loss(self) -> float:
@@ -294,9 +295,8 @@ def confirm(
     """Return the answer of a search from its ``trials``, or None if no trial finished.
 
     ``predicted`` has the predicted losses of points; by default the measured losses are used. ``noise`` is the
-    standard deviation of the loss between seeds. 0 means that seeds have no effect, so that every run measures the
-    loss of its point exactly. None means that the noise is unknown: differences are compared with 0, but no run is
-    taken to be exact.
+    standard deviation of the loss between seeds. If it is 0, seeds have no effect, and a single run measures the loss
+    of its point exactly. If it is None, the noise is unknown: gains are compared with 0, but losses are not exact.
     """
     exact, noise = noise == 0, noise or 0.0
     runs = _Runs.of(trials, paths, predicted)
@@ -368,13 +368,13 @@ class _Runs:
         whole = min(RERUNS, max(map(len, choosing.values()), default=0))
         found = {point: losses for point, losses in choosing.items() if len(losses) >= whole and ends(point, losses)}
         sound = bool(again) and math.isfinite(sum(again.values()))
-        # One finalist that diverged says little about the others; if several did, only the start is safe.
+        # If one finalist diverged, other points may still be chosen; if several diverged, only the start is safe.
         rerun = bool(found) or (sound and len(choosing) > 1)
         if not rerun:  # the points of the search are compared
             found = {
                 point: losses for point, losses in searched.items() if point not in choosing and ends(point, losses)
             }
-        if not sound:  # a start that diverged with some seed counts only if no other point does
+        if not sound:  # a start that diverged with some seed is used only if there is no other candidate
             at_start = again = {seed: loss for seed, loss in again.items() if math.isfinite(loss) and not found}
         return cls(start, at_start, again, choosing, confirming, found, {} if rerun else predicted)
 
@@ -452,9 +452,9 @@ def advice_when_all_diverged(
     The usual cause is the learning rate, so the advice is to start from half of the lowest rate that was tried. If no
     learning rate is searched, the advice is the text ``elsewhere``.
 
-    The advice also names the value whose changes made runs diverge soonest, if this value is not a learning rate. To
-    find this value, a divergence model is fitted to the trials. In this fit, only runs that diverged within half the
-    length of the longest run count as diverged.
+    If changes of another value made runs diverge soonest, the advice names this value, too. It is found by a
+    divergence model that is fitted to the trials; there, only runs that diverged within half the length of the
+    longest run count as diverged.
     """
     diverged = [trial for trial in trials if trial.state == "diverged"]
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in diverged])

@@ -1,5 +1,5 @@
-"""Estimates the noise between seeds: the standard deviation of the loss between runs of one point of a search. Also
-computes confidence intervals of mean losses."""
+"""Estimate the noise between seeds: the standard deviation of the loss between runs of one point of a search. Also
+compute confidence intervals of mean losses."""
 
 import math
 import statistics
@@ -10,7 +10,7 @@ from leaven.tuning.study_document import StudyTrial
 # Two-sided 95% quantiles of Student's t by degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
 _Z95 = 1.959964
-WILD = 5.0  # times the median spread of all points: a point with a larger spread is left out of the noise
+WILD = 5.0  # a point whose spread is above this times the median spread of all points is left out of the noise
 GIVEN = 10**6  # degrees of freedom of a noise that the user gives
 
 
@@ -39,13 +39,13 @@ def pooled_noise(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | N
 
     The noise is the standard deviation of the loss between runs of one point. Runs with equal point, seed and loss
     are the same run and count once. Diverged runs do not count. Runs with the same seed share init and data order. So
-    a part of their noise is the same at all points, and more points do not average it out. Therefore, if there are
-    several seeds, the degrees of freedom are at most the number of seeds minus one.
+    a part of their noise is the same at all points, and more points do not average this part out. Therefore, if there
+    are several seeds, the degrees of freedom are at most the number of seeds minus one.
 
-    A point whose runs differ much more than those of other points is left out: it is at the divergence boundary,
-    where the spread is not noise. (With equal noise everywhere, this leaves out one point in 150 if three points have
-    two runs and one has three.) The point with the most runs always stays if it has more than two: it is the start,
-    which was repeated to measure the noise.
+    A point whose losses differ much more than those of other points is left out, because such a point is at the
+    divergence boundary, where the spread is not noise. (Example: of four points with the same noise, three with two
+    runs and one with three, this rule leaves out one point in 150 cases.) The point with the most runs is never left
+    out if it has more than two runs: it is the start, which was repeated to measure the noise.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in runs:
@@ -65,9 +65,9 @@ def noise_between_seeds(
 ) -> tuple[float | None, int]:
     """Return the noise between seeds and its degrees of freedom. ``given`` is the noise that the user gave, or None.
 
-    ``paths`` are the searched values. The noise is measured from all runs of the start, and from the runs with which
-    the search repeats its best points. The first run of a best point does not count: the point was selected because
-    the loss of this run is low. Pruned trials have no final loss and do not count.
+    ``paths`` are those of the searched values. The noise is measured from all runs of the start and from the repeated
+    runs of the best points. The first run of a best point does not count: the point was selected because the loss of
+    this run is low. Pruned trials have no final loss and do not count.
     """
     if given is not None:
         return given, GIVEN
@@ -82,10 +82,10 @@ def noise_between_seeds(
 
 
 def interval_of_mean(values: Sequence[float], noise: float | None, degrees: int) -> tuple[float, float]:
-    """Return the 95% confidence interval (low, high) of the mean of ``values``. The interval is infinite if
-    ``values`` is empty or the noise is unknown.
+    """Return the 95% confidence interval (low, high) of the mean of ``values``.
 
-    ``noise`` is the standard deviation of one value, known with ``degrees`` degrees of freedom.
+    ``noise`` is the standard deviation of one value, known with ``degrees`` degrees of freedom. The interval is
+    infinite if ``values`` is empty or the noise is unknown.
     """
     if noise is None or not values:
         return -math.inf, math.inf

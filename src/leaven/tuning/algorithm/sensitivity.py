@@ -1,16 +1,16 @@
-"""Computes how much each searched value contributes to the gain of the best point. Also estimates how much a larger
+"""Compute how much each searched value contributes to the gain of the best point. Also estimate how much a larger
 budget would gain, and how much a search of only two values would gain.
 
-A point A is *within the noise* of a point B if A is very probably not worse than B by more than the noise floor, the
-smallest difference of losses that counts. This holds if the predicted loss of A minus that of B, plus one standard
-deviation of this difference, is at most the noise floor. If A and B may differ in many values, two standard
-deviations are added.
+A point A is *within the noise* of a point B if the loss of A is probably at most the noise floor above the loss of B.
+The noise floor is the smallest difference of losses that counts. The condition is: the predicted loss of A minus that
+of B, plus one standard deviation of this difference, is at most the noise floor. If A and B may differ in many
+values, two standard deviations are added.
 
-The gain that is still possible is the loss at the best point minus the minimum of the loss in the trust region. It is
-computed for each of several quadratics that are drawn from the posterior of the surrogate, and the estimate is the
+The gain that is still possible is the loss at the best point minus the minimum of the loss in the trust region. This
+difference is computed for several quadratics that are drawn from the posterior of the surrogate. The estimate is the
 median. If at most ``DESIGNED`` values are searched, the median is too high: the prior has one typical curvature for
-all values, so it expects a gain even from values with little effect. In such a small search, the second half of the
-trials shows how fast the search converges. So the estimate is then at most the gain of the second half.
+all values, so it expects a gain even from values with little effect. But in such a small search, the second half of
+the trials shows how fast the search converges. So the estimate is then at most the gain of the second half.
 
 After n trials, the gain that is still possible is about proportional to 1 / n. So n further trials are expected to
 bring half of the possible gain. On test functions with a known optimum, this expected gain is on average within a
@@ -27,15 +27,17 @@ from numpy.typing import NDArray
 from leaven.tuning.algorithm.trust_region import DESIGNED, RISK, TRUST, Array, Axes, Region, region
 from leaven.tuning.study_document import Coordinate, Dimension, SlicePoint
 
-SURE = 1.0  # standard deviations added to a predicted loss before points are called equal
+SURE = 1.0  # standard deviations that are added to a predicted difference of losses, if one value moves
 TOGETHER = 2.0  # the same if many values move, because the errors of the surrogate add up
 SLICE = 21  # number of points of a slice
 WIDE, FINE = 2.0, 1 / 32  # steps from the best point within which the flat region is searched; its resolution
 BEYOND = 0.5  # steps by which a slice extends beyond the values that were tried
 DRAWS = 48  # quadratics drawn from the posterior
 LEAST = 8  # the fewest trials of the search from which a further gain is estimated
-PER_VALUE = 3  # the fewest trials for each value: the pair of 16 trials of 9 values had half of the predicted share
-CANDIDATES = 12  # values among which the best pair is searched: those with the largest gains alone
+# The fewest trials for each value from which a pair is named. With 16 trials of 9 values, pairs brought only half of
+# the predicted share of the gain.
+PER_VALUE = 3
+CANDIDATES = 12  # the best pair is searched among so many values: those with the largest gains alone
 
 
 def cost_of(now: Region, x: Array, best: Array) -> tuple[float, float]:

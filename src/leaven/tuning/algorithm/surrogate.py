@@ -1,9 +1,9 @@
-"""The two models that a search fits to its trials: the surrogate predicts losses, and the divergence model predicts
-where runs diverge.
+"""Fit two models to the trials of a search: the surrogate predicts losses, and the divergence model predicts where
+runs diverge.
 
-The surrogate is a Bayesian quadratic regression of the loss on all finished trials. A search that only asks whether a
-trial beat the best learns one bit from each trial; a regression learns as much from a bad trial as from a good one.
-The regression is
+The surrogate is a Bayesian quadratic regression of the loss, fitted to all finished trials. A regression learns as
+much from a bad trial as from a good one, while a search that only asks whether a trial was the best so far learns one
+bit from each trial. The regression is
 
     y = a + sum_i b_i x_i + sum_i h_ii x_i^2 / 2 + sum_{i<j} h_ij x_i x_j + error,
 
@@ -12,13 +12,13 @@ The regression is
 where x_i is the distance of value i from the start point in steps (a step is the typical distance of an optimum), y
 the loss of a trial, h the typical curvature, noise the standard deviation of the loss between seeds, and lowest the
 lowest loss. This prior expects the optimum about one step from the start point along each value. In directions in
-which no trial has moved, the minimum stays at the start point. The interactions h_ij are fitted only for up to
-``MOST_WITH_INTERACTIONS`` columns: more values have too many pairs for the trials of a search. r is 8 / D^2 for D
-values, but at most 1/2: interactions are common, but the more values there are, the fewer trials each pair has.
+which no trial has moved, the minimum stays at the start point. The interactions h_ij are fitted only if there are at
+most ``MOST_WITH_INTERACTIONS`` columns, because more columns have too many pairs for the trials of a search. r is
+8 / D^2 for D values, but at most 1/2. It falls with D because each pair then has fewer trials.
 
-A loss far above the lowest one says little about the optimum, because the loss is quadratic only near the optimum. So
-the error grows with the excess over the lowest loss; k is ``MODEL_ERROR``. h is chosen to maximise the evidence (the
-likelihood with a, b and h_ij integrated out). The noise is an argument: if it were also chosen to maximise the
+The loss is quadratic only near the optimum, so a loss far above the lowest one says little about the optimum.
+Therefore the error grows with the difference from the lowest loss; k is ``MODEL_ERROR``. h maximises the evidence
+(the likelihood with a, b and h_ij integrated out). The noise is an argument: if it were also chosen to maximise the
 evidence, it would often be too large after few trials and hide the optimum. The model is a Gaussian process with a
 quadratic kernel and a mean function (Rasmussen and Williams 2006, sections 2.1, 2.7 and 5.4.1). docs/log.md compares
 the constants with other settings.
@@ -32,14 +32,14 @@ used, so knowledge that the trials contradict is dropped. There are two kinds of
   two searches differ, so (d h)^2 is added to the variance of each coefficient. Each d in ``DIFFERENCES`` gives a
   prior.
 
-The divergence model is a logistic regression. The threshold above which a run diverges differs by orders of magnitude
-between modules, and depends on the other modules (Mlodozeniec et al. 2025, arXiv 2512.22382). So a box around the
-start cannot describe where runs diverge. Increases and decreases of a value have separate coefficients:
+The divergence model is a logistic regression. The learning rate above which a run diverges differs by orders of
+magnitude between modules, and depends on the other modules (Mlodozeniec et al. 2025, arXiv 2512.22382). So a box
+around the start cannot describe where runs diverge. Increases and decreases of a value have separate coefficients:
 
     log odds of divergence = c + sum_i up_i max(x_i, 0)^2 + down_i max(-x_i, 0)^2,      up, down >= 0.
 
-An exponential prior keeps a coefficient at 0 unless it helps to explain a divergence. So the model attributes
-divergence to the changes that diverged trials have and finished trials do not.
+An exponential prior keeps a coefficient at 0 unless the coefficient helps to explain a divergence. So the model
+attributes divergence to the changes that diverged trials have and finished trials do not have.
 """
 
 from collections.abc import Sequence
@@ -50,17 +50,17 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-FLATTEST = 0.5  # share of h: a minimum is computed with at least this curvature along each value
+FLATTEST = 0.5  # the least curvature along each value that is used to compute a minimum, as a share of h
 MODEL_ERROR = 0.1  # k in the error of a trial
 MOST_WITH_INTERACTIONS = 12
-LOWER_HALF = 1.7  # ratio of the standard deviation of normal losses to that of their lower half
+LOWER_HALF = 1.7  # standard deviation of normally distributed losses / that of their lower half
 LEAST_NOISE = 1e-3  # share of the standard deviation of the losses: the least noise that is assumed
-FITTED = 64  # the most trials to which a noise is fitted, because the time grows with their cube
+FITTED = 64  # the most trials to which a noise is fitted, because the time grows with the cube of their number
 SWEEPS = 100  # the most sweeps of the coordinate descent
 DIFFERENCES = 0.3, 0.8  # standard deviations between the coefficients of two searches, in units of h
 QUIET = -4.0  # prior mean of c, the log odds of divergence at the start, where one run in fifty diverges
 _SPARSE = 0.3  # rate of the exponential prior of the divergence model
-_STEPS = 60  # of its fit
+_STEPS = 60  # iterations of the fit of the divergence model
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Surrogate:
 
     curvature: float  # the typical curvature h, loss per step squared
     noise: float  # the assumed standard deviation of the loss between seeds
-    informed: bool  # whether the prior with the highest evidence has knowledge from before the search
+    informed: bool  # whether the prior that was used (the one with the highest evidence) has earlier knowledge
     _mean: Array  # (P,)
     _root: Array  # R, (P, P)
     _directions: Array  # V, (P, at most n): orthonormal combinations of features that the trials have measured
@@ -219,7 +219,7 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
     found: list[tuple[float, Surrogate]] = []
     for prior in (*knowledge, Prior.plain(d)):
         vectors, roots, directions = np.linalg.svd(features @ prior.root, full_matrices=False)
-        # (curvatures, n): what is left for the coefficients to explain
+        # (curvatures, n): the losses minus the prediction of the prior mean
         rest = whitened(losses) - curvatures[:, None] * (features @ prior.mean)
         along = rest @ vectors
         beyond = rest - along @ vectors.T
@@ -231,15 +231,15 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
         informed = len(found) < len(knowledge)
         surrogate = Surrogate(h, noise, informed, mean, prior.root, directions.T, left, interactions)
         found.append((float(evidence[i]), surrogate))
-    return max(found, key=lambda pair: pair[0])[1]  # at a tie the first, which has knowledge
+    return max(found, key=lambda pair: pair[0])[1]  # of equal ones the first, which has knowledge
 
 
 def fitted_noise(points: Array, losses: Array) -> float:
     """Return the standard deviation of the noise under which ``losses`` (n,) at ``points`` (n, D) are most likely.
 
-    Noise and typical curvature are fitted together: they maximise the marginal likelihood of the losses. Losses far
-    above the minimum may not follow a quadratic, so the noise is at most ``LOWER_HALF`` times the standard deviation
-    of the lower half of the losses. The function takes about 100 n^3 operations, so it is for a few dozen trials.
+    Noise and typical curvature together maximise the marginal likelihood of the losses. Losses far above the minimum
+    may not follow a quadratic, so the noise is at most ``LOWER_HALF`` times the standard deviation of the lower half
+    of the losses. The function takes about 100 n^3 operations, so use it for at most a few dozen trials.
     """
     n, d = points.shape
     spread = float(np.std(losses))
@@ -265,9 +265,9 @@ def fitted_noise(points: Array, losses: Array) -> float:
 class EarlierTrials:
     """The finished trials of an earlier search.
 
-    A column of ``points`` has the distances of one value from the recipe of the new search. The first D columns are
-    the values of the new search, in octaves. The last E columns are the values that only the earlier search varied,
-    in steps (octaves divided by the typical distance of an optimum from the start point).
+    A column of ``points`` has the distances of one value from its value in the recipe of the new search. The first D
+    columns belong to the values of the new search, in octaves. The last E columns belong to the values that only the
+    earlier search varied, in steps (octaves divided by the typical distance of an optimum from the start point).
     """
 
     points: Array  # (n, D + E)
@@ -294,8 +294,8 @@ def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int
     """Return the priors that follow from the trials of an earlier search, one prior for each of ``DIFFERENCES``.
 
     The trials are at ``columns`` (n, D + E), with ``losses`` (n,). The new search has only the first ``d`` = D
-    columns. If ``noise`` is None, it is fitted to the lowest losses. With a noise of 0, the priors would be far too
-    narrow.
+    columns. If ``noise`` is None, the noise is fitted to the lowest losses, because with a noise of 0 the priors
+    would be far too narrow.
     """
     if noise is None:
         lowest = np.argsort(losses)[:FITTED]
@@ -320,7 +320,7 @@ def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int
 
 @dataclass(frozen=True)
 class DivergenceModel:
-    """A fitted divergence model, made by :func:`fit_divergence`."""
+    """A fitted divergence model. :func:`fit_divergence` returns it."""
 
     level: float  # c, the log odds of divergence at the start
     slopes: Array  # (2 D,), log odds per squared distance: first of increases (up), then of decreases (down)
@@ -330,8 +330,8 @@ class DivergenceModel:
         return np.asarray(1 / (1 + np.exp(-self.level - _squares(x) @ self.slopes)))
 
     def shorten(self, x: Array, safe: Array, most: float) -> Array:
-        """Return ``x`` (D,) with lower risk: the values that raise the probability of divergence are moved towards
-        ``safe`` (D,) until that probability is at most ``most``."""
+        """Return ``x`` (D,) moved to a probability of divergence of at most ``most``: the values that raise this
+        probability are moved towards ``safe`` (D,)."""
         d = len(x)
         parts = (_squares(x) - _squares(safe)) * self.slopes
         to_blame = parts[:d] + parts[d:] > 0

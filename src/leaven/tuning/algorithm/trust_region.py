@@ -1,9 +1,9 @@
 """Trust-region search: propose points near the best point so far.
 
-The loss over per-module multipliers is nearly convex inside a region that ends where runs diverge. Random search over
-a box and Gaussian processes fail on such a loss; proposals near the best point work (Mlodozeniec et al. 2025, arXiv
-2512.22382). Two simple methods fail, too. If a noisy trial is accepted only when it beats the best of many trials,
-soon no trial is accepted. If the radius shrinks with every failure, it soon reaches its minimum.
+The loss over per-module multipliers is nearly convex inside a region that ends where runs diverge. On such a loss,
+random search over a box and Gaussian processes fail, and proposals near the best point work (Mlodozeniec et al. 2025,
+arXiv 2512.22382). Two simple rules fail, too. A rule that accepts a noisy trial only if it beats the best of many
+trials soon accepts no trial. A radius that shrinks with every failure soon reaches its minimum.
 
 A point assigns a number or a level to every searched hyperparameter. Hyperparameters with levels, such as the
 optimizer, are called choices. The search works as follows:
@@ -13,12 +13,12 @@ optimizer, are called choices. The search works as follows:
 2. The incumbent (the best point so far) is the first trial, until the surrogate predicts that another trial is better
    by more than the noise.
 3. A proposal is the surrogate's minimum within ``TRUST`` steps of the incumbent along each hyperparameter, plus a
-   random move. The move is half of the difference between the minimum of a surrogate drawn from the posterior and
-   the minimum of the posterior mean. So a hyperparameter whose optimum is known hardly moves, one with little effect
-   moves far, and simultaneous proposals differ. The last proposal of a search is the minimum itself. If at most
-   ``DESIGNED`` hyperparameters are searched, each of the first proposals moves one of them by about a step. A random
-   half of the choices take a level that has never been run or, if all have been run, the best level of the drawn
-   surrogate. The other choices take the best level of the posterior mean.
+   random move. The move is half of the difference between two minima: that of a surrogate drawn from the posterior,
+   and that of the posterior mean. So a hyperparameter whose optimum is known hardly moves, a hyperparameter with
+   little effect moves far, and simultaneous proposals differ. The last proposal of a search is the minimum without a
+   random move. If at most ``DESIGNED`` hyperparameters are searched, each of the first proposals moves only one of
+   them, by about a step. A random half of the choices take a level that has never been run or, if all levels have
+   been run, the best level of the drawn surrogate. The other choices take the best level of the posterior mean.
 4. If the proposal is likely to diverge, its risky numbers are moved back towards the incumbent, and its risky choices
    keep the incumbent's level.
 5. Before any trial has finished there is no surrogate and no known boundary. Each divergence lowers the learning
@@ -32,9 +32,9 @@ incumbent, up to the bounds of the space. So the box grows while the best point 
 The noise is the standard deviation of the loss between seeds. All trials of a search share a seed, and with it the
 init and the data order, so their losses vary by less than the noise. But an improvement that holds for one seed only
 is useless. So the surrogate assumes at least the noise between seeds, and a trial replaces the incumbent only if its
-gain is larger. The cost of these rules is small (docs/concepts/search.md). During the search the noise is pooled over
-all points that were run with several seeds; for the final result, ``noise.noise_between_seeds`` leaves out some of
-these runs.
+gain is above the noise. These rules make the search only a little slower (docs/concepts/search.md). During the
+search, the noise is pooled over all points that were run with several seeds. For the final result,
+``noise.noise_between_seeds`` leaves out some of these runs.
 """
 
 import math
@@ -63,12 +63,12 @@ from leaven.tuning.study_document import PRUNED, Dimension, StudyTrial
 Array = NDArray[np.float64]
 
 TRUST = 1.0  # steps along each value from the incumbent, within which the surrogate is minimised
-RADIUS = 0.5  # share of the uncertainty by which a proposal moves
+RADIUS = 0.5  # the random move of a proposal, as a share of the difference of the two minima in point 3
 WIDEST = 1.2  # the largest such share while all trials diverge
-DESIGNED = 5  # values: if at most so many are searched, each is first moved alone
+DESIGNED = 5  # if at most so many values are searched, each of them is first moved alone
 DESIGN = 0.8, 1.2  # steps: the range of these first moves
 EXPLORED = 0.5  # probability that a choice explores its levels in a proposal
-FARTHEST = 1.5  # steps: replaces TRUST in computing the random move, because draws have long tails
+FARTHEST = 1.5  # steps: used in place of TRUST for the random move, because drawn surrogates have far minima
 RISK = 0.1  # the highest accepted probability that a proposal diverges
 OUTLIER = 10.0  # a loss further above the median than this times (median - lowest) counts as diverged
 DOWN = 0.25  # octaves by which a divergence lowers the learning rates before any trial has finished
@@ -83,21 +83,21 @@ Ran = TypeVar("Ran", bound=StudyTrial)
 class Axes:
     """The searched hyperparameters: the bounds, scale and start of each, by name.
 
-    A point (a setting of all D hyperparameters) is written in two ways. Stores and objectives use ``params``,
-    Optuna's word: log2 multipliers by name, and the index of the level for a choice. The search algorithm uses
-    ``octaves``: an array (D,) of differences from the start point, in the order of the names. For a choice the
-    difference is the index of the level minus the index of the start's level, modulo the number of levels.
-    ``tuning/point.py`` converts a point to a recipe.
+    A point (a setting of all D hyperparameters) has two forms. Stores and objectives use ``params``, Optuna's word: a
+    dict of log2 multipliers by name; a choice has the index of its level. The search algorithm uses ``octaves``: an
+    array (D,) of differences from the start point, in the order of the names. For a choice, the difference is the
+    index of the level minus the index of the start's level, modulo the number of levels. ``tuning/point.py`` converts
+    a point to a recipe.
     """
 
     limits: Mapping[str, tuple[float, float] | range]  # (lowest, highest) log2 multiplier; range(n) for a choice
-    # Octaves from the start point to a typical optimum; default 1.
+    # The distance of a typical optimum from the start point, octaves; default 1.
     scales: Mapping[str, float] = field(default_factory=dict)
-    # Octaves from the start point: the initial box.
+    # The initial box: (lowest, highest) distance from the start point, octaves.
     near: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     # The params of the start, for all names in the order of ``limits``; default 0.
     start: Mapping[str, float] = field(default_factory=dict)
-    # Where laws expect the optimum: its octaves from the start point, and their standard deviation.
+    # Where laws expect the optimum: (distance from the start point, octaves; its standard deviation).
     expected: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     earlier: EarlierTrials | None = None  # trials of an earlier search
     # The values that are rounded to whole numbers when they are run.
@@ -105,7 +105,7 @@ class Axes:
 
     @classmethod
     def of(cls, dimensions: Sequence[Dimension], earlier: EarlierTrials | None = None) -> "Axes":
-        """Return the axes of a search space around a recipe; the start is at 0 on every axis."""
+        """Return the axes of a search space. The start is at 0 on every axis."""
         return cls(
             {d.path: range(len(d.levels)) if d.levels else (d.low, d.high) for d in dimensions},
             {d.path: d.scale for d in dimensions},
@@ -174,15 +174,15 @@ class Axes:
         return self.rounded(found)
 
     def rounded(self, params: Mapping[str, float]) -> dict[str, float]:
-        """Return ``params`` after rounding the values that are whole numbers, as they are run."""
+        """Return ``params`` with the values that a trial uses: whole numbers are rounded."""
         return {name: self.whole[name].rounded(x) if name in self.whole else x for name, x in params.items()}
 
     def not_in(self, tried: Sequence[Mapping[str, float]], params: Mapping[str, float]) -> list[dict[str, float]]:
-        """Return ``params`` if they are not in ``tried``, else the nearest points that are not in ``tried``. Two
-        points are neighbours if they differ by 1 in one whole number, or in one choice.
+        """Return ``[params]`` if ``params`` is not in ``tried``, else the nearest points that are not in ``tried``.
 
-        The result is empty if all points are in ``tried``. It is always ``params`` if no value is a whole number, or
-        if a value is neither a whole number nor a choice.
+        The distance of two points is the number of steps between them; a step changes one whole number by 1, or one
+        choice. The result is empty if all points are in ``tried``. It is always ``[params]`` if no value is a whole
+        number, or if a value is neither a whole number nor a choice.
         """
         if not self.whole or any(
             not levels and name not in self.whole for name, levels in zip(self.limits, self.levels, strict=True)
@@ -207,19 +207,19 @@ class Features:
     """Convert points to the F input columns of the surrogate and of the divergence model.
 
     A number has one column: its distance from ``origin`` in steps of ``scale`` octaves. A choice has one column for
-    each level except the start's; the column is 1 if the point has this level, otherwise 0.
+    each level except the level of the start. This column is 1 if the point has the level, otherwise 0.
     """
 
     origin: Array  # (D,), octaves
     scale: Array  # (D,), octaves of a step
     levels: NDArray[np.int_]  # (D,), the number of levels; 0 for a number
 
-    @property
+    @cached_property
     def owner(self) -> NDArray[np.int_]:
         """For each column, the index of the hyperparameter to which it belongs, (F,)."""
         return np.repeat(np.arange(len(self.levels)), np.where(self.levels > 0, self.levels - 1, 1))
 
-    @property
+    @cached_property
     def level(self) -> NDArray[np.int_]:
         """The level that each column represents, (F,); 0 for a number."""
         return np.concatenate([np.arange(1, levels) if levels else [0] for levels in self.levels]).astype(int)
@@ -243,11 +243,11 @@ class Features:
 
 @dataclass(frozen=True)
 class Region:
-    """Proposes points near the best one so far, and predicts their losses. A point (D,) is in octaves from the start
-    point."""
+    """The trust region: proposes points near the best point so far, and predicts losses. A point (D,) is in octaves
+    from the start point."""
 
     incumbent: Array  # (D,), the best point so far
-    radius: float  # factor on the random move of a proposal
+    radius: float  # the random move of a proposal, as a share of the difference of two minima, see ``RADIUS``
     surrogate: Surrogate  # its inputs are the columns of ``features``
     divergence: DivergenceModel  # its inputs are the same columns
     since: int  # number of trials that ended after the incumbent
@@ -321,8 +321,8 @@ class Region:
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
         """Return the best level of each choice, (D,). Elements of numbers are 0.
 
-        The best level has the lowest value of ``quadratic`` while all numbers are as in the incumbent and the other
-        choices keep the start's level. With ``unseen_first``, levels that have never been run are preferred.
+        The best level gives the lowest value of ``quadratic`` if all numbers are as in the incumbent and the other
+        choices have the level of the start. With ``unseen_first``, levels that have never been run come first.
         """
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         here = np.where(self.features.level == 0, self.features.of(self.incumbent), 0.0)
@@ -344,10 +344,10 @@ class Region:
         return quadratic.minimum(here, low, high)
 
     def _within(self, wanted: Array) -> Array:
-        """Return the point (D,) with the columns ``wanted`` (F,), limited to the box and made safe.
+        """Return the point (D,) with the columns ``wanted`` (F,), moved into the box.
 
         If the point is likely to diverge, its risky numbers are moved towards the incumbent, and its risky choices
-        get the incumbent's level.
+        get the level of the incumbent.
         """
         here, number = self.features.of(self.incumbent), self.features.level == 0
         low, high = self.features.of(self.low), self.features.of(self.high)
@@ -386,11 +386,11 @@ def region(
     seen = features.of(points)
     if noise is None:
         noise = pooled_noise(zip(map(np.ndarray.tobytes, seen), seeds, losses, strict=True))[0] or 0.0
-    knowledge = () if left else axes.knowledge  # the knowledge is about distances from the start point
+    knowledge = () if left else axes.knowledge  # which is in distances from the start point, not from this origin
     surrogate = fit_surrogate(seen[ended], losses[ended], noise, knowledge)
     divergence = fit_divergence(seen, ~ended)
     believed = np.where(ended, surrogate.value(seen), np.inf)
-    # A trial that finished beyond the divergence boundary cannot be the incumbent: its neighbours diverge.
+    # A trial that finished where runs are likely to diverge cannot be the incumbent, because its neighbours diverge.
     most = max(RISK, float(divergence.risk(seen[ended]).min()))
     believed = np.where(divergence.risk(seen) > most, np.inf, believed)
     incumbent = int(np.argmax(np.isfinite(believed)))
@@ -404,8 +404,8 @@ def region(
 
 
 def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
-    """Return the trust region after ``tried`` trials that all diverged, or before the first trial. Point 5 at the top
-    of this file describes it."""
+    """Return the trust region after ``tried`` trials that all diverged, or before the first trial: see point 5 at the
+    top of this file."""
     (low, high), rates = axes.ends, learning_rates(list(axes.limits))
     lowered = np.clip(-DOWN * tried * rates, low, high)
     features = Features(lowered, axes.scale, axes.levels)
@@ -416,7 +416,7 @@ def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
 
 
 def radius_of(axes: Axes, losses: Array) -> float:
-    """Return the share of the uncertainty by which a proposal moves, after trials with ``losses`` (n,)."""
+    """Return the ``radius`` of the trust region after trials with ``losses`` (n,)."""
     if np.isfinite(without_outliers(losses)).any():
         return RADIUS
     tried, closer = len(losses), learning_rates(list(axes.limits)).any()
@@ -442,8 +442,8 @@ def loss_of(trial: StudyTrial) -> float:
 
 
 def without_outliers(losses: Array) -> Array:
-    """Return the losses with outliers far above the median set to infinity. The surrogate is fitted to finite losses
-    only, so it ignores them; otherwise they would dominate its least squares."""
+    """Return the losses, with infinity for those far above the median. The surrogate is fitted to finite losses only;
+    outliers would dominate its least squares."""
     finite = losses[np.isfinite(losses)]
     if len(finite) < 10:
         return losses
@@ -455,11 +455,8 @@ RATES = ("lr", "learning_rate", "max_lr", "peak_lr")  # names of the global lear
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return which of the D ``names`` are learning rates to lower after a divergence, as an array (D,).
-
-    If the search varies the global learning rate, only the global one is lowered. Otherwise the learning rates of all
-    modules and depths are lowered.
-    """
+    """Return which of the D ``names`` are learning rates to lower after a divergence, as an array (D,): the global
+    learning rate if the search varies it, otherwise the learning rates of all modules and depths."""
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key in RATES and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])

@@ -1,15 +1,16 @@
 """A study whose trials run a shell command, such as another trainer or a cluster job.
 
-Every attempt at a trial has a folder ``trials/NUMBER`` in the study's folder. It contains the output of the command
-(``output.log``), the recipe, a folder ``config`` with the filled-in config file, and an empty folder ``out``. With
-``resume = true``, all attempts at a trial share the folder of the first attempt. How a trial ends:
+Every attempt at a run has a folder ``trials/NUMBER`` in the study's folder. The folder contains the output of the
+command (``output.log``), the recipe, a folder ``config`` with the filled-in config file, and a folder ``out``, which
+is empty at first. With ``resume = true``, all attempts at a run share the folder of the first attempt. How a run
+ends:
 
 - Complete: the command ends with exit code 0 and has reported a loss.
 - Diverged: a loss is NaN or infinite, or the output matches the pattern ``diverged``. The command is ended at once.
 - Pruned: its losses are too far behind those of the best trial. The command is ended.
-- Failed: the command ends with another exit code, reports no loss, or takes longer than ``timeout_seconds``, and does
-  so again in a second attempt. There is no second attempt if the start of the search fails before any trial has a
-  result: then the command itself is wrong, and the search ends.
+- Failed: the command ends with another exit code, reports no loss, or takes longer than ``timeout_seconds``, twice.
+  There is no second attempt if the start of the search fails before any run has a result: then the command itself is
+  wrong, and the search ends.
 """
 
 import math
@@ -43,7 +44,7 @@ from leaven.tuning.study_document import StudyDocument
 TRIALS, OUTPUT, BEST = "trials", "output.log", "best"
 FOLDER = "leaven:folder"  # study attribute: the folder in which commands run, relative to the study's folder
 POLL = 0.25  # seconds between checks of a running command
-READING = 0.1  # the largest share of a command's running time that is spent on reading its losses
+READING = 0.1  # the largest share of the time that is spent on reading the losses of a running command
 LAST_LINES, LAST_CHARACTERS = 4, 400  # how much of a failed command's output a message shows
 
 
@@ -52,8 +53,8 @@ class CommandTrainer:
 
     Args:
         folder: the folder that contains a folder for each trial.
-        devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; None if a worker may use all GPUs.
-        works: whether a trial of the study already has a result.
+        devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; None for a worker that may use all GPUs.
+        works: whether a trial of the study already has a result, so that the command is known to work.
         stop: a function that returns whether to stop and release the trials.
         note: a function that shows a line to the user.
     """
@@ -97,7 +98,7 @@ class CommandTrainer:
             return Outcome(math.inf)
         make_folder(folder / "out")
         write_inputs(command, self._space, proposal, values)
-        # Python would otherwise keep its output, and so the losses, in a buffer.
+        # Without this, a command in Python would keep its output, and so its losses, in a buffer.
         environment = {"PYTHONUNBUFFERED": "1"}
         if (device := self._devices[proposal.worker]) is not None:
             environment[VISIBLE] = device
@@ -120,9 +121,10 @@ class CommandTrainer:
         return outcome
 
     def _wait_for(self, output: BinaryIO) -> None:
-        """Wait until the command of an earlier attempt has ended, and lock the file ``output``.
+        """Lock the file ``output``, after the command of an earlier attempt has ended.
 
-        That command may still run if its leaven was killed: it holds the lock, which each command inherits.
+        Each command inherits the lock. So the command of an earlier attempt, which may still run if leaven was
+        killed, holds the lock until it ends.
         """
         import fcntl  # not available on Windows
 
@@ -138,7 +140,8 @@ class CommandTrainer:
     def _watch(
         self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path
     ) -> Outcome | str:
-        """Wait for a command. Return its outcome, or as a text how it failed. ``where`` contains the losses."""
+        """Wait for a command. Return its outcome or, if it failed, a text that says how. ``where`` contains the
+        losses."""
         command, began, next_look = self._command, time.monotonic(), 0.0
         baseline = proposal.baseline if command.prune else None
         while True:
@@ -153,7 +156,7 @@ class CommandTrainer:
                 if look < next_look:
                     continue
             found = read_losses(command.loss, where, complete=code is not None)
-            curve = tuple(sorted(found))  # a resumed attempt may repeat steps of the attempt before
+            curve = tuple(sorted(found))  # by step: a resumed attempt may repeat steps of the earlier attempt
             ran = Outcome(
                 loss=found[-1][1] if found else math.nan,
                 tokens=curve[-1][0] if curve and command.loss.tokens_per_step else 0,
@@ -204,7 +207,7 @@ def values_of(  # noqa: PLR0917 - one of each
 def write_inputs(
     command: Command, space: SearchSpace, point: Mapping[str, float], values: Mapping[str, Value]
 ) -> None:
-    """Write the files that a command reads: ``config``, filled in, and the recipe at the point."""
+    """Write the files that a command reads: the filled-in file ``config``, and the recipe at the point."""
     if command.config is not None:
         make_folder(Path(str(values[CONFIG])).parent)
         write_text(str(values[CONFIG]), fill(command.template, values))
@@ -213,7 +216,7 @@ def write_inputs(
 
 
 def _with_each_choice(space: SearchSpace) -> Iterator[dict[str, float]]:
-    """Yield the start of a space, and the start with every other level of each choice."""
+    """Yield points with every level of every choice: the start, and the start with one choice changed."""
     start = dict.fromkeys(space.paths, 0.0)
     yield start
     for dimension in space.dimensions:
@@ -226,8 +229,8 @@ class CommandStudy(BaseStudy):
 
     Raises:
         InputError: if a placeholder is not the name of a value, a searched value has no placeholder, or the command
-            has no ``{seed}`` and ``noise`` is not 0; see also :class:`BaseStudy`. Entering the context raises it if
-            earlier commands of the study ran in another folder than the current one. (This is not checked for a
+            has no ``{seed}`` although ``noise`` is not 0; see also :class:`BaseStudy`. Entering the context raises it
+            if earlier commands of the study ran in another folder than the current one. (This is not checked for a
             study in a database.)
     """
 
@@ -275,7 +278,7 @@ class CommandStudy(BaseStudy):
 
     def __enter__(self) -> Self:
         opened = super().__enter__()
-        if isinstance(self._where, Path):  # the machines that share a database may use different folders
+        if isinstance(self._where, Path):  # machines that share a database may use different folders
             here, study = self._about["command_folder"], self._stored.study
             if (there := study.user_attrs.get(FOLDER)) is None:
                 study.set_user_attr(FOLDER, there := here)

@@ -1,13 +1,13 @@
-"""Leases: find out which of the commands that share a study are still alive. A command is one running search.
+"""Find out which of the commands that share a study are still alive. A command is one running search.
 
-The id of a command names its machine, its process and a number, because one process may run several searches. If the
-process runs on this machine, the operating system knows whether it is alive. For commands on other machines there are
-heartbeats: every command keeps writing the time of its own clock into the store. A command on another machine counts
-as dead if this value has not changed for ``lease_seconds``. This time is measured with the clock of the observing
-machine, so the clocks of two machines are never compared.
+The id of a command consists of its machine, its process and a number, because one process may run several searches.
+If the process runs on this machine, the operating system knows whether it is alive. For commands on other machines
+there are heartbeats: every command regularly writes the time of its own clock into the store. A command on another
+machine counts as dead if its heartbeat has not changed for ``lease_seconds``. This machine measures these seconds
+with its own clock, so the clocks of two machines are never compared.
 
 A command may count as dead although it is alive, for example because its machine slept. Other commands then close its
-trials and run them again, and the command drops its own results.
+trials and run them again. The command that was taken for dead drops its results of these trials.
 """
 
 import itertools
@@ -39,9 +39,9 @@ def node(pid: int, number: int = 0) -> str:
 
 
 def gone(owner: str) -> bool:
-    """Return True if the command with the id ``owner`` has ended, and False if it runs or if this is unknown.
+    """Return whether the command with the id ``owner`` is known to have ended. A zombie process has ended.
 
-    It is known only for commands that were started on this machine since its last boot. A zombie process has ended.
+    This is known only of commands that were started on this machine since its last boot.
     """
     machine, pid, start, _ = owner.split(":")[-4:] if owner.count(":") >= 4 else ("", "", "", "")
     if machine != _machine():
@@ -83,7 +83,8 @@ class Leases:
         time, call this method regularly. Each call adds the time since the last call, but at most a quarter of the
         lease time.
         """
-        # Capped, so that a pause of this process or of the store does not make other commands count as dead.
+        # At most a quarter, so that a pause of this process or of the store does not make other commands count as
+        # dead.
         now = self._clock()
         passed, self._looked = min(now - self._looked, self._seconds / BEATS), now
         others = owners - {self.node}
@@ -112,7 +113,7 @@ def _machine() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:  # another system; without a network card this id is random, so only heartbeats count
+    except OSError:  # not Linux; without a network card getnode is random, and then only heartbeats count
         return f"{uuid.getnode():x}"
 
 
@@ -122,7 +123,7 @@ def _started(pid: int) -> str:
     The start time distinguishes a process from a later process with the same pid.
     """
     try:
-        # On Linux the kernel keeps the time since the boot. psutil adds the boot time, which changes with the clock.
+        # On Linux, psutil adds the boot time, which changes when the clock is set. Subtract it again.
         boot, process = psutil.boot_time() if psutil.LINUX else 0.0, psutil.Process(pid)
         seconds = process.create_time() - boot
         ended = process.status() in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}

@@ -20,13 +20,13 @@ MOST_NAMES = 20  # names of values that a message lists
 def read_losses(source: LossSource, where: Path, *, complete: bool) -> Curve:
     """Return the losses that a command has reported, in the order in which they were written.
 
-    The steps are multiplied by ``tokens_per_step`` if it is known. Losses without steps are numbered from 1. If a
-    step has several losses, the last one counts, or the first one that is not finite. The result is empty if there
-    is no loss.
+    Steps are multiplied by ``tokens_per_step`` if it is given. Losses without steps are numbered from 1. If a step
+    has several losses, the last one counts; but if one of them is not finite, the first such loss counts. The result
+    is empty if there is no loss.
 
     Args:
         where: the file or folder of the source.
-        complete: whether the command has ended. Otherwise the last line of a text is ignored if it has no end.
+        complete: whether the command has ended. If not, a last line without a line break is ignored.
 
     Raises:
         InputError: if a loss or its step is not a number, or the file cannot be read after the command has ended.
@@ -39,7 +39,7 @@ def read_losses(source: LossSource, where: Path, *, complete: bool) -> Curve:
     try:
         for number, (step, loss) in enumerate(found, 1):
             at = times * (number if step is None else step)
-            before = curve.pop(at, loss)  # keep the last loss of a step, at the end of the order
+            before = curve.pop(at, loss)  # removed, so that the step moves to the end of the dict
             curve[at] = loss if math.isfinite(before) else before
     except OSError as error:
         if not complete:

@@ -1,8 +1,8 @@
-"""Start shell commands and end them with everything that they have started, even if leaven is killed.
+"""Start shell commands, and end them together with all processes that they have started, even if leaven is killed.
 
-A command leads a session of its own, so Ctrl-C in the terminal reaches only leaven. A guard, a process that runs
-this file, ends the commands of a leaven that was killed: it reads the ids of commands from a pipe, which closes when
-leaven is gone.
+Each command runs in its own session, so Ctrl-C in the terminal reaches only leaven. The guard is a process that runs
+this file. It reads the process ids of running commands from a pipe. The pipe closes when leaven ends or is killed,
+and the guard then ends the commands that still run.
 
 This file imports no other file of leaven, so that the guard starts quickly.
 """
@@ -19,13 +19,13 @@ from typing import BinaryIO
 
 import psutil
 
-# A command starts when the guard knows it. If leaven dies before, the pipe closes, and the shell ends.
-# Every process that a command starts has the command's process id in its environment, so that it can be found
-# after the command has ended.
+# The shell waits for a line before it runs the command, and leaven writes the line once the guard knows the process
+# id. If leaven dies before that, the pipe closes, and the shell ends. Every process that a command starts has the
+# command's process id in its environment, so that it can be found after the command has ended.
 MARK = "LEAVEN_COMMAND"
 START = f'read -r start && export {MARK}="${MARK}.$$" && exec /bin/sh -c "$0" </dev/null'
-# On Linux, a process whose parent has ended becomes a child of the command, not of process 1. So it is found even in
-# another session and without the mark in its environment. Python ignores two signals; restore their defaults.
+# On Linux, the command adopts the processes whose parents have ended. So they are found even in another session and
+# without the mark in their environment. Python ignores two signals; this program restores their defaults.
 ADOPT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(36, ctypes.c_ulong(1))  # PR_SET_CHILD_SUBREAPER; it outlasts exec, and is not inherited
@@ -34,7 +34,7 @@ for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
 os.execv(sys.argv[1], sys.argv[1:])
 """
 SHELL = [*([sys.executable, "-ISc", ADOPT] if sys.platform == "linux" else []), "/bin/sh", "-c", START]
-GRACE_SECONDS = 10.0  # from the request to end until processes are killed
+GRACE_SECONDS = 10.0  # from SIGTERM until processes are killed
 
 
 class Commands:
@@ -51,7 +51,8 @@ class Commands:
         self._guard.communicate()
 
     def start(self, command: str, environment: Mapping[str, str], output: BinaryIO) -> "subprocess.Popen[bytes]":
-        """Start a shell command that writes to the file ``output``, in the current folder, and holds its lock."""
+        """Start a shell command in the current folder. It writes to the file ``output``, and holds the lock of this
+        file."""
         process = subprocess.Popen(
             [*SHELL, command],
             stdin=subprocess.PIPE,
@@ -68,7 +69,7 @@ class Commands:
         return process
 
     def end(self, process: "subprocess.Popen[bytes]") -> None:
-        """End what is left of a command, and wait for it."""
+        """End all processes of a command, and wait for their end."""
         end([process.pid], self._token)
         process.wait()
         self._tell(f"-{process.pid}\n")
@@ -76,15 +77,14 @@ class Commands:
     def _tell(self, line: str) -> None:
         assert self._guard.stdin is not None
         with suppress(OSError, ValueError):  # the guard was killed, or the context is being left
-            os.write(self._guard.stdin.fileno(), line.encode())  # one write is whole, whichever thread writes
+            os.write(self._guard.stdin.fileno(), line.encode())  # one call, so lines of several threads do not mix
 
 
 def end(leaders: Iterable[int], token: str) -> None:
-    """End the commands with these process ids and all processes that they started. ``token`` is the token of
-    `Commands`.
+    """End the commands with the process ids ``leaders``, and all processes that they started.
 
-    They are asked to end (SIGTERM), so that launchers such as torchrun can end what they have started. What is left
-    after `GRACE_SECONDS` is killed.
+    The processes get SIGTERM first, so that launchers such as torchrun can end their workers. Processes that still
+    run after `GRACE_SECONDS` are killed. ``token`` is the token of `Commands`.
     """
     leaders = set(leaders)
     asked = dict[int, psutil.Process]()
@@ -101,7 +101,8 @@ def end(leaders: Iterable[int], token: str) -> None:
 
 
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
-    """Return the processes of these commands: those of their sessions or with their mark, and all their children."""
+    """Return the processes in the sessions of these commands or with their mark, and all children of these
+    processes."""
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
@@ -123,7 +124,10 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _guard() -> None:
-    """Read ids of commands, negative ones if a command has ended. When leaven is gone, end the others."""
+    """Read process ids of commands from the pipe, and end the commands that still run when it closes.
+
+    A positive number is a command that has started, and a negative number is one that has ended.
+    """
     running = set[int]()
     for line in sys.stdin:
         pid = int(line)

@@ -1,4 +1,4 @@
-"""A study over training runs of a recipe: the objective that trains a trial in a worker process, and the study."""
+"""A study whose trials are training runs of a recipe, in worker processes of leaven."""
 
 import math
 import threading
@@ -21,17 +21,14 @@ from leaven.training.trial import WorkerPool, branches_of, cooldown_start, train
 from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, DROPOUT, OPTIMIZER, TOKENS, WARM_UP, recipe_at
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
-from leaven.tuning.service.search_plan import Budget, check_search, known_runs
+from leaven.tuning.service.search_plan import ROUNDS, Budget, check_search, known_runs
 from leaven.tuning.service.study import CHECKPOINTS, BaseStudy, attempts
 from leaven.tuning.space import Space
 
 POLL = 0.25  # seconds between checks of whether to stop
-# The smallest number of rounds of proposals: at most 1/12 of the trials are trained at once. Trials of a round are
-# proposed without knowing each other's losses. With larger rounds, the answer of a search of 48 trials is clearly
-# worse (benchmarks/parallel_trials.py, docs/log.md).
-ROUNDS = 12
-# The largest FLOPs of a step of one trial for which a stack on a GPU was measured to be faster than single trials:
-# width 256, 4 blocks, 1,280 tokens a step (docs/log.md). A larger trial may fill a GPU alone.
+# FLOPs of a step of the largest trial for which a stack (several trials trained as one batched model) was measured to
+# be faster on a GPU than single trials: width 256, 4 blocks, 1,280 tokens a step (docs/log.md). A larger trial may
+# fill a GPU alone.
 MEASURED = 2.8e10
 
 
@@ -47,9 +44,8 @@ def check_request(
     noise: float | None,
     from_study: Path | None,
 ) -> None:
-    """Check the arguments of a study that can be checked without tokens: method, budget and earlier study.
-
-    The arguments are those of :class:`Study` and :meth:`Study.run`.
+    """Check the arguments of :class:`Study` and :meth:`Study.run` that can be checked before the text is tokenized:
+    method, budget and earlier study.
 
     Raises:
         InputError: if the method is unknown, if there is no budget, if one trial or the smallest grid does not fit
@@ -68,7 +64,8 @@ def check_request(
 
 
 def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
-    """Return the space without the values that a study with these ``durations`` or this method cannot search."""
+    """Return the space without the values that a study with these ``durations`` cannot search. For a grid search, the
+    space is also limited to its first box."""
     if durations:
         space = space.without(BATCH, "each of the --durations must be a whole number of batches")
         space = space.without(TOKENS, "--durations sets the run lengths").without(DECAY, "--durations needs wsd")
@@ -77,7 +74,7 @@ def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
 
 
 def why_not_stacked(space: Space, durations: Sequence[int]) -> str | None:
-    """Return why a stack cannot train the trials of a study, or None if it can."""
+    """Return the reason why a stack cannot train the trials of a study, or None if it can."""
     if durations:
         return "a stack trains one duration"
     if varied := [path for path in (BATCH, TOKENS, DROPOUT, OPTIMIZER) if path in space.paths]:
@@ -89,9 +86,9 @@ def why_not_stacked(space: Space, durations: Sequence[int]) -> str | None:
 def stack_size(
     space: Space, durations: Sequence[int], trials: int | None, gpus: int, free: Callable[[], float]
 ) -> tuple[int, str]:
-    """Return how many trials each of ``gpus`` GPUs trains at once, and the reason as text.
+    """Return (number of trials that each of ``gpus`` GPUs trains at once, the reason as text).
 
-    The result is above 1 only where a stack was measured to be faster.
+    The number is above 1 only where a stack was measured to be faster.
 
     Args:
         trials: the number of trials in the budget, if it is known.
@@ -114,15 +111,15 @@ def stack_size(
 class TrialTrainer:
     """The objective of a study: trains the recipe in a worker process, with the values of one or several proposals.
 
-    As a context manager it starts a process with one thread for each worker, and ends them at the end.
+    It is a context manager, which starts one process for each worker and ends these processes.
 
     Args:
         folder: the folder of checkpoints.
-        devices: the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None if a worker may use all.
+        devices: the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None for a worker that may use all GPUs.
         stop: a function that returns whether to stop and release the trials.
         checkpoint_seconds: seconds between checkpoints of a trial.
-        stack: number of trials that a worker trains at once. If it is above 1, no trial is pruned, because the others
-            would not end earlier.
+        stack: number of trials that a worker trains at once. If it is above 1, no trial is pruned, because pruning
+            one of them would not make the others faster.
     """
 
     def __init__(  # noqa: PLR0917 - one of each
@@ -138,13 +135,13 @@ class TrialTrainer:
     ) -> None:
         self._stack = stack
         self._recipe, self._tokens, self._durations, self._folder = space.recipe, tokens, durations, folder
-        # Loss curves with other cooldowns cannot be compared.
+        # Trials with different cooldowns have loss curves of different shapes, so their curves are not compared.
         self._prunes = COOLDOWN not in space.paths
         self._devices, self._stop, self._checkpoint_seconds = devices, stop, checkpoint_seconds
         self._leaving, self._held = threading.Event(), ExitStack()
 
     def __enter__(self) -> "TrialTrainer":
-        # A pool breaks as a whole when a process dies, so each worker has its own pool.
+        # If one process of a pool dies, the whole pool is unusable. So each worker has its own pool.
         self._pools = [self._held.enter_context(WorkerPool(1, device)) for device in self._devices]
         return self
 
@@ -158,11 +155,12 @@ class TrialTrainer:
         Raises:
             InputError: if a stack does not fit into the memory.
             TrialReleased: if the search is stopped during the training.
-            WorkerDied: if the process died.
+            WorkerDied: if the worker process died.
         """
         recipes: dict[int, Recipe] = {}  # the valid recipes, by index of the proposal
         for k, proposal in enumerate(proposals):
-            # An invalid recipe has lr x weight_decay above 1, or a warm-up beyond the shortest duration.
+            # ValueError: lr x weight_decay is above 1, or the warm-up is longer than the shortest duration. Such a
+            # recipe is not trained and counts as diverged.
             with suppress(ValueError):
                 recipe = recipe_at(self._recipe, proposal, self._recipe.data.seed + proposal.seed)
                 branches_of(recipe, self._durations, self._tokens)
@@ -199,15 +197,15 @@ class TrialTrainer:
         return found if isinstance(found, list) else [found]
 
     def _checkpoint(self, proposal: Proposal) -> Path:
-        """Return the checkpoint folder for this attempt at a run. The checkpoint of an earlier attempt, if any, is
-        moved to this folder.
+        """Return the checkpoint folder of this attempt at a run. If an earlier attempt left a checkpoint, move it to
+        this folder.
 
-        Each attempt has a separate folder, because the worker of the earlier attempt may go on writing for half a
-        second after its command was killed.
+        Each attempt has its own folder, because the worker of an earlier attempt may still write for half a second
+        after its command was killed.
         """
         folder = self._folder / f"{proposal.origin:06d}-{proposal.number:06d}"
         for last in [path for origin, path in attempts(self._folder) if origin == proposal.origin][-1:]:
-            with suppress(OSError):  # it was moved by another attempt or is gone: train from the start
+            with suppress(OSError):  # another attempt has moved or removed it: train from the first step
                 last.rename(folder)
         return folder
 

@@ -1,4 +1,4 @@
-"""Search methods that use Optuna's samplers, and PED-ANOVA, which is Optuna's measure of importance.
+"""Search methods that use Optuna's samplers. Also computes PED-ANOVA, Optuna's measure of importance.
 
 The samplers draw points from a box that grows during the search.
 """
@@ -20,16 +20,16 @@ Distributions = dict[str, BaseDistribution]
 
 BEST, EDGE = 4, 1 / 4  # an end of the box moves when the best 4 trials all lie in the outer quarter of the box there
 LEAST = 3 * BEST  # the fewest trials before an end moves
-FURTHER = 1 / 2  # share of the initial width by which an end moves
+FURTHER = 1 / 2  # an end moves by this share of the initial width of the box
 FEWEST = 10  # the fewest trials for PED-ANOVA, so that the best tenth has at least one trial
 
 
 def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
-    """Return the lower and upper ends (D,) of the box from which Optuna's sampler draws the next point, in octaves.
+    """Return the box from which Optuna's sampler draws the next point: its lower and upper ends, each (D,), octaves.
 
     ``points`` (n, D) and ``losses`` (n,) are those of the finished trials, in the order in which the trials ended.
-    The box begins as ``axes.box``. An end moves outwards when the best ``BEST`` (4) trials all lie in the quarter of
-    the box next to this end. If the losses were random, this would happen at a given end with probability 1/256.
+    The first box is ``axes.box``. An end moves outwards when the best ``BEST`` (4) trials all lie in the quarter of
+    the box next to this end. With random losses, this would happen at a given end with probability 1/256.
     """
     (low, high), (lowest, highest) = axes.box, axes.ends
     further = FURTHER * (high - low)
@@ -52,16 +52,16 @@ class SeededSampler(BaseSampler):
     The distributions in the store span the whole space. Optuna's sampler gets only the current box (:func:`box`),
     which is computed from the finished trials.
 
-    Each proposal has its own random seed, made from the seed of the search and the index of the proposal. So commands
-    with the same seed of the search draw different proposals, and a resumed search does not repeat its proposals.
+    Each proposal has its own random seed, made from the seed of the search and the index of the proposal. So several
+    commands of one search draw different proposals, and a resumed search does not repeat its proposals.
 
-    CMA-ES begins with the same start and the same width as a trust-region search, and stays near the start by itself.
-    So its box does not grow: it covers the whole space and is symmetric around the start. CMA-ES uses a diagonal
+    CMA-ES begins with the same start and the same width as a trust-region search, and stays near the start without a
+    box. So its box does not grow: it covers the whole space and is symmetric around the start. CMA-ES uses a diagonal
     covariance, because a few hundred trials do not determine a full covariance in 90 dimensions. CMA-ES cannot sample
-    a choice (a value with a list of levels). Each proposal gives a choice the level of the best trial with
-    probability 1/2, and otherwise a random level.
+    a choice (a value with a list of levels). So each proposal takes the level of the best trial with probability 1/2,
+    and otherwise a random level.
 
-    A grid search uses this sampler to sample at random after all points of the grid have run (``search_plan.py``).
+    A grid search uses this sampler for random points after all points of the grid have run (``search_plan.py``).
     """
 
     def __init__(self, method: str, axes: Axes, seed: int) -> None:
@@ -77,7 +77,7 @@ class SeededSampler(BaseSampler):
                 return optuna.samplers.GPSampler(seed=seed)
             case "cma":
                 with warnings.catch_warnings():
-                    # Optuna 6 is to drop x0 and sigma0.
+                    # Optuna 6 will remove x0 and sigma0.
                     warnings.simplefilter("ignore", FutureWarning)
                     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                     return optuna.samplers.CmaEsSampler(
@@ -142,8 +142,8 @@ class SeededSampler(BaseSampler):
 
 
 def run_index(trial: FrozenTrial) -> int:
-    """Return the index of the proposal that a trial runs, from the name ``search:INDEX`` of its job. If the job has
-    another name, return the trial's number."""
+    """Return the index in the name of the trial's job, ``search:INDEX``. If the job has another name, return the
+    trial's number."""
     job = trial.user_attrs.get(JOB, "")
     return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
 
@@ -162,9 +162,9 @@ def ped_anova(points: Array, losses: Array) -> Array:
     """Return PED-ANOVA importances (D,) that sum to 1, for trials at ``points`` (n, D) with ``losses`` (n,).
 
     PED-ANOVA compares the distribution of a value in the best tenth of the trials with its distribution in all trials
-    (Watanabe et al. 2023, arXiv 2304.10255). Give a diverged trial an infinite loss. All importances are 0 if fewer
+    (Watanabe et al. 2023, arXiv 2304.10255). The loss of a diverged trial is infinite. All importances are 0 if fewer
     than ``FEWEST`` losses are finite, or if all points are the start. Optuna's other two methods, fANOVA and mean
-    decrease impurity, need scikit-learn.
+    decrease impurity, need scikit-learn, which leaven does not.
     """
     names = [str(i) for i in range(points.shape[1])]
     ended = losses[np.isfinite(losses)]

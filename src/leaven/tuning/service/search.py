@@ -43,7 +43,7 @@ class SearchTrial:
     loss: float  # infinite if the trial diverged; the predicted loss if it was pruned
     finalist: int | None = None  # index of the finalist (one of the best points) that this trial reruns
     purpose: str = "search"  # search | noise (the start, other seeds) | rerun (the best points, fresh seeds)
-    seed: int = 0
+    seed: int = 0  # 0 in the search; 1, 2, ... in runs that repeat a point
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     axes, seed, noise = given.axes, given.seed, given.noise
     check_search(method, axes, name)
     budget = Budget(given.trials, given.flops, given.hours, given.run_flops)
-    known_runs(axes, method, budget, noise)  # a grid that is too fine is refused before anything is written
+    known_runs(axes, method, budget, noise)  # raises for a grid above the budget, before anything is written
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     stored = join_study(
         open_store(storage),

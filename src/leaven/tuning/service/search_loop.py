@@ -1,8 +1,8 @@
-"""Run a search: run each trial that the plan (``search_plan.py``) asks for in a thread, and write its result to the
+"""Run a search: ask the plan (``search_plan.py``) for the next trial, run it in a thread, and write its result to the
 store (``stored_study.py``).
 
-Every command keeps increasing a counter in the store, its heartbeat. A command of another machine whose heartbeat has
-not changed for ``lease_seconds`` is dead (``leases.py``), and other commands retry its trials.
+Several commands may run the same search. ``leases.py`` finds out which of them are dead, and the others retry the
+trials of a dead command.
 """
 
 import math
@@ -26,13 +26,12 @@ from leaven.tuning.service.stored_study import (
     Evaluation,
     StoredStudy,
     TrialRequest,
-    jobs_of,
-    runs_of,
+    first_attempts,
 )
 from leaven.tuning.service.stores import StoreGone
 
 HUGE = 1e50  # the largest loss: the surrogate computes its fourth power, which must be finite
-POLL = 0.5  # seconds between looks at the trials of this and of other commands
+POLL = 0.5  # seconds between reads of the store while trials run
 
 
 class Proposal(dict[str, float]):
@@ -41,10 +40,10 @@ class Proposal(dict[str, float]):
     - ``number``: the number of the trial.
     - ``seed``: 0 in the search, so that all trials share init and data order; 1, 2, ... in runs that measure noise or
       confirm the best points.
-    - ``origin``: the number of the first trial of this run, which differs from ``number`` in a retry. Use ``origin``
-      to name checkpoints, so that a retry finds them.
-    - ``baseline``: the loss curve of the best trial so far, with which an objective can decide to prune this run.
-      None if this run must not be pruned.
+    - ``origin``: the number of the first trial of this run; ``number`` is larger in a retry. Name checkpoints by
+      ``origin``, so that a retry finds them.
+    - ``baseline``: the loss curve of the best trial so far. An objective may compare its own curve with it and prune
+      the run. None if the run must not be pruned.
     - ``worker``: the index of the calling thread, from 0. Concurrent calls have different indices.
     """
 
@@ -69,21 +68,21 @@ class Proposal(dict[str, float]):
 
 
 class WorkerDied(Exception):
-    """Raised by an objective to report that the process that computed the loss has died. The run is retried once."""
+    """Raised by an objective if the process that computed the loss has died. The run is retried once."""
 
 
 class TrialReleased(Exception):
-    """Raised by an objective that stops without a result, for example at Ctrl-C. The run is started again later."""
+    """Raised by an objective that stops without a result, for example at Ctrl-C. The run is retried later."""
 
 
-Objective = Callable[[Any], float | Outcome]  # of a Proposal, which is a dict[str, float]
-Objectives = Callable[[Sequence[Proposal]], Sequence[float | Outcome]]  # of the proposals that a worker runs at once
+Objective = Callable[[Any], float | Outcome]  # the argument is a Proposal, which is a dict[str, float]
+Objectives = Callable[[Sequence[Proposal]], Sequence[float | Outcome]]  # the proposals that a worker runs at once
 
 
 class SearchLoop:
     """Runs the trials of a plan in threads, and writes their results to the store.
 
-    A thread runs ``stack`` trials at once, or fewer if the plan has no other run until a running trial ends.
+    A thread runs ``stack`` trials at once, or fewer if the plan gives no further run before a running trial ends.
 
         with SearchLoop(...) as loop:
             for event in loop:
@@ -137,7 +136,7 @@ class SearchLoop:
             if request is not None:
                 if (proposal := self._begin(request)) is not None:
                     yield proposal
-            elif self._next:  # no other run can start now
+            elif self._next:  # the plan gives no further run now, so start the collected ones
                 self._submit()
             elif self._ended:  # after all workers have got work, because handling the event may be slow
                 ended, self._ended = self._ended, []
@@ -153,8 +152,8 @@ class SearchLoop:
             raise self._error
 
     def _look(self) -> int:
-        """Mark the running trials of dead commands as failed, then read all runs of the study. Return the number
-        of jobs so far, without retries; it is the index of the next job."""
+        """Mark the running trials of dead commands as failed, then read all runs of the study. Return the index of
+        the next job: the number of jobs so far, without retries."""
         trials = self._stored.trials
         running = {t.number: t.user_attrs.get(OWNER) for t in trials if t.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
@@ -166,13 +165,13 @@ class SearchLoop:
         clocks = {number: self._leases.clocks.get(str(owner)) for number, owner in running.items()}
         self.runs = [
             replace(run, until=clocks.get(run.number)) if run.state == "running" else run
-            for run in runs_of(trials, self._plan.axes)
+            for run in self._stored.runs_of(trials)
         ]
-        return sum(not job.startswith("retry:") for job in jobs_of(trials))
+        return len(first_attempts(trials))
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
-        """Add a trial to those of the next free thread, and start them once there are ``stack``. Return None if
-        another command runs the trial."""
+        """Create the trial of a request and collect it for the next free thread, which starts once it has ``stack``
+        trials. Return None if another command runs the trial."""
         if (created := self._stored.create(request, self._leases.node, self._sampler)) is None:
             return None
         number, point = created

@@ -1,16 +1,15 @@
-"""Decide the next run of a search from its budget and the runs so far (``stored_study.py``).
+"""Decide which run of a search is next, from the budget and the runs so far (``stored_study.py``).
 
 The next run is of the first kind in this list that still has runs to do:
 
 1. The retry of a run whose process died.
 2. Runs of the start with several seeds, which measure the noise (the standard deviation of the loss between seeds).
    In a grid search, the points of the grid follow.
-3. Proposals of the search. They end when only the budget that is reserved for final runs is left, or when several
-   rounds gained less than the noise.
-4. Final runs, with fresh seeds, of the best few points (the finalists). The first of these runs stores how many
-   finalists there are, which then holds for all commands.
-5. If there are several finalists: more final runs, of the best finalist and of the start, which confirm the gain
-   (``algorithm/answer.py``).
+3. Proposals of the search. They end when the rest of the budget is reserved for final runs, or when several rounds
+   gained less than the noise.
+4. Final runs, with fresh seeds, of the best few points (the finalists). The first of these runs stores the number of
+   finalists, so that all commands use the same number.
+5. If there are several finalists: confirmation runs of the best finalist and of the start (``algorithm/answer.py``).
 """
 
 import itertools
@@ -18,6 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 
 import numpy as np
 
@@ -45,24 +45,26 @@ from leaven.tuning.service.stored_study import (
 from leaven.tuning.study_document import PRUNED, Dimension, covered
 
 METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")
+# At most 1/12 of the trials should run at once, because they are proposed without knowing each other's losses. With
+# more at once, the answer of a trust-region search of 48 trials is clearly worse (benchmarks/parallel_trials.py).
+ROUNDS = 12
 LONGEST = 512  # characters of a study's name in Optuna's tables
 RESERVED = 1 / 8  # the largest share of the budget that is reserved for final runs
 FEW = 24  # runs: a smaller budget runs only one finalist, once
-# What a search may end with, from cheap to expensive: (finalists, runs of each). Finalists are the best points of the
-# search, which are run again with fresh seeds.
+# The final runs that a search may have, from cheap to expensive: (number of finalists, runs of each).
 FINALS = ((0, 0), (1, 1), (1, RERUNS), (2, RERUNS), (3, RERUNS))
 # How often the start is run, by the least size of the budget. If the user gives the noise, the start is run once.
 REPEATS = {24: 3, 12: 2, 0: 1}
-SMALL = 16  # runs: a smaller budget has a final run only if the gain is not accepted without one
-SURE = 2  # the fewest degrees of freedom of the noise with which runs are pruned
+SMALL = 16  # runs: a smaller budget has a final run only if the gain would not be accepted without one
+SURE = 2  # runs are pruned only if the noise has at least so many degrees of freedom
 # A search without a complete run ends after so many failed runs if no other run ended, or so many diverged runs.
 DEATHS, DIVERGENCES = 8, 100
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of a search, which all commands of a study share. The search ends when the first of the limits is
-    reached; trials that are running then are finished."""
+    """The limits of a search, for all commands of a study together. No further run starts once one of the limits is
+    reached; runs that are running then are finished."""
 
     trials: int | None = None  # number of runs, including final runs
     flops: float | None = None  # total FLOPs of all runs
@@ -81,10 +83,10 @@ class Budget:
         limits = {"trials": self.trials, "flops": self.flops, "hours": self.hours}
         return {name: limit for name, limit in limits.items() if limit is not None}
 
-    @property
+    @cached_property
     def label(self) -> str:
-        """This budget as text, such as ``100 trials``. The text is stored with final runs and distinguishes them
-        from the final runs of a later, larger budget."""
+        """The budget as text, such as ``100 trials``. Each final run stores this text, so that the final runs of a
+        later, larger budget can be told apart."""
         return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
 
     @property
@@ -98,12 +100,10 @@ class Budget:
         return FINALS[:2] if self.size < FEW else FINALS
 
     def finals(self, runs: Sequence[Evaluation], now: float) -> tuple[int, int]:
-        """Return how many finalists (best points) are run again with fresh seeds, and how many runs each of them
-        gets.
+        """Return (number of finalists, runs of each with fresh seeds).
 
-        The result is the most expensive pair in ``FINALS`` whose runs cost at most ``RESERVED`` (1/8) of the budget
-        and at most what is left of the budget. With fewer than ``FEW`` (24) runs in the budget, only the two cheapest
-        pairs are allowed.
+        The result is the most expensive pair in ``FINALS`` that costs at most ``RESERVED`` (1/8) of the budget and at
+        most the rest of the budget. A budget of fewer than ``FEW`` (24) runs allows only the two cheapest pairs.
         """
         affordable = min(min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
         return max(final for final in self._allowed if final_runs(*final) <= max(affordable, 0))
@@ -113,7 +113,7 @@ class Budget:
         affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(runs, now))
         costs = {final_runs(*final) for final in self._allowed}
         if any(run.final_of not in {"", self.label} for run in runs):
-            # A smaller budget had other finalists. Even a single new finalist is compared with them.
+            # An earlier, smaller budget had finalists, too. So even an only new finalist is one of several.
             costs.add(final_runs(1, RERUNS) + 2 * CONFIRMATIONS)
         return max(cost for cost in costs if cost <= affordable)
 
@@ -133,7 +133,7 @@ class Budget:
                     "the budget is in FLOPs, but the objective returns no FLOPs; set the budget in trials or hours"
                 )
             cost = max([*whole, self.run_flops or 0.0]) or self.flops
-            # A run whose process died has no count of FLOPs, and may have cost as much as a finished run.
+            # The FLOPs of a run whose process died are unknown, and may be as many as those of a finished run.
             yield self.flops, sum(spent) + cost * sum(not run.finished for run in runs), cost
         if self.hours is not None:
             hours = busy(runs, now) / 3600
@@ -141,13 +141,13 @@ class Budget:
 
 
 def final_runs(finalists: int, each: int) -> int:
-    """Return the number of final runs: ``each`` of every finalist and, if there are several finalists, those that
-    confirm the best one."""
+    """Return the number of final runs: ``each`` runs of every finalist and, if there are several finalists, the
+    confirmation runs."""
     return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
 
 def busy(runs: Sequence[Evaluation], now: float) -> float:
-    """Return the seconds in which at least one run was active. A run without an end counts until ``now``."""
+    """Return the seconds in which at least one run was active, up to ``now`` (Unix time)."""
     return covered((run.began, now if run.until is None else run.until) for run in runs if run.began is not None)
 
 
@@ -178,7 +178,8 @@ def check_search(method: str, axes: Axes, name: str) -> None:
 
 
 def known_runs(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
-    """Return the runs that are known before the search begins: those of the start and, in a grid search, of the grid.
+    """Return the runs that are known before the search begins: the runs of the start and, in a grid search, those of
+    the grid.
 
     Raises:
         InputError: in a grid search, if the smallest grid has more points than the budget has trials, or if the
@@ -240,9 +241,9 @@ class SearchPlan:
     def next(self, runs: Sequence[Evaluation], turn: int, now: float) -> TrialRequest | None:
         """Return the next run, or None if the search is complete or must wait for a running trial.
 
-        A search without a completed run ends early: after ``DIVERGENCES`` (100) runs that diverged or were pruned,
-        or after ``DEATHS`` (8) runs whose processes died, if no run has a result. ``turn`` is the number of runs
-        that have been started, without retries; it names and seeds a proposal.
+        A search in which no run has completed ends early: after ``DIVERGENCES`` (100) runs that diverged or were
+        pruned, or after ``DEATHS`` (8) runs whose processes died if no run has a result. ``turn`` is the number of
+        runs that have been started, retries not counted. It is used in the name of a proposal and as its random seed.
         """
         states = [run.state for run in runs]
         if "waiting" in states:
@@ -276,7 +277,7 @@ class SearchPlan:
         region = self._region(runs)
         rng, tried = np.random.default_rng([self.seed, turn]), _searched(runs)
         point = self.axes.params(region.proposal(rng, last=last))
-        if last and point in tried:  # too few trials for a prediction; the same run again would tell nothing
+        if last and point in tried:  # too few trials for a prediction; running the point again would be useless
             point = self.axes.params(region.proposal(rng))
         new = self.axes.not_in(tried, point)
 
@@ -287,11 +288,11 @@ class SearchPlan:
         return min(new, key=rank, default=None)
 
     def _region(self, runs: Sequence[Evaluation]) -> Region:
-        """Return the trust region. It is cached until another trial ends, because computing it takes seconds with
-        2,000 trials of 90 values."""
-        ended, points, losses = results(runs, self.axes)
-        numbers = [run.number for run in ended]
+        """Return the trust region. It is cached until another trial ends, because computing it takes 0.1 s with
+        1,000 trials of 90 values."""
+        numbers = [run.number for run in runs if run.finished]
         if self._known is None or self._known[0] != numbers:
+            ended, points, losses = results(runs, self.axes)
             seeds = np.array([run.seed for run in ended], np.int64)
             self._known = numbers, region(self.axes, points, losses, self.noise, seeds)
         return self._known[1]
@@ -305,7 +306,7 @@ class SearchPlan:
         return self.budget.left(runs, now) >= more + reserved
 
     def _needs_final_runs(self, runs: Sequence[Evaluation]) -> bool:
-        """Return whether the search is to end with final runs: runs of the best points with fresh seeds.
+        """Return whether the search ends with final runs: runs of the best points with fresh seeds.
 
         The result is False if the noise is 0, or if runs have finished but none has completed. In a trust-region
         search, the result is also False in these cases:
@@ -353,12 +354,11 @@ class SearchPlan:
         return None
 
     def _finalists(self, runs: Sequence[Evaluation]) -> list[Params]:
-        """Return the points that may be finalists, the most promising first. The start and pruned points are left
-        out."""
+        """Return the points that may be finalists, the best first. The start and pruned points are left out."""
         excluded = {tuple((run.octaves or {}).values()) for run in runs if run.state == PRUNED}
         excluded.add((0.0,) * len(self.axes.start))
         points = self._fitted(runs).finalists(by_surrogate=self.by_surrogate)
-        if self.axes.whole:  # two of them may be the same when they are run
+        if self.axes.whole:  # after rounding, two points may be the same
             points = list(
                 dict.fromkeys(tuple(self.axes.octaves(self.axes.params(np.array(x))).tolist()) for x in points)
             )
@@ -389,10 +389,11 @@ class SearchPlan:
         return next(dict(run.params) for run in runs if run.finished and tuple((run.octaves or {}).values()) == point)
 
     def baseline(self, runs: Sequence[Evaluation], point: Mapping[str, float]) -> Baseline | None:
-        """Return the loss curve with which a new run at ``point`` is compared, to prune it if it falls far behind.
+        """Return the loss curve with which a new run at ``point`` is compared; the run is pruned if it falls far
+        behind.
 
-        It is the curve of the best completed run that has the same choices as ``point``, because a choice (such as
-        the schedule) changes the shape of a loss curve. Return None if no such run has completed, or if too few runs
+        This is the curve of the best completed run with the same choices as ``point``, because a choice (such as the
+        schedule) changes the shape of a loss curve. Return None if no such run has completed, or if too few runs
         measure the noise.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
@@ -416,10 +417,11 @@ class SearchPlan:
         return self._fitted(runs).confirmed(by_surrogate=self.by_surrogate)
 
     def ended_early(self, runs: Sequence[Evaluation], now: float) -> bool:
-        """Return whether a completed search stopped early, because several rounds gained less than the noise.
+        """Return whether a completed search stopped early because several rounds gained less than the noise.
 
-        It did if budget is left, and a point that has not been run. The final runs of this budget are not counted,
-        because they come after the search. Do not call this for a search that the user stopped.
+        This is so if there was budget for another run of the search, and a point that had not been run. The final
+        runs of this budget are not counted, because they come after the search. Do not call this for a search that
+        the user stopped.
         """
         left = self._room([run for run in runs if run.final_of != self.budget.label], now)
         return left and bool(self.axes.not_in(_searched(runs), self.axes.start))

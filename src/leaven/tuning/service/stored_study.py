@@ -1,30 +1,34 @@
 """A study in a store (an Optuna storage): join or create it, read its runs, and write its trials.
 
-A study has the settings (recipe, space, method and so on) with which it was created. A command with other settings is
-refused, because its trials could not be compared with those in the store.
+The first command stores its settings (recipe, space, method and so on) in the study. A command with other settings
+is refused, because its trials could not be compared with those in the store.
 
 A run is one training at one point with one seed: to measure the noise, to search, or to run the best points again
-with fresh seeds at the end (a final run). It has one trial in the store, and another one for each retry. So any
-number of commands on any machines can share a study, and the call that resumes a search is the same as the call that
-starts one:
+with fresh seeds at the end (a final run). A run has one trial in the store, and another trial for each retry. Any
+number of commands on any machines can share a study, and the command that starts a search also resumes it:
 
 - Each trial has two user attributes from the beginning: its ``owner``, the id of the command that runs it, and its
   ``job``, a name for its work, such as ``search:12``. There is no queue: the next job follows from the existing
   trials, so a crash cannot lose a job. If two commands create a trial for the same job at once, the trial with the
   lower number runs and the other one is closed as a duplicate.
-- If the process of a run dies in trial NUMBER, the run is retried once, by a new trial with the job ``retry:NUMBER``.
-  If the process of the retry dies too, the run has failed. If a command is stopped by Ctrl-C, it releases its trials.
-  Released trials are run again in the same way, but do not count as deaths.
+- If the process of trial NUMBER dies, the run is retried once, by a new trial with the job ``retry:NUMBER``. If the
+  process of the retry dies too, the run has failed. A command that is stopped by Ctrl-C releases its trials. Their
+  runs are retried in the same way, but the release does not count as a death.
 - A diverged run is marked by a user attribute. Optuna's samplers need a finite loss, so the store gets the worst
   finite loss so far. leaven itself counts the loss of a diverged run as infinite.
+- A trial with a result has a digest of its number, state, loss, point and user attributes, and the settings of the
+  study have a digest, too. So a changed value or a deleted line of the store is noticed when trials are read. Studies
+  and trials of older versions have no digest and are not checked.
 """
 
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
 
@@ -55,6 +59,10 @@ PURPOSE, SEED, RETRY_OF, FINALIST, DIVERGED = "purpose", "seed", "retry_of", "fi
 OWNER, JOB, FINAL, RELEASED, CONFIRMS = "owner", "job", "final", "released", "confirms"
 BEGAN, ENDED = "began", "ended"  # Unix time by the owner's clock, seconds
 PREDICTED = "expected"  # the predicted final loss of a pruned trial
+LAST_BEAT = "last_beat"  # the last heartbeat of an owner on another machine that was taken for dead: Unix time
+DIGEST = "digest"  # of a trial with a result (a user attribute), or of the settings (in ABOUT)
+WITH_RESULT = (TrialState.COMPLETE, TrialState.PRUNED)
+RESTORE = "restore the store from a backup, or use another study"
 LIVES = 2  # attempts of a run before it has failed
 NEVER_ENDED = 1e6  # the stored loss of a diverged run before there is any finite loss
 
@@ -74,13 +82,12 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(StudyTrial):
-    """A run of a search. The fields inherited from :class:`StudyTrial` are those of its last trial; ``values`` is
-    empty."""
+    """A run of a search. The fields of :class:`StudyTrial` are those of its last trial, but ``values`` is empty."""
 
-    params: Params  # log2 multipliers; for whole numbers, those of the rounded values
+    params: Params  # log2 multipliers; a whole number has the multiplier of its rounded value
     origin: int  # number of the run's first trial
     job: str | None = None  # name of the request that started the first trial
-    final_of: str = ""  # the budget that ends with this run, such as "64 trials"; empty if this is no final run
+    final_of: str = ""  # in a final run, the budget that it belongs to, such as "64 trials"; else empty
     finalist: int | None = None  # in a final run, the index of the finalist
     finals: tuple[int, int] | None = None  # in the first final run: (number of finalists, runs of each)
     began: float | None = None  # Unix time at which the last trial began
@@ -115,6 +122,12 @@ class StoredStudy:
     study: optuna.Study
     axes: Axes  # with the prior knowledge of the stored study
     noise: float | None  # standard deviation of the loss between seeds, if it was known before the search
+    what: str = "the stored study"  # the name of the study in messages
+    digests: bool = False  # whether every trial with a result must have a digest
+    # Caches, because a trial with a result never changes: the numbers of the trials that were checked, and the runs
+    # with a result by the number of their last trial.
+    _checked: set[int] = field(default_factory=set)
+    _finished: dict[int, Evaluation] = field(default_factory=dict)
 
     @cached_property
     def id(self) -> int:
@@ -122,15 +135,39 @@ class StoredStudy:
 
     @property
     def trials(self) -> list[FrozenTrial]:
-        return self.study.get_trials(deepcopy=False)
+        """All trials of the study.
+
+        Raises:
+            InputError: if a trial is missing, or was changed after it had ended.
+        """
+        trials = self.study.get_trials(deepcopy=False)
+        if missing := set(range(len(trials))) - {trial.number for trial in trials}:
+            raise InputError(f"{self.what} has lost trial {min(missing)}; {RESTORE}")
+        # The job search:N is created when there are at least N jobs. In a journal without the line that created a
+        # trial, all later trials have other numbers.
+        for count, (job, trial) in enumerate(first_attempts(trials).items()):
+            if job.startswith("search:") and int(job.removeprefix("search:")) > count:
+                raise InputError(f"{self.what} has lost a trial before trial {trial.number}; {RESTORE}")
+        for trial in trials:
+            if trial.state in WITH_RESULT and trial.number not in self._checked:
+                known = trial.user_attrs.get(DIGEST)
+                required = self.digests and OWNER in trial.user_attrs
+                if (required or known is not None) and known != _digest_of(trial, trial.state, trial.values):
+                    raise InputError(f"trial {trial.number} of {self.what} was changed after it had ended; {RESTORE}")
+                self._checked.add(trial.number)
+        return trials
 
     @property
     def runs(self) -> list[Evaluation]:
-        return runs_of(self.trials, self.axes)
+        return self.runs_of(self.trials)
+
+    def runs_of(self, trials: Sequence[FrozenTrial]) -> list[Evaluation]:
+        """Return the runs of the ``trials`` of this study. See the function :func:`runs_of`."""
+        return runs_of(trials, self.axes, self._finished)
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
-        """Create the trial of a request, and return its number and its point. ``sampler`` draws the point if the
-        request has none.
+        """Create the trial of a request, and return (number, point). If the request has no point, ``sampler`` draws
+        it.
 
         Return None if another command already runs a trial for the same job, or if another command took this command
         for dead and closed the new trial.
@@ -189,18 +226,24 @@ class StoredStudy:
                 # Optuna's samplers use the last intermediate value of a pruned trial, and its step.
                 self.store.set_trial_intermediate_value(trial_id, len(outcome.curve), loss)
                 state = TrialState.PRUNED
+            digest = _digest_of(self.store.get_trial(trial_id), state, [loss])
+            self.store.set_trial_user_attr(trial_id, DIGEST, digest)
             # Not Optuna's tell, which checks the trial before it writes: another command may close it in between.
             self.store.set_trial_state_values(trial_id, state, [loss])
             return True
         return False
 
     def close(self, number: int, *, released: bool = False, ended: float | None = None) -> None:
-        """Mark a trial as failed, unless it has ended already. ``released`` says that this command gave the trial up;
-        then the trial does not count as one whose process died. ``ended`` is the last time by its owner's clock, if
-        the owner was another machine."""
+        """Mark a trial as failed, unless it has ended already.
+
+        Args:
+            released: whether this command gives the trial up. Then it does not count as a trial whose process died.
+            ended: the last heartbeat of the trial's owner, if the owner ran on another machine: Unix time.
+        """
         with suppress(UpdateFinishedTrialError):
             if ended is not None:
-                self.store.set_trial_user_attr(self._trial_id(number), ENDED, ended)
+                # Not as ENDED, which the digest covers: the owner may be alive and write its result just now.
+                self.store.set_trial_user_attr(self._trial_id(number), LAST_BEAT, ended)
             if released:
                 self.store.set_trial_user_attr(self._trial_id(number), RELEASED, True)
             self.store.set_trial_state_values(self._trial_id(number), TrialState.FAIL)
@@ -209,13 +252,16 @@ class StoredStudy:
         return self.store.get_trial_id_from_study_id_trial_number(self.id, number)
 
 
-def runs_of(trials: Sequence[FrozenTrial], axes: Axes) -> list[Evaluation]:
+def runs_of(
+    trials: Sequence[FrozenTrial], axes: Axes, finished: dict[int, Evaluation] | None = None
+) -> list[Evaluation]:
     """Return the runs, ordered by the number of each run's first trial.
 
     Trials whose process died before the sampler had drawn all values are left out. So are trials without an owner,
-    which another program made.
+    which another program made. ``finished`` caches runs that end with a result, by the number of their last trial.
     """
     jobs = jobs_of(trials)
+    finished = {} if finished is None else finished
     found = []
     for trial in sorted(trials, key=lambda trial: trial.number):
         job = trial.user_attrs.get(JOB)
@@ -230,24 +276,27 @@ def runs_of(trials: Sequence[FrozenTrial], axes: Axes) -> list[Evaluation]:
             if following is None:
                 break
             last = following
-        found.append(_evaluation(trial, last, deaths, axes))
+        run = finished.get(last.number) or _evaluation(trial, last, deaths, axes)
+        if last.state in WITH_RESULT:
+            finished[last.number] = run
+        found.append(run)
     return found
 
 
 def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) -> Evaluation:
-    """Return the run with the first trial ``origin`` and the last trial ``last``, in which ``deaths`` processes
+    """Return the run whose first trial is ``origin`` and whose last trial is ``last``. ``deaths`` of its processes
     died."""
     ran, state, loss = last.user_attrs, "running", None
     if last.state is TrialState.FAIL:
         state = "failed" if deaths >= LIVES else "waiting"
-    elif last.state in {TrialState.COMPLETE, TrialState.PRUNED}:
+    elif last.state in WITH_RESULT:
         state = "complete" if last.state is TrialState.COMPLETE else PRUNED
         loss = ran.get(PREDICTED) if last.value is None else last.value
         if ran.get(DIVERGED):
             state, loss = "diverged", None
     seconds, tokens, params = ran.get("seconds"), ran.get("tokens", 0), axes.rounded(last.params)
     drawn = len(last.params) == len(axes.start)
-    until = ran.get(ENDED)
+    ended = until = ran.get(ENDED, ran.get(LAST_BEAT))
     if until is None and state != "running" and last.datetime_complete:
         until = last.datetime_complete.timestamp()
     final_of, finalist = origin.user_attrs.get(FINALIST, ("", None))
@@ -266,7 +315,7 @@ def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes)
         curve=curve_of(ran.get("curve", ())),
         branches=curve_of(ran.get("branches", ())),
         worker=ran.get("worker"),
-        ended=ran.get(ENDED),
+        ended=ended,
         params=params,
         origin=origin.number,
         job=origin.user_attrs.get(JOB),
@@ -278,6 +327,17 @@ def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes)
     )
 
 
+def _digest_of(trial: FrozenTrial, state: TrialState, values: Sequence[float]) -> str:
+    """Return the digest of a trial that ends, or has ended, in this state with these values (its loss)."""
+    attributes = {key: value for key, value in trial.user_attrs.items() if key not in {DIGEST, LAST_BEAT}}
+    losses = [loss + 0.0 for loss in values]  # SQLite stores -0.0 as 0.0
+    return _digest([trial.number, state.name, losses, trial.params, attributes])
+
+
+def _digest(document: Any) -> str:
+    return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
 def jobs_of(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
     """Return the trial of each job by the job's name. If two commands created a trial for the same job at once, the
     trial with the lowest number counts."""
@@ -286,6 +346,11 @@ def jobs_of(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
         if JOB in trial.user_attrs:
             jobs.setdefault(trial.user_attrs[JOB], trial)
     return jobs
+
+
+def first_attempts(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
+    """Return the trial of each job that is not a retry, by the job's name, in the order of their numbers."""
+    return {job: trial for job, trial in jobs_of(trials).items() if not job.startswith("retry:")}
 
 
 def distributions(axes: Axes) -> dict[str, BaseDistribution]:
@@ -320,14 +385,14 @@ def join_study(
 ) -> StoredStudy:
     """Return the study called ``name``. If it does not exist, create it.
 
-    A new study gets this command's settings and prior knowledge. A stored study keeps the prior knowledge with which
-    it was created, even if scaling laws or the earlier study would give other knowledge now.
+    A new study stores the settings and prior knowledge of this command. An existing study keeps the prior knowledge
+    with which it was created, even if the laws or the earlier study would give other knowledge now.
 
     Args:
         what: the name of the study in messages.
         instead: what to do if the study has other settings, in messages.
-        own_noise: if true, ``noise`` must equal the noise of the stored study. If false, a stored study that was
-            created with the trials of an earlier study keeps its noise.
+        own_noise: whether the user gave ``noise``, which must then equal the noise of the stored study. If false, a
+            stored study that was created with the trials of an earlier study keeps its noise.
         recipe: the recipe that all commands on the study must share.
         shared: further settings that all commands on the study must share.
 
@@ -356,8 +421,8 @@ def join_study(
         created[EARLIER]["noise"] = axes.earlier.noise
     if recipe is not None:
         created["recipe"] = recipe.model_dump(mode="json")
-    study = _load_or_create(store, name, created, what)
-    there = study.user_attrs[ABOUT]
+    study = _load_or_create(store, name, created | {DIGEST: _digest(created)}, what)
+    there, digests = _settings(study, what)
     if recipe is not None and "recipe" in there:
         check_recipe(Recipe.model_validate(there["recipe"]), recipe, what)
     if EARLIER in there and not own_noise:
@@ -374,7 +439,21 @@ def join_study(
     earlier = there.get(EARLIER)
     if earlier is not None:
         earlier = EarlierTrials(np.array(earlier["points"]), np.array(earlier["losses"]), earlier["noise"])
-    return StoredStudy(store, study, replace(axes, expected=expected, earlier=earlier), noise)
+    known = replace(axes, expected=expected, earlier=earlier)
+    return StoredStudy(store, study, known, noise, what, digests)
+
+
+def _settings(study: optuna.Study, what: str) -> tuple[dict[str, Any], bool]:
+    """Return the settings of a study, and whether they have a digest.
+
+    Raises:
+        InputError: if the settings do not match their digest.
+    """
+    found = study.user_attrs[ABOUT]
+    digest = found.pop(DIGEST, None) if isinstance(found, dict) else ""
+    if digest is not None and digest != _digest(found):
+        raise InputError(f"the settings of {what} were changed in its store; {RESTORE}")
+    return found, digest is not None
 
 
 def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:
@@ -387,7 +466,7 @@ def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], wha
     try:
         study = optuna.load_study(study_name=name, storage=store)
     except KeyError:
-        with suppress(DuplicatedStudyError):  # another command was quicker
+        with suppress(DuplicatedStudyError):  # another command has created it
             optuna.create_study(study_name=name, storage=store).set_user_attr(ABOUT, settings)
         study = optuna.load_study(study_name=name, storage=store)
     until = time.monotonic() + PATIENCE

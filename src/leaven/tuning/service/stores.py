@@ -1,5 +1,5 @@
-"""Open the store of a study: an Optuna storage in a file or on a server, which retries each call while it is
-unreachable.
+"""Open the store of a study: an Optuna storage in a file or on a server. Its calls are retried while the file or
+server is unreachable.
 
 If the connection breaks just after a call has changed the store, leaven does not learn that the call succeeded, and
 retries it. The retry must not change the store a second time:
@@ -12,6 +12,7 @@ retries it. The retry must not change the store a second time:
 import errno
 import json
 import random
+import re
 import time
 import uuid
 from collections.abc import Callable, Generator, Sequence
@@ -21,7 +22,7 @@ from functools import partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optuna.exceptions import UpdateFinishedTrialError
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState, create_trial
@@ -36,12 +37,14 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between attempts
 BUSY_SECONDS = 60  # how long SQLite waits while another process writes
 OPENINGS = 20  # attempts to open a new database while other processes create its tables
 LOCK_SECONDS = 30  # how long to wait for a lock; a process that holds it longer is suspended or has lost its disk
-GRACE_SECONDS = 3  # age from which Optuna's lock counts as left by a killed process
-RECORD, SQLITE = b'{"op_code":', b"SQLite format 3"  # the first bytes of a journal and of a database
+GRACE_SECONDS = 3  # an older lock of Optuna counts as left by a killed process
+# The first bytes of a journal, whose first record creates a study (op code 0), and of a database.
+RECORD, SQLITE = b'{"op_code":0,', b"SQLite format 3"
+_SCHEMA = re.compile("no such (table|column)|malformed|could not decode", re.IGNORECASE)  # in errors of SQLite
 TICKET = "leaven:ticket"  # a system attribute of every trial: the id of the call that created the trial
 
-# Without these, libpq waits for hours for a server that was switched off. A command that stops within a transaction,
-# or whose machine fails, would block the other commands.
+# Without these options, libpq waits for hours for a server that was switched off, and a command that is suspended
+# within a transaction, or whose machine fails, blocks the other commands.
 POSTGRESQL = {
     "connect_timeout": "10",
     "keepalives_idle": "30",
@@ -53,8 +56,8 @@ POSTGRESQL = {
 
 
 class StoreGone(RuntimeError):
-    """Raised if a store stays unreachable, or if the results cannot be written. The trials are in the store: run the
-    same command again to resume."""
+    """Raised if a store stays unreachable, or if the results of a study cannot be written. The finished trials are in
+    the store, and the same command resumes the study."""
 
 
 def open_store(
@@ -68,7 +71,7 @@ def open_store(
         where: the path of an Optuna journal file, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna
             storage, or None for a storage in memory. A storage that this function returned is returned unchanged.
         waited: a function that is called after each failed attempt with the seconds since the first failed attempt.
-            If it raises an exception, there is no further attempt.
+            If ``waited`` raises an exception, there is no further attempt.
         patience_seconds: how long a call is retried before it raises StoreGone.
 
     Raises:
@@ -117,7 +120,7 @@ def _url(where: str) -> "URL":
             raise InputError(f"{where}: " + ("a folder" if file.is_dir() else f"there is no folder {file.parent}"))
         return url
     if scheme in {"postgresql", "postgresql+psycopg"}:
-        # Options in the URL override these.
+        # Options in the URL override those of POSTGRESQL.
         return url.set(drivername="postgresql+psycopg", query={**POSTGRESQL, **url.query})
     raise InputError(
         f"{scheme}://: not a supported store; give the path of a journal, sqlite:///FILE or postgresql://USER@HOST/DATABASE"
@@ -125,7 +128,7 @@ def _url(where: str) -> "URL":
 
 
 def _name(url: "URL") -> str:
-    """Return a URL for messages: with ``***`` in place of the password, and without its options."""
+    """Return a URL as text for messages, with ``***`` for the password and without options."""
     port = (url.port or 5432) if url.host else None
     plain = url.set(drivername=url.get_backend_name(), port=port, query={})
     return plain.render_as_string(hide_password=True)
@@ -144,7 +147,7 @@ def _database(url: "URL") -> BaseStorage:
     from sqlalchemy.orm import Session
 
     class Database(RDBStorage):
-        """Optuna's RDBStorage, changed so that a trial is not created twice if Optuna itself retries the creation."""
+        """Optuna's RDBStorage. If Optuna itself retries the creation of a trial, it gets the trial that exists."""
 
         def _get_prepared_new_trial(
             self, study_id: int, template_trial: FrozenTrial | None, session: Session
@@ -165,11 +168,11 @@ def _database(url: "URL") -> BaseStorage:
             break
         except ImportError:
             raise InputError("the driver for PostgreSQL is missing; run pip install 'leaven[postgresql]'") from None
-        except SQLAlchemyError as error:
+        except (SQLAlchemyError, StorageInternalError) as error:
             raced = isinstance(error, IntegrityError) or "already exists" in str(error) or "is locked" in str(error)
             if not (raced and left):
                 raise InputError(f"{_name(url)} cannot be opened: {_reason(error)}") from None
-        except RuntimeError as error:  # tables of another version
+        except RuntimeError as error:  # Optuna refuses tables of another version
             raise InputError(f"{_name(url)}: {error}") from None
         time.sleep(random.uniform(0.05, 0.5))
     if lite:
@@ -182,6 +185,7 @@ def _database(url: "URL") -> BaseStorage:
 
 
 def _begin_nothing(connection: Any, record: object) -> None:
+    """Keep sqlite3 from beginning a transaction itself; :func:`_begin_alone` begins it."""
     connection.isolation_level = None
 
 
@@ -207,6 +211,22 @@ def _away(error: Exception) -> bool:
 
     return isinstance(error, OSError) or any(
         isinstance(cause, OperationalError | InterfaceError | TimeoutError) for cause in _causes(error)
+    )
+
+
+def _damaged(error: Exception) -> bool:
+    """Return whether an error means that the content of a database cannot be read.
+
+    SQLite reports a damaged page as a plain DatabaseError, and a damaged schema as an OperationalError. A damaged
+    cell is an error of SQLAlchemy or Optuna when they convert it, for example to JSON.
+    """
+    from sqlalchemy.exc import DatabaseError, OperationalError
+
+    return any(
+        type(cause) in {DatabaseError, LookupError}
+        or (isinstance(cause, ValueError) and not isinstance(cause, InputError))
+        or (isinstance(cause, OperationalError) and _SCHEMA.search(str(cause.orig)) is not None)
+        for cause in _causes(error)
     )
 
 
@@ -238,43 +258,49 @@ def open_journal(path: Path) -> JournalStorage:
                 raise _not_a_journal(path)
             if damaged := storage.read_json_lines(path).damaged:
                 raise InputError(
-                    f"{path}: line {damaged[0]} is damaged; keep only the lines before it: head -n {damaged[0] - 1}"
+                    f"{path}: line {damaged[0]} is damaged; restore the file from a backup, or keep only the lines "
+                    f"before it: head -n {damaged[0] - 1}"
                 )
         return JournalStorage(Journal(str(path)))
+    except InputError:
+        raise
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
-    except (KeyError, TypeError, AttributeError, AssertionError):  # records that are not Optuna's
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RecursionError):
         raise _not_a_journal(path) from None
 
 
 def _not_a_journal(path: Path) -> InputError:
-    return InputError(f"{path}: not a journal of Optuna; give another file")
+    return InputError(
+        f"{path}: not a journal of Optuna, or a line is missing or was changed; restore the file from a backup, or "
+        "give another one"
+    )
 
 
 class Journal(JournalFileBackend):
-    """Optuna's journal in a file, in which an interrupted write does no harm.
+    """Optuna's journal in a file, which stays readable after an interrupted write.
 
     If a killed process or a full disk has left an incomplete line at the end, the next write removes this line. A
-    write to a missing file is an error and does not create the file again, because its disk may be unmounted for a
-    while.
+    write to a missing file is an error and does not create the file, because its disk may only be unmounted.
     """
 
     def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
         try:
             yield from super().read_logs(log_number_from)
-        except ValueError as error:  # a stale page of a network disk, or a line that was cut off: retry
+        except ValueError as error:  # old content of a network disk, or a line that was cut off: read again
             raise OSError(errno.EIO, "a line cannot be read", self._file_path) from error
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         path = Path(self._file_path)
         path.stat()  # raises OSError if the disk is unmounted
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode()
-        # The first lock is released when its holder dies. Optuna's own lock protects from a dashboard that writes.
+        # Two locks: the operating system releases the first one when its holder dies. Optuna's dashboard only knows
+        # the second one.
         with storage.lock(path.with_name(f"{path.name}.flock"), LOCK_SECONDS):
             optunas = JournalFileOpenLock(self._file_path, GRACE_SECONDS)
             optunas.acquire()
             try:
-                # This may cut off an incomplete line, which no reader has used: Optuna waits for its end.
+                # This may remove an incomplete line. No reader has used it, because Optuna reads complete lines only.
                 storage.append(path, lines, sync=True, create=False)
             finally:
                 with suppress(RuntimeError):  # this process was suspended, and another one broke its lock
@@ -300,6 +326,10 @@ class _Waiting:
             try:
                 return call(again)
             except Exception as error:
+                if _damaged(error):
+                    raise InputError(
+                        f"{self._name} is damaged ({_reason(error)}); restore it from a backup, or use another study"
+                    ) from error
                 if not _away(error):
                     raise
                 now = time.monotonic()

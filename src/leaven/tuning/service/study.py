@@ -1,9 +1,9 @@
 """A study: a search over short training runs of a recipe or a command. It keeps all trials and writes the best
 values.
 
-What ``leaven tune recipe.toml --study FOLDER`` does, in order. The files in bold are the path of a search; open
-another file only for the question beside it. A run is one training of a point with one seed. A trial is an attempt at
-a run: if its process dies, another trial retries the run.
+This is what ``leaven tune recipe.toml --study FOLDER`` does, in order. To follow a search, read the files in bold. A
+run is one training of a point with one seed. A trial is an attempt at a run: if its process dies, another trial
+retries the run.
 
 1. **cli/tune.py** reads the recipe and makes the search space: which values are searched, and how far (``space.py``).
    :class:`BaseStudy` checks the arguments. When its context is entered, it opens the store of all trials, which is an
@@ -13,22 +13,19 @@ a run: if its process dies, another trial retries the run.
    plan (**search_plan.py**) for the next run: the start, a proposal of the search (**algorithm/trust_region.py**) or
    the best points again. :class:`TrialTrainer` (**recipe_study.py**) trains the run in a worker process
    (``training/trial.py``), or several runs at once (``training/stack.py``); in a study over a command,
-   ``CommandTrainer`` runs the command (``command_study.py``). A trial ends
-   early if it diverges, or if it is pruned because it is so far behind the best trial that it cannot win
-   (``training/early_stopping.py``). Pruning begins once the noise is known from 3 seeds, or is given. A search with
-   many trials also ends when several rounds gained less than the noise (``Region.stalled``).
+   ``CommandTrainer`` runs the command (``command_study.py``). A trial ends early if it diverges. It is pruned if it
+   is so far behind the best trial that it cannot win (``training/early_stopping.py``). Pruning begins once the noise
+   is given, or known from 3 seeds. A search with many trials also ends when several rounds gained less than the noise
+   (``Region.stalled``).
 3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). It is measured by running
-   the start, which is the recipe itself, 3 times (2 times with fewer than 24 trials, once with fewer than 12), and by
-   every other point that is run again. If the noise is given, the start is run once.
+   the start, which is the recipe itself, up to 3 times (``REPEATS`` in ``search_plan.py``), and by every other point
+   that is run again. If the noise is given, the start is run once.
 4. If the search has found a better point than the start, it ends with final runs of the best points (the finalists),
-   with fresh seeds: one run of one point with 16 to 23 trials, two runs of one point with 24 to 63. From 64 trials
-   on, the best 2 or 3 points are run twice; then the best of them and the start get 2 more seeds, which confirm the
-   gain. With 8 to 15 trials the best point is run once more, if the noise is known and the gain is in doubt.
-5. The runs with fresh seeds choose the answer (**algorithm/answer.py**). It is the start unless the gain is above the
-   noise: in the runs that confirm it, if there are any; else the gain must be above 2.5 times the noise, or, after
-   two runs with fresh seeds, above the noise with a predicted gain above 1.5 times the noise. The reported loss is
-   the mean of the runs that confirm it, or else of those that chose it. The 95% interval is mean +- t x noise /
-   sqrt(runs); without fresh seeds there is none.
+   with fresh seeds. The budget decides how many (``FINALS``). If there are several finalists, the best of them and
+   the start are run with more seeds, which confirm the gain.
+5. The runs with fresh seeds choose the answer (**algorithm/answer.py**). The answer is the start unless the best
+   point gains more than the noise. The reported loss is the mean of the confirmation runs or, without them, of the
+   runs that chose the point. The 95% interval is mean +- t x noise / sqrt(runs). Without fresh seeds there is none.
 6. :meth:`BaseStudy.state` makes the study's document (``study_document.py``) from the trials.
 7. :meth:`BaseStudy.save` writes the document, study.json, when trials end. Once the search has ended, it also writes
    best.toml and fewest.toml, with a reason for every searched value. The folder also contains the recipe at the start
@@ -62,23 +59,31 @@ from leaven.tuning.algorithm.trust_region import radius_of, results
 from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.service.samplers import ped_anova
 from leaven.tuning.service.search_loop import Objectives, Proposal, SearchLoop
-from leaven.tuning.service.search_plan import Budget, SearchPlan, by_surrogate, check_search, known_runs
+from leaven.tuning.service.search_plan import (
+    ROUNDS,
+    Budget,
+    SearchPlan,
+    by_surrogate,
+    check_search,
+    known_runs,
+)
 from leaven.tuning.service.stored_study import join_study
 from leaven.tuning.service.stores import StoreGone, exists, open_store
 from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 
 CHECKPOINTS = "checkpoints"
-OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # files that a study may leave if it is killed before its first write
-_ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # the run's first trial, and the trial of the attempt
-ANSWERED = "leaven:answered"  # an attribute of a study: a command has run the search to its end
-NOTE_AFTER = 5.0  # seconds without the store after which the screen says so, and a stopping command gives up
+# Names in the folder of a study that was killed before it wrote its first result.
+OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)
+_ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the run's first trial)-(number of the attempt)
+ANSWERED = "leaven:answered"  # an attribute of a study, set once a command has run the search to its end
+NOTE_AFTER = 5.0  # after so many seconds without the store, the screen says so, and a stopping command gives up
 SAVING = 0.1  # the largest share of the time for writing study.json, which takes seconds with thousands of trials
 
 
 def attempts(folder: Path) -> list[tuple[int, Path]]:
-    """Return the checkpoint folders of attempts at runs, in order, each with the number of the run's first trial.
-    Other names, such as those of a user's copies, are ignored."""
+    """Return the checkpoint folders of attempts at runs, in order, each as (number of the run's first trial, folder).
+    Folders with other names, such as copies that a user made, are ignored."""
     named = ((_ATTEMPT.fullmatch(path.name), path) for path in sorted(folder.glob("*-*")))
     return [(int(name[1]), path) for name, path in named if name]
 
@@ -146,7 +151,7 @@ class BaseStudy(ABC):
         self._name = f"--study {store or out}"
         self._over = False  # whether ``run`` has run the search to its end
         self._stalled = False  # whether the search ended early because some rounds gained less than the noise
-        self.nothing = ""  # why there is no best point, after a run of this command that found none
+        self.nothing = ""  # why :meth:`run` found no best point; empty if it found one
         self._screen: Screen = NoScreen()
         self._stop: Callable[[], bool] = lambda: False
         self._next_save = 0.0  # by time.monotonic()
@@ -156,8 +161,8 @@ class BaseStudy(ABC):
     def _trainer(
         self, devices: Sequence[str | None], checkpoint_seconds: float
     ) -> AbstractContextManager[Objectives]:
-        """Return the objective, which computes the losses of up to ``stack`` trials at once, in one thread for each
-        of the ``devices``."""
+        """Return a context manager that yields the objective. One thread for each of the ``devices`` calls it, with
+        up to ``stack`` proposals at once."""
 
     def _check_folder(self) -> None:
         require_folder_name(self.out)
@@ -215,7 +220,7 @@ class BaseStudy(ABC):
         self._stored.store.remove_session()
 
     def _ended_trials(self) -> set[int]:
-        """Return the numbers of the ended trials in study.json; none if the file is missing or damaged."""
+        """Return the numbers of the ended trials in study.json, an empty set if the file is missing or damaged."""
         path = self.out / "study.json"
         try:
             results = json.loads(read(path))["trials"]
@@ -226,7 +231,8 @@ class BaseStudy(ABC):
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
     def _store_lost(self, ended: set[int], lost: set[int]) -> InputError:
-        """Return an error for a folder whose store has ``lost`` some of the ``ended`` trials, or the study itself."""
+        """Return the error for a store that does not have the trials ``lost`` out of the trials ``ended`` in
+        study.json. If both are empty, the store does not have the study itself."""
         results, missing = f"the results of {len(ended)} trials", "none of them"
         if not ended:
             results, missing = "a study", "no study of this name"
@@ -283,6 +289,12 @@ class BaseStudy(ABC):
                 results cannot be written.
         """
         self._screen, self._stop = screen or NoScreen(), stop
+        at_once = workers * self.stack
+        if by_surrogate(self.method) and trials is not None and at_once > max(1, trials / ROUNDS):
+            self._screen.note(
+                f"caution: {at_once} trials at once are more than 1/{ROUNDS} of all {trials}; none learns from "
+                "the others, so the best values may be worse than with fewer --workers (or a smaller --stack)"
+            )
         budget, seed = Budget(trials, flops, hours, self._run_flops), self.space.seed
         plan = SearchPlan(self._stored.axes, self.method, seed, budget, self._stored.noise, stop_at_noise)
         with (
@@ -322,8 +334,8 @@ class BaseStudy(ABC):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _save_meanwhile(self) -> None:
-        """Write the results after trials have ended. Skip this if writing would take more than the share ``SAVING``
-        of the time; the trials are in the store in any case."""
+        """Write the results after trials have ended, but spend at most the share ``SAVING`` of the time on this. The
+        trials are in the store in any case."""
         self._remove_checkpoints()
         began = time.monotonic()
         if began < self._next_save:
@@ -374,8 +386,8 @@ class BaseStudy(ABC):
 
 
 def write_results(out: Path, space: SearchSpace, state: StudyDocument) -> None:
-    """Write study.json. If there is a best point, also write its recipe to best.toml. If another point is as good
-    within the noise and changes fewer values, write its recipe to fewest.toml."""
+    """Write study.json and, if there is a best point, its recipe to best.toml. If another point is as good within the
+    noise and changes fewer values, write its recipe to fewest.toml."""
     write_text(out / "study.json", state.model_dump_json(indent=2) + "\n")
     if state.best is None:
         return
@@ -397,7 +409,7 @@ def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool 
     start = start if isinstance(start, str) else format_number(start)
     seeds = f" over {best.fresh} fresh seeds" if best.fresh > 1 else ""
     parts = [
-        # Not "trial 63 of 64": a retry has another number, and counts once.
+        # Not "trial 63 of 64": retries have numbers, too, so a number may be above the count of trials.
         f"study {state.name}, trial {best.number} ({state.method}, {len(state.trials)} trials)",
         f"validation loss {best.loss:.4f}, {best.certainty}{seeds}",
     ]

@@ -21,7 +21,8 @@ from leaven.tuning.service.search_loop import HUGE
 
 STEPS = 6  # steps (typical distances of an optimum from the start) into which the range of a number is divided
 FEWEST = 5  # the fewest trials to which the noise is fitted
-# Steps by which proposals that repeat a point are moved at random, until one is new.
+# A proposal that repeats a point is moved at random, by a normal distribution with these standard deviations (steps)
+# in turn, until it is new.
 SPREADS = np.linspace(0, 2 * RADIUS, 10)
 NUMBERS = FloatDistribution | IntDistribution
 
@@ -35,23 +36,26 @@ class TrustRegionSampler(BaseSampler):
         study.optimize(objective, n_trials=60)
 
     The first trial is the start. The algorithm (``algorithm/trust_region.py``) expects the optimum about one step
-    away from it along each number. A step is a sixth of the range that the objective gives to ``suggest_float`` or
-    ``suggest_int``, in octaves (powers of two) if ``log=True``, but at least the ``step`` of the distribution.
+    away from the start along each number. A step is a sixth of the range that the objective gives to
+    ``suggest_float`` or ``suggest_int``, but at least the ``step`` of the distribution. With ``log=True``, the range
+    is measured in octaves (powers of two).
 
-    - If the objective returns an infinite value, or one beyond +-1e50, the trial has diverged. A failed trial has
-      diverged, too: Optuna does not store whether its value was nan or it raised an exception. While all trials
-      diverge, parameters named ``lr`` or ``*.lr`` are lowered.
-    - The value of a pruned trial is the last one that it reported, limited to the worse half of the completed trials.
+    - A trial has diverged if its value is infinite or beyond +-1e50. A failed trial counts as diverged, too, because
+      Optuna does not store whether the objective returned nan or raised an exception. While all trials diverge,
+      parameters named ``lr`` or ``*.lr`` are lowered.
+    - The value of a pruned trial is its last reported value, moved into the range of the worse half of the completed
+      trials if it is outside.
     - Parameters that only some trials have, or whose range changes, begin at the start, and are then drawn at random.
-    - A sampler does not know the number of trials. So it spends none on measuring the noise or on confirming the best
-      point with other seeds, as :func:`leaven.tuning.search` does.
+    - A sampler does not know the number of trials. So, unlike :func:`leaven.tuning.search`, it uses no trials to
+      measure the noise or to confirm the best point with other seeds.
 
-    A proposal depends on the seed, the number of its trial and the finished trials alone. So a study that is resumed
+    A proposal depends only on the seed, the number of its trial and the finished trials. So a study that is resumed
     in another process continues as if it had not been interrupted.
 
     Args:
-        start: values of the start, by name. The others are those of the study's first trial, for example from
-            ``study.enqueue_trial``; else the middle of the range, and the first choice.
+        start: values of the start, by name. Values that are not given are those of the study's first trial, for
+            example from ``study.enqueue_trial``. Without a first trial, they are the middle of the range, or the
+            first choice.
         noise: standard deviation of the objective between runs of one point; 0 if the objective has no noise. By
             default it is fitted to the trials.
         seed: makes proposals reproducible; default random.
@@ -166,8 +170,8 @@ class AxisOfDistribution:
         return cls(name, distribution, (low / unit, high / unit), unit)
 
     def start(self, given: Mapping[str, Any], first: Mapping[str, Any]) -> float:
-        """Return the value of the start: the ``given`` one, else that of the ``first`` trial, else the middle of the
-        range or the first choice."""
+        """Return where the search starts on this axis: at the ``given`` value, else at the value of the ``first``
+        trial, else in the middle of the range or at the first choice."""
         if self.name not in given:
             middle = 0.0 if isinstance(self.limits, range) else sum(self.limits) / 2
             return self.at(first[self.name]) if self.name in first else self.at(self.value(middle))
@@ -213,8 +217,8 @@ def _fitted_noise(axes: Axes, points: Array, losses: Array) -> float | None:
 
 
 def _losses(trials: Sequence[FrozenTrial], sign: float) -> dict[int, float]:
-    """Return the losses of the trials with a result, by number: infinite where a trial diverged. ``sign`` is -1 if
-    the objective is maximised."""
+    """Return the losses of the trials with a result, by number. The loss of a diverged trial is infinite. ``sign`` is
+    -1 if the objective is maximised."""
     found = {}
     for trial in trials:
         if trial.state is TrialState.FAIL or trial.value is not None:
