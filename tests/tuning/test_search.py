@@ -72,6 +72,13 @@ def test_search_and_sampler_import_neither_torch_nor_scipy_nor_plotly() -> None:
     assert done.stdout == "set()\n"
 
 
+@pytest.mark.parametrize("method", ["trust-region", "random"])
+def test_the_same_seed_and_results_give_the_same_trials(method: str) -> None:
+    runs = [search(Noisy(0.01), SPACE, trials=20, method=method, seed=seed) for seed in (3, 3, 4)]
+    assert runs[0] == runs[1]
+    assert runs[0].trials != runs[2].trials
+
+
 def test_without_noise_it_stops_at_the_optimum_and_says_so() -> None:
     found = search(bowl, SPACE, trials=200)
     assert found.stalled

@@ -274,3 +274,10 @@ def test_a_trial_pruned_before_its_last_value_removes_no_value() -> None:
     study = study_of(objective, 3)
     sampler = TrustRegionSampler(seed=0)
     assert set(sampler.infer_relative_search_space(study, study.trials[-1])) == {"x", "y"}
+
+
+def test_a_seed_determines_the_proposals() -> None:
+    first = params(study_of(bowl, 12, TrustRegionSampler(seed=5)))
+    assert params(study_of(bowl, 12, TrustRegionSampler(seed=5))) == first
+    assert params(study_of(bowl, 12, TrustRegionSampler(seed=6))) != first
+    assert params(study_of(bowl, 12, TrustRegionSampler())) != params(study_of(bowl, 12, TrustRegionSampler()))
