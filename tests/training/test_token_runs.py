@@ -84,6 +84,11 @@ def test_without_a_tokenizer_text_is_refused(tiny: Recipe, tmp_path: Path) -> No
     recipe = mixed(tiny, tmp_path, documents()).replace({"data.tokens": 256, "schedule.warmup_tokens": 0})
     run(recipe, tmp_path / "run")
     assert len(after_train(tmp_path / "run", recipe)) == 1
+    (tmp_path / "run" / "tokenizer.json").touch()
+    assert len(after_train(tmp_path / "run", recipe)) == 3
+    experts = {"number": 4, "active": 2, "d_expert": 8, "shared": 1, "router": "softmax"}  # in no architecture
+    assert len(after_train(tmp_path / "run", recipe.replace({"model.experts": experts}))) == 2
+    (tmp_path / "run" / "tokenizer.json").unlink()
     with refused("no tokenizer.json", "trained on token ids", "copy the tokenizer.json"):
         load_run(tmp_path / "run")
     with refused('documents = "isolated" needs the id', "set end_of_text in [data]"):

@@ -35,7 +35,15 @@ from leaven.storage import place_folder, share, sync_file
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
 from leaven.training.loop import Callback
 from leaven.training.rewind import Rewind, undone
-from leaven.training.run_folder import IDENTITY, checkpoint_name, checkpoints, tokens_of
+from leaven.training.run_folder import (
+    IDENTITY,
+    WRONG_TYPES,
+    checkpoint_name,
+    checkpoints,
+    read_state,
+    state_digest,
+    tokens_of,
+)
 
 if TYPE_CHECKING:
     from leaven.training.metrics import Step
@@ -45,7 +53,6 @@ if TYPE_CHECKING:
 FORMAT, FORMAT_OF_MANY = 2, 3
 """The format number in ``state.json`` if one process wrote the checkpoint, and if several processes wrote it. The
 second format also lists the parts of each tensor."""
-WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # of documents that are not as they were written
 _KINDS = ("model", "optimizer")
 UNFINISHED = ".tokens-*.tmp"
 # Keys of the state of a run's checkpoint:
@@ -191,7 +198,7 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
         state |= {"format": FORMAT_OF_MANY, "tensors": where}
     with (temporary / "state.json").open("w", encoding="utf-8") as file:
         # Indented for people, except with many processes, where the table of blocks makes that slow.
-        json.dump(state | {"blake2b": _digest_of(state)}, file, indent=1 if len(parts) == 1 else None)
+        json.dump(state | {"blake2b": state_digest(state)}, file, indent=1 if len(parts) == 1 else None)
     sync_file(temporary / "state.json")
     if final.exists():  # damaged, or undone by a rewind
         shutil.rmtree(final)
@@ -233,13 +240,7 @@ def read_checkpoint(
 
 
 def _read(folder: Path, group: ProcessGroup) -> Checkpoint:
-    state = storage.json_object(storage.read(folder / "state.json"))
-    if state is None:
-        raise ValueError(f"{folder / 'state.json'} is not a JSON object")
-    if state.pop("blake2b") != _digest_of(state):
-        raise ValueError(f"{folder / 'state.json'} is damaged")
-    if state["tokens"] != tokens_of(folder):
-        raise ValueError(f"{folder} is a copy of the checkpoint {checkpoint_name(state['tokens'])}")
+    state = read_state(folder)
     for name in sorted(state["files"])[group.rank :: group.size]:
         if _fingerprint(folder / name) != state["files"][name]:
             raise ValueError(f"{folder / name} is damaged")
@@ -257,10 +258,6 @@ def _read(folder: Path, group: ProcessGroup) -> Checkpoint:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
-
-
-def _digest_of(state: Mapping[str, Any]) -> str:
-    return blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
@@ -442,6 +439,7 @@ class Checkpoints(Callback):
         at = {"step": saved.progress.step, "tokens": saved.progress.tokens}
         if saved.path is not None:
             self.trainer.event("checkpoint", **at, path=saved.path.name)
+            self.trainer.run.mark_trained()
             self.trainer.profile.write()
         else:
             self._saved_step = -1

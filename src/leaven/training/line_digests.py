@@ -4,6 +4,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 from leaven import storage
@@ -47,22 +48,18 @@ def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None)
     for found in steps:
         contradictions.append(contradictions[-1] + (0 if found is None else 1 if found > step else -1))
     kept = min(range(len(lines) + 1), key=lambda cut: (contradictions[cut], cut != step, cut))
-    missing = sorted(set(range(1, step + 1)).difference(steps[:kept]))
+    known = sorted({found for found in steps[:kept] if found is not None and 0 < found <= step})
+    missing = [(low + 1, high - 1) for low, high in pairwise((0, *known, step + 1)) if high - low > 1]
     if missing:
-        return kept, f"{_ranges(missing)} missing"
+        return kept, f"{_in_words(missing)} missing"
     return kept, None if written is None else f"its values up to step {step:,} have been changed"
 
 
-def _ranges(steps: Sequence[int]) -> str:
-    """Return ascending step numbers in words, such as "steps 3 to 5 and 9 are"."""
-    ranges: list[list[int]] = []
-    for step in steps:
-        if ranges and ranges[-1][-1] == step - 1:
-            ranges[-1][1:] = [step]
-        else:
-            ranges.append([step])
-    parts = [" to ".join(f"{step:,}" for step in each) for each in ranges[:MOST_RANGES]]
+def _in_words(ranges: Sequence[tuple[int, int]]) -> str:
+    """Return ascending ranges of steps, each (first, last), in words, such as "steps 3 to 5 and 9 are"."""
+    sizes = [last - first + 1 for first, last in ranges]
+    parts = [f"{first:,} to {last:,}" if first < last else f"{first:,}" for first, last in ranges[:MOST_RANGES]]
     if len(ranges) > MOST_RANGES:
-        parts.append(f"{len(steps) - sum(each[-1] - each[0] + 1 for each in ranges[:MOST_RANGES]):,} others")
+        parts.append(f"{sum(sizes[MOST_RANGES:]):,} others")
     listed = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
-    return f"step {listed} is" if len(steps) == 1 else f"steps {listed} are"
+    return f"step {listed} is" if sizes == [1] else f"steps {listed} are"
