@@ -114,7 +114,6 @@ import os, signal, sys, time
 from pathlib import Path
 import torch.distributed as dist
 import leaven.training.checkpoint as module
-import leaven.training.checkpoint as managers
 from leaven.distributed.process_group import ProcessGroup
 from tests.distributed.cut_up import rows, saved
 
@@ -129,14 +128,14 @@ def die(*arguments, **named):
 
 def child(folder, rank, victim, where):
     store = dist.FileStore(f"{folder}.store", 3)
-    manager = managers.CheckpointManager(folder, 256, 2, None, group=Forked(rank, 3, None, store))
+    manager = module.CheckpointManager(folder, 256, 2, None, group=Forked(rank, 3, None, store))
     assert saved(manager, rows(1, rank, 3)).error is None
     if rank == victim:
         setattr(module, where, die)
     manager.save(rows(2, rank, 3), 512)
     while not Path(f"{folder}.dead").exists():  # the others notice, and give up
         time.sleep(0.01)
-    managers.GIVE_UP = 1.0 if rank else 0.5
+    module.GIVE_UP = 1.0 if rank else 0.5
     manager.close()
     try:
         outcome = manager.outcome(wait=True).error

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 from tests.distributed.cut_up import saved, steps, whole_checkpoint
 
-import leaven.training.checkpoint as manager_module
 import leaven.training.checkpoint as module
 from leaven.errors import InputError
 from leaven.training.checkpoint import Checkpoint, CheckpointManager, Progress, read_checkpoint, write_checkpoint
@@ -155,14 +154,14 @@ def test_which_checkpoints_are_kept(
 
 def test_the_state_at_the_call_is_written(tmp_path: Path, manager: CheckpointManager) -> None:
     """Training continues at once, and changes its tensors in place while a thread writes."""
-    go, write = threading.Event(), manager_module.write_checkpoint
+    go, write = threading.Event(), module.write_checkpoint
 
     def slowly(*arguments: Any) -> Path:
         assert go.wait(60)
         return write(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager_module, "write_checkpoint", slowly)
+        patch.setattr(module, "write_checkpoint", slowly)
         one = checkpoint(1)
         manager.save(one, 256)
         assert manager.outcome(wait=False) is None

@@ -58,15 +58,6 @@ def mixed(tiny: Recipe, folder: Path, texts: list[list[int]]) -> Recipe:
     return tiny.replace({"data.source": sources, "data.tokens": 5_120})
 
 
-def test_a_run_stopped_on_the_way_has_the_same_bits(tiny: Recipe, tmp_path: Path) -> None:
-    recipe = mixed(tiny, tmp_path, documents())
-    whole = run(recipe, tmp_path / "whole")
-    parts = RunFolder(tmp_path / "parts")
-    assert not run(recipe, parts.path, stop=lambda: len(parts.metrics()) >= 7).finished
-    assert run(recipe, parts.path).loss == whole.loss
-    assert lines(tmp_path / "whole") == lines(parts.path)
-
-
 def test_a_file_that_changed_since_is_noticed(tiny: Recipe, tmp_path: Path) -> None:
     recipe = mixed(tiny, tmp_path, documents())
     parts = RunFolder(tmp_path / "parts")
