@@ -22,9 +22,9 @@ products."""
 
 
 def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
-    """Return two tensors [B, T]: the document number of each input token, and the targets.
+    """Return two tensors (B, T): the document number of each input token, and the targets.
 
-    In each row of ``windows``, [B, T + 1], the target of a token is the next token. Documents are counted from 0 in
+    In each row of ``windows``, (B, T + 1), the target of a token is the next token. Documents are counted from 0 in
     each row, and a document includes its end-of-text token. The target of an end-of-text token is `IGNORED`, because
     the next token begins an unrelated document.
     """

@@ -122,7 +122,7 @@ class Block(nn.Module):
     """A transformer block: x + a attention(norm(x)), then x + m mlp(norm(x)), with constant factors a and m.
 
     Norms on the outputs of the branches come before the factors, because a norm would undo a factor before it. The
-    norms before the branches may be missing. The second of parallel branches reads the input of the first.
+    norms before the branches may be missing. With parallel branches, the MLP reads the same input as attention.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ _KINDS = ("model", "optimizer")
 UNFINISHED = ".tokens-*.tmp"
 # Keys of the state of a run's checkpoint:
 TEXT = "text"  # the fingerprint of the text
-EVENTS = "events"  # the lines of events.jsonl
+EVENTS = "events"  # number and digest of the lines of events.jsonl
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class Checkpoint:
     optimizer: Mapping[str, Tensor]  # the optimizer states, or parts of them, that this process saves
     state: Mapping[str, Any] = field(default_factory=dict)  # JSON values that the callbacks save
     rewinds: tuple[Rewind, ...] = ()  # all returns of the run to earlier checkpoints so far
-    # The positions of parts in their tensors. A tensor without an entry is whole; if an entry has no tensor, another
-    # process saves that part.
+    # The position of each part in its whole tensor, by name. A tensor without an entry is whole. An entry without a
+    # tensor is a part that another process saves.
     places: Mapping[str, Place] = field(default_factory=dict)
 
     def copied(self) -> "Checkpoint":
@@ -276,7 +276,7 @@ then, the training has failed, and the other processes may be gone."""
 
 @dataclass(frozen=True)
 class Saved:
-    """The result of writing a checkpoint."""
+    """The result of writing a checkpoint, or why it failed."""
 
     progress: Progress  # the saved position of the run
     path: Path | None = None  # its folder, if it was written
@@ -384,12 +384,13 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
 
 
 def first_in_each_interval(there: Sequence[int], every_tokens: int) -> list[int]:
-    """Return the lowest of the ascending token counts ``there`` in each interval of ``every_tokens`` tokens."""
+    """Return the lowest of the ascending token counts ``there`` in each interval of ``every_tokens`` tokens. For
+    example, of 0, 2, 3 and 5 with intervals of 2 tokens, return 0, 2 and 5."""
     return sorted({tokens // every_tokens: tokens for tokens in reversed(there)}.values())
 
 
 class Checkpoints(Callback):
-    """Saves a checkpoint at a fixed interval in tokens, while training continues."""
+    """Saves a checkpoint at a fixed interval in tokens, while training continues, and logs each save as an event."""
 
     every_tokens: int
 
@@ -431,8 +432,8 @@ class Checkpoints(Callback):
         return self.log_outcome(wait=True)
 
     def log_outcome(self, wait: bool) -> str | None:
-        """Log the result of the last save, once, and return its error, if any. Without ``wait``, a later call logs a
-        save that is unfinished."""
+        """Log the result of the last save, once, and return its error, if any. If the save is unfinished, wait for
+        it, or without ``wait`` leave it to a later call."""
         saved = self._manager.outcome(wait)
         if saved is None:
             return None

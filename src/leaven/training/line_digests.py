@@ -1,4 +1,4 @@
-"""Compare the lines of metrics.jsonl and events.jsonl with the digests that a checkpoint has of them."""
+"""Compares the lines of metrics.jsonl and events.jsonl with their digests in a checkpoint or in the finish event."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ MOST_RANGES = 3  # ranges of missing steps that a message lists
 
 @dataclass(frozen=True)
 class LinesDigest:
-    """Identifies the lines of metrics.jsonl or events.jsonl up to a checkpoint."""
+    """The number and the digest of the lines that metrics.jsonl or events.jsonl has at a checkpoint."""
 
     lines: int  # number of lines
     blake2b: str  # digest of the lines
@@ -43,7 +43,8 @@ def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None)
         return written.lines, None
     documents = [storage.json_object(line) or {} for line in lines]
     steps = [each["step"] if isinstance(each.get("step"), int) else None for each in documents]
-    # Cut where the fewest lines contradict the cut, so that a line whose step is damaged does not remove other lines.
+    # A line contradicts a cut if its step is after ``step`` and it is before the cut, or the other way round. Take
+    # the cut with the fewest contradictions: then one damaged step number removes no other lines.
     contradictions = [sum(found is not None and found <= step for found in steps)]
     for found in steps:
         contradictions.append(contradictions[-1] + (0 if found is None else 1 if found > step else -1))

@@ -163,7 +163,7 @@ class Telemetry:
         return event
 
 
-METRICS = "metrics"  # key of the state of the log: which lines metrics.jsonl has
+METRICS = "metrics"  # key in the state of a checkpoint: number and digest of the lines of metrics.jsonl
 WRITERS = ("tensorboard", "wandb", "trackio")
 
 
@@ -259,7 +259,7 @@ class Validation(Callback):
         recipe = self.training.recipe
         self.every_tokens = recipe.evaluation.every_tokens or max(recipe.data.tokens // 10, 1)
         self._bits_per_byte_factor = bits_per_byte_factor
-        self.owed = False  # whether a stop interrupted a validation
+        self.owed = False  # whether a stop has interrupted a validation, which must be done after the resume
 
     def on_due(self) -> None:
         self.evaluate()

@@ -25,7 +25,7 @@ from leaven.training.line_digests import LinesDigest, digest, kept_metrics, line
 LOCK = ".lock"
 _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
 _EMPTY_CURVES = 512  # bytes; a TensorBoard file without a curve is smaller
-WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # of documents that are not as they were written
+WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # raised by a JSON document that was changed
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
 IDENTITY = "run"  # key of the run's identifier in its events and in the state of its checkpoints
 DAMAGED_EVENTS = "restore the file from a copy, or start again with another --run"
@@ -86,8 +86,9 @@ def checkpoint_name(tokens: int) -> str:
 
 
 def missing_checkpoint(saved: int | None, found: int) -> str | None:
-    """Return the name of the newest checkpoint, saved at ``saved`` tokens, or None if the one at ``found`` tokens is
-    not older. ``saved`` is a :meth:`RunFolder.newest_saved` from before ``found`` was looked for."""
+    """Return the name of the checkpoint at ``saved`` trained tokens if it is newer than the one at ``found`` tokens,
+    else None. ``saved`` is the result of :meth:`RunFolder.newest_saved`. Call that method before reading checkpoints:
+    the run may be writing a newer one."""
     return None if saved is None or saved <= found else checkpoint_name(saved)
 
 
@@ -229,8 +230,8 @@ class RunFolder:
         return None
 
     def check_text(self, fingerprint: str, saved: str | None = None) -> None:
-        """Raise InputError if the run has begun on a text with another fingerprint. ``saved`` is the fingerprint in a
-        checkpoint of the run, for an events.jsonl that has lost it."""
+        """Raise InputError if the run has started on a text with another fingerprint. ``saved`` is the fingerprint in
+        a checkpoint of the run, which is compared if events.jsonl has none."""
         before = next((event["text"] for event in self.events() if "text" in event), saved or fingerprint)
         if before != fingerprint:
             raise InputError(
@@ -277,8 +278,8 @@ class RunFolder:
             yield
 
     def require_there(self) -> None:
-        """Raise InputError if the folder that :meth:`opened` has locked was deleted. Another one may be in its place:
-        it belongs to another process."""
+        """Raise InputError if the folder that :meth:`opened` has locked was deleted or moved, even if another process
+        has made a folder of the same name since."""
         if self._lock is None:
             return
         try:
@@ -341,8 +342,8 @@ class RunFolder:
         return LinesDigest(len(lines), digest(lines).hexdigest())
 
     def changed_since(self, finish: dict[str, Any]) -> dict[str, str]:
-        """Return the files whose lines up to the ``finish`` event are not those that were written, each with a
-        sentence that says how they differ. Nothing is known of a run that an older version has finished."""
+        """Compare metrics.jsonl and events.jsonl with their digests in the ``finish`` event. Return the files that
+        differ, each with a sentence that says how. Older versions wrote no digests; then nothing differs."""
         metrics, events = (lines_digest(finish.get(key)) for key in ("metrics", "events"))
         found: dict[str, str | None] = {}
         if metrics is not None and isinstance(finish.get("step"), int):
@@ -352,8 +353,8 @@ class RunFolder:
         return {file: why for file, why in found.items() if why is not None}
 
     def events_changed(self, written: LinesDigest | None) -> str | None:
-        """Return a sentence if the first lines of events.jsonl are not the lines that were ``written``, else None.
-        If it is not known what was written, only a file without lines has changed."""
+        """Return a sentence that says how the first lines of events.jsonl differ from the lines that were
+        ``written``, or None if they do not differ. Without ``written``, only an empty file counts as changed."""
         lines = self._lines_of(self._events)
         if not lines:
             return "its lines are missing"
@@ -374,8 +375,8 @@ class RunFolder:
         return self.read_metrics().documents
 
     def read_metrics(self) -> storage.JsonLines:
-        """Return the lines of :meth:`metrics`, and the numbers of the lines of metrics.jsonl that are damaged. A line
-        is damaged, too, if its step does not lie between the steps around it."""
+        """Return the lines of :meth:`metrics`, and the line numbers of damaged lines. A line also counts as damaged
+        if its step is not between the steps of the lines around it."""
         read = _read(self._metrics)
         numbered = [
             (number, line)
@@ -414,7 +415,7 @@ class RunFolder:
         return _named_events(read)
 
     def read_events(self) -> list[dict[str, Any]]:
-        """Return the lines of events.jsonl, whatever their values."""
+        """Return the lines of events.jsonl without checking their values."""
         return _named_events(_read(self._events))
 
     def rollbacks(self) -> list[dict[str, Any]]:
@@ -486,7 +487,7 @@ def _torchrun_mark() -> Path | None:
 
 
 def _saved_tokens(event: dict[str, Any]) -> int | None:
-    """Return the number of trained tokens at a checkpoint, if the event says that there was one."""
+    """Return the number of trained tokens at the checkpoint that the event mentions, or None if it mentions none."""
     tokens = event.get("tokens") if event["event"] in ("checkpoint", "resume") else None
     return tokens if isinstance(tokens, int) else None
 

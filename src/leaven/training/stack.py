@@ -38,7 +38,7 @@ from leaven.training.micro_batch import needed_memory
 from leaven.training.outcome import Outcome, this_process
 from leaven.training.trial import TrialCheckpoint, checkpoint_folder
 
-VALUES = ("lr", "weight_decay", "beta1", "beta2", "eps")
+VALUES = ("lr", "weight_decay", "beta1", "beta2", "eps")  # columns of the parameter table that an update reads
 WARM = 3  # warm-up steps before a CUDA graph is captured
 MOST = 64  # the largest number of trials in a stack: the largest that was measured
 MEMORY = 0.5  # the largest share of the free memory for a stack, as estimated by the planner's formula
@@ -178,7 +178,7 @@ class TrialStack:
         parts = torch.split(self.flat, counts, 1)
         self.parameters = {name: part.view(size, *sizes[name]) for name, part in zip(self.names, parts, strict=True)}
         self.owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(self.device)
-        # In fp32, a beta near 1 is 1.
+        # In float64, because fp32 rounds a beta near 1 to 1.
         self.values = {value: zeros(size, len(counts), dtype=torch.float64) for value in VALUES}
         branches = [f"layers.{i}.{end}.out.weight" for i in range(shape.n_layers) for end in ("attention", "mlp")]
         self.readout = "embedding" if shape.tied_embeddings else "unembedding"
