@@ -37,7 +37,7 @@ SMALL: dict[str, Any] = {
 
 
 def taken(recipe: Recipe) -> StepMemory:
-    """Return the memory of a step in a real process of a run, measured with the same tracker."""
+    """Return the memory of a step in a process of a real run, measured with the tracker of the dry run."""
     with join_process_group(recipe.layout, torch.device("cpu")) as group, AllocationTracker(Tensor) as tracker:
         training = Training(recipe, NoText(recipe.model.vocab_size), device="cpu", group=group)  # type: ignore[arg-type]
         return two_steps(training, tracker, training.step)
@@ -92,8 +92,8 @@ FP32 = {  # a model of 127 k parameters, whose states are smaller than its activ
     "model.seq_len": 128, "batch.tokens": 128 * 16, "data.tokens": 128 * 64, "precision.compute": "fp32",
     "model.qk_norm": True, "model.tied_embeddings": True,
 }  # fmt: skip
-# Of few blocks, ZeRO 3 has none left to prefetch at the peak: of two, the planner is 5.1% too high there, of three
-# blocks with experts 7.4%.
+# With few blocks, ZeRO 3 prefetches none at the peak of memory, and the planner is too high: by 5.1% with two blocks,
+# and by 7.4% with three blocks with experts.
 QUICK: list[tuple[str, dict[str, Any]]] = [
     ("dp=8,zero=3", {"model.n_layers": 3}),
     ("tp=2,recompute=full", TWO | {"model.n_kv_heads": 2}),
@@ -107,7 +107,7 @@ QUICK: list[tuple[str, dict[str, Any]]] = [
     ("tp=1", TWO | {"model.parallel_branches": True}),
     ("tp=1", TWO | {"model.attention_softcap": 50.0, "model.logit_softcap": 30.0}),
 ]
-# For `make test-slow`: the others have features of these.
+# For `make test-slow`: these have no feature that the quick cases lack.
 SLOW: list[tuple[str, dict[str, Any]]] = [
     ("tp=1", TWO),
     ("tp=1,recompute=full", TWO),

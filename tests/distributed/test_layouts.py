@@ -82,7 +82,7 @@ EXPERTS: dict[str, Any] = {
     "model.n_layers": 3,
     "hyperparameters.depth": {},
 }
-# Six: three for each of two expert-parallel ranks, which two ranks of ZeRO cannot share alike.
+# Six experts are three for each of two expert-parallel ranks, which two ZeRO ranks cannot share evenly.
 SIX_EXPERTS = EXPERTS | {"model.experts": EXPERTS["model.experts"] | {"number": 6}}
 BIASED = EXPERTS | {
     "model.experts": {
@@ -236,7 +236,7 @@ def test_every_product_of_degrees(
     same(found)
 
 
-@pytest.mark.slow  # a minute and more each: the compiler's
+@pytest.mark.slow  # the compiler takes a minute and more for each
 @pytest.mark.parametrize(
     "changes",
     [

@@ -24,7 +24,7 @@ def case(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor
 def test_loss_and_gradients_are_those_of_the_whole_logits(
     chunk_tokens: int, softcap: float | None, coefficient: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The z-loss is in the gradients and reported, and not in the loss."""
+    """The z-loss is part of the gradients and of ``ZLoss.total``, but not of the returned loss."""
     monkeypatch.setitem(loss.CHUNK_ELEMENTS, "cpu", chunk_tokens * V)
     hidden, weight, targets = case()
     z_loss = ZLoss(coefficient) if coefficient else None
@@ -73,7 +73,7 @@ def test_an_evaluation_computes_no_gradient_of_a_parameter(monkeypatch: pytest.M
 
 
 def test_a_loss_scale_keeps_small_gradients_in_half_precision() -> None:
-    """The gradient of one token in 10 million is below fp16's smallest number without a loss scale."""
+    """Without a loss scale, the gradient of one token in 10 million is below the smallest number of fp16."""
     share = 1e-7 / N
     grads = []
     for factor in (share, share * 2.0**16):

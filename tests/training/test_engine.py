@@ -57,7 +57,7 @@ def test_a_step_reports_the_z_loss_beside_the_cross_entropy(tiny: Recipe, tokens
     assert (step.loss, other.z_loss) == (other.loss, None)
     assert step.grad_norm != other.grad_norm
     training.evaluate()
-    assert training.step().z_loss < step.z_loss  # it pulls log Z to 0, and counts only its own step
+    assert training.step().z_loss < step.z_loss  # the z-loss pulls log Z to 0, and is the sum of one step
 
 
 @pytest.mark.parametrize("lookahead", [False, True])

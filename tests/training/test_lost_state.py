@@ -1,4 +1,4 @@
-"""State that is missing is not taken for state that never was, and no copy is taken for a checkpoint."""
+"""A run with missing or changed files does not start again from 0, and copies are not used as checkpoints."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def run(recipe: Recipe, tokens: TokenSet, tmp_path: Path) -> RunFolder:
 
 @pytest.fixture
 def expected(whole: Path, recipe: Recipe, tokens: TokenSet) -> list[float]:
-    """The losses of an undisturbed run."""
+    """Return the losses of an uninterrupted run."""
     if not whole.exists():
         train(recipe, tokens, whole)
     return losses(whole)
@@ -155,7 +155,7 @@ def test_an_older_checkpoint_is_not_loaded_without_a_word(run: RunFolder) -> Non
     shutil.rmtree(newest)
     loaded = load_run(run.path)
     assert (loaded.tokens, loaded.skipped) == (tokens_of(older), {newest.name: "missing"})
-    assert load_run(run.path, tokens_of(older)).skipped == {}  # asked for
+    assert load_run(run.path, tokens_of(older)).skipped == {}  # this checkpoint was requested
 
 
 @pytest.mark.parametrize("name", ["{newest}.bak", "tokens-best", "tokens-zzz-1", "tokens-99999999999999999999"])
@@ -389,7 +389,7 @@ def test_metrics_that_were_changed_are_reported_once(
     assert event["why"] == why.format(step=step)
     assert (event["step"], event["tokens"]) == (step, 256 * step)
     there = {line["step"]: line["loss"] for line in run.metrics()}
-    # Nothing else is dropped: all steps are there that were there, and those after the checkpoint.
+    # No other line is removed: all earlier steps are still there, and the steps after the checkpoint.
     assert there.keys() == {*intact, *range(step + 1, 41)} - ({step} if change is lower_step else set())
     assert all(there[number] == loss for number, loss in enumerate(expected, 1) if number > step)
 
@@ -445,11 +445,13 @@ def test_a_line_of_another_step_is_damaged_and_hides_no_other_line(tmp_path: Pat
 
 
 def moved(folder: Path) -> None:
-    folder.rename(folder.with_name("moved"))  # unlike deleting it, at once, also while a checkpoint is written
+    folder.rename(
+        folder.with_name("moved")
+    )  # unlike deleting, this is one operation, even while a checkpoint is written
 
 
 def replaced(folder: Path) -> None:
-    """Another command starts a run in the place of the deleted one."""
+    """Move the folder away. Another command starts a run in a new folder of the same name."""
     moved(folder)
     folder.mkdir()
     (folder / ".lock").touch()

@@ -1,5 +1,5 @@
-"""Muon against torch.optim.Muon bit by bit, against the singular value decomposition, and in runs that skip a step or
-stop."""
+"""Muon: equal to torch.optim.Muon bit by bit, close to the singular value decomposition, and unchanged by a skipped
+step."""
 
 import math
 from collections.abc import Iterator

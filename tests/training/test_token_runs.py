@@ -1,4 +1,5 @@
-"""Runs on token ids of other programs: the losses of text, exact resume, and what a run without a tokenizer lacks."""
+"""Runs on token ids of other programs: their losses are those of the text, and a run without a tokenizer gets no
+text."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def lines(folder: Path) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize("how", ["packed", "isolated"])
 def test_losses_are_those_of_the_same_tokens_from_text(tiny: Recipe, how: str, tmp_path: Path) -> None:
-    """Files with the tokens of a text, and without its end-of-text tokens, which are added again."""
+    """The files have the tokens of the text without end-of-text tokens, which leaven adds again."""
     text = tiny.replace({"data.documents": how, "data.tokens": 2_560})
     tokens = prepare(text.data, text.model.vocab_size)
     assert tokens.tokenizer_path is not None

@@ -47,11 +47,12 @@ def test_a_run_learns_and_writes_its_folder(tiny: Recipe, tokens: TokenSet, tmp_
     assert scalars(tmp_path / "run")["train/loss"] == [
         (line["tokens"], pytest.approx(line["loss"])) for line in lines
     ]
-    assert train(tiny, tokens, tmp_path / "run") == summary  # done: a second call only reports
+    assert train(tiny, tokens, tmp_path / "run") == summary  # finished: a second call only returns the result
 
 
 def _targets_a_byte(recipe: Recipe, tokens: TokenSet) -> float:
-    """Of the validation windows, by the tokenizer's own decoder; the text is ASCII, so no character is cut."""
+    """Return the validation targets divided by their bytes, counted with the tokenizer's own decoder. The text is
+    ASCII, so no token ends within a character."""
     from tokenizers import Tokenizer
 
     targets = validation_windows(tokens.validation, 32, recipe.evaluation.tokens)[:, 1:]
@@ -124,7 +125,8 @@ def test_a_signal_saves_and_exits_with_75(tiny_file: Path, tmp_path: Path, numbe
 def test_a_stop_does_not_wait_for_the_end_of_a_long_step_or_evaluation(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    """It comes with the third of eight forwards; what was under way is done again, to the same bits."""
+    """The stop comes in the third of eight forward passes. The interrupted step or evaluation is repeated, with the
+    same bits."""
     recipe = tiny.replace({"batch.micro_batch": 1, "model.dropout": 0.1, "data.tokens": 4_096})
     run = RunFolder(tmp_path / "run")
     forward, forwards = Stage.forward, []
@@ -171,7 +173,9 @@ def test_a_folder_that_cannot_continue_the_run_is_refused_and_left_alone(
         with pytest.raises(InputError, match=says):
             train(recipe, text, run)
     with folder.opened(short), pytest.raises(InputError, match="in use by another process"):
-        train(short, tokens, folder.path)  # flock is per open file: refused as another process is
+        train(
+            short, tokens, folder.path
+        )  # the lock is per open file, so this process is refused like another process
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert train(short, tokens, folder.path).finished
 
@@ -179,7 +183,8 @@ def test_a_folder_that_cannot_continue_the_run_is_refused_and_left_alone(
 def test_a_run_keeps_its_micro_batch_unless_the_recipe_changes_it(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path
 ) -> None:
-    """The order of a sum changes its bits: auto keeps the size that the run began with, and a change is recorded."""
+    """Another order of summation changes the last bits. With ``auto``, the run keeps its first micro-batch. A changed
+    micro-batch is recorded."""
     two, folder, reported = tiny.replace({"batch.micro_batch": 2}), tmp_path / "run", []
     train(two, tokens, folder, stop=lambda: len(losses(folder)) >= 3)
     train(tiny, tokens, folder, stop=lambda: len(losses(folder)) >= 6)  # auto
@@ -213,7 +218,8 @@ def test_a_folder_killed_before_its_recipe_was_renamed_counts_as_new(
 @pytest.mark.kills
 @pytest.mark.parametrize("checkpoint_every", [256, 10_240], ids=["checkpoints first", "metrics and curves first"])
 def test_a_full_disk_is_one_line_and_exit_code_2(tiny_file: Path, tmp_path: Path, checkpoint_every: int) -> None:
-    """The whole verb on a file system of one megabyte, where one may be mounted; then with room again."""
+    """Run the whole command on a file system of one megabyte, and again with more room. The test needs the right to
+    mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
