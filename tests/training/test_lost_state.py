@@ -445,9 +445,7 @@ def test_a_line_of_another_step_is_damaged_and_hides_no_other_line(tmp_path: Pat
 
 
 def moved(folder: Path) -> None:
-    folder.rename(
-        folder.with_name("moved")
-    )  # unlike deleting, this is one operation, even while a checkpoint is written
+    folder.rename(folder.with_name("moved"))  # unlike deleting, one operation, even while a checkpoint is written
 
 
 def replaced(folder: Path) -> None:

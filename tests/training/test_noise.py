@@ -85,9 +85,8 @@ def test_steps_without_a_finite_estimate_do_not_change_the_averages() -> None:
     before = noise.averages.tolist()
     noise.add(one, one * torch.inf, 2, one)
     assert noise.averages.tolist() == before
-    assert float(noise.add(2 * one, one, 2, one)) == pytest.approx(
-        7
-    )  # the first micro-batch is the whole batch: nothing is measured
+    # If the first micro-batch is the whole batch, nothing is measured.
+    assert float(noise.add(2 * one, one, 2, one)) == pytest.approx(7)
     assert noise.averages.tolist() == before
 
 

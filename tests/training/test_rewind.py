@@ -57,9 +57,8 @@ def test_each_attempt_rewinds_further_and_skips_more() -> None:
     rewinds = (first, second, third)
     assert rollback(rewinds, anomaly(94 + WINDOW, 300), STEADY, stability, 0).attempt == 4
     assert rollback(rewinds, anomaly(94 + WINDOW + 1, 300), STEADY, stability, 0).attempt == 1
-    assert (
-        rollback((*rewinds, Rewind(0, 0, 0)), anomaly(101, 103), STEADY, stability, 0).attempt == 1
-    )  # a manual rewind
+    manual = Rewind(0, 0, 0)
+    assert rollback((*rewinds, manual), anomaly(101, 103), STEADY, stability, 0).attempt == 1
     assert rollback((first,), anomaly(101, 103), STEADY, stability, 990).to_tokens == 990
 
 

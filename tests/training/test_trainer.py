@@ -173,9 +173,7 @@ def test_a_folder_that_cannot_continue_the_run_is_refused_and_left_alone(
         with pytest.raises(InputError, match=says):
             train(recipe, text, run)
     with folder.opened(short), pytest.raises(InputError, match="in use by another process"):
-        train(
-            short, tokens, folder.path
-        )  # the lock is per open file, so this process is refused like another process
+        train(short, tokens, folder.path)  # the lock is per open file: this process is refused like any other
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert train(short, tokens, folder.path).finished
 
