@@ -73,7 +73,7 @@ def test_a_folder_without_a_whole_run_is_refused(run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(InputError, match=r"no checkpoint, but events.jsonl says that it has trained 10,240 tokens"):
         leaven.load(run)
-    for name in ("events.jsonl", "metrics.jsonl"):
+    for name in ("events.jsonl", "metrics.jsonl", "plan.json"):
         (run / name).unlink()
     with pytest.raises(InputError, match=r"no checkpoint yet; leaven train writes one"):
         leaven.load(run)

@@ -68,8 +68,8 @@ class WholeVocabulary:
     def loss(
         self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool, z_loss: ZLoss | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of a chunk, a scalar, and ``weight`` times its gradient with respect to the logits, (n, V),
-        with the gradient of ``z_loss``.
+        """Return the loss of a chunk, a scalar, and ``weight`` times the gradient of the loss and of ``z_loss`` with
+        respect to the logits, (n, V).
 
         Instead of the gradient, return None if ``learns`` is false. This method may overwrite the logits.
         """

@@ -343,7 +343,8 @@ class Positions:
 
 
 def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
-    """Return the position of each token in its document, (B, T), or without documents in its sequence, (T,)."""
+    """Return the position of each token in its document, (B, T). Without documents, return the position in the
+    sequence, (T,)."""
     place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     if documents_BT is None:
         return place_T

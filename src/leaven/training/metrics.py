@@ -107,7 +107,7 @@ class Telemetry:
         absent = torch.full_like(total, torch.nan)
         head = torch.stack([widened(absent if value is None else value) for value in (*measured, total)])
         values, ready = self._to_host(torch.cat((head, widened(updates), widened(sizes))))
-        began, host_seconds = self._started, time.perf_counter() - self._began  # on a CPU the whole step
+        began, host_seconds = self._started, time.perf_counter() - self._began  # on a CPU, of the step
 
         def read() -> Step:
             seconds = host_seconds
