@@ -151,10 +151,6 @@ def test_a_stack_refuses(short: Recipe, path: str) -> None:
         assert said.startswith(next(iter(REFUSED[path])))
 
 
-def test_the_words_of_a_refusal(short: Recipe) -> None:
-    assert refusal(short.replace({"model.window": 8})) == "model.window = 8"
-
-
 def test_no_refusal_is_untested() -> None:
     assert set(SETTINGS) - {"start.folder"} <= set(REFUSED)
 
