@@ -14,6 +14,7 @@ from tests.training.conftest import losses
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
+from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.load import load_run
 from leaven.training.metrics import Step
@@ -100,6 +101,10 @@ def test_a_restart_by_torchrun_does_not_start_again_if_the_folder_is_gone(
     with pytest.raises(InputError, match=r"was deleted or moved since torchrun started; bring it back"):
         train(short, tokens, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    write_recipe(short, tmp_path / "run" / "recipe.toml")
+    with pytest.raises(InputError, match="no checkpoints, but it had saved one before torchrun restarted it; bring"):
+        train(short, tokens, tmp_path / "run")
     attempt("second", 0)
     assert train(short, tokens, tmp_path / "run").finished
 

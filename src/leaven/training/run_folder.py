@@ -199,9 +199,10 @@ class RunFolder:
         if lines := self.metrics():
             return f"{self._metrics.name} says that it has trained {lines[-1]['step']:,} steps"
         # The first event is written before the plan and before the first curve.
-        curves = (file for file in self.path.glob("tensorboard/*") if file.stat().st_size > _EMPTY_CURVES)
-        left = next((file for file in (self.plan_file, *curves) if file.exists()), None)
-        return f"{left.relative_to(self.path)} says that it has been trained" if left else None
+        for file in (self.plan_file, *self.path.glob("tensorboard/*")):
+            if file.is_file() and (file == self.plan_file or file.stat().st_size > _EMPTY_CURVES):
+                return f"{file.relative_to(self.path)} says that it has been trained"
+        return "it had saved one before torchrun restarted it" if self._torchrun_has_trained() else None
 
     def mark_trained(self) -> None:
         """Tell later restarts of this process by torchrun that the run has saved a checkpoint. Without torchrun, do
