@@ -69,7 +69,9 @@ def stack_speed(recipe: Recipe, size: int, tokens: TokenSet, device: str) -> Cal
     stack.train([recipe] * size)
 
     def measure() -> float:
-        return size * recipe.data.tokens / stack.all_steps()
+        stack.begin([recipe] * size)
+        stack.advance(recipe.steps)
+        return size * recipe.data.tokens / stack.progress.seconds
 
     return measure
 

@@ -162,7 +162,7 @@ def serve(folder: Path, tokens: TokenSet, proxy: Recipe, asked: argparse.Namespa
         processes.append(process)
     stack: TrialStack | None = None
     pending: list[tuple[Connection, int, Recipe]] = []
-    waited, full, rounds = 0.0, WORKERS * len(ends), 0
+    waited, full, rounds, seconds, trained = 0.0, WORKERS * len(ends), 0, 0.0, 0
     while ends or pending:
         began = time.monotonic()
         # Until the first trials the processes import and tokenise.
@@ -186,10 +186,12 @@ def serve(folder: Path, tokens: TokenSet, proxy: Recipe, asked: argparse.Namespa
             for (end, number, _), loss in zip(some, stack.train([recipe for *_, recipe in some]), strict=True):
                 end.send((number, loss if math.isfinite(loss) else math.inf))
             rounds += 1
+            seconds += stack.progress.seconds
+            trained += len(some) * stack.progress.tokens
             if rounds % 5 == 1:
                 print(
-                    f"  round {rounds}: {len(some)} of {full} trials; {stack.trained / stack.seconds / 1e6:.1f} M "
-                    f"tokens/s in {stack.seconds:.0f} s, {waited:.0f} s waited",
+                    f"  round {rounds}: {len(some)} of {full} trials; {trained / seconds / 1e6:.1f} M tokens/s in "
+                    f"{seconds:.0f} s, {waited:.0f} s waited",
                     flush=True,
                 )
     for process in processes:
@@ -270,8 +272,10 @@ def train(folder: Path, part: str, tokens: TokenSet, asked: argparse.Namespace) 
         size = -(-len(group) // -(-len(group) // asked.stack))  # stacks of equal size
         recipes = [recipe_of(run, chosen[run.search][run.arm], asked.more_tokens) for run in group]
         stack = TrialStack(recipes[0], size, tokens, asked.device)
+        seconds = 0.0
         for first in range(0, len(group), size):
             losses = stack.train(recipes[first : first + size])
+            seconds += stack.progress.seconds
             with (folder / "runs.jsonl").open("a") as file:
                 for run, loss in zip(group[first : first + size], losses, strict=True):
                     known = loss if math.isfinite(loss) else None
@@ -280,7 +284,7 @@ def train(folder: Path, part: str, tokens: TokenSet, asked: argparse.Namespace) 
                     )
         print(
             f"{part}: {scale} x{longer:g}, {len(group)} runs of {recipes[0].data.tokens:,} tokens in stacks of "
-            f"{size}: {stack.trained / stack.seconds / 1e6:.2f} M tokens/s, {stack.seconds:.0f} s",
+            f"{size}: {len(group) * recipes[0].data.tokens / seconds / 1e6:.2f} M tokens/s, {seconds:.0f} s",
             flush=True,
         )
         del stack

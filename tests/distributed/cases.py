@@ -32,13 +32,13 @@ def dtype_of(name: str) -> Iterator[None]:
 
 
 def sharded(recipe: Recipe, group: ProcessGroup, device: torch.device = CPU) -> ShardedModel:
-    """Return the part of a model in fp32 that this process has."""
+    """Return the part of an fp32 model that this process stores."""
     how: dict[str, Any] = {"seed": 0, "dtype": torch.float32, "device": device, "layout": recipe.layout}
     return ShardedModel(recipe.model, parameter_table(recipe), group=group, **how)
 
 
 def train(recipe: Recipe, tokens: TokenSet, steps: int, dtype: str = "float64") -> dict[str, Any]:
-    """Train some steps and validate. Returns the metrics, and the parameters that this process owns at the end."""
+    """Train some steps and validate. Return the metrics, and the parameters that this process owns at the end."""
     with dtype_of(dtype), join_process_group(recipe.layout, torch.device("cpu")) as group:
         training = Training(recipe, tokens, device="cpu", group=group)
         done = [training.step() for _ in range(steps)]
@@ -66,7 +66,7 @@ def train(recipe: Recipe, tokens: TokenSet, steps: int, dtype: str = "float64") 
 
 
 def train_and_save(recipe: Recipe, tokens: TokenSet, steps: int, start: Path | None, end: Path) -> list[float]:
-    """Train some steps, from the checkpoint ``start`` if given, and save ``end``. Returns the losses."""
+    """Train some steps, from the checkpoint ``start`` if it is given, and save ``end``. Return the losses."""
     with dtype_of("float64"), join_process_group(recipe.layout, torch.device("cpu")) as group:
         training = Training(recipe, tokens, device="cpu", group=group)
         if start is not None:
@@ -77,7 +77,7 @@ def train_and_save(recipe: Recipe, tokens: TokenSet, steps: int, start: Path | N
 
 
 def assembled(ranks: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Parameters from their pieces; every element from exactly one process."""
+    """Return the whole parameters. Exactly one process must own each element."""
     whole: dict[str, np.ndarray] = {}
     times: dict[str, np.ndarray] = {}
     for rank in ranks:

@@ -40,7 +40,8 @@ def once() -> SingleProcess:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that use ranks run on one worker: eight processes for each of several workers would slow each other."""
+    """Run all tests with ranks on one xdist worker: with eight processes for each of several workers, all would be
+    slow."""
     for item in items:
         if "zero-bubble" in item.name and torch.__version__ < "2.13":
             item.add_marker(pytest.mark.skip(reason="torch before 2.13 computes wrong gradients: it is refused"))

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class ThreadRendezvous:
-    """Gathers a value of every thread on all of them."""
+    """Gives every thread the values of all threads."""
 
     def __init__(self, size: int) -> None:
         self.barrier, self._brought = threading.Barrier(size, timeout=60), [None] * size
@@ -29,7 +29,7 @@ class ThreadRendezvous:
 
 @dataclass(frozen=True)
 class InThread(ProcessGroup):
-    """A process group whose processes are threads; without a mesh, but with collectives."""
+    """A process group whose processes are threads. It has no mesh, but its collectives work."""
 
     rendezvous: ThreadRendezvous = field(default_factory=lambda: ThreadRendezvous(1))
 
@@ -42,7 +42,7 @@ class InThread(ProcessGroup):
 
 
 def together(size: int, body: Callable[[ProcessGroup], T], store: Any = None) -> list[T]:
-    """Return the results of ``body`` on ``size`` processes, by rank. Raises the first error."""
+    """Run ``body`` on ``size`` processes. Return their results by rank, or raise the first error."""
     rendezvous, store = ThreadRendezvous(size), store or dist.HashStore()
 
     def run(rank: int) -> T:

@@ -90,12 +90,10 @@ def _run(environment: dict[str, str], function: Callable[..., Any], arguments: t
 
 
 def _release_threads() -> None:
-    """End the threads of a case's process groups: twelve for each case, which would stay until the process ends.
-
-    A group ends its threads when nothing refers to it. Reference cycles of the model keep destroyed groups, and so do
-    the caches of DTensor, which keep device meshes; a mesh without a registry looks a group up by its name. With an
-    emptied registry such a mesh must not be found again, so that the caches are emptied as well.
-    """
+    """End the threads of a case's process groups: twelve for each case, which otherwise live as long as the process.
+    A group ends its threads when it is garbage-collected. Reference cycles of the model keep destroyed groups alive,
+    and so do the device meshes in DTensor's caches. So the caches are emptied first, and then the registry of groups
+    in each mesh that is left."""
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
     _clear_fast_path()
     _redistribute._gen_transform_infos.cache_clear()

@@ -9,7 +9,7 @@ from tests.distributed.pool import Pool
 from leaven.planning.schedule import order as planned
 from leaven.recipe.recipe import Recipe
 
-# Micro-batches whose activations a rank holds: with 1F1B as many as there are stages ahead.
+# The number of micro-batches whose activations each rank holds.
 ALIVE = {"1f1b": [4, 3, 2, 1], "gpipe": RANKS * [MICRO_BATCHES]}
 
 

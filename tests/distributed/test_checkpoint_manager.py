@@ -84,7 +84,8 @@ def test_nothing_is_removed_while_a_process_still_reads(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_a_killed_save_are_not_used(tmp_path: Path) -> None:
-    """Killed between the files and state.json; the next start has fewer processes."""
+    """The save is killed after the tensor files are written and before state.json. The next start has fewer
+    processes."""
 
     class Killed(BaseException):
         pass
@@ -114,7 +115,6 @@ import os, signal, sys, time
 from pathlib import Path
 import torch.distributed as dist
 import leaven.training.checkpoint as module
-import leaven.training.checkpoint as managers
 from leaven.distributed.process_group import ProcessGroup
 from tests.distributed.cut_up import rows, saved
 
@@ -129,14 +129,14 @@ def die(*arguments, **named):
 
 def child(folder, rank, victim, where):
     store = dist.FileStore(f"{folder}.store", 3)
-    manager = managers.CheckpointManager(folder, 256, 2, None, group=Forked(rank, 3, None, store))
+    manager = module.CheckpointManager(folder, 256, 2, None, group=Forked(rank, 3, None, store))
     assert saved(manager, rows(1, rank, 3)).error is None
     if rank == victim:
         setattr(module, where, die)
     manager.save(rows(2, rank, 3), 512)
     while not Path(f"{folder}.dead").exists():  # the others notice, and give up
         time.sleep(0.01)
-    managers.GIVE_UP = 1.0 if rank else 0.5
+    module.GIVE_UP = 1.0 if rank else 0.5
     manager.close()
     try:
         outcome = manager.outcome(wait=True).error
@@ -146,7 +146,7 @@ def child(folder, rank, victim, where):
 
 folders = {}
 for number, (victim, where) in enumerate([(1, "sync_file"), (0, "_commit"), (0, "place_folder")]):
-    getattr(module, where)  # a place that is not there would be waited for without end
+    getattr(module, where)  # fail at once if the name is wrong: the wait below would not end
     folder = Path(sys.argv[1]) / str(number)
     for rank in range(3):
         process = os.fork()
@@ -163,7 +163,7 @@ for _ in range(len(folders)):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Three processes, one of which is killed in the middle of the second checkpoint, in three places."""
+    """Three processes save two checkpoints. One of them is killed during the second, in one of three places."""
     folder, root = tmp_path_factory.mktemp("killed"), Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", KILLED, str(folder)], check=True, cwd=root)
     return folder

@@ -44,7 +44,7 @@ TENSORS = {
 
 @st.composite
 def cuttings(draw: st.DrawFn, shape: tuple[int, ...], most: int) -> list[Block]:
-    """Blocks that make up a tensor, none or some of them empty; not only grids."""
+    """Return blocks that together form a tensor. Blocks may be empty, and need not form a grid."""
     blocks: list[Block] = [((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, most - 1)) if shape else 0):
         offset, size = blocks.pop(draw(st.integers(0, len(blocks) - 1)))
@@ -204,7 +204,7 @@ def test_parts_that_do_not_make_a_whole_tensor_are_not_saved(
 
 
 def test_a_process_that_answers_too_late_fails_the_save_on_all(tmp_path: Path) -> None:
-    """Its files are removed, and it gets the same error as the others."""
+    """The files of the late process are removed, and it gets the same error as the others."""
 
     def body(group: ProcessGroup) -> str:
         exchange = Exchange(group)

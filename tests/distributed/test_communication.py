@@ -23,14 +23,15 @@ def test_a_step_sends_the_bytes_of_theory(changes: dict[str, Any], ranks: Pool, 
 
 
 def test_theory_gives_the_bytes_of_the_zero_paper(tiny: Recipe) -> None:
-    """With a micro-batch a step 2 Psi of ZeRO 0 to 2 and 3 Psi of ZeRO 3, which gathers the ends and norms once."""
+    """With one micro-batch in a step, ZeRO 0 to 2 send 2 Psi, and ZeRO 3 sends 3 Psi. Here ZeRO 3 sends less, because
+    it gathers embeddings, unembedding and norms only once."""
     one = tiny.replace(SHAPE | {"batch.micro_batch": 4, "layout.dp": 2})
     sizes = {parameter.name: 4 * parameter.size for parameter in one.model.parameters()}
     psi = sum(sizes.values())
     once = sum(
         size for name, size in sizes.items() if ("attention" not in name and "mlp" not in name) or "norm" in name
     )
-    own = 2 * (4 + 24 * len(sizes))  # the trainer's sums, over the same wires
+    own = 2 * (4 + 24 * len(sizes))  # sums of the trainer, which are counted too
     for zero, expected in enumerate((2 * psi, 2 * psi, 2 * psi, 3 * psi - once)):
         count = theory(one.replace({"layout.zero": zero}), 0)
         assert sum(size for _, size in count.values()) - own == expected

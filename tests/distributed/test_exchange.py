@@ -34,7 +34,7 @@ def test_gather_and_broadcast() -> None:
 
 
 def test_values_of_an_earlier_start_are_ignored() -> None:
-    """On a store that outlives the processes, as torchrun's does."""
+    """The store outlives the processes, as the store of torchrun does."""
     store = dist.HashStore()
     timeout = timedelta(seconds=0.05)
 

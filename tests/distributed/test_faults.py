@@ -1,4 +1,4 @@
-"""Processes that die, hang, stop or get a nan: the others notice, report it and lose nothing."""
+"""Processes that die, hang, stop or get a nan: the other processes report it, and no step is lost."""
 
 import json
 import os
@@ -33,7 +33,8 @@ TWO = layout(dp=2, zero=1) | {"batch.micro_batch": 2, "stability.checkpoint_ever
 
 
 def run(recipe: Recipe, tokens: TokenSet, folder: Path, how: str = "") -> dict[str, Any]:
-    """A whole run. Its second process stops after six steps or gets a nan after nine, as ``how`` says."""
+    """Train a whole run. If ``how`` is ``stop``, the second process stops after six steps. If it is ``nan``, that
+    process gets a nan weight before step 10."""
     issue, issued = Training.issue, [0]
 
     def watched(training: Training) -> Callable[[], Step]:
@@ -102,7 +103,7 @@ def test_a_stop_of_one_process_stops_all(two: Recipe, tokens: TokenSet, ranks: P
     assert done == whole
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")  # to the last bit
     assert len(losses(tmp_path / "run")) == whole[0]["steps"] == 9
-    assert events(tmp_path / "whole").count("start") == 1  # one of them writes
+    assert events(tmp_path / "whole").count("start") == 1  # only one process writes
     compared = [event for event in RunFolder(tmp_path / "whole").events() if event["event"] == "ranks"]
     assert compared
     assert all({each["slowest"], each["fullest"]} <= {0, 1} for each in compared)
@@ -126,7 +127,7 @@ def test_all_end_if_the_run_folder_is_deleted(two: Recipe, tokens: TokenSet, ran
 
 @pytest.mark.kills
 def test_the_error_names_the_process_that_hangs(two: Recipe, tokens: TokenSet, ranks: Pool) -> None:
-    two = two.replace({"layout.timeout_seconds": 12})  # to come at all, on a machine that does other things too
+    two = two.replace({"layout.timeout_seconds": 12})  # enough for the processes to connect on a busy machine
     assert ranks(2, hangs, two, tokens, 0.0) == ["nobody missed it"] * 2
     said, _ = ranks(2, hangs, two, tokens, 20.0)
     assert said.startswith("rank 0 of 2 timed out or lost its connection in ")
@@ -152,9 +153,10 @@ def processes_of(parent: int) -> list[int]:
     return [int(child) for child in found]
 
 
-@pytest.mark.slow  # and `make kills` does the same to eight processes, several times
+@pytest.mark.slow  # `make kills` does the same with eight processes, several times
 def test_a_restart_by_torchrun_has_the_same_bits(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:
-    """In place, on the store of the first start. Then once more by a signal, and on one process at last."""
+    """torchrun restarts the processes after a kill, with the store of the first start. Then a signal stops the run,
+    and one process finishes it."""
     write_recipe(two, tmp_path / "two.toml")
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
     said = (tmp_path / "said").open("w+")
@@ -198,8 +200,8 @@ def listening(port: int) -> None:
 
 @pytest.mark.slow
 def test_a_run_resumes_after_losing_a_node(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:
-    """Two agents on this machine, each with one process. One of them is gone at step 8, with all
-    that it started; the other notices, and resumes alone with dp = 1."""
+    """Two torchrun agents on this machine have one process each. One agent and its process are killed at step 8. The
+    other agent resumes the run alone, with dp = 1."""
     write_recipe(two.replace({"layout.timeout_seconds": 60}), tmp_path / "two.toml")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -208,7 +210,7 @@ def test_a_run_resumes_after_losing_a_node(two: Recipe, tokens: TokenSet, ranks:
     meet += ["--rdzv-id=leaven", "--local-addr=127.0.0.1", "--rdzv-conf=last_call_timeout=8"]
     command = torchrun(tmp_path / "two.toml", tmp_path / "run", 1, *meet)
     agents = [subprocess.Popen(command, start_new_session=True)]
-    listening(port)  # the first one keeps the meeting place
+    listening(port)  # the first agent serves the rendezvous
     agents.append(subprocess.Popen(command, start_new_session=True))
     try:
         until = time.monotonic() + 240

@@ -56,8 +56,9 @@ def held(recipe: Recipe, among: tuple[int, ...]) -> Held:
 
 
 def expected(recipe: Recipe, rank: int) -> Held:
-    """By hand: matrices are cut over tensor ranks by rows, those out of heads and of d_ff by columns; then everything
-    by rows over data ranks, as many each as there are, the last ones fewer or none."""
+    """Return the expected pieces. Tensor ranks split matrices by rows, but those out of heads and of d_ff by columns.
+    Then data-parallel ranks split everything by rows: each gets ceil(rows / ranks) rows, and the last ranks get fewer
+    or none."""
     shape, layout = recipe.model, recipe.layout
     pp, rest = divmod(rank, layout.dp * layout.tp)
     dp, tp = divmod(rest, layout.tp)

@@ -82,7 +82,7 @@ EXPERTS: dict[str, Any] = {
     "model.n_layers": 3,
     "hyperparameters.depth": {},
 }
-# Six: three for each of two expert-parallel ranks, which two ranks of ZeRO cannot share alike.
+# Six experts are three for each of two expert-parallel ranks, which two ZeRO ranks cannot share evenly.
 SIX_EXPERTS = EXPERTS | {"model.experts": EXPERTS["model.experts"] | {"number": 6}}
 BIASED = EXPERTS | {
     "model.experts": {
@@ -104,6 +104,12 @@ ZERO_BUBBLE: dict[str, Any] = {"schedule": "zero-bubble", "stages_per_rank": 2}
 def layout(dp: int = 1, tp: int = 1, pp: int = 1, zero: int = 0, **more: Any) -> dict[str, Any]:
     values = {"dp": dp, "tp": tp, "pp": pp, "zero": zero} | more
     return {f"layout.{key}": value for key, value in values.items()}
+
+
+def same(found: dict[str, float]) -> None:
+    # Parameters amplify: Adam divides gradients that are nearly 0 by their own size.
+    assert max(found["loss"], found["validation"], found["norm"]) < 1e-12, found
+    assert found["parameter"] < 1e-10, found
 
 
 def differences(
@@ -194,10 +200,8 @@ SLOW |= {"muon dp2", "muon dp4 zero3 on two nodes", "muon dp2 pp2 zero3 interlea
 def test_losses_norms_and_parameters_are_those_of_one_process(
     changes: dict[str, Any], ranks: Pool, single_process: SingleProcess, tiny: Recipe
 ) -> None:
-    # Parameters amplify: Adam divides gradients that are nearly 0 by their own size.
     found = differences(ranks, single_process, tiny, changes, steps=3 if changes.get("layout.tp", 1) > 1 else 4)
-    assert max(found["loss"], found["validation"], found["norm"]) < 1e-12, found
-    assert found["parameter"] < 1e-10, found
+    same(found)
 
 
 SHARED = layout(dp=2, tp=2, zero=2) | ONE
@@ -229,11 +233,10 @@ def test_every_product_of_degrees(
 ) -> None:
     changes = {"llama": {}, "tied": TIED, "gpt": GPT, "bloom": BLOOM}[family] | layout(*degrees, zero) | ONE
     found = differences(ranks, single_process, tiny, changes)
-    assert max(found["loss"], found["validation"], found["norm"]) < 1e-12, found
-    assert found["parameter"] < 1e-10, found
+    same(found)
 
 
-@pytest.mark.slow  # a minute and more each: the compiler's
+@pytest.mark.slow  # the compiler takes a minute and more for each
 @pytest.mark.parametrize(
     "changes",
     [
@@ -249,5 +252,4 @@ def test_compiled_layouts_are_the_same_model(
     changes: dict[str, Any], ranks: Pool, single_process: SingleProcess, tiny: Recipe
 ) -> None:
     found = differences(ranks, single_process, tiny, changes | {"layout.compile": True}, steps=3)
-    assert max(found["loss"], found["validation"], found["norm"]) < 1e-12, found
-    assert found["parameter"] < 1e-10, found
+    same(found)

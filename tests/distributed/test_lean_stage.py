@@ -67,8 +67,9 @@ def test_zero_2_and_3_shard_after_each_micro_batch(zero: int, ranks: Pool, tiny:
 
 
 def test_a_buffer_is_freed_with_its_micro_batch(ranks: Pool, tiny: Recipe) -> None:
-    """Before torch 2.15 its own stage holds six buffers from the start of a step to its end. Under 1F1B rank 1 of
-    three holds at most the next input's; from 2.15 on a buffer leaves the list when its forward pass begins."""
+    """The PipelineStage of torch before 2.15 holds six buffers during the whole step. Under 1F1B, rank 1 of three
+    needs at most the buffer of the next input. From torch 2.15 on, a buffer leaves the list when its forward pass
+    begins."""
     found = ranks(3, watched, tiny.replace(layout(pp=3) | {"model.n_layers": 3}))
     buffers = [[held.buffers for held in seen] for seen, _ in found]
     assert buffers[0] == buffers[2] == MICRO_BATCHES * [0]

@@ -26,7 +26,7 @@ def steps(recipe: Recipe, tokens: TokenSet, count: int) -> dict[str, Any]:
 
 
 def squared_norm(training: Training, windows: torch.Tensor) -> float:
-    """Of the gradient of the mean loss over sequences, on one device."""
+    """Return the squared norm of the gradient of the mean loss over the sequences, on one device."""
     batch = training.micro_batch_of(windows, len(windows))
     training.sharded.forward_backward([batch], 1 / (len(windows) * training.recipe.model.seq_len))
     squared = sum(float((leaf.grad**2).sum()) for leaf in training.sharded.local_parameters if leaf.grad is not None)

@@ -1,4 +1,4 @@
-"""A store that dead processes have written to."""
+"""How processes agree on a prefix in a store to which dead processes have written."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Saved with one layout and resumed with another: the losses continue."""
+"""A run that is saved with one layout and resumed with another has the same losses."""
 
 from pathlib import Path
 from typing import Any

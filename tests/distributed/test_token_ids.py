@@ -1,4 +1,5 @@
-"""Token ids of other programs on several processes: read once, with the losses and the resume of one process."""
+"""Token ids of other programs, on several processes: the files are read once, and losses and resume are those of one
+process."""
 
 import time
 from pathlib import Path

@@ -60,7 +60,7 @@ def test_layouts_that_would_hang_or_abort_are_refused(changes: dict[str, Any], s
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_a_schedule_that_computes_wrong_gradients_is_refused(zero: int, tiny_text: str) -> None:
-    """ZeRO 2 and 3 have freed what the second half of the backward pass needs."""
+    """ZeRO 2 and 3 free what the second half of the backward pass needs."""
     text = tiny_text + f'[layout]\ndp = 2\npp = 2\nzero = {zero}\nschedule = "zero-bubble"\n'
     with pytest.raises(InputError, match=rf"zero-bubble.* in two halves, and zero = {zero} frees .* set zero = 1"):
         parse_recipe(text, "recipe.toml")
@@ -91,7 +91,7 @@ def test_a_wrong_number_of_processes_is_refused(processes: int, said: str, tiny:
 
 
 def schedules_built(recipe: Recipe) -> list[int]:
-    """Return the numbers of micro-batches that are used when 1 to 40 are asked for. torch accepts each of them."""
+    """Return which numbers of micro-batches are used when 1 to 40 are requested. torch must accept each of them."""
     sizes = recipe.layout
     pretend(0, sizes.ranks)
     group = ProcessGroup.arranged(0, sizes, torch.device("cpu"))
@@ -105,7 +105,8 @@ def schedules_built(recipe: Recipe) -> list[int]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_schedule_takes_any_number_of_micro_batches_filled_up(schedule: str, ranks: Pool, tiny: Recipe) -> None:
-    """torch's interleaved schedules refuse 64 micro-batches over 12 ranks, 1F1B fewer than stages."""
+    """torch's interleaved schedules refuse 64 micro-batches over 12 ranks. Its 1F1B refuses fewer micro-batches than
+    stages."""
     stages = 2 if schedule in {"interleaved", "zero-bubble"} else 1
     recipe = tiny.replace({"model.n_layers": 24} | layout(pp=12, schedule=schedule, stages_per_rank=stages))
     taken = ranks(1, schedules_built, recipe)[0]
@@ -114,7 +115,7 @@ def test_a_schedule_takes_any_number_of_micro_batches_filled_up(schedule: str, r
 
 
 def forwards(recipe: Recipe) -> list[int]:
-    """Forward passes of this process's stage in each of two steps."""
+    """Return the number of forward passes of this process's stage in each of two steps."""
     counts = []
     with join_process_group(recipe.layout, CPU) as group:
         model = sharded(recipe, group)

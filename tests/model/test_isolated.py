@@ -24,7 +24,8 @@ families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
 def packed() -> torch.Tensor:
-    """Windows [4, 17] of documents of `LENGTHS`, an end-of-text token at the end of each but the last of a window."""
+    """Return windows (4, 17) of documents with the lengths in `LENGTHS`. Each document ends with an end-of-text
+    token, except the last of a window."""
     windows = torch.randint(0, END, (len(LENGTHS), 17), generator=torch.Generator().manual_seed(2))
     for window, lengths in zip(windows, LENGTHS, strict=True):
         for end in torch.tensor(lengths).cumsum(0)[:-1] - 1:

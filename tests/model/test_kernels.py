@@ -35,7 +35,7 @@ Case = tuple[torch.Tensor, ...]
 
 
 def case(heads: int, kv_heads: int, length: int, size: int = 6) -> Case:
-    """Queries, keys, values and the gradient of the result."""
+    """Return queries, keys, values and the gradient of the result."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, n, length, size) for n in (heads, kv_heads, kv_heads, heads)]
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -61,7 +61,7 @@ def whole(
 
 
 def results(function: object, given: Case, dtype: torch.dtype = torch.float64, **how: Any) -> list[torch.Tensor]:
-    """The output and the three gradients."""
+    """Return the output and the three gradients."""
     *inputs, gradient = (x.to(dtype) for x in given)
     inputs = [x.requires_grad_() for x in inputs]
     y = function(*inputs, scale=0.3, **how)  # type: ignore[operator]

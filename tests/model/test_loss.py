@@ -19,48 +19,27 @@ def case(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor
     return hidden, weight, targets
 
 
+@pytest.mark.parametrize(("softcap", "coefficient"), [(None, 0.0), (1.5, 0.0), (None, 0.02), (1.5, 0.02)])
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 37, 100])
-def test_loss_and_gradients_are_those_of_the_whole_logits(chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(loss.CHUNK_ELEMENTS, "cpu", chunk_tokens * V)
-    hidden, weight, targets = case()
-    total = cross_entropy(hidden, weight, targets, multiplier=0.3, factor=torch.tensor(0.25))
-    (2 * total).backward()
-    hidden_, weight_, _ = case()
-    whole = F.cross_entropy(0.3 * hidden_ @ weight_.T, targets, ignore_index=IGNORED, reduction="sum") / 4
-    (2 * whole).backward()
-    torch.testing.assert_close(total, whole, rtol=1e-13, atol=0)
-    torch.testing.assert_close(hidden.grad, hidden_.grad, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(weight.grad, weight_.grad, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("chunk_tokens", [5, 100])
-def test_a_softcap_of_the_logits(chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(loss.CHUNK_ELEMENTS, "cpu", chunk_tokens * V)
-    hidden, weight, targets = case()
-    cross_entropy(hidden, weight, targets, multiplier=0.3, softcap=1.5, factor=0.25).backward()
-    hidden_, weight_, _ = case()
-    logits = 1.5 * torch.tanh(0.3 * hidden_ @ weight_.T / 1.5)
-    (F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") / 4).backward()
-    torch.testing.assert_close(hidden.grad, hidden_.grad, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(weight.grad, weight_.grad, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("chunk_tokens", [5, 100])
-def test_the_z_loss_is_in_the_gradients_and_reported_and_not_in_the_loss(
-    chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+def test_loss_and_gradients_are_those_of_the_whole_logits(
+    chunk_tokens: int, softcap: float | None, coefficient: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The z-loss is part of the gradients and of ``ZLoss.total``, but not of the returned loss."""
     monkeypatch.setitem(loss.CHUNK_ELEMENTS, "cpu", chunk_tokens * V)
     hidden, weight, targets = case()
-    z_loss = ZLoss(0.02)
-    total = cross_entropy(hidden, weight, targets, multiplier=0.3, factor=0.25, z_loss=z_loss)
+    z_loss = ZLoss(coefficient) if coefficient else None
+    how = {"multiplier": 0.3, "softcap": softcap, "factor": torch.tensor(0.25), "z_loss": z_loss}
+    total = cross_entropy(hidden, weight, targets, **how)
     (2 * total).backward()
     hidden_, weight_, _ = case()
     logits = 0.3 * hidden_ @ weight_.T
-    squares = 0.02 * (torch.logsumexp(logits, -1) ** 2)[targets != IGNORED].sum()  # the formula of PaLM
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    squares = coefficient * (torch.logsumexp(logits, -1) ** 2)[targets != IGNORED].sum()  # the formula of PaLM
     whole = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
     ((whole + squares) / 2).backward()
     torch.testing.assert_close(total, whole / 4, rtol=1e-13, atol=0)
-    torch.testing.assert_close(z_loss.total, squares.detach(), rtol=1e-13, atol=0)
+    if z_loss is not None:
+        torch.testing.assert_close(z_loss.total, squares.detach(), rtol=1e-13, atol=0)
     torch.testing.assert_close(hidden.grad, hidden_.grad, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(weight.grad, weight_.grad, rtol=1e-12, atol=1e-14)
 
@@ -94,7 +73,7 @@ def test_an_evaluation_computes_no_gradient_of_a_parameter(monkeypatch: pytest.M
 
 
 def test_a_loss_scale_keeps_small_gradients_in_half_precision() -> None:
-    """The gradient of one token in 10 million is below fp16's smallest number without a loss scale."""
+    """Without a loss scale, the gradient of one token in 10 million is below the smallest number of fp16."""
     share = 1e-7 / N
     grads = []
     for factor in (share, share * 2.0**16):

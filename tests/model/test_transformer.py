@@ -1,4 +1,4 @@
-"""The model: parameters as in its table, logits as in a loop over positions and heads in numpy."""
+"""The model has the parameters of its table, and the logits of a loop over positions and heads in numpy."""
 
 import math
 
@@ -116,7 +116,8 @@ def shape(family: dict[str, object]) -> ModelShape:
 
 
 def random_model(family: dict[str, object]) -> Transformer:
-    """Return a float64 model with random gains and biases too, so that a missing one shows."""
+    """Return a float64 model in which gains and biases are random too, so that a test notices if one is not
+    applied."""
     multipliers = MULTIPLIERS | {"embedding.weight": 0.4 if family.get("tied_embeddings") else 1.0}
     model = Transformer(shape(family), multipliers, attention_scale=0.3).double()
     generator = torch.Generator().manual_seed(1)
@@ -136,7 +137,7 @@ def test_names_and_shapes_are_those_of_the_table(family: dict[str, object]) -> N
 
 
 def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:  # noqa: PLR0915
-    """Return the logits [T, V] of one sequence [T], computed for one position, head and key at a time."""
+    """Return the logits (T, V) of one sequence (T,), computed for one position, head and key at a time."""
     w = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
     s = model.shape
 
@@ -185,7 +186,8 @@ def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:  # noqa: PL
         return product("out", h)
 
     def mixture(layer: str, block: Block, x: np.ndarray) -> np.ndarray:
-        """The sum of the outputs of the chosen experts times the branch's multiplier, and of the shared experts."""
+        """Return the sum of the outputs of the chosen experts, times the multiplier of the branch, plus the output of
+        the shared experts."""
         e, logits = s.experts, w[f"{layer}.router.weight"] @ x
         scores = 1 / (1 + np.exp(-logits)) if e.router == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
         bias = np.zeros(e.number) if block.mlp.bias_E is None else block.mlp.bias_E.numpy()
@@ -257,7 +259,8 @@ def test_logits_equal_the_reference_in_float64(family: dict[str, object]) -> Non
 
 
 def test_alibi_slopes_of_eight_and_twelve_heads() -> None:
-    """8 heads: 1/2 ... 1/256 (Press et al. 2021, section 3); 12: those and every other one of 16."""
+    """8 heads have the slopes 1/2 to 1/256 (Press et al. 2021, section 3). 12 heads have these and every other slope
+    of 16 heads."""
     assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
     assert alibi_slopes(12) == [2.0**-i for i in range(1, 9)] + [2.0**-i for i in (0.5, 1.5, 2.5, 3.5)]
 
@@ -309,7 +312,7 @@ def test_initial_values_depend_only_on_seed_and_name(tiny: Recipe) -> None:
 
 
 def test_initial_rows_do_not_depend_on_the_number_of_rows() -> None:
-    """A sharded layout draws a part of the rows."""
+    """A process of a sharded layout draws only some of the rows."""
     whole, longer = torch.empty(512, 8), torch.empty(1000, 8)
     fill(whole, "w", 0.0, 1.0, 3)
     fill(longer, "w", 0.0, 1.0, 3)

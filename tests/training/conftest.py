@@ -1,4 +1,4 @@
-"""What the tests of training share: one thread, and the tokens of the tiny recipe."""
+"""Shared by the tests of training: one thread, the tokens of the tiny recipe, and made-up steps."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from leaven.recipe.files import parse_recipe
 from leaven.training.metrics import Step
 from leaven.training.run_folder import RunFolder
 
-# What a run keeps besides its weights, so that a value that is not restored shows.
+# Settings with which a run has more state than its weights, so that a test notices a value that is not restored.
 KEPT_STATE: dict[str, Any] = {
     "model.dropout": 0.1,
     "hyperparameters.grad_clip": {"mode": "running", "limit": 0.8},  # clips nearly always
@@ -37,7 +37,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard's own reader makes of a run's curves."""
+    """Return the curves of a run, read with TensorBoard's own reader."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(folder / "tensorboard"))
@@ -46,7 +46,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def made_up(number: int, **values: Any) -> Step:
-    """A step of 256 tokens that nothing has trained."""
+    """Return the metrics of a step of 256 tokens that no model has trained."""
     usual: dict[str, Any] = {
         **dict.fromkeys(("loss", "lr", "grad_norm", "update_norm", "tokens_per_second", "tflops", "memory_gib"), 1.0),
         **dict.fromkeys(("mfu", "loss_scale")),
@@ -57,7 +57,7 @@ def made_up(number: int, **values: Any) -> Step:
 
 
 def room_for(monkeypatch: pytest.MonkeyPatch, sequences: int) -> None:
-    """The device runs out of memory, in the middle of a forward, above so many sequences."""
+    """Let every forward pass of more than this number of sequences run out of memory, at its end."""
     forward = Stage.forward
 
     def limited(self: Stage, *arguments: Any) -> torch.Tensor:

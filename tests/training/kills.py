@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # Adam's first step does, for a second in every child
+import torch._dynamo  # Adam's first step imports it, which takes a second in every child
 from tests.training.planted import in_order, recipe, text
 
 from leaven.training.checkpoint import CheckpointManager, read_checkpoint
@@ -49,7 +49,8 @@ def forked(body: Callable[[], Any]) -> int:
 
 
 def killed_at_random(folder: Path) -> dict[str, int]:
-    """Kill the run KILLS times: after a few steps, every other time as soon as a checkpoint is being written."""
+    """Kill the run KILLS times, each time after a few steps. Every second kill waits until a checkpoint is being
+    written."""
     draw, counts = random.Random(0), {"kills": 0, "saving": 0, "lost": 0}
     for number in range(KILLS):
         reading, writing = os.pipe()
@@ -77,7 +78,7 @@ def killed_at_random(folder: Path) -> dict[str, int]:
 
 
 def lost(run: RunFolder) -> int:
-    """Steps that a resume has to do again: those since the last whole checkpoint."""
+    """Return the number of steps since the last whole checkpoint, which a resume repeats."""
     found, damaged = read_checkpoint(run.checkpoints, rewinds_of(run))
     assert not damaged
     lines = run.metrics()
@@ -85,7 +86,8 @@ def lost(run: RunFolder) -> int:
 
 
 def killed_rolling_back(begun: Path, folder: Path, where: str) -> None:
-    """Kill the run within its first rollback: after the event is written, or before one of the steps that follow."""
+    """Kill the run during its first rollback: right after its event is written, or before one of the calls that
+    follow."""
     shutil.copytree(begun, folder)
 
     def body() -> None:

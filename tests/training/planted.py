@@ -1,4 +1,4 @@
-"""A text that is read in order, with garbage in some steps."""
+"""A text that is read in order, and that is garbage in some steps."""
 
 import tempfile
 from fractions import Fraction
@@ -46,13 +46,15 @@ every_tokens = {160 * STEP}
 
 
 def recipe(**changes: object) -> Recipe:
-    """160 steps of 256 tokens, a checkpoint every 16; keys are dotted paths with __ for the dot."""
+    """Return a recipe of 160 steps of 256 tokens, with a checkpoint every 16 steps. Keys of ``changes`` are dotted
+    paths with __ for each dot."""
     return parse_recipe(RECIPE, "planted").replace({key.replace("__", "."): value for key, value in changes.items()})
 
 
 @cache
 def chain(count: int, seed: int) -> NDArray[np.int64]:
-    """Tokens of a Markov chain: each is followed by one of four, with probabilities 0.6, 0.25, 0.1 and 0.05."""
+    """Return the tokens of a Markov chain. Each token is followed by one of four, with probabilities 0.6, 0.25, 0.1
+    and 0.05."""
     followers = np.random.default_rng(0).integers(0, VOCABULARY, (VOCABULARY, 4))
     draws = np.random.default_rng(seed).choice(4, count, p=[0.6, 0.25, 0.1, 0.05])
     tokens = np.empty(count, dtype=np.int64)
@@ -63,7 +65,8 @@ def chain(count: int, seed: int) -> NDArray[np.int64]:
 
 
 def text(first_step: int = 0, steps: int = 0) -> TokenSet:
-    """The chain; the tokens of some steps of the stream are garbage, any token as likely as any."""
+    """Return the tokens of the chain. During ``steps`` steps from ``first_step`` on, they are garbage: all tokens are
+    equally likely."""
     train = chain(120_000, 1).copy()
     garbage = slice(first_step * STEP, (first_step + steps) * STEP)
     train[garbage] = np.random.default_rng(2).integers(0, VOCABULARY, steps * STEP)
@@ -75,7 +78,7 @@ def text(first_step: int = 0, steps: int = 0) -> TokenSet:
 
 @cache
 def tokenizer() -> Path:
-    """A file for the run to keep: the tokens are numbers, not words."""
+    """Return a tokenizer file, which a run copies. Its words are numbers."""
     path = Path(tempfile.mkdtemp(prefix="leaven-")) / "tokenizer.json"
     words = {str(number): number for number in range(VOCABULARY)}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0")).save(str(path))
@@ -83,7 +86,7 @@ def tokenizer() -> Path:
 
 
 def in_order(monkeypatch: pytest.MonkeyPatch | None = None) -> None:
-    """Let the stream be the text from its beginning on: shuffled, garbage would be a little in every batch."""
+    """Read the text in order. If it were shuffled, every batch would contain some of the garbage."""
     if monkeypatch is None:
         leaven.data.stream.permute = lambda places, size, seed, epochs: places
     else:

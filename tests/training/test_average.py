@@ -1,4 +1,5 @@
-"""The average of the weights: against the weights of every step, after a stop, and without influence on the run."""
+"""The average of the weights: equal to the average over all steps, also after a stop, and without influence on the
+run."""
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ STEPS = 12
 
 
 def counts(average: Average, ends: list[int]) -> np.ndarray:
-    """How much the weights of each step count in the average after the last."""
+    """Return the weight of each step in the average after the last step."""
     shares = [average.share(before, end, 10_000) for before, end in zip([0, *ends], ends, strict=False)]
     found = np.zeros(len(ends))
     for step, share in enumerate(shares):

@@ -26,7 +26,7 @@ def test_every_micro_batch_up_to_every_global_batch(tiny: Recipe, tokens: TokenS
 
 
 def test_a_ramp_starts_where_bloom_had_a_share_of_its_speed(tiny: Recipe) -> None:
-    """BLOOM's own test: 8 TFLOP/s a GPU at a batch of 16, 73 at 192, 150 at 2,048."""
+    """The speeds are BLOOM's: 8 TFLOP/s on each GPU with a batch of 16, 73 with 192, and 150 with 2,048."""
     speeds = [(2, 16, 8), (4, 16, 6), (2, 192, 73), (2, 2_048, 150), (4, 2_048, 149)]
     unused = dict.fromkeys(("tflops", "mfu", "mfu_causal", "hfu", "peak_gib"), 0.0)
     rows = [

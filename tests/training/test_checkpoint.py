@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 from tests.distributed.cut_up import saved, steps, whole_checkpoint
 
-import leaven.training.checkpoint as manager_module
 import leaven.training.checkpoint as module
 from leaven.errors import InputError
 from leaven.training.checkpoint import Checkpoint, CheckpointManager, Progress, read_checkpoint, write_checkpoint
@@ -60,7 +59,8 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, damage: str) -> None:
 
 
 def test_a_read_error_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failing disk or a missing right passes; the checkpoint before would lose steps for good."""
+    """A failing disk or a missing permission can be repaired. Using the checkpoint before would lose its steps for
+    good."""
     for step in (1, 2):
         write_checkpoint(tmp_path, checkpoint(step))
 
@@ -82,7 +82,7 @@ def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:
         content[at] ^= bit
         file.write_bytes(content)
         found, _ = read_checkpoint(tmp_path)
-        # Between the tokens of JSON a bit may turn a space into another, and all values stay what they were.
+        # A flipped bit may turn white space of the JSON into other white space, which changes no value.
         if found is not None:
             assert file.name == "state.json"
             assert chr(content[at]).isspace()
@@ -135,7 +135,7 @@ def save(manager: CheckpointManager, step: int, good: int | None = None) -> None
         (1, 2, None, [(1, 1), (2, 2), (3, 3), (4, 3), (5, 3), (6, 3)], [3, 5, 6]),  # suspicious since step 4
         (1, 2, None, [(3, 3), (4, 3), (5, 3), (6, 3), (7, 7)], [6, 7]),
         (1, 1, 3, [(n, n) for n in (1, 2, 4, 5, 6, 7, 8, 11, 12)], [4, 6, 11, 12]),
-        # A checkpoint at a stop (steps 3 and 5) displaces none that is due, and is not the last good one.
+        # A checkpoint of a stop (steps 3 and 5) replaces no scheduled one, and is not the last good one.
         (2, 2, None, [(0, 0), (2, 2), (3, 3)], [0, 2, 3]),
         (2, 2, None, [(0, 0), (2, 2), (3, 3), (4, 4), (5, 5)], [2, 4, 5]),
         (2, 2, None, [(0, 0), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6)], [4, 6]),
@@ -145,7 +145,7 @@ def save(manager: CheckpointManager, step: int, good: int | None = None) -> None
 def test_which_checkpoints_are_kept(
     tmp_path: Path, every: int, keep: int, keep_every: int | None, saved: list[tuple[int, int]], kept: list[int]
 ) -> None:
-    """In steps of 256 tokens: ``saved`` are pairs of a step and the last good step."""
+    """``saved`` are pairs of a step of 256 tokens and the last good step."""
     manager = CheckpointManager(tmp_path, 256 * every, keep, keep_every and 256 * keep_every)
     for step, good in saved:
         save(manager, step, good)
@@ -154,15 +154,15 @@ def test_which_checkpoints_are_kept(
 
 
 def test_the_state_at_the_call_is_written(tmp_path: Path, manager: CheckpointManager) -> None:
-    """Training continues at once, and changes its tensors in place while a thread writes."""
-    go, write = threading.Event(), manager_module.write_checkpoint
+    """Training continues at once. It changes its tensors in place while a thread writes the checkpoint."""
+    go, write = threading.Event(), module.write_checkpoint
 
     def slowly(*arguments: Any) -> Path:
         assert go.wait(60)
         return write(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager_module, "write_checkpoint", slowly)
+        patch.setattr(module, "write_checkpoint", slowly)
         one = checkpoint(1)
         manager.save(one, 256)
         assert manager.outcome(wait=False) is None
@@ -187,7 +187,7 @@ def test_clear_renames_damaged_and_removes_undone_checkpoints(tmp_path: Path, ma
 
 
 def test_a_handwritten_checkpoint_is_read(tmp_path: Path) -> None:
-    """As the first version wrote it: the format does not change with the code."""
+    """The checkpoint has the format of the first version."""
     folder = tmp_path / "tokens-000000000000512"
     folder.mkdir()
     tensors = {"model": {"w": torch.arange(6.0).view(2, 3)}, "optimizer": {"step.w": torch.tensor(2.0)}}

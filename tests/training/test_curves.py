@@ -1,4 +1,4 @@
-"""Curves: TensorBoard through its own reader, trackers through modules that record the calls."""
+"""Curves: TensorBoard files are read with its own reader, and trackers are modules that record the calls."""
 
 import json
 import shutil
@@ -31,7 +31,8 @@ def finish(): _say("finish")
 
 
 def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, log: str = "") -> Path:
-    """A module with the interface that W&B and trackio share; the file its calls are written to."""
+    """Make a module with the interface of W&B and trackio. Return the file to which it writes the calls that it
+    gets."""
     calls = tmp_path / f"{name}.jsonl"
     (tmp_path / f"{name}.py").write_text(TRACKER.format(path=str(calls), log=log))
     monkeypatch.syspath_prepend(tmp_path)
@@ -90,7 +91,7 @@ def test_curves_of_a_resumed_run_have_each_step_once(tiny: Recipe, tokens: Token
     recipe = tiny.replace({"stability.checkpoint_every_tokens": 2_560})
     train(recipe, tokens, tmp_path / "run", log_to=["tensorboard"], stop=lambda: len(losses(tmp_path / "run")) >= 13)
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
-    shutil.rmtree(newest)  # as after a crash: three steps are done again
+    shutil.rmtree(newest)  # as after a crash: three steps are repeated
     train(recipe, tokens, tmp_path / "run", log_to=["tensorboard"])
     assert [step for step, _ in scalars(tmp_path / "run")["train/loss"]] == [256 * n for n in range(1, 41)]
 

@@ -90,7 +90,8 @@ def test_what_mps_lacks_is_refused_by_name(tiny: Recipe, monkeypatch: pytest.Mon
 
 
 class NoFloat64(TorchDispatchMode):
-    """Fails at an operation that makes a float64 tensor, as mps does, but not while ``on_the_host``."""
+    """Raises TypeError if an operation makes a float64 tensor, as mps does. While ``on_the_host`` is true, it does
+    nothing."""
 
     on_the_host = False
 
@@ -146,20 +147,20 @@ def test_peaks_by_device_name(device: str, compute: str, peak: float | None, mon
 
 
 def test_an_unknown_device_is_measured_once() -> None:
-    """No product of two matrices is faster than the peak by much; the slack is for a busy machine."""
+    """No matmul is much faster than the measured peak. The tolerance is wide, because the machine may be busy."""
     peak = device_peak(CPU, "fp32")
     a = torch.ones(256, 256)
     began = time.perf_counter()
     a @ a
     assert peak.flops > 0.01 * 2 * 256**3 / (time.perf_counter() - began)
-    assert device_peak(CPU, "fp32") == peak  # to the last bit: it was not measured again
+    assert device_peak(CPU, "fp32") == peak  # bit-identical, so it was not measured again
     assert best_matmul.cache_info().hits >= 1
     assert "measured here" in mfu_convention(peak)
 
 
 @pytest.mark.parametrize("compute", ["fp16", "bf16"])
 def test_an_emulated_dtype_is_measured_against_fp32(compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The speed of an emulated fp16 product is not a peak: fp32 is faster, and could compute the same."""
+    """The speed of an emulated fp16 matmul is not the peak: fp32 is faster, and computes the same."""
     assert device_peak(CPU, compute).flops >= device_peak(CPU, "fp32").flops
     speeds = {torch.float32: 1e11, DTYPES[compute]: 4e9}
     monkeypatch.setattr(devices, "best_matmul", lambda device, dtype, threads: speeds[dtype])
@@ -192,14 +193,15 @@ def test_free_memory_is_within_the_limit_of_a_container(tmp_path: Path, monkeypa
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 300000\n")
     assert free_memory(CPU) == 4000 * 1024
     (tmp_path / "memory.max").write_text("1000000\n")
-    assert free_memory(CPU) == 800_000  # what files are cached can be had back
+    assert free_memory(CPU) == 800_000  # cached files count as free
 
 
 def test_step_time_on_a_cpu_excludes_validation_and_checkpoints(
     tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Validations, checkpoints and the next step fall between a step's work and its reading. The clock goes on by a
-    second at every look at it; a step's work takes ten, and so does a validation's, a checkpoint a thousand."""
+    """Validations, checkpoints and the next step happen between the work of a step and the reading of its result. The
+    clock of this test adds a second at each look, ten seconds for the work of a step or validation, and a thousand
+    for a checkpoint."""
     now = 0.0
 
     def clock() -> float:

@@ -45,7 +45,7 @@ def behind(by: float, points: int) -> Curve:
 
 
 def pruned_at(by: float) -> int | None:
-    """Returns the point at which a trial is pruned that is always behind by so much."""
+    """Return the point at which a trial is pruned that is always ``by`` nats behind, or None."""
     return next((points for points in range(1, 33) if should_prune(behind(by, points), BASELINE)), None)
 
 

@@ -73,7 +73,7 @@ def test_a_folder_without_a_whole_run_is_refused(run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(InputError, match=r"no checkpoint, but events.jsonl says that it has trained 10,240 tokens"):
         leaven.load(run)
-    for name in ("events.jsonl", "metrics.jsonl"):
+    for name in ("events.jsonl", "metrics.jsonl", "plan.json"):
         (run / name).unlink()
     with pytest.raises(InputError, match=r"no checkpoint yet; leaven train writes one"):
         leaven.load(run)
@@ -81,7 +81,7 @@ def test_a_folder_without_a_whole_run_is_refused(run: Path) -> None:
 
 @pytest.fixture
 def adopted(scaled_run: Path, tmp_path: Path) -> Recipe:
-    """A recipe that starts from the run's weights, exported."""
+    """Return a recipe that starts from the exported weights of the run."""
     run = load_run(scaled_run)
     folder = tmp_path / "exported"
     export_run(run, folder)
@@ -92,7 +92,7 @@ def adopted(scaled_run: Path, tmp_path: Path) -> Recipe:
 def test_a_run_starts_from_weights_and_is_resumed(
     scaled_run: Path, adopted: Recipe, tokens: TokenSet, tmp_path: Path
 ) -> None:
-    """Out, back in, and on: the first loss is that of the model that was exported."""
+    """Weights are exported, and a new run starts from them: its first loss is that of the exported model."""
     model, _ = leaven.load(scaled_run)
     training = Training(adopted, tokens, device="cpu")
     inputs = torch.from_numpy(training.validation[:, :-1])

@@ -1,4 +1,4 @@
-"""State that is missing is not taken for state that never was, and no copy is taken for a checkpoint."""
+"""A run with missing or changed files does not start again from 0, and copies are not used as checkpoints."""
 
 import json
 import os
@@ -14,12 +14,14 @@ from tests.training.conftest import losses
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
+from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.load import load_run
 from leaven.training.metrics import Step
 from leaven.training.rewind import ManualRewind
 from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
 from leaven.training.trainer import train
+from leaven.views.folders import read_run
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def run(recipe: Recipe, tokens: TokenSet, tmp_path: Path) -> RunFolder:
 
 @pytest.fixture
 def expected(whole: Path, recipe: Recipe, tokens: TokenSet) -> list[float]:
-    """The losses of an undisturbed run."""
+    """Return the losses of an uninterrupted run."""
     if not whole.exists():
         train(recipe, tokens, whole)
     return losses(whole)
@@ -66,6 +68,45 @@ def test_a_run_without_its_checkpoints_does_not_start_again(
     with pytest.raises(InputError, match=r"has no checkpoints, but .*bring back .*or start again with another --run"):
         train(recipe, tokens, run.path)
     assert files(run.path) == before
+
+
+@pytest.mark.parametrize("left", ["plan.json", "tensorboard"])
+def test_a_run_of_which_little_is_left_does_not_start_again(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, left: str
+) -> None:
+    folder = tmp_path / "run"
+    train(recipe.replace({"data.tokens": 1_024}), tokens, folder, log_to=("tensorboard",))
+    for path in folder.iterdir():
+        if path.name not in {"recipe.toml", "tokenizer.json", left}:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = files(folder)
+    with pytest.raises(InputError, match=rf"has no checkpoints, but {left}.* says that it has been trained; bring"):
+        train(recipe.replace({"data.tokens": 1_024}), tokens, folder)
+    assert files(folder) == before
+
+
+def test_a_restart_by_torchrun_does_not_start_again_if_the_folder_is_gone(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attempt(start: str, number: int) -> None:
+        errors = tmp_path / start / f"attempt_{number}" / "0" / "error.json"
+        errors.parent.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(errors))
+
+    short = recipe.replace({"data.tokens": 1_024})
+    attempt("first", 0)
+    train(short, tokens, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    attempt("first", 1)
+    with pytest.raises(InputError, match=r"was deleted or moved since torchrun started; bring it back"):
+        train(short, tokens, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    write_recipe(short, tmp_path / "run" / "recipe.toml")
+    with pytest.raises(InputError, match="no checkpoints, but it had saved one before torchrun restarted it; bring"):
+        train(short, tokens, tmp_path / "run")
+    attempt("second", 0)
+    assert train(short, tokens, tmp_path / "run").finished
 
 
 def test_a_finished_run_without_checkpoints_still_has_its_result(
@@ -119,7 +160,7 @@ def test_an_older_checkpoint_is_not_loaded_without_a_word(run: RunFolder) -> Non
     shutil.rmtree(newest)
     loaded = load_run(run.path)
     assert (loaded.tokens, loaded.skipped) == (tokens_of(older), {newest.name: "missing"})
-    assert load_run(run.path, tokens_of(older)).skipped == {}  # asked for
+    assert load_run(run.path, tokens_of(older)).skipped == {}  # this checkpoint was requested
 
 
 @pytest.mark.parametrize("name", ["{newest}.bak", "tokens-best", "tokens-zzz-1", "tokens-99999999999999999999"])
@@ -240,10 +281,19 @@ def test_checkpoints_of_another_run_are_refused(
         lambda: train(recipe, tokens, run.path, back=back),
         lambda: load_run(run.path),
     ):
-        with pytest.raises(InputError, match="has checkpoints of another run; bring back those of this run"):
+        with pytest.raises(InputError, match=r"events.jsonl and .*checkpoints belong to different runs; bring back"):
             read()
     assert files(run.path) == before
     assert train(recipe, tokens, tmp_path / "copy").finished  # a copy of the whole folder is the same run
+
+
+def test_the_finish_of_another_run_does_not_end_a_run(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    train(recipe, tokens, tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "events.jsonl", run.path)
+    with pytest.raises(InputError, match=r"events.jsonl and .*checkpoints belong to different runs"):
+        train(recipe, tokens, run.path)
 
 
 def test_checkpoints_and_events_of_an_older_version_are_accepted(
@@ -273,12 +323,15 @@ def test_files_that_were_changed_after_the_end_of_a_run_are_reported(
     told: list[tuple[str, dict[str, Any]]] = []
     train(recipe, tokens, run.path, on_event=lambda event, values: told.append((event, values)))
     assert told == []
+    assert not read_run(run.path).gaps
     rewrite(run.path / name, change)
     again = train(recipe, tokens, run.path, on_event=lambda event, values: told.append((event, values)))
     assert (again.loss, again.finished) == (result.loss, True)
     ((event, values),) = told
     assert (event, values["file"]) == ("finished_file_changed", name)
     assert re.fullmatch(why, values["why"])
+    if name == "events.jsonl" or len(losses(run.path)) > 0:  # a report needs a step
+        assert read_run(run.path).gaps == f"{name} is not as it was when the run finished: {values['why']}"
 
 
 @pytest.mark.parametrize("tail", [b"", b'{"ev', b'{"event": "odd"}'])
@@ -341,7 +394,7 @@ def test_metrics_that_were_changed_are_reported_once(
     assert event["why"] == why.format(step=step)
     assert (event["step"], event["tokens"]) == (step, 256 * step)
     there = {line["step"]: line["loss"] for line in run.metrics()}
-    # Nothing else is dropped: all steps are there that were there, and those after the checkpoint.
+    # No other line is removed: all earlier steps are still there, and the steps after the checkpoint.
     assert there.keys() == {*intact, *range(step + 1, 41)} - ({step} if change is lower_step else set())
     assert all(there[number] == loss for number, loss in enumerate(expected, 1) if number > step)
 
@@ -397,11 +450,11 @@ def test_a_line_of_another_step_is_damaged_and_hides_no_other_line(tmp_path: Pat
 
 
 def moved(folder: Path) -> None:
-    folder.rename(folder.with_name("moved"))  # unlike deleting it, at once, also while a checkpoint is written
+    folder.rename(folder.with_name("moved"))  # unlike deleting, one operation, even while a checkpoint is written
 
 
 def replaced(folder: Path) -> None:
-    """Another command starts a run in the place of the deleted one."""
+    """Move the folder away. Another command starts a run in a new folder of the same name."""
     moved(folder)
     folder.mkdir()
     (folder / ".lock").touch()

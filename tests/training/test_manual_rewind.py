@@ -50,10 +50,10 @@ def test_a_rewind_skips_data_and_changes_the_lr(run: RunFolder) -> None:
     back = ManualRewind(rewind_to=40 * STEP, skip_tokens=3 * STEP - 5)
     summary = train(LOWER, text(), run.path, back=back)
     assert summary.finished
-    assert summary.rollbacks == 0  # it did not go back by itself
+    assert summary.rollbacks == 0  # no automatic rewind
     after = run.metrics()
     assert [line["step"] for line in after] == list(range(1, 65))
-    # One is due every 6.4 steps: the first after 16, 32 and 48 are kept, those of steps 20, 32 and 52.
+    # Checkpoints are due every 6.4 steps. The first at or after steps 16, 32 and 48 are kept: steps 20, 32 and 52.
     at = 32
     assert [line["loss"] for line in after[:at]] == [line["loss"] for line in before[:at]]
     assert after[at]["loss"] != before[at]["loss"]
@@ -119,7 +119,7 @@ def test_data_skipped_by_a_rollback_stay_skipped(tmp_path: Path) -> None:
     losses = lines(run, "loss")
     assert first.rollbacks == 1
     again = train(longer, garbage, run.path, back=ManualRewind(40 * STEP))
-    assert (again.rollbacks, again.loss) == (0, first.loss)  # none since it was taken back by hand
+    assert (again.rollbacks, again.loss) == (0, first.loss)  # no automatic rewind since the manual one
     assert lines(run, "loss") == losses
 
 

@@ -1,4 +1,4 @@
-"""The micro-batch: sizes that fit, the fastest, and losses that do not depend on it."""
+"""The micro-batch: which sizes fit, which is fastest, and losses that do not depend on it."""
 
 import json
 from pathlib import Path
@@ -47,8 +47,9 @@ def test_a_batch_is_cut_evenly_into_as_few_forwards_as_fit(sequences: int, micro
 def test_losses_and_gradients_are_those_of_the_whole_batch_for_any_micro_batch(
     tiny: Recipe, tokens: TokenSet, how: dict[str, Any], batches: list[int]
 ) -> None:
-    """In float64: each loss and gradient norm against one plain forward over the windows that are due, the weights
-    after eight steps between micro-batches. 3 and 5 divide neither 8 sequences nor most of the ramp's batches."""
+    """All in float64. Each loss and gradient norm is compared with one plain forward pass over the batch. The weights
+    after eight steps are compared between micro-batches. Micro-batches of 3 and 5 divide neither 8 sequences nor most
+    batches of the ramp."""
     stream, ends = Stream(tokens.train, 32, 0), {}
     for size in (1, 3, 5, 8):
         training = Training(tiny.replace(how | {"batch.micro_batch": size}), tokens)
@@ -70,8 +71,8 @@ def test_losses_and_gradients_are_those_of_the_whole_batch_for_any_micro_batch(
 
 
 def test_a_choice_changes_nothing_but_the_micro_batch(tiny: Recipe, tokens: TokenSet) -> None:
-    """With dropout, after some steps: model, moments, rng and position are untouched, and what follows is the run
-    with the same number set by hand, bit for bit."""
+    """The choice leaves model, moments, random state and position unchanged. The steps that follow are those of a run
+    whose recipe states the same micro-batch, bit for bit, also with dropout."""
     recipe = tiny.replace(LONG | {"model.dropout": 0.1})
     training = Training(recipe, tokens)
     before = training.checkpoint()
@@ -93,7 +94,8 @@ def test_a_choice_changes_nothing_but_the_micro_batch(tiny: Recipe, tokens: Toke
 
 @pytest.fixture
 def at_speed(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """Seconds of a forward and backward by micro-batch, set by the test; a missing size runs out of memory."""
+    """Return the seconds of a forward and backward pass by micro-batch, for the test to fill. A size that is missing
+    runs out of memory."""
     seconds: dict[int, float] = {}
     monkeypatch.setattr(micro_batch, "trial_step", lambda training, size: seconds.get(size))
     return seconds
@@ -103,7 +105,7 @@ def at_speed(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     ("seconds", "chosen"),
     [
         ({1: 1.0, 2: 1.9, 4: 3.4, 8: 8.0}, 4),  # the largest that fits is not the fastest
-        ({1: 1.0, 2: 1.5, 4: 2.5, 8: 4.9}, 4),  # 8 gains less than 2%: memory is kept
+        ({1: 1.0, 2: 1.5, 4: 2.5, 8: 4.9}, 4),  # 8 is less than 2% faster, and 4 needs less memory
         ({1: 1.0, 2: 1.5, 4: 2.5, 8: 4.0}, 8),
         ({1: 1.0, 2: 1.5}, 2),
     ],
@@ -123,7 +125,8 @@ def test_the_fastest_micro_batch_is_chosen(
 def test_timing_takes_at_most_a_minute(
     tiny: Recipe, tokens: TokenSet, at_speed: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At ten seconds a sequence 1 takes 40 s, and 2 would take 80 more."""
+    """A sequence takes ten seconds. So a micro-batch of 1 takes 40 s, and a micro-batch of 2 would take another 80
+    s."""
     clock = [0.0]
     at_speed.update({1: 10.0, 2: 20.0, 4: 40.0, 8: 80.0})
 
@@ -175,7 +178,8 @@ def test_a_run_is_refused_if_not_one_sequence_fits(
 def test_on_a_cpu_only_sizes_that_fit_are_tried(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system would end the process, so a closed form decides: only what fills 80% of the free memory is tried."""
+    """The system would kill a process that takes too much memory. So a formula decides: only sizes that need at most
+    80% of the free memory are tried."""
     monkeypatch.setattr(micro_batch, "free_memory", lambda device: int(needed_memory(tiny, 2, "cpu") / 0.79))
     choice = choose_micro_batch(Training(tiny.replace(LONG), tokens))
     assert [timing.micro_batch for timing in choice.timings] == [1, 2]
@@ -192,7 +196,7 @@ def test_on_a_cpu_only_sizes_that_fit_are_tried(
 def test_a_model_that_cannot_fit_is_refused_before_it_is_built(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """About 200 billion parameters: more than this machine can hold, and none of them is asked for."""
+    """The model has about 200 billion parameters, more than this machine can hold. None of them is allocated."""
     monkeypatch.setattr("leaven.training.trainer.Training", None)
     huge = tiny.replace({"model.d_ff": 2**22, "model.n_layers": 1_000})
     with pytest.raises(InputError, match=r"training needs about \d.* GiB"):
@@ -203,10 +207,11 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_built(
 
 
 def test_the_closed_form_counts_states_and_activations(tiny: Recipe) -> None:
-    """By hand for fp32: gradients and two moments, 12 bytes a parameter, and for a sequence of 32 tokens what the
-    backward pass of two blocks needs (4 d in and out of norms, 2 (q + kv) twice for the norms of both, 4 d_ff), at 8
-    measured bytes each; the logits of 32 tokens at 12 bytes, the gradient of what they are made from, that of the
-    unembedding, 4 bytes, and the product that is added to it; with 5% for fragments."""
+    """The expected bytes in fp32: 12 for each parameter, for its gradient and two moments. For a sequence of 32
+    tokens, 8 measured bytes for each value that the backward pass of two blocks needs: 4 d in and out of norms, 2 (q
+    + kv) twice for their norms, and 4 d_ff. 12 bytes for each logit, and 24 bytes for each hidden value of the loss.
+    For each weight of the unembedding, its gradient (4 bytes) and the product that is added to it (8 bytes). All with
+    5% for fragmentation."""
     model = tiny.model
     activations = 2 * 32 * 8 * (4 * 16 + 2 * (16 + 8) + (16 + 8) + 4 * 32)
     logits = 12 * 32 * 320 + 3 * 8 * 32 * 16
@@ -222,8 +227,8 @@ def test_the_closed_form_counts_states_and_activations(tiny: Recipe) -> None:
 def test_a_ramp_has_a_micro_batch_for_each_batch_and_a_resume_keeps_them(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, at_speed: dict[int, float]
 ) -> None:
-    """Stopped in the middle of the ramp, and resumed when other sizes would be fastest: the losses are those of
-    the number set by hand."""
+    """The run is stopped during the ramp, and resumed when another size would be fastest. Its losses are those of a
+    recipe that states the micro-batch."""
     recipe = tiny.replace(LONG | RAMP)
     at_speed.update({1: 1.0, 2: 1.9, 4: 3.0, 8: 8.0})
     train(recipe, tokens, tmp_path / "run", stop=lambda: len(losses(tmp_path / "run")) >= 3)

@@ -1,4 +1,4 @@
-"""The noise scale of a run: against separate gradients, after a stop, and without influence on the run."""
+"""The noise scale of a run: computed from separate gradients, kept over a stop, and without influence on the run."""
 
 import math
 from collections.abc import Callable
@@ -19,14 +19,15 @@ KEY = "stability.noise_scale_every_tokens"
 
 @pytest.fixture
 def measured(tiny: Recipe) -> Recipe:
-    """Eight sequences a step, three to a micro-batch: 3, 3 and 2."""
+    """Return a recipe with eight sequences in a step, in micro-batches of 3, 3 and 2."""
     return tiny.replace({"batch.micro_batch": 3, KEY: 256})
 
 
 def gradient_norm(training: Training, sequences: range) -> float:
-    """Of the mean loss over sequences of the next batch, by plain autograd on one forward."""
+    """Return the norm of the gradient of the mean loss over sequences of the next batch, from one forward pass and
+    autograd."""
     windows = torch.from_numpy(training.stream.batch(training.progress.tokens // training.recipe.model.seq_len, 8))
-    training.sharded.stages[0].factor = 1.0  # of the loss: a step leaves its own
+    training.sharded.stages[0].factor = 1.0  # a step leaves another factor on the loss
     total, *_ = training.sharded.stages[0](*training.micro_batch_of(windows[list(sequences)], len(sequences)))
     mean = total / (len(sequences) * training.recipe.model.seq_len)
     gradients = torch.autograd.grad(mean, list(training.model.parameters()))
@@ -34,7 +35,7 @@ def gradient_norm(training: Training, sequences: range) -> float:
 
 
 def expected(training: Training, first: range) -> tuple[float, float]:
-    """tr(Sigma) and |G|^2 by the first sequences and all of them."""
+    """Return tr(Sigma) and |G|^2, from the gradients over the first sequences and over all sequences."""
     small, big = gradient_norm(training, first) ** 2, gradient_norm(training, range(8)) ** 2
     pair = (len(first) * training.recipe.model.seq_len, small, 8 * training.recipe.model.seq_len, big)
     return gradient_noise(*pair), squared_gradient(*pair)
@@ -48,7 +49,7 @@ def test_the_noise_scale_follows_from_two_gradients(measured: Recipe, tokens: To
     for _ in range(6):
         found = expected(training, range(3))
         if precision == "fp16" and training.step().skipped:
-            continue  # the loss scale was too large: the step says nothing
+            continue  # the loss scale was too large, so nothing was measured
         step = training.step() if precision == "fp32" else None
         noise, signal = KEEP * noise + (1 - KEEP) * found[0], KEEP * signal + (1 - KEEP) * found[1]
         assert training.noise.averages.tolist() == pytest.approx([noise, signal], rel=2e-3, abs=1e-6)
@@ -84,7 +85,8 @@ def test_steps_without_a_finite_estimate_do_not_change_the_averages() -> None:
     before = noise.averages.tolist()
     noise.add(one, one * torch.inf, 2, one)
     assert noise.averages.tolist() == before
-    assert float(noise.add(2 * one, one, 2, one)) == pytest.approx(7)  # the first is the whole: as it was
+    # If the first micro-batch is the whole batch, nothing is measured.
+    assert float(noise.add(2 * one, one, 2, one)) == pytest.approx(7)
     assert noise.averages.tolist() == before
 
 

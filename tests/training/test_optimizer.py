@@ -29,7 +29,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 def clipped(recipe: Recipe, clip: Clip, sizes: list[float]) -> list[tuple[float, Gradients, Gradients]]:
-    """Returns for each size a step: (returned norm, gradients before, gradients after), in float64."""
+    """Return (returned norm, gradients before, gradients after) of a step for each size, in float64."""
     table = parameter_table(recipe)
     sharded = ShardedModel(
         recipe.model, table, seed=0, dtype=torch.float32, device=torch.device("cpu"), layout=recipe.layout
@@ -74,7 +74,8 @@ def test_per_module_limits_each_module_of_each_block_by_itself(tiny: Recipe) -> 
 
 
 def test_running_limits_to_a_multiple_of_the_running_root_mean_square(tiny: Recipe) -> None:
-    """r_t^2 = sum of (1 - b) b^(t-i) n_i^2 / (1 - b^t) over the clipped norms n_i; the first step is left alone."""
+    """The running norm is r_t^2 = sum of (1 - b) b^(t-i) n_i^2 / (1 - b^t) over the clipped norms n_i. The first step
+    is not clipped."""
     limit, beta = 2.0, tiny.hyperparameters.beta2
     steps = clipped(tiny, Clip(mode="running", limit=limit), [1.0, 1.1, 30.0, 0.5, 1.0])
     seen: list[float] = []

@@ -93,20 +93,6 @@ def test_a_step_is_issued_without_waiting_for_the_device(
     assert ahead().step == 3
 
 
-def test_steps_issued_ahead_are_the_same_steps(tiny: Recipe, tokens: TokenSet) -> None:
-    one, ahead = Training(tiny, tokens), Training(tiny, tokens)
-    losses = [one.step().loss for _ in range(6)]
-    issued = [ahead.issue()]
-    seen = []
-    for _ in range(5):
-        issued.append(ahead.issue())
-        seen.append(issued.pop(0)())
-    seen.append(issued.pop()())
-    assert [step.loss for step in seen] == losses
-    assert [step.step for step in seen] == [1, 2, 3, 4, 5, 6]
-    assert ahead.progress.seconds > 0
-
-
 def test_norms_of_the_modules_add_up(tiny: Recipe, tokens: TokenSet) -> None:
     training = Training(tiny, tokens)
     step = training.step()

@@ -60,7 +60,7 @@ def test_a_run_records_prediction_and_measurement(
     ratio = row["measured_over_predicted"]
     assert math.isfinite(ratio["step_seconds"])
     assert ratio["step_seconds"] == pytest.approx(row["measured"]["step_seconds"] / row["predicted"]["step_seconds"])
-    held = row["measured"]["memory_gib"]  # None where this process had as much before, and has grown by nothing
+    held = row["measured"]["memory_gib"]  # None if this process had used as much memory before
     assert ratio["memory_gib"] == (held and pytest.approx(held / row["predicted"]["memory_gib"]))
     (remembered,) = history()
     assert remembered == CalibrationRecord.model_validate_json(json.dumps(row))
@@ -91,7 +91,7 @@ def test_each_batch_size_of_a_ramp_has_a_row(tiny: Recipe, tokens: TokenSet, tmp
 def test_errors_of_the_profile_do_not_stop_a_run(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A planner at fault, a folder in the file's place, a damaged one, and a history that cannot be written."""
+    """The planner fails, plan.json is damaged or a folder, and the calibration history cannot be written."""
     alone.write_text("in the way")
     monkeypatch.setattr(planning, "step_time", lambda *arguments: 1 / 0)
     folder = tmp_path / "run"
@@ -109,7 +109,7 @@ def test_errors_of_the_profile_do_not_stop_a_run(
 
 
 def test_the_median_excludes_the_first_steps(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    """By hand: the first three take long, and one of the others does."""
+    """The first three steps and one later step are slow."""
     profile = RunProfile(run := RunFolder(tmp_path), Training(tiny, tokens), 2**30, False)
     for number, seconds in enumerate([9.0, 9.0, 9.0, 0.5, 0.25, 8.0, 0.5, 0.25, 0.5]):
         profile.after_step(made_up(number + 1, tokens_per_second=256 / seconds, memory_gib=3.0))
@@ -149,7 +149,8 @@ def test_a_recipe_is_measured_without_its_text(tiny: Recipe, alone: Path) -> Non
 
 
 def test_a_deep_model_is_cut_and_its_layers_added(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that take 2 seconds and 3 a layer, and hold 1 GiB and half of one a layer: of 12 layers, 38 and 7."""
+    """A step takes 2 seconds plus 3 for each layer, and holds 1 GiB plus 0.5 for each layer: 38 seconds and 7 GiB for
+    12 layers."""
     taken = []
 
     def steps(recipe: Recipe, *arguments: Any) -> StepCost | None:

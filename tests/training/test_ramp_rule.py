@@ -1,5 +1,5 @@
-"""Ramps that scale lr, betas, eps and decay with the batch: against AdamW in float64, after a stop, and fixed
-ramps."""
+"""Ramps that scale lr, betas, eps and decay with the batch: equal to AdamW in float64, also after an abandoned step;
+and fixed ramps."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ Gradients = list[dict[str, Tensor]]
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Gradients:
-    """The gradients that the optimizer takes, a step a dictionary."""
+    """Return the gradients that the optimizer gets: a dictionary for each step."""
     gradients: Gradients = []
     plain: Callable[..., None] = Optimizer.step
 
@@ -55,7 +55,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Gradients:
 
 
 def at_its_batch(recipe: Recipe, batch_tokens: int) -> Recipe:
-    """The recipe as one whose full batch is that of a step: its table is what the rule says for it."""
+    """Return the recipe with the batch of a step as its full batch. The table of this recipe has the values that the
+    rule gives the step."""
     return recipe.replace({"batch.ramp": None, "batch.tokens": batch_tokens})
 
 
@@ -64,7 +65,7 @@ def at_its_batch(recipe: Recipe, batch_tokens: int) -> Recipe:
 def test_a_scaled_ramp_is_adamw_with_the_values_of_each_step(
     tiny: Recipe, tokens: TokenSet, seen: Gradients, kind: str
 ) -> None:
-    """The correction of the moments is 1 - prod(beta_i); torch's own count of the steps is a float32."""
+    """The bias correction is 1 - prod(beta_i). The tolerance is that of torch's step count, a float32."""
     recipe = ramped(tiny, "scaled", **{"hyperparameters.optimizer": kind, "hyperparameters.eps": 1e-3})
     training = Training(recipe, tokens, "cpu")
     weights = {name: p.detach().clone() for name, p in training.model.named_parameters()}
@@ -109,7 +110,7 @@ def test_a_fixed_ramp_is_torchs_adamw_to_the_last_bit(tiny: Recipe, tokens: Toke
         adam.step()
     for name, parameter in training.model.named_parameters():
         assert torch.equal(parameter, weights[name])
-    assert recipe == ramped(tiny, "fixed", **{"batch.ramp": RAMP})  # which is what a ramp without a rule is
+    assert recipe == ramped(tiny, "fixed", **{"batch.ramp": RAMP})  # the default rule
 
 
 def test_the_factors_are_those_of_complete_d_p(tiny: Recipe) -> None:
@@ -142,7 +143,8 @@ def test_an_abandoned_step_leaves_no_trace_where_the_batch_grows(tiny: Recipe, t
 
 
 def test_the_running_norm_forgets_by_tokens(tiny: Recipe, tokens: TokenSet) -> None:
-    """Its mean square is the weighted mean of the squares that it has seen, by the betas of their own steps."""
+    """The mean square is the weighted mean of all squared norms so far. The weights follow from the beta of each
+    step."""
     recipe = ramped(tiny, "scaled", **{"hyperparameters.grad_clip": {"mode": "running", "limit": 1e6}})
     training, beta = Training(recipe, tokens, "cpu"), parameter_table(recipe).beta2
     mean = weight = 0.0
@@ -156,7 +158,7 @@ def test_the_running_norm_forgets_by_tokens(tiny: Recipe, tokens: TokenSet) -> N
 def test_scaled_ramps_need_a_rule_with_the_batch(tiny: Recipe) -> None:
     moves = [name for name, rule in RULES.items() if "B" in rule.half_life.text]
     assert moves == list(BATCH_RULES)
-    for rule in RULES.values():  # in what all roles share, and nowhere else
+    for rule in RULES.values():  # B is only in the columns that all roles share
         assert not any("B" in cell.text for cells in rule.cells.values() for cell in cells.values())
         assert ("B^1/2" in rule.columns["lr"].text) if rule.columns else rule.name not in moves
     for name in RULES.keys() - BATCH_RULES:

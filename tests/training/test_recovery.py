@@ -1,4 +1,4 @@
-"""Planted faults (garbage data, jumps of the lr, nan weights): detected, rolled back and skipped, also after kill
+"""Planted faults (garbage data, jumps of the lr, nan weights) are detected, rolled back and skipped, also after kill
 -9."""
 
 import json
@@ -42,7 +42,8 @@ pytestmark = pytest.mark.xdist_group("recovery")  # many of these tests compare 
 
 @pytest.fixture(scope="module")
 def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[TokenSet, int], Result]:
-    """The loss and folder of a run with all defaults, by text and seed."""
+    """Return a function from text and seed to the loss and folder of a run with all defaults. It trains each run
+    once."""
     known: dict[tuple[str, int], Result] = {}
 
     def result(tokens: TokenSet, seed: int = 0) -> Result:
@@ -71,7 +72,7 @@ def ended(recipe: Recipe, tokens: TokenSet, folder: Path, **options: Any) -> tup
     summary = train(recipe, tokens, folder, **options)
     assert summary.loss is not None
     run = RunFolder(folder)
-    assert [line["step"] for line in run.metrics()] == list(range(1, 161))  # each step once, whatever was rolled back
+    assert [line["step"] for line in run.metrics()] == list(range(1, 161))  # each step once, also after rollbacks
     return summary, summary.loss, run
 
 
@@ -117,7 +118,8 @@ def test_rollbacks_do_not_depend_on_stops_or_damaged_checkpoints(
 
 
 def test_a_stop_during_an_anomaly_does_not_change_the_rollback(tmp_path: Path) -> None:
-    """One checkpoint every four steps, one kept: that of the stop lies between the last due one and the onset."""
+    """A checkpoint is due every four steps, and one is kept. The checkpoint of the stop lies between the last one
+    that was due and the start of the anomaly."""
     few = recipe(stability__checkpoint_every_tokens=4 * STEP, stability__keep=1, data__tokens=140 * STEP)
     whole, run = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "stopped")
     train(few, SHARD, whole.path)
@@ -128,7 +130,7 @@ def test_a_stop_during_an_anomaly_does_not_change_the_rollback(tmp_path: Path) -
 
 
 def with_lr(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Training], float]) -> None:
-    """Multiply the lr of a step by a factor that the schedule does not know."""
+    """Multiply the lr of each step by a factor that is not part of the schedule."""
     issue = Training.issue
 
     def jumping(self: Training) -> Callable[[], Step]:
@@ -145,7 +147,7 @@ def with_lr(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Training], float]
 
 
 def once(first: int, steps: int, factor: float) -> Callable[[Training], float]:
-    """A factor for some steps, which does not return after a rollback."""
+    """Return a function that gives ``factor`` for some steps, but not again after a rollback."""
     last, over = 0, False
 
     def by(training: Training) -> float:
@@ -182,7 +184,7 @@ def test_a_lr_that_stays_too_high_stops_the_run_with_a_report(
 
 
 def test_a_rollback_undoes_a_nan_weight(tmp_path: Path, calm: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a memory fault: the loss is nan from there on, and no step is applied."""
+    """A weight becomes nan, as after a memory fault. The loss is nan from this step on, and no step is applied."""
     broken = once(101, 1, 2.0)
     issue = Training.issue
 
@@ -246,14 +248,15 @@ def test_a_rollback_without_a_whole_checkpoint_changes_nothing(tmp_path: Path) -
 def test_suspicious_checkpoints_do_not_displace_the_last_good_one(
     tmp_path: Path, run_once: Callable[..., Result]
 ) -> None:
-    """One every step, one kept: those of steps 131 and 132 are written before the anomaly is detected at 133."""
+    """A checkpoint is due every step, and one is kept. Those of steps 131 and 132 are written before the anomaly is
+    detected at 133."""
     each = recipe(stability__checkpoint_every_tokens=STEP, stability__keep=1)
     _, loss, run = ended(each, SCRAP, tmp_path / "run")
     kinds = {"checkpoint": "saved", "rollback": "back"}
     order = [(kinds[event["event"]], event["step"]) for event in run.events() if event["event"] in kinds]
     at = order.index(("back", 133))
     assert order[at - 2 : at + 2] == [("saved", 131), ("saved", 132), ("back", 133), ("saved", 131)]
-    assert loss == run_once(SCRAP)[0]  # from whatever checkpoint
+    assert loss == run_once(SCRAP)[0]  # no matter from which checkpoint
 
 
 @pytest.mark.kills
@@ -280,7 +283,7 @@ def fill(ballast: Path) -> None:
 
 
 def test_a_full_disk_does_not_stop_a_run(tmp_path: Path, run_once: Callable[..., Result]) -> None:
-    """On a file system that is full from step 40 to step 120, where one may be mounted."""
+    """The file system is full from step 40 to step 120. The test needs the right to mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]

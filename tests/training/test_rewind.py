@@ -1,4 +1,4 @@
-"""Rewinds and skipped data, against sets of tokens."""
+"""Rewinds and skipped data, compared with sets of tokens."""
 
 import numpy as np
 from hypothesis import given
@@ -43,7 +43,7 @@ STEADY = BatchSchedule(((0, 10),))
 
 
 def test_each_attempt_rewinds_further_and_skips_more() -> None:
-    """Steps of ten tokens; the anomaly shows in three steps each time, as soon as the data are not left out."""
+    """A step has ten tokens. Each time, three steps show the anomaly, right after the skipped data."""
     stability = Stability(rollback_lr=0.5, rollback_lr_tokens=1_000)
     # Steps 101 to 103 of the stream, and three more.
     first = rollback((), anomaly(101, 103), STEADY, stability, 0)
@@ -57,7 +57,8 @@ def test_each_attempt_rewinds_further_and_skips_more() -> None:
     rewinds = (first, second, third)
     assert rollback(rewinds, anomaly(94 + WINDOW, 300), STEADY, stability, 0).attempt == 4
     assert rollback(rewinds, anomaly(94 + WINDOW + 1, 300), STEADY, stability, 0).attempt == 1
-    assert rollback((*rewinds, Rewind(0, 0, 0)), anomaly(101, 103), STEADY, stability, 0).attempt == 1  # by hand
+    manual = Rewind(0, 0, 0)
+    assert rollback((*rewinds, manual), anomaly(101, 103), STEADY, stability, 0).attempt == 1
     assert rollback((first,), anomaly(101, 103), STEADY, stability, 990).to_tokens == 990
 
 
@@ -83,7 +84,8 @@ def test_states_after_the_target_of_a_rewind_are_undone() -> None:
 
 
 def test_the_oldest_checkpoint_follows_from_the_schedule_alone() -> None:
-    """Steps of ten tokens, a checkpoint every 40, two kept: 80 and 120 when step 13 is read."""
+    """A step has ten tokens, a checkpoint is due every 40, and two are kept: those at 80 and 120 when step 13 is
+    read."""
     two = Stability(keep=2)
 
     def oldest(found: Anomaly, *before: Rewind, stability: Stability = two) -> int:
@@ -91,13 +93,13 @@ def test_the_oldest_checkpoint_follows_from_the_schedule_alone() -> None:
 
     assert oldest(anomaly(3, 3)) == 0
     assert oldest(anomaly(13, 13)) == 80
-    assert oldest(anomaly(12, 12)) == 40  # that at 120 is written after step 12 is read
+    assert oldest(anomaly(12, 12)) == 40  # the checkpoint at 120 is written after step 12 is read
     assert oldest(anomaly(6, 13)) == 40  # the last good one
     assert oldest(anomaly(13, 13), stability=Stability(keep=1)) == 120
     assert oldest(anomaly(13, 13), stability=Stability(keep=1, keep_every_tokens=60)) == 80
-    # Back at 90 there is only that at 80, and no other until step 12.
+    # After the rewind to 90 there is only the checkpoint at 80 until step 12.
     back = Rewind(90, 90, 200, attempt=1, found_step=13)
     assert oldest(anomaly(11, 11), back) == 80
     assert oldest(anomaly(17, 17), back) == 120
-    # By hand to where one is, due or not.
+    # A manual rewind goes to an existing checkpoint, scheduled or not.
     assert oldest(anomaly(11, 11), back, Rewind(50, 50, 50)) == 50

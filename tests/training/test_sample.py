@@ -27,7 +27,7 @@ def test_characters_of_several_tokens_come_whole(run: LoadedRun) -> None:
     """The model repeats the two bytes of é, one token each."""
     letter = run.tokenizer.encode("é").ids
     assert len(letter) == 2
-    with torch.no_grad():  # what was read says what comes next: no branches, an embedding that is looked up backwards
+    with torch.no_grad():  # without branches, the last token alone decides the next
         for block in run.model.layers:
             block.attention.out.weight.zero_()
             block.mlp.out.weight.zero_()
@@ -40,7 +40,7 @@ def test_characters_of_several_tokens_come_whole(run: LoadedRun) -> None:
     pieces: list[str] = []
     greedy = Sampling(temperature=0)
     drawn = sample(run, "é", sampling=greedy, max_tokens=7, on_text=pieces.append)
-    assert pieces == ["é", "é", "é", "\N{REPLACEMENT CHARACTER}"]  # the last is half of one
+    assert pieces == ["é", "é", "é", "\N{REPLACEMENT CHARACTER}"]  # the last piece is half a character
     assert drawn.text == "".join(pieces)
 
 
@@ -55,7 +55,7 @@ def test_a_sample_does_not_depend_on_other_samples(run: LoadedRun) -> None:
 
 def test_a_sample_ends_at_the_end_of_text_token(run: LoadedRun) -> None:
     with torch.no_grad():
-        run.model.unembedding.weight.zero_()  # all are as likely: the first is the end of text
+        run.model.unembedding.weight.zero_()  # equal logits: the first token, the end of text, is chosen
     assert run.end_of_text == 0
     drawn = sample(run, "x", sampling=Sampling(temperature=0), max_tokens=5)
     assert (drawn.text, drawn.tokens, drawn.ended) == ("", 0, True)

@@ -22,7 +22,7 @@ def step(
 
 
 def noisy(count: int, seed: int = 0) -> Iterable[Step]:
-    """A run as it should be: a falling loss, a warm-up, norms that drift by a factor of two."""
+    """Yield the steps of a healthy run: a falling loss, a warm-up, and norms that drift by a factor of two."""
     draw = np.random.default_rng(seed).standard_normal((count, 3))
     for n, (a, b, c) in enumerate(draw.tolist(), 1):
         yield step(
@@ -121,7 +121,7 @@ def test_a_restored_detector_continues_identically() -> None:
 
 
 def test_limits_are_fixed_two_steps_ahead() -> None:
-    """So that a loop decides alike whether it has read the last step or is one behind."""
+    """So the decision is the same whether the loop has read the last step or is one step behind."""
     steps = list(noisy(150))
     prompt, behind = SpikeDetector(skipping=True), SpikeDetector(skipping=True)
     for before, last in pairwise(steps):

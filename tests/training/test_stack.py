@@ -1,4 +1,4 @@
-"""A stack of trials gives the losses of leaven's engine, and a study with stacks the trials of any study."""
+"""A stack of trials has the losses of the engine, and a study with stacks has the trials of any study."""
 
 import re
 from collections.abc import Callable
@@ -33,7 +33,7 @@ LR = f"{HYPER}lr"
 
 @pytest.fixture
 def short(tiny: Recipe) -> Recipe:
-    """Of grouped heads, as in TINY, and a run that is no whole number of batches."""
+    """Return a recipe with grouped heads whose tokens are not a whole number of batches."""
     return tiny.replace({"data.tokens": 4_000, "schedule.warmup_tokens": 512})
 
 
@@ -67,7 +67,7 @@ def test_the_trials_of_a_stack_are_those_of_the_engine(short: Recipe, variant: s
     ]
     wide = [transfer(recipe, width=32, depth=3) for recipe in recipes[:2]]
     for some in (recipes, wide):
-        found = train_stack(some, 4)  # one more than there are
+        found = train_stack(some, 4)  # one place more than recipes
         assert len(found) == len(some)
         for stacked, recipe in zip(found, some, strict=True):
             alike(stacked, train_trial(recipe))
@@ -214,7 +214,7 @@ def test_how_many_trials_a_gpu_trains_at_once(tiny: Recipe) -> None:
 
 @pytest.fixture
 def stacks(monkeypatch: pytest.MonkeyPatch, in_this_process: None) -> list[int]:
-    """The numbers of trials of all stacks of a study."""
+    """Return a list to which each stack of a study adds its number of trials."""
     sizes = list[int]()
 
     def counted(recipes: list[Recipe], size: int, **given: Any) -> list[Outcome]:
@@ -308,7 +308,7 @@ def test_a_stack_that_does_not_fit_into_the_memory(
 
     monkeypatch.setattr(recipe_study, "WorkerPool", Pool)
     verb = ["tune", str(tiny_file), "--study", str(tmp_path / "study"), "--trials", "6", "--space", LR]
-    done = CliRunner().invoke(app, [*verb, "--workers", "1", "--stack", "99"])  # no more than there are trials
+    done = CliRunner().invoke(app, [*verb, "--workers", "1", "--stack", "99"])  # reduced to the number of trials
     assert "6 trials at once need more memory than is free; give a --stack below 6" in str(done.exception)
 
 

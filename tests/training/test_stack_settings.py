@@ -1,4 +1,4 @@
-"""Every setting of a recipe is honoured by a stack of trials, refused by it, or no part of a trial."""
+"""A stack of trials honours or refuses every setting of a recipe that changes what a trial trains."""
 
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -12,7 +12,7 @@ from leaven.training.stack import SETTINGS, refusal, train_stack
 from leaven.training.trial import train_trial
 
 HYPER = "hyperparameters."
-# Another value of each setting that a stack honours, with those that it needs.
+# For each setting that a stack honours: another value, and the other settings that this value needs.
 HONOURED: dict[str, dict[str, Any]] = {
     "model.n_layers": {"model.n_layers": 1},
     "model.d_model": {"model.d_model": 24, "model.d_attention": 16},
@@ -104,7 +104,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "stability.on_spike": {"stability.on_spike": "off"},
     "precision.compute": {"precision.compute": "fp16"},
 }
-# Settings that do not change what a trial trains, or only through the tokens, which are those of any trial.
+# Settings that do not change what a trial trains, or change only its tokens, which a stack reads as any trial does.
 ELSEWHERE = {
     *("name", "why", "tuning", "average"),
     *(f"data.{key}" for key in ("source", "tokenizer", "end_of_text", "corrupt_share")),
@@ -149,10 +149,6 @@ def test_a_stack_refuses(short: Recipe, path: str) -> None:
     assert said.partition(" = ")[0] in SETTINGS
     if path in SETTINGS:
         assert said.startswith(next(iter(REFUSED[path])))
-
-
-def test_the_words_of_a_refusal(short: Recipe) -> None:
-    assert refusal(short.replace({"model.window": 8})) == "model.window = 8"
 
 
 def test_no_refusal_is_untested() -> None:

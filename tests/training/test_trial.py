@@ -33,7 +33,7 @@ class Killed(Exception):
 
 @contextmanager
 def steps_counted(monkeypatch: pytest.MonkeyPatch, die_at: int | None = None) -> Iterator[list[int]]:
-    """Yield the numbers of the steps taken in the block; the trial is killed before its step ``die_at``."""
+    """Yield a list of the steps that are taken in the block. The trial is killed after ``die_at`` steps."""
     done: list[int] = []
     issue = Training.issue
 
@@ -128,7 +128,7 @@ def test_torn_checkpoints_and_those_of_other_trials_are_ignored(
             train_trial(recipe, checkpoint=folder, checkpoint_seconds=0)
         assert done[0] == 1
     (mine,) = set(folder.glob("*")) - others
-    (kept,) = checkpoints(mine)  # one at a time
+    (kept,) = checkpoints(mine)  # only the newest is kept
     weights = kept / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-7])
     with steps_counted(monkeypatch) as done:
@@ -152,7 +152,7 @@ WSD: dict[str, Any] = {"schedule.decay": "wsd", "schedule.min_lr_ratio": 0.03, "
 def test_a_branch_that_diverges_leaves_the_trunk_alone(
     tiny: Recipe, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """The first branch is shorter than a quarter of the longest: its losses are judged by its own length."""
+    """The first branch is shorter than a quarter of the trunk, and is judged by its own length."""
     recipe, durations = tiny.replace(WSD), (6 * STEP, 32 * STEP)
     whole = train_trial(recipe, durations=durations)
     issue, evaluate = Training.issue, Training.evaluate
@@ -197,8 +197,8 @@ def test_branches_are_the_runs_of_their_durations_bit_for_bit(tiny: Recipe, chan
 def test_branches_resume_after_kills(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = tiny.replace(WSD | STATEFUL | {"batch.ramp": None}), tmp_path / "trial"
     whole = train_trial(recipe, durations=DURATIONS)
-    # 8 steps of trunk, 4 of cooldown, 3 of trunk, 5 of cooldown, 13 of trunk: killed in the first cooldown, which is
-    # begun again, in the trunk after it, and in the second cooldown.
+    # 8 steps of trunk, 4 of cooldown, 3 of trunk, 5 of cooldown, 13 of trunk. The kills are in the first cooldown,
+    # which starts again, in the trunk after it, and in the second cooldown.
     for at in (10, 6, 4):
         with steps_counted(monkeypatch, die_at=at), pytest.raises(Killed):
             train_trial(recipe, durations=DURATIONS, checkpoint=folder, checkpoint_seconds=0)

@@ -24,7 +24,7 @@ from leaven.cli import app
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.training.outcome import Baseline
-from leaven.training.run_logs import log_records
+from leaven.training.run_logs import log_records, wandb_rows
 from leaven.tuning import search
 from leaven.tuning.command import Command, SearchedValue, command_space, fill, text_of
 from leaven.tuning.service.command_study import CommandStudy, CommandTrainer
@@ -687,6 +687,15 @@ def test_tensorboard_and_wandb_are_read(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="x is damaged at byte 32,768"):
         list(log_records(log + headers[1] + b"And", "x"))
     assert read_losses(nested, folder, complete=False) == ((0, 0.0), (10, 1.0), (20, 2.0))
+    record = b"[" * 20_000
+    for tag in (b"\x82\x01", b"\x0a", b"\x12"):  # HistoryItem.value_json, HistoryRecord.item, Record.history
+        record = tag + bytes([len(record) & 127 | 128, len(record) >> 7 & 127 | 128, len(record) >> 14]) + record
+    header = struct.pack("<IHB", zlib.crc32(b"\1" + record), len(record), 1)
+    (tmp_path / "deep.wandb").write_bytes(b":W&B" + bytes(3) + header + record)
+    with pytest.raises(
+        InputError, match=r"deep.wandb has a record that cannot be read \(a value is nested too deeply\)"
+    ):
+        list(wandb_rows(tmp_path / "deep.wandb"))
 
 
 QUOTABLE = "[space]\nopt = {choices = ['adamw', 'lion-8.bit']}\nn = {start = 1e-5, low = 1e-6, high = 1}\n"

@@ -13,6 +13,7 @@ from leaven.errors import InputError
 from leaven.tuning.study_document import StudyDocument
 from leaven.views.folders import RunView, StudyView, read_folder, read_run
 from leaven.views.page import folder_page
+from leaven.views.run_charts import run_charts
 
 EMPTY_STUDY = StudyDocument(name="x", method="tpe", space=(), trials=()).model_dump_json()
 
@@ -85,6 +86,18 @@ def test_a_rollback_undoes_later_validations_and_is_on_the_page(folder):
     page = folder_page(run)
     assert "loss 9.1 deviations up: rolled back to 30 k tokens, skipping 4 k tokens" in page
     assert "1 times by itself and 1 times by --rewind-to" in page
+
+
+def test_the_loss_of_averaged_weights_is_on_the_page(folder):
+    run = folder / "runs/moved"
+    assert "averaged weights" not in folder_page(run)
+    with (run / "events.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"event": "validation", "tokens": 4_000_000, "loss": 2.9, "averaged_loss": 2.75}) + "\n"
+        )
+    assert read_run(run).averaged == [(4_000_000, 2.75)]
+    assert [dots["y"] for dots in run_charts(read_run(run))["loss"]["data"][-1:]] == [[2.75]]
+    assert "and 2.7500 with the averaged weights." in folder_page(run)
 
 
 @pytest.mark.parametrize("event", ["validation", "rollback", "rewind"])

@@ -61,8 +61,8 @@ def local_offset(tensor: DTensor) -> tuple[int, ...]:
 
 
 def blocks(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the block of a tensor that each rank of its mesh stores, as (index of its first element, shape), in the
-    order of the ranks."""
+    """For each rank of the tensor's mesh, in order, return the block that the rank stores, as (index of its first
+    element, shape)."""
     mesh, found = tensor.device_mesh, []
     for coordinate in product(*(range(size) for size in mesh.shape)):
         shape, offset = _compute_local_shape_and_global_offset(

@@ -39,8 +39,8 @@ class Exchange:
         return f"{self._nonce}-{self._round}"
 
     def gather(self, value: Any) -> list[Any]:
-        """Send a JSON value to the first process, which gets the values of all processes by rank: None for a value
-        that did not arrive in time. The other processes get an empty list."""
+        """Send a JSON value to the first process. On the first process, return the values of all processes by rank,
+        with None for a value that did not arrive in time. On the other processes, return an empty list."""
         if self.group.size == 1:
             return [value]
         if not self.group.is_first:
@@ -78,7 +78,7 @@ class Exchange:
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
         """Wait for the keys, for at most ``timeouts`` times the timeout. Return whether all are in the store.
 
-        The store is polled, because :meth:`shorten_timeout` could not shorten a call of the store that waits.
+        This polls the store, because :meth:`shorten_timeout` could not interrupt a waiting call of the store.
         """
         until, pause = time.monotonic() + timeouts * self._timeout, 0.002
         while not self._store.check(keys):

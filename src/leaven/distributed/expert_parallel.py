@@ -54,7 +54,7 @@ class ExpertExchange:
 
     def __call__(self, x_RD: Tensor, load: Tensor) -> Tensor:
         """Return the outputs (R, D) of the experts, in the order of the rows. Rows are sorted by expert, and ``load``
-        is the number of rows of each expert of all ranks."""
+        is the number of rows for each expert, including experts of other ranks."""
         to_PE = load.view(dist.get_world_size(self.group), -1)
         from_PE = torch.empty_like(to_PE)
         dist.all_to_all_single(from_PE, to_PE, group=self.group)

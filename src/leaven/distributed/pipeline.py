@@ -210,8 +210,8 @@ class LeanStage(PipelineStage):
 
 
 def received(infos: Iterable[Any]) -> list[Any]:
-    """Return torch's receive infos that have a buffer. Those of the first stage, which receives no input, have
-    none."""
+    """Return the entries of torch's receive infos that have a buffer. The entries of the first stage have none,
+    because it receives no input."""
     return [info for info in infos if getattr(info, "buffer", None) is not None]
 
 

@@ -48,8 +48,18 @@ class ProcessGroup:
     @classmethod
     def arranged(cls, rank: int, layout: Layout, device: torch.device, store: Any = None) -> "ProcessGroup":
         """Return the group of all processes, arranged by a layout."""
-        experts = expert_mesh_of(layout, device) if layout.ep > 1 else None
-        return cls(rank, layout.ranks, mesh_of(layout, device), store, experts)
+        # With ZeRO 0, all parameters are replicated; with ZeRO 1 to 3, they are sharded over dp / dp_replicate ranks.
+        shards = layout.dp // (layout.dp if layout.zero == 0 else layout.dp_replicate)
+        sizes = layout.pp, layout.dp // shards, shards, layout.tp
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+        if layout.ep == 1:
+            return cls(rank, layout.ranks, mesh, store)
+        # Consecutive data-parallel ranks have different experts. The parameters of an expert are sharded over the
+        # ranks that have it, but over no more than other parameters are.
+        shards //= math.gcd(shards, layout.ep)
+        sizes_of_experts = layout.pp, layout.dp // layout.ep // shards, shards, layout.ep, layout.tp
+        experts = init_device_mesh(device.type, sizes_of_experts, mesh_dim_names=EXPERT_AXES)
+        return cls(rank, layout.ranks, mesh, store, experts)
 
     @property
     def is_first(self) -> bool:
@@ -219,23 +229,6 @@ def _propose(store: Any, word: str, size: int, until: float) -> Any:
 
 def _read(store: Any, key: str) -> Any:
     return json.loads(store.get(key)) if store.check([key]) else None
-
-
-def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Return the device mesh of a layout. With ZeRO 0, all parameters are replicated; with ZeRO 1 to 3, they are
-    sharded over ``dp // dp_replicate`` ranks."""
-    replicas = layout.dp if layout.zero == 0 else layout.dp_replicate
-    sizes = (layout.pp, replicas, layout.dp // replicas, layout.tp)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-
-
-def expert_mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Return the device mesh of the routed experts. Consecutive data-parallel ranks have different experts. The
-    parameters of an expert are sharded over the ranks that have it, but over no more than other parameters are."""
-    shards = layout.dp // (layout.dp if layout.zero == 0 else layout.dp_replicate)
-    shards //= math.gcd(shards, layout.ep)
-    sizes = (layout.pp, layout.dp // layout.ep // shards, shards, layout.ep, layout.tp)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=EXPERT_AXES)
 
 
 def world_size() -> int:

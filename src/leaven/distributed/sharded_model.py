@@ -181,8 +181,8 @@ class ShardedModel:
         return {layer: mlp for layer, mlp in mlps if isinstance(mlp, MixtureOfExperts)}
 
     def total_tally(self, tally: Tensor) -> Tensor:
-        """Add what the routers did in this step, summed over the tokens of all processes, to ``tally``, (layers of
-        the model, experts + 1): the load of each expert, and the balance loss."""
+        """Add the load of each expert and the balance loss of this step, summed over the tokens of all processes, to
+        ``tally``, (layers of the model, experts + 1). The balance loss is the last column."""
         for layer, mixture in self.mixtures.items():
             tally[layer, :-1] += mixture.tally.load_E
             tally[layer, -1] += mixture.tally.balance
@@ -267,7 +267,8 @@ def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
 
 
 def _both_ends(group: ProcessGroup) -> dist.ProcessGroup | None:
-    """Return the group of this process and the one at the other end of its pipeline; None if it is not at an end."""
+    """Return the group of the first and the last rank of this process's pipeline, or None if this process is
+    neither."""
     assert group.mesh is not None
     ranks = group.mesh.mesh
     pairs = torch.stack((ranks[0].flatten(), ranks[-1].flatten()), dim=1)

@@ -46,7 +46,8 @@ SEQUENCE = 1  # the dimension T of (B, T, D)
 
 
 class PositionTable(ParallelStyle):
-    """The style of a replicated table of learned positions: a rank returns the rows of its part of the sequence."""
+    """The parallel style of a table of learned positions. Every rank has the whole table, and returns the rows of its
+    part of the sequence."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def whole(_: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Any:
@@ -84,7 +85,7 @@ class VocabularySlice(ParallelStyle):
 
 
 class Local(ParallelStyle):
-    """The parallel style of a module that each rank computes on plain tensors: its parts of the parameters.
+    """The parallel style of a module that each rank computes with plain tensors, the rank's parts of the parameters.
 
     ``placements`` has the placements of each parameter, by name. The gradients of replicated parameters are summed
     over the ranks.
@@ -122,8 +123,8 @@ REPLICATED = Local({"weight": [Replicate()], "bias": [Replicate()]})
 
 class LocalBranch(ParallelStyle):
     """The parallel style of a branch that computes on plain tensors. The input is gathered over the sequence. The
-    output and the gradient of the input are the sums of all ranks' results, of which each rank gets its part of the
-    sequence."""
+    outputs of all ranks are summed, and each rank gets the sum for its part of the sequence. The same holds for the
+    gradients of the input."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def gathered(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

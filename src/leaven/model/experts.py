@@ -39,7 +39,7 @@ def activated(activation: Activation, h: Tensor, gate: Tensor | None = None) -> 
 
 @dataclass(frozen=True)
 class SequenceWeights:
-    """What the sequences of a micro-batch count in the loss of a step."""
+    """The weights of the sequences of a micro-batch in the loss of a step."""
 
     targets_B: Tensor  # number of targets of each sequence that count; 0 for sequences that only fill a micro-batch
     factor: Tensor | float  # factor on the loss of one target
@@ -98,8 +98,8 @@ class MixtureOfExperts(nn.Module):
     """The routed and the shared experts of a block.
 
     ``bias_E`` is added to the scores before the choice of experts, if the load is balanced by a bias;
-    :class:`leaven.training.load_balance.LoadBalance` sets it. ``tally`` is what the router did in the backward passes
-    of a step.
+    :class:`leaven.training.load_balance.LoadBalance` sets it. ``tally`` sums the load of each expert and the balance
+    loss over the backward passes of a step.
 
     Args:
         shared: the MLP of the shared experts, or None.
@@ -214,8 +214,8 @@ class _Rows(torch.autograd.Function):
 
 
 class _AlsoMinimise(torch.autograd.Function):
-    """Returns ``x`` unchanged. Its backward pass adds the gradient of ``loss``, a scalar, and adds ``counted``, loads
-    and balance loss, to a tally."""
+    """Returns ``x`` unchanged. Its backward pass adds the gradient of ``loss``, a scalar, to the gradients of the
+    model, and adds ``counted``, the loads and the balance loss, to ``tally``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, tally: RouterTally, counted: tuple[Tensor, Tensor]) -> Tensor:

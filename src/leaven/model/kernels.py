@@ -111,9 +111,9 @@ def causal_attention(
     it skips the keys after the block's last query, and those before the ``window`` of its first query.
 
     Args:
-        window: the number of keys that a query attends to, including that of its own position; None: all. softcap:
-        scores become softcap x tanh(score / softcap); None: no soft cap. allowed_B1TT: whether a query (row) may
-        attend to a key (column); None: a query may attend to all keys up to its own position.
+        window: the number of keys that a query attends to, including the key of its own position; None: all keys.
+        softcap: scores become softcap x tanh(score / softcap); None: no soft cap.
+        allowed_B1TT: whether a query (row) may attend to a key (column); None: to all keys up to its own position.
 
     The backward pass computes the scores again, so that nothing of size T x T is stored. Products are computed in the
     dtype of the arguments. The softmax and the sums over blocks are computed in fp32 or wider. Torch function modes

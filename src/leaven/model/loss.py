@@ -22,9 +22,9 @@ products."""
 
 
 def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
-    """Return two tensors [B, T]: the document number of each input token, and the targets.
+    """Return two tensors (B, T): the document number of each input token, and the targets.
 
-    In each row of ``windows``, [B, T + 1], the target of a token is the next token. Documents are counted from 0 in
+    In each row of ``windows``, (B, T + 1), the target of a token is the next token. Documents are counted from 0 in
     each row, and a document includes its end-of-text token. The target of an end-of-text token is `IGNORED`, because
     the next token begins an unrelated document.
     """
@@ -68,8 +68,8 @@ class WholeVocabulary:
     def loss(
         self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool, z_loss: ZLoss | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of a chunk, a scalar, and ``weight`` times its gradient with respect to the logits, (n, V),
-        with the gradient of ``z_loss``.
+        """Return the loss of a chunk, a scalar, and ``weight`` times the gradient of the loss and of ``z_loss`` with
+        respect to the logits, (n, V).
 
         Instead of the gradient, return None if ``learns`` is false. This method may overwrite the logits.
         """

@@ -122,7 +122,7 @@ class Block(nn.Module):
     """A transformer block: x + a attention(norm(x)), then x + m mlp(norm(x)), with constant factors a and m.
 
     Norms on the outputs of the branches come before the factors, because a norm would undo a factor before it. The
-    norms before the branches may be missing. The second of parallel branches reads the input of the first.
+    norms before the branches may be missing. With parallel branches, the MLP reads the same input as attention.
     """
 
     def __init__(
@@ -343,7 +343,8 @@ class Positions:
 
 
 def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
-    """Return the position of each token in its document, (B, T), or without documents in its sequence, (T,)."""
+    """Return the position of each token in its document, (B, T). Without documents, return the position in the
+    sequence, (T,)."""
     place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     if documents_BT is None:
         return place_T

@@ -10,7 +10,7 @@ from leaven.distributed.sharded_model import ShardedModel
 from leaven.model.kernels import lerp_
 
 AVERAGE = "average"
-"""The kind under which a checkpoint stores the average of a parameter, together with the parameter's name."""
+"""In a checkpoint, the average of a parameter is the tensor ``average.NAME``."""
 
 
 class WeightAverage:
@@ -53,12 +53,12 @@ class WeightAverage:
         self._model.drop_gathered()
 
     def state_dict(self) -> dict[tuple[str, str], Tensor]:
-        """Return the average by (kind, parameter name), as the optimizer returns its moments."""
+        """Return the average of each parameter by (``AVERAGE``, parameter name)."""
         names = [each.row.name for each in self._model.parameters] if self._average else []
         return {(AVERAGE, name): average for name, average in zip(names, self._average, strict=True)}
 
     def load_state_dict(self, state: Mapping[tuple[str, str], Tensor]) -> None:
-        """Restore the average. If ``state`` contains none, the next call of :meth:`add` starts a new average."""
+        """Restore the averages. Without averages in ``state``, the next call of :meth:`add` starts new ones."""
         self._average = [
             state[AVERAGE, each.row.name].to(each.local, copy=True)
             for each in self._model.parameters

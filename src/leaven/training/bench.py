@@ -1,5 +1,5 @@
-"""Measures the throughput of training steps at several micro-batches and global batches, and suggests the batch with
-which a batch ramp starts."""
+"""Measures the speed of training steps for several micro-batches and global batches, and suggests the first batch of
+a batch ramp."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -122,7 +122,8 @@ def choose(rows: Sequence[BenchSpeed], share: float, seq_len: int) -> BenchChoic
 
 
 def _measure(training: Training, micro_batch: int, batch: int) -> BenchSpeed | None:
-    """Return the speed of the fastest of a few steps, without the first; None if memory runs out."""
+    """Take a few steps, and return the speed of the fastest, not counting the first. Return None if memory runs
+    out."""
     tokens = batch * training.recipe.model.seq_len
     training.recipe = training.recipe.replace({"batch.tokens": tokens, "batch.micro_batch": micro_batch})
     training.progress = Progress()

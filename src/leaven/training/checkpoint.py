@@ -35,7 +35,15 @@ from leaven.storage import place_folder, share, sync_file
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
 from leaven.training.loop import Callback
 from leaven.training.rewind import Rewind, undone
-from leaven.training.run_folder import IDENTITY, checkpoint_name, checkpoints, tokens_of
+from leaven.training.run_folder import (
+    IDENTITY,
+    WRONG_TYPES,
+    checkpoint_name,
+    checkpoints,
+    read_state,
+    state_digest,
+    tokens_of,
+)
 
 if TYPE_CHECKING:
     from leaven.training.metrics import Step
@@ -45,12 +53,11 @@ if TYPE_CHECKING:
 FORMAT, FORMAT_OF_MANY = 2, 3
 """The format number in ``state.json`` if one process wrote the checkpoint, and if several processes wrote it. The
 second format also lists the parts of each tensor."""
-WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # of documents that are not as they were written
 _KINDS = ("model", "optimizer")
 UNFINISHED = ".tokens-*.tmp"
 # Keys of the state of a run's checkpoint:
 TEXT = "text"  # the fingerprint of the text
-EVENTS = "events"  # the lines of events.jsonl
+EVENTS = "events"  # number and digest of the lines of events.jsonl
 
 
 @dataclass(frozen=True)
@@ -73,8 +80,8 @@ class Checkpoint:
     optimizer: Mapping[str, Tensor]  # the optimizer states, or parts of them, that this process saves
     state: Mapping[str, Any] = field(default_factory=dict)  # JSON values that the callbacks save
     rewinds: tuple[Rewind, ...] = ()  # all returns of the run to earlier checkpoints so far
-    # The positions of parts in their tensors. A tensor without an entry is whole; if an entry has no tensor, another
-    # process saves that part.
+    # The position of each part in its whole tensor, by name. A tensor without an entry is whole. An entry without a
+    # tensor is a part that another process saves.
     places: Mapping[str, Place] = field(default_factory=dict)
 
     def copied(self) -> "Checkpoint":
@@ -191,7 +198,7 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
         state |= {"format": FORMAT_OF_MANY, "tensors": where}
     with (temporary / "state.json").open("w", encoding="utf-8") as file:
         # Indented for people, except with many processes, where the table of blocks makes that slow.
-        json.dump(state | {"blake2b": _digest_of(state)}, file, indent=1 if len(parts) == 1 else None)
+        json.dump(state | {"blake2b": state_digest(state)}, file, indent=1 if len(parts) == 1 else None)
     sync_file(temporary / "state.json")
     if final.exists():  # damaged, or undone by a rewind
         shutil.rmtree(final)
@@ -233,13 +240,7 @@ def read_checkpoint(
 
 
 def _read(folder: Path, group: ProcessGroup) -> Checkpoint:
-    state = storage.json_object(storage.read(folder / "state.json"))
-    if state is None:
-        raise ValueError(f"{folder / 'state.json'} is not a JSON object")
-    if state.pop("blake2b") != _digest_of(state):
-        raise ValueError(f"{folder / 'state.json'} is damaged")
-    if state["tokens"] != tokens_of(folder):
-        raise ValueError(f"{folder} is a copy of the checkpoint {checkpoint_name(state['tokens'])}")
+    state = read_state(folder)
     for name in sorted(state["files"])[group.rank :: group.size]:
         if _fingerprint(folder / name) != state["files"][name]:
             raise ValueError(f"{folder / name} is damaged")
@@ -259,10 +260,6 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def _digest_of(state: Mapping[str, Any]) -> str:
-    return blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
 def _fingerprint(path: Path) -> dict[str, Any]:
     digest = blake2b(digest_size=16)
     with storage.open_file(path) as file:
@@ -279,7 +276,7 @@ then, the training has failed, and the other processes may be gone."""
 
 @dataclass(frozen=True)
 class Saved:
-    """The result of writing a checkpoint."""
+    """The result of writing a checkpoint, or why it failed."""
 
     progress: Progress  # the saved position of the run
     path: Path | None = None  # its folder, if it was written
@@ -387,12 +384,13 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
 
 
 def first_in_each_interval(there: Sequence[int], every_tokens: int) -> list[int]:
-    """Return the lowest of the ascending token counts ``there`` in each interval of ``every_tokens`` tokens."""
+    """Return the lowest of the ascending token counts ``there`` in each interval of ``every_tokens`` tokens. For
+    example, of 0, 2, 3 and 5 with intervals of 2 tokens, return 0, 2 and 5."""
     return sorted({tokens // every_tokens: tokens for tokens in reversed(there)}.values())
 
 
 class Checkpoints(Callback):
-    """Saves a checkpoint at a fixed interval in tokens, while training continues."""
+    """Saves a checkpoint at a fixed interval in tokens, while training continues, and logs each save as an event."""
 
     every_tokens: int
 
@@ -434,14 +432,15 @@ class Checkpoints(Callback):
         return self.log_outcome(wait=True)
 
     def log_outcome(self, wait: bool) -> str | None:
-        """Log the result of the last save, once, and return its error, if any. Without ``wait``, a later call logs a
-        save that is unfinished."""
+        """Log the result of the last save, once, and return its error, if any. If the save is unfinished, wait for
+        it, or without ``wait`` leave it to a later call."""
         saved = self._manager.outcome(wait)
         if saved is None:
             return None
         at = {"step": saved.progress.step, "tokens": saved.progress.tokens}
         if saved.path is not None:
             self.trainer.event("checkpoint", **at, path=saved.path.name)
+            self.trainer.run.mark_trained()
             self.trainer.profile.write()
         else:
             self._saved_step = -1

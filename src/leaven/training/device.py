@@ -43,7 +43,7 @@ class Peak:
     """The peak speed of a device."""
 
     flops: float  # FLOP/s
-    source: str  # a data sheet, or a measurement
+    source: str  # where the number comes from: a data sheet or a measurement
 
 
 def mfu_convention(peak: Peak) -> str:
@@ -57,8 +57,8 @@ def mfu_convention(peak: Peak) -> str:
 def known_peak(device: torch.device, compute: str) -> Peak | None:
     """Return the dense peak speed of a device from its data sheet, or None if it is unknown.
 
-    The result is None for CPUs, and for fp32, which may or may not run as TF32. A wrong peak is worse than no peak: a
-    trainer that treated unknown devices as an A100 printed an MFU three times too high.
+    The result is None for CPUs, and for fp32, because a GPU may run fp32 as TF32, which has another peak. A wrong
+    peak is worse than no peak: a trainer that treated unknown devices as an A100 printed an MFU three times too high.
     """
     name = device_name(device)
     known = known_device(name)

@@ -24,8 +24,8 @@ POINTS = 32
 
 
 LEARNT = 0.01
-"""Every working run ends with a loss at least this many nats below the loss of a uniform guess. Learning the token
-frequencies alone gains tenths of a nat."""
+"""Every run that has not diverged ends with a loss at least this many nats below the loss of a uniform guess, which
+is log(vocabulary size). Learning the token frequencies alone gains tenths of a nat."""
 
 
 def divergence_limit(vocab_size: int) -> float:
@@ -109,12 +109,13 @@ SMOOTH = 4
 FIRST = 0.25
 """No trial is pruned before this share of the run is done."""
 MARGIN = 1.0
-"""A trial may be behind the baseline by this share of the amount by which the baseline's loss still falls."""
+"""A trial is not pruned while it is behind the baseline by at most this share of the amount by which the baseline's
+loss still falls."""
 LEAST = 8.0
-"""A trial may always be behind the baseline by this many standard deviations between seeds."""
+"""A trial is not pruned while it is behind the baseline by at most this many standard deviations between seeds."""
 CATCHES_UP = 1.5
-"""A trial is expected to close half of its gap if the gap is this share of the amount by which the baseline's loss
-still falls."""
+"""If a trial is behind the baseline by this share of the amount by which the baseline's loss still falls, the trial
+is expected to close half of its gap by the end."""
 
 
 def should_prune(curve: Curve, baseline: Baseline) -> bool:

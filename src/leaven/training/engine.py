@@ -111,7 +111,8 @@ class Training:
         self.limits = Limits()  # on loss and gradient norm, set by the spike guard for the next step
 
     def _muon(self) -> dict[str, Any]:
-        """Return the arguments of Muon that do not follow from the hyperparameters, if the run uses Muon."""
+        """Return Muon's dtype and the function that applies it to whole matrices, by argument name. Return nothing if
+        the run does not use Muon."""
         if not self.recipe.hyperparameters.ns_steps:
             return {}
         whole = self.sharded.whole_matrices()
@@ -224,7 +225,8 @@ class Training:
         return result
 
     def _first_targets(self, batch: TrainingBatch) -> Tensor:
-        """Return how many targets in the first micro-batches of all processes count in the loss, a scalar."""
+        """Return how many targets count in the loss, summed over the first micro-batches of all processes, a
+        scalar."""
         first = next(batch.micro_batches)
         batch.micro_batches = chain([first], batch.micro_batches)
         targets = widened((first[1] != IGNORED).sum())
@@ -275,8 +277,8 @@ class Training:
         return start, min(each, sequences - start)
 
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
-        """Yield the first ``count`` windows as micro-batches, of the same size and number in all processes. Sequences
-        whose targets do not count in the loss fill the gaps."""
+        """Yield the first ``count`` windows as micro-batches, of the same size and number in all processes. The
+        micro-batches are filled up with sequences whose targets do not count in the loss."""
         size, micro_batches = self.split(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * micro_batches - count, -1)))
         for number, chunk in enumerate(torch.split(filled, size)):
@@ -309,8 +311,8 @@ class Training:
     def checkpoint(self, state: Mapping[str, Any] | None = None) -> Checkpoint:
         """Return what this process saves in a checkpoint, with ``state``, the values of the callbacks.
 
-        The process that saves a parameter's first element also saves its step count. The first process also saves
-        what belongs to no parameter, such as the loss scale.
+        The process that saves the first element of a parameter also saves the parameter's step count. The first
+        process also saves what belongs to no parameter, such as the loss scale.
         """
         model: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}

@@ -1,9 +1,10 @@
-"""Compare the lines of metrics.jsonl and events.jsonl with the digests that a checkpoint has of them."""
+"""Compares the lines of metrics.jsonl and events.jsonl with their digests in a checkpoint or in the finish event."""
 
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 from leaven import storage
@@ -13,7 +14,7 @@ MOST_RANGES = 3  # ranges of missing steps that a message lists
 
 @dataclass(frozen=True)
 class LinesDigest:
-    """Identifies the lines of metrics.jsonl or events.jsonl up to a checkpoint."""
+    """The number and the digest of the lines that metrics.jsonl or events.jsonl has at a checkpoint."""
 
     lines: int  # number of lines
     blake2b: str  # digest of the lines
@@ -42,27 +43,24 @@ def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None)
         return written.lines, None
     documents = [storage.json_object(line) or {} for line in lines]
     steps = [each["step"] if isinstance(each.get("step"), int) else None for each in documents]
-    # Cut where the fewest lines contradict the cut, so that a line whose step is damaged does not remove other lines.
+    # A line contradicts a cut if its step is after ``step`` and it is before the cut, or the other way round. Take
+    # the cut with the fewest contradictions: then one damaged step number removes no other lines.
     contradictions = [sum(found is not None and found <= step for found in steps)]
     for found in steps:
         contradictions.append(contradictions[-1] + (0 if found is None else 1 if found > step else -1))
     kept = min(range(len(lines) + 1), key=lambda cut: (contradictions[cut], cut != step, cut))
-    missing = sorted(set(range(1, step + 1)).difference(steps[:kept]))
+    known = sorted({found for found in steps[:kept] if found is not None and 0 < found <= step})
+    missing = [(low + 1, high - 1) for low, high in pairwise((0, *known, step + 1)) if high - low > 1]
     if missing:
-        return kept, f"{_ranges(missing)} missing"
+        return kept, f"{_in_words(missing)} missing"
     return kept, None if written is None else f"its values up to step {step:,} have been changed"
 
 
-def _ranges(steps: Sequence[int]) -> str:
-    """Return ascending step numbers in words, such as "steps 3 to 5 and 9 are"."""
-    ranges: list[list[int]] = []
-    for step in steps:
-        if ranges and ranges[-1][-1] == step - 1:
-            ranges[-1][1:] = [step]
-        else:
-            ranges.append([step])
-    parts = [" to ".join(f"{step:,}" for step in each) for each in ranges[:MOST_RANGES]]
+def _in_words(ranges: Sequence[tuple[int, int]]) -> str:
+    """Return ascending ranges of steps, each (first, last), in words, such as "steps 3 to 5 and 9 are"."""
+    sizes = [last - first + 1 for first, last in ranges]
+    parts = [f"{first:,} to {last:,}" if first < last else f"{first:,}" for first, last in ranges[:MOST_RANGES]]
     if len(ranges) > MOST_RANGES:
-        parts.append(f"{len(steps) - sum(each[-1] - each[0] + 1 for each in ranges[:MOST_RANGES]):,} others")
+        parts.append(f"{sum(sizes[MOST_RANGES:]):,} others")
     listed = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
-    return f"step {listed} is" if len(steps) == 1 else f"steps {listed} are"
+    return f"step {listed} is" if sizes == [1] else f"steps {listed} are"

@@ -44,8 +44,8 @@ class LoadedRun:
     tokens: int  # number of tokens trained up to the checkpoint
     skipped: Mapping[str, str]  # names of newer checkpoints, and what each is: "damaged" or "missing"
     averaged: bool = False  # whether ``weights`` are the averaged weights
-    # The biases with which the routers choose experts, (layers, experts); only if experts are balanced by biases.
-    # They are those of the last step, also beside averaged weights.
+    # The biases with which the routers choose experts, (layers, experts); None unless experts are balanced by biases.
+    # These are the biases of the last step, even if ``weights`` are averages.
     router_bias_LE: Tensor | None = None
 
     @cached_property

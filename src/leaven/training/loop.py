@@ -34,7 +34,7 @@ class Diverged(RuntimeError):
 
 def passes(every_tokens: int, before: int, after: int) -> bool:
     """Return whether a multiple of ``every_tokens`` is above ``before`` and not above ``after``. Both are numbers of
-    trained tokens."""
+    trained tokens. For example, from 90 to 110 tokens a run passes the multiple 100 of 50."""
     return after // every_tokens > before // every_tokens
 
 

@@ -107,7 +107,7 @@ class Telemetry:
         absent = torch.full_like(total, torch.nan)
         head = torch.stack([widened(absent if value is None else value) for value in (*measured, total)])
         values, ready = self._to_host(torch.cat((head, widened(updates), widened(sizes))))
-        began, host_seconds = self._started, time.perf_counter() - self._began  # on a CPU the whole step
+        began, host_seconds = self._started, time.perf_counter() - self._began  # on a CPU, of the step
 
         def read() -> Step:
             seconds = host_seconds
@@ -163,7 +163,7 @@ class Telemetry:
         return event
 
 
-METRICS = "metrics"  # key of the state of the log: which lines metrics.jsonl has
+METRICS = "metrics"  # key in the state of a checkpoint: number and digest of the lines of metrics.jsonl
 WRITERS = ("tensorboard", "wandb", "trackio")
 
 
@@ -259,7 +259,7 @@ class Validation(Callback):
         recipe = self.training.recipe
         self.every_tokens = recipe.evaluation.every_tokens or max(recipe.data.tokens // 10, 1)
         self._bits_per_byte_factor = bits_per_byte_factor
-        self.owed = False  # whether a stop interrupted a validation
+        self.owed = False  # whether a stop has interrupted a validation, which must be done after the resume
 
     def on_due(self) -> None:
         self.evaluate()

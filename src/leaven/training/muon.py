@@ -46,7 +46,8 @@ def on_one_process(
 
 
 class MuonWithAdamW(torch.optim.AdamW):
-    """AdamW, with Muon for the parameters of groups that have the keys ``momentum`` and ``match``.
+    """AdamW, with Muon for the parameters of groups that have the keys ``momentum`` and ``match`` (a factor on Muon's
+    update: :meth:`leaven.recipe.hyperparameters.Muon.matching`).
 
     The state of a parameter that Muon updates is ``momentum_buffer``, in the shape of the parameter. A step with
     ``found_inf`` = 1 (:func:`leaven.model.kernels.gate`) changes neither parameters nor state.

@@ -174,7 +174,7 @@ def _row(record: CalibrationRecord) -> dict[str, Any]:
 
 
 def _rows(run: RunFolder) -> list[CalibrationRecord]:
-    """Return the records of earlier starts in ``plan.json``; none if it is missing or damaged."""
+    """Return the records of earlier starts in ``plan.json``, or an empty list if the file is missing or damaged."""
     try:
         return [
             CalibrationRecord.model_validate_json(json.dumps(row))
@@ -273,7 +273,7 @@ def _require_accelerator(device: torch.device, gpus: str) -> None:
 
 
 def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, Arrangement]:
-    """Return the recipe, reduced to one device and a batch of one or two forward passes, and its arrangement."""
+    """Reduce the recipe to one device and a batch of one or two forward passes. Return it with its arrangement."""
     seq_len, layout = recipe.model.seq_len, recipe.layout
     sequences = max(recipe.batch.tokens // seq_len // layout.dp, 1)
     size = min(rule_of_thumb(recipe, device.type), sequences)

@@ -49,7 +49,7 @@ def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
 
 
 def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
-    """Return the intervals of the token stream that are skipped, disjoint and in order."""
+    """Return the skipped intervals of the token stream as (start, end), sorted and without overlap."""
     stretches: list[tuple[int, int]] = []
     for start, end in sorted((rewind.skip_from, rewind.skip_to) for rewind in rewinds):
         if stretches and start <= stretches[-1][1]:
@@ -60,8 +60,8 @@ def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
 
 
 def position(rewinds: Sequence[Rewind], tokens: int) -> int:
-    """Return the position in the token stream, skipped parts included, of the next token to train after ``tokens``
-    trained tokens."""
+    """Return the position in the token stream of the next token after ``tokens`` trained tokens. The position also
+    counts skipped tokens: if tokens 50 to 60 are skipped, it is 90 after 80 trained tokens."""
     for start, end in skipped(rewinds):
         if tokens >= start:
             tokens += end - start

@@ -7,9 +7,10 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatch
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from leaven.training.line_digests import LinesDigest, digest, kept_metrics, line
 
 LOCK = ".lock"
 _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
+_EMPTY_CURVES = 512  # bytes; a TensorBoard file without a curve is smaller
+WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # raised by a JSON document that was changed
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
 IDENTITY = "run"  # key of the run's identifier in its events and in the state of its checkpoints
 DAMAGED_EVENTS = "restore the file from a copy, or start again with another --run"
@@ -83,14 +86,36 @@ def checkpoint_name(tokens: int) -> str:
 
 
 def missing_checkpoint(saved: int | None, found: int) -> str | None:
-    """Return the name of the newest checkpoint, saved at ``saved`` tokens, or None if the one at ``found`` tokens is
-    not older. ``saved`` is a :meth:`RunFolder.newest_saved` from before ``found`` was looked for."""
+    """Return the name of the checkpoint at ``saved`` trained tokens if it is newer than the one at ``found`` tokens,
+    else None. ``saved`` is the result of :meth:`RunFolder.newest_saved`. Call that method before reading checkpoints:
+    the run may be writing a newer one."""
     return None if saved is None or saved <= found else checkpoint_name(saved)
 
 
 def tokens_of(path: Path) -> int:
     """Return the number of tokens trained at a checkpoint, read from the name of its folder."""
     return int(path.name.removeprefix("tokens-"))
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint's state.json.
+
+    Raises:
+        ValueError: if the file is damaged, or is that of another checkpoint.
+        OSError: if it cannot be read.
+    """
+    file = checkpoint / "state.json"
+    state = storage.json_object(storage.read(file))
+    if state is None or state.pop("blake2b", None) != state_digest(state):
+        raise ValueError(f"{file} is damaged")
+    if state.get("tokens") != tokens_of(checkpoint):
+        raise ValueError(f"{checkpoint} is a copy of another checkpoint")
+    return state
+
+
+def state_digest(state: Mapping[str, Any]) -> str:
+    """Return the digest that state.json has of its other values."""
+    return blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 class RunFolder:
@@ -140,6 +165,11 @@ class RunFolder:
             entries = self.path.iterdir() if self.path.exists() else ()
             if not all(entry.is_file() and any(fnmatch(entry.name, name) for name in known) for entry in entries):
                 raise InputError(f"run folder {self.path} is not empty and holds no recipe.toml; use another --run")
+            if self._torchrun_has_trained():
+                raise InputError(
+                    f"run folder {self.path} was deleted or moved since torchrun started; bring it back (is its disk "
+                    "mounted?) and run torchrun again, which starts a new run if the folder is still missing"
+                )
             return
         changes = changes_of(self.recipe(), recipe)
         if changes:
@@ -149,6 +179,7 @@ class RunFolder:
                 f"run folder {self.path} holds a run of another recipe: {describe_changes(changes)}; "
                 f"use another --run{or_back}"
             )
+        self.check_identity(self._saved_identity())
         if not checkpoints(self.checkpoints) and self.finish() is None and (trained := self.trained()):
             raise InputError(
                 f"run folder {self.path} has no checkpoints, but {trained}; bring back {self.checkpoints} "
@@ -156,14 +187,38 @@ class RunFolder:
             )
 
     def trained(self) -> str | None:
-        """Return what says that the run has saved a checkpoint, or None if it may not have. A run that is killed in
-        its first steps may have metrics, but neither a checkpoint nor an event that says so."""
+        """Return which file says that the run has saved a checkpoint, and what the file says. Return None if no file
+        does. A run that is killed in its first steps may have metrics, but neither a checkpoint nor an event that
+        says so."""
         events = self.events()
         saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]
         if saved:
             return f"{self._events.name} says that it has trained {saved[-1]:,} tokens"
-        lines = [] if events else self.metrics()
-        return f"{self._metrics.name} says that it has trained {lines[-1]['step']:,} steps" if lines else None
+        if events:
+            return None
+        if lines := self.metrics():
+            return f"{self._metrics.name} says that it has trained {lines[-1]['step']:,} steps"
+        # The first event is written before the plan and before the first curve.
+        for file in (self.plan_file, *self.path.glob("tensorboard/*")):
+            if file.is_file() and (file == self.plan_file or file.stat().st_size > _EMPTY_CURVES):
+                return f"{file.relative_to(self.path)} says that it has been trained"
+        return "it had saved one before torchrun restarted it" if self._torchrun_has_trained() else None
+
+    def mark_trained(self) -> None:
+        """Tell later restarts of this process by torchrun that the run has saved a checkpoint. Without torchrun, do
+        nothing."""
+        mark = _torchrun_mark()
+        if mark is not None:
+            with suppress(OSError):
+                mark.write_text(str(self.path.absolute()), encoding="utf-8")
+
+    def _torchrun_has_trained(self) -> bool:
+        """Return whether :meth:`mark_trained` was called for this folder since torchrun was started."""
+        mark = _torchrun_mark()
+        try:
+            return mark is not None and mark.read_text(encoding="utf-8") == str(self.path.absolute())
+        except (OSError, ValueError):
+            return False
 
     def newest_saved(self) -> int | None:
         """Return the number of trained tokens at the newest checkpoint according to events.jsonl. Return None if no
@@ -176,8 +231,8 @@ class RunFolder:
         return None
 
     def check_text(self, fingerprint: str, saved: str | None = None) -> None:
-        """Raise InputError if the run has begun on a text with another fingerprint. ``saved`` is the fingerprint in a
-        checkpoint of the run, for an events.jsonl that has lost it."""
+        """Raise InputError if the run has started on a text with another fingerprint. ``saved`` is the fingerprint in
+        a checkpoint of the run, which is compared if events.jsonl has none."""
         before = next((event["text"] for event in self.events() if "text" in event), saved or fingerprint)
         if before != fingerprint:
             raise InputError(
@@ -189,13 +244,21 @@ class RunFolder:
         """Return the random identifier that the run got at its start, or None if events.jsonl has none."""
         return next((event[IDENTITY] for event in self.events() if isinstance(event.get(IDENTITY), str)), None)
 
+    def _saved_identity(self) -> str | None:
+        """Return the identifier in the newest checkpoint whose state.json is undamaged, or None if there is none."""
+        for path in reversed(checkpoints(self.checkpoints)):
+            with suppress(OSError, *WRONG_TYPES):  # damage is reported when the checkpoint is loaded
+                saved = read_state(path)["state"].get(IDENTITY)
+                return saved if isinstance(saved, str) else None
+        return None
+
     def check_identity(self, saved: str | None) -> None:
-        """Raise InputError if ``saved``, the identifier in a checkpoint, is that of another run. A checkpoint or an
-        events.jsonl without an identifier, of an older version, is accepted."""
+        """Raise InputError if the identifiers in a checkpoint (``saved``) and in events.jsonl differ. Older versions
+        wrote no identifier; then nothing is compared."""
         if saved is not None and self.identity() not in {None, saved}:
             raise InputError(
-                f"{self.checkpoints} has checkpoints of another run; bring back those of this run, or start again "
-                "with another --run"
+                f"{self._events} and {self.checkpoints} belong to different runs; bring back those of one run, or "
+                "start again with another --run"
             )
 
     @contextmanager
@@ -216,8 +279,8 @@ class RunFolder:
             yield
 
     def require_there(self) -> None:
-        """Raise InputError if the folder that :meth:`opened` has locked was deleted. Another one may be in its place:
-        it belongs to another process."""
+        """Raise InputError if the folder that :meth:`opened` has locked was deleted or moved, even if another process
+        has made a folder of the same name since."""
         if self._lock is None:
             return
         try:
@@ -280,19 +343,19 @@ class RunFolder:
         return LinesDigest(len(lines), digest(lines).hexdigest())
 
     def changed_since(self, finish: dict[str, Any]) -> dict[str, str]:
-        """Return the files whose lines up to the ``finish`` event are not those that were written, each with a
-        sentence that says how they differ. Nothing is known of a run that an older version has finished."""
+        """Compare metrics.jsonl and events.jsonl with their digests in the ``finish`` event. Return the files that
+        differ, each with a sentence that says how. Older versions wrote no digests; then nothing differs."""
         metrics, events = (lines_digest(finish.get(key)) for key in ("metrics", "events"))
         found: dict[str, str | None] = {}
-        if metrics is not None:
+        if metrics is not None and isinstance(finish.get("step"), int):
             found[self._metrics.name] = kept_metrics(self._lines_of(self._metrics), finish["step"], metrics)[1]
         if events is not None:
             found[self._events.name] = self.events_changed(events)
         return {file: why for file, why in found.items() if why is not None}
 
     def events_changed(self, written: LinesDigest | None) -> str | None:
-        """Return a sentence if the first lines of events.jsonl are not the lines that were ``written``, else None.
-        If it is not known what was written, only a file without lines has changed."""
+        """Return a sentence that says how the first lines of events.jsonl differ from the lines that were
+        ``written``, or None if they do not differ. Without ``written``, only an empty file counts as changed."""
         lines = self._lines_of(self._events)
         if not lines:
             return "its lines are missing"
@@ -313,8 +376,8 @@ class RunFolder:
         return self.read_metrics().documents
 
     def read_metrics(self) -> storage.JsonLines:
-        """Return the lines of :meth:`metrics`, and the numbers of the lines of metrics.jsonl that are damaged. A line
-        is damaged, too, if its step does not lie between the steps around it."""
+        """Return the lines of :meth:`metrics`, and the line numbers of damaged lines. A line also counts as damaged
+        if its step is not between the steps of the lines around it."""
         read = _read(self._metrics)
         numbered = [
             (number, line)
@@ -353,7 +416,7 @@ class RunFolder:
         return _named_events(read)
 
     def read_events(self) -> list[dict[str, Any]]:
-        """Return the lines of events.jsonl, whatever their values."""
+        """Return the lines of events.jsonl without checking their values."""
         return _named_events(_read(self._events))
 
     def rollbacks(self) -> list[dict[str, Any]]:
@@ -417,8 +480,15 @@ class RunFolder:
         self.unwritten = None
 
 
+def _torchrun_mark() -> Path | None:
+    """Return a file in the log folder that torchrun makes for each of its starts, and keeps when it restarts its
+    processes. Return None without torchrun, or if it has no log folder."""
+    attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    return attempt.parent / "leaven-run" if attempt.name.startswith("attempt_") else None
+
+
 def _saved_tokens(event: dict[str, Any]) -> int | None:
-    """Return the number of trained tokens at a checkpoint, if the event says that there was one."""
+    """Return the number of trained tokens at the checkpoint that the event mentions, or None if it mentions none."""
     tokens = event.get("tokens") if event["event"] in ("checkpoint", "resume") else None
     return tokens if isinstance(tokens, int) else None
 

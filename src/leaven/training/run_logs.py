@@ -35,12 +35,21 @@ def wandb_rows(file: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
         InputError: if the file is damaged.
     """
     for record in log_records(storage.read(file), str(file)):
-        for field, history in _fields(record):
-            if field == 2 and isinstance(history, bytes):  # Record.history
-                row = dict(
-                    _item(item) for number, item in _fields(history) if number == 1 and isinstance(item, bytes)
-                )
-                yield row.get("_step"), row
+        try:
+            histories = [_row(content) for field, content in _fields(record) if field == 2]  # Record.history
+        except (ValueError, IndexError, RecursionError) as error:
+            why = "a value is nested too deeply" if isinstance(error, RecursionError) else str(error)
+            raise InputError(
+                f"{file} has a record that cannot be read ({why}); remove it, or copy it again"
+            ) from None
+        for row in histories:
+            yield row.get("_step"), row
+
+
+def _row(history: int | bytes) -> dict[str, Any]:
+    """Return the values of a HistoryRecord by name."""
+    items = _fields(history) if isinstance(history, bytes) else ()
+    return dict(_item(item) for number, item in items if number == 1 and isinstance(item, bytes))
 
 
 def _item(item: bytes) -> tuple[str, Any]:

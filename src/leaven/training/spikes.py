@@ -58,7 +58,8 @@ TITLES = {"loss": "loss", "grad_norm": "gradient norm", "update_norm": "update n
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper limits for the loss and the gradient norm of a step. A step that is not below both is skipped."""
+    """Upper limits for the loss and the gradient norm of a step. The step is skipped unless both are below their
+    limits."""
 
     loss: float = math.inf
     grad_norm: float = math.inf

@@ -38,7 +38,7 @@ from leaven.training.micro_batch import needed_memory
 from leaven.training.outcome import Outcome, this_process
 from leaven.training.trial import TrialCheckpoint, checkpoint_folder
 
-VALUES = ("lr", "weight_decay", "beta1", "beta2", "eps")
+VALUES = ("lr", "weight_decay", "beta1", "beta2", "eps")  # columns of the parameter table that an update reads
 WARM = 3  # warm-up steps before a CUDA graph is captured
 MOST = 64  # the largest number of trials in a stack: the largest that was measured
 MEMORY = 0.5  # the largest share of the free memory for a stack, as estimated by the planner's formula
@@ -60,7 +60,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "data.documents": ("packed",),
     "start.folder": (None,),
     "precision.compute": ("fp32", "bf16"),
-    "stability.on_spike": ("rollback", "skip", "stop"),  # a stack does not skip a step whose gradient is not finite
+    "stability.on_spike": ("rollback", "skip", "stop"),  # with "off", a trial skips steps that are not finite
 }
 
 
@@ -77,7 +77,7 @@ def most_trials(recipe: Recipe, free: float) -> int:
     into the share ``MEMORY`` of these bytes by the planner's formula."""
     shape, tokens = recipe.model, recipe.batch.tokens
     windows = _integer(shape).itemsize * recipe.steps * tokens * (1 + 1 / shape.seq_len)
-    states = 4 * 3 * shape.params  # copies of weights and gradients beyond the planner's
+    states = 4 * 3 * shape.params  # copies of weights and gradients that the planner does not count
     logits = 12 * tokens * shape.vocab_size  # of all tokens at once, in two dtypes, with gradients
     keeping = recipe.replace({"layout.recompute": "none"})  # a stack recomputes no activations
     each = needed_memory(keeping, tokens // shape.seq_len, "cuda") + states + logits + windows
@@ -178,7 +178,7 @@ class TrialStack:
         parts = torch.split(self.flat, counts, 1)
         self.parameters = {name: part.view(size, *sizes[name]) for name, part in zip(self.names, parts, strict=True)}
         self.owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(self.device)
-        # In fp32, a beta near 1 is 1.
+        # In float64, because fp32 rounds a beta near 1 to 1.
         self.values = {value: zeros(size, len(counts), dtype=torch.float64) for value in VALUES}
         branches = [f"layers.{i}.{end}.out.weight" for i in range(shape.n_layers) for end in ("attention", "mlp")]
         self.readout = "embedding" if shape.tied_embeddings else "unembedding"
@@ -195,15 +195,12 @@ class TrialStack:
         if self.device.type == "cuda":
             self.losses, self.update = torch.compile(self._losses), torch.compile(self._update)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.progress = Progress()  # tokens are those of one recipe
-        self.trained = 0.0  # tokens of all recipes
-        self.seconds = 0.0  # time of training, without the time to fill the buffers
+        self.progress = Progress()  # its tokens are those of one recipe; its seconds exclude the filling of buffers
 
     def train(self, recipes: Sequence[Recipe]) -> list[float]:
         """Train the recipes, and return the validation loss of each in nats per token, not finite if it diverged."""
         self.begin(recipes)
-        self.seconds += self.all_steps()
-        self.trained += len(recipes) * recipes[0].data.tokens
+        self.advance(len(self.schedule))
         return self.evaluate(recipes[0])[: len(recipes)]
 
     def begin(self, recipes: Sequence[Recipe]) -> None:
@@ -212,13 +209,6 @@ class TrialStack:
         self._fill([*recipes, *[recipes[-1]] * (self.size - len(recipes))], recipes[0].steps)
         self.step.zero_()
         self.progress = Progress()
-
-    def all_steps(self) -> float:
-        """Take all steps with the current content of the buffers, and return the seconds."""
-        self.step.zero_()
-        self.progress = Progress()
-        self.advance(len(self.schedule))
-        return self.progress.seconds
 
     def advance(self, steps: int) -> None:
         """Take the next ``steps`` steps, or as many as are left, and wait until the device has finished them."""

@@ -1,6 +1,6 @@
 """Trains a recipe in a run folder.
 
-What ``leaven train recipe.toml`` does, in order. The files in bold are the path of a run; open another file only for
+What ``leaven train recipe.toml`` does, in order. Every run goes through the files in bold. Each other file answers
 the question beside it.
 
 1. **cli/train.py** reads the recipe. ``--set a.b=value`` replaces a value of the TOML document, and pydantic
@@ -31,7 +31,7 @@ the question beside it.
    ten times in a run, unless the recipe says otherwise.
 8. **checkpoint.py** copies the state to host memory, and a thread writes it while training continues: safetensors
    files, then state.json with their digests, then the folder gets its name. The newest two are kept, and the last one
-   before anything suspicious. How is a tensor read that several processes saved? ``checkpoint_tensors.py``.
+   before a possible anomaly. How is a tensor read that several processes saved? ``checkpoint_tensors.py``.
 9. **spikes.py** is the spike guard. It compares loss, gradient norm and update norm with their usual levels. At an
    anomaly the run returns to a checkpoint before it, and skips the data that follow (which data, and how is the
    lr lowered? ``rewind.py``). After three attempts, or if nothing is left to return to, the run stops.
@@ -305,8 +305,9 @@ class RunTrainer:
                 self._on_event("unwritten", values | {"why": self._unwritten})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
-        """Return the newest undamaged checkpoint that these rewinds have not undone, or None. The newer ones are
-        stored in ``self.damaged``. Raise InputError if all are damaged: the user may be able to repair one."""
+        """Return the newest undamaged checkpoint that these rewinds have not undone, or None. Store the damaged
+        checkpoints that are newer in ``self.damaged``. Raise InputError if all are damaged: the user may be able to
+        repair one."""
         found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group)
         if found is None and damaged:
             raise InputError(

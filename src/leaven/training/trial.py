@@ -104,7 +104,7 @@ def train_trial(
 
 
 def checkpoint_folder(folder: Path, recipes: Sequence[Recipe], tokens: TokenSet) -> Path:
-    """Return where in ``folder`` the checkpoints of trials with these recipes and tokens are."""
+    """Return the subfolder of ``folder`` for the checkpoints of trials with these recipes and tokens."""
     inputs = [each.model_dump(mode="json", exclude={"name", "why"}) for each in recipes]
     computed_from = json.dumps([inputs, tokens.fingerprint], sort_keys=True).encode()
     return folder / blake2b(computed_from, digest_size=12).hexdigest()
@@ -147,8 +147,8 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
 
 
 def cooldown_start(recipe: Recipe) -> float:
-    """Return the token count at which a run with the wsd schedule starts its cooldown: the lr is lower in the steps
-    that end after it."""
+    """Return the token count at which a run with the wsd schedule starts its cooldown. Steps that end after it have a
+    lower lr."""
     duration, schedule = recipe.data.tokens, recipe.schedule
     return duration - min(schedule.decay_ratio * duration, duration - schedule.warmup_tokens)
 

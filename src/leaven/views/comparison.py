@@ -65,6 +65,7 @@ def _page(runs: list[RunView], output: Path) -> tuple[str, ComparisonDocument]:
         results=results,
         colours=colours(len(runs)),
         different=different,
+        averaged=any(run.averaged for run in runs),
         command=shlex.join(["leaven", "report", *(run.title for run in runs), "-o", str(output)]),
     )
     return page, document

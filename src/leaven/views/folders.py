@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +43,8 @@ class RunView:
     stopped: str | None  # the reason why an unfinished run stopped; None if there is no record
     returns: Sequence[dict[str, Any]]  # events of events.jsonl that set the run back: rollbacks and manual rewinds
     damaged: int = 0  # lines of metrics.jsonl that are damaged; their steps are missing in ``steps``
+    averaged: Sequence[tuple[int, float]] = ()  # (tokens, validation loss of the averaged weights)
+    changed: Mapping[str, str] = field(default_factory=dict)  # files changed after the run finished, and how
 
     @property
     def tokens(self) -> int:
@@ -57,11 +59,12 @@ class RunView:
 
     @property
     def gaps(self) -> str:
-        """What is missing in ``steps``, as text; empty if nothing is."""
-        if not self.damaged:
-            return ""
-        lines = "one damaged line" if self.damaged == 1 else f"{self.damaged} damaged lines"
-        return f"{lines} of metrics.jsonl {'was' if self.damaged == 1 else 'were'} skipped"
+        """What is missing or changed in the files of the run, as text; empty if nothing is."""
+        found = [f"{file} is not as it was when the run finished: {why}" for file, why in self.changed.items()]
+        if self.damaged:
+            lines = "one damaged line" if self.damaged == 1 else f"{self.damaged} damaged lines"
+            found.insert(0, f"{lines} of metrics.jsonl {'was' if self.damaged == 1 else 'were'} skipped")
+        return "; ".join(found)
 
 
 class StudyView(StudyDocument):
@@ -147,15 +150,18 @@ def read_run(folder: Path) -> RunView:
         for line in map(_numbers, logged)
         if all(line.get(key) is not None for key in EVENT_KEYS.get(line["event"], ()))
     ]
-    validation: dict[int, float] = {}
+    validations: dict[int, dict[str, Any]] = {}
     for event in events:
-        if event["event"] == "validation" and event.get("loss") is not None:
-            validation[event["tokens"]] = event["loss"]
+        if event["event"] == "validation":
+            validations[event["tokens"]] = event
         elif event["event"] in RETURNS:  # the run returned to an earlier checkpoint; later validations do not count
-            validation = {tokens: loss for tokens, loss in validation.items() if tokens <= event["to_tokens"]}
+            validations = {tokens: each for tokens, each in validations.items() if tokens <= event["to_tokens"]}
+    points, averaged = (
+        [(tokens, event[key]) for tokens, event in sorted(validations.items()) if event.get(key) is not None]
+        for key in ("loss", "averaged_loss")
+    )
     finish = finish_of(logged)
     end = _numbers(finish or {})
-    points = sorted(validation.items())
     loss, seconds = end.get("loss"), end.get("seconds")
     return RunView(
         title=recipe.name,
@@ -168,6 +174,8 @@ def read_run(folder: Path) -> RunView:
         stopped=events[-1].get("why") if events and events[-1]["event"] == "stop" else None,
         returns=[event for event in events if event["event"] in RETURNS],
         damaged=len(metrics.damaged),
+        averaged=averaged,
+        changed=written.changed_since(finish) if finish is not None else {},
     )
 
 

@@ -41,13 +41,14 @@ def colours(count: int) -> list[str]:
 
 
 def _loss(runs: Coloured, x: Figure) -> Figure:
-    """Draw the loss of every step (faint line), the smoothed loss (strong line) and validation losses (dots)."""
+    """Draw the loss of every step (faint line), the smoothed loss (strong line) and the validation losses (dots; of
+    averaged weights open circles)."""
     faint, strong, dots = [], [], []
     for run, colour in runs:
         losses = _values(run, "loss")
         faint.append(charts.line(charts.thin(losses, 900), colour, 1, opacity=0.4 / len(runs)))
         strong.append(_line(run, colour, charts.thin(_smoothed(losses), 500), " nats per token"))
-        dots.append(_dots(run, colour, run.validation))
+        dots += _validations(run, colour)
     return charts.figure("tokens consumed", LOSS, [*faint, *strong, *dots], x=x)
 
 
@@ -56,11 +57,10 @@ def _second_half(runs: Coloured, end: int) -> Figure:
     lines, dots, seen = [], [], []
     for run, colour in runs:
         smoothed = [point for point in _smoothed(_values(run, "loss")) if point[0] >= end / 2]
-        late = [(tokens, loss) for tokens, loss in run.validation if tokens >= end / 2]
-        seen += [loss for _, loss in [*smoothed, *late]]
+        seen += [loss for tokens, loss in [*smoothed, *run.validation, *run.averaged] if tokens >= end / 2]
         even = charts.thin(smoothed, 250, logarithmic=False)
         lines.append(_line(run, colour, even, " nats per token", width=1.5))
-        dots.append(_dots(run, colour, late))
+        dots += _validations(run, colour, end / 2)
     room = (0.06 * (max(seen) - min(seen)) or 0.1) if seen else 0.0
     y = {"range": [min(seen) - room, max(seen) + room]} if seen else {}
     x = charts.linear_axis(end / 2, end, numbers.tick)
@@ -136,6 +136,16 @@ def _line(
     return charts.line(points, colour, name=charts.text(run.title), hovertemplate=hover, **style)
 
 
-def _dots(run: RunView, colour: str, points: Sequence[Point]) -> Figure:
-    hover = f"<b>%{{fullData.name}}</b>, validation<br>%{{y:.4f}} nats per token{_AT}"
-    return charts.dots(points, colour, 7, name=charts.text(run.title), hovertemplate=hover)
+def _validations(run: RunView, colour: str, start: float = 0) -> list[Figure]:
+    """Return the dots of the validation losses from ``start`` tokens on, and those of averaged weights, if any."""
+    drawn = []
+    for points, what, symbol in (
+        (run.validation, "", "circle"),
+        (run.averaged, " of averaged weights", "circle-open"),
+    ):
+        late = [(tokens, loss) for tokens, loss in points if tokens >= start]
+        hover = f"<b>%{{fullData.name}}</b>, validation{what}<br>%{{y:.4f}} nats per token{_AT}"
+        if late or not what:
+            name, marker = charts.text(run.title), {"symbol": symbol}
+            drawn.append(charts.dots(late, colour, 7, marker=marker, name=name, hovertemplate=hover))
+    return drawn
