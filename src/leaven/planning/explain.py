@@ -208,11 +208,11 @@ def _nothing_fits(least: LayoutCandidate) -> str:
     job, model = least.job, least.job.model
     times = () if job.cluster.accelerator.name == "cpu" else _MORE  # a cpu is always a single process
     larger = (_of_gpus(job.cluster, job.cluster.gpus * n) for n in times)
-    more = next((cluster for cluster in larger if _any_fits(replace(job, cluster=cluster))), None)
+    more = next((cluster for cluster in larger if any_fits(replace(job, cluster=cluster))), None)
     would = [f"{more} would work"] if more else []
     if isinstance(model, ModelShape) and model.vocab_size % 128:
         padded = model.model_copy(update={"vocab_size": -(-model.vocab_size // 128) * 128})
-        if _any_fits(replace(job, model=padded)):
+        if any_fits(replace(job, model=padded)):
             vocab = f"a vocabulary of {padded.vocab_size:,} instead of {model.vocab_size:,}"
             would.append(f"{vocab} would fit, since tp divides it")
     if not would:
@@ -224,7 +224,7 @@ def _nothing_fits(least: LayoutCandidate) -> str:
     )
 
 
-def _any_fits(job: Job) -> bool:
+def any_fits(job: Job) -> bool:
     """Return whether any layout that leaven may choose fits into memory."""
     fixed = {"stages_per_rank": 1} | ({"cp": 1} if job.by_leaven else {})
     for layout in reversed([*layouts(job, fixed)]):  # from the least memory
@@ -263,7 +263,7 @@ def _fewer_gpus(job: Job) -> int | None:
         if in_a_node(tp, dp * tp * pp, node)
     }
     fewer = sorted((count for count in counts if count < job.cluster.gpus), reverse=True)[:_TRIED]
-    return next((n for n in fewer if _any_fits(replace(job, cluster=_of_gpus(job.cluster, n)))), None)
+    return next((n for n in fewer if any_fits(replace(job, cluster=_of_gpus(job.cluster, n)))), None)
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
