@@ -67,10 +67,13 @@ def build(path: Path, content: Any, tiny: str) -> None:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Return what a folder holds: the kind of each path below it, its size and time, and the bytes of small files."""
+    """Return what a folder holds: the kind of each path below it, and the size, time and (if small) bytes of files."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         at = path.lstat()
+        if stat.S_ISDIR(at.st_mode):  # a lock that was created and removed changes its size and time
+            found[str(path.relative_to(folder))] = at.st_mode
+            continue
         small = stat.S_ISREG(at.st_mode) and at.st_size < 10**6
         found[str(path.relative_to(folder))] = (
             at.st_mode,
