@@ -1,8 +1,8 @@
 """Store token ids on disk in shards, with an index of their sizes and checksums.
 
 A shard contains the tokens of `SHARD_BATCHES` batches of text in two files, one for training and one for validation.
-Each file is written under a temporary name, synced and renamed; then a line is added to ``shards.jsonl``. So a
-process that is killed loses only the shard that it was writing. ``index.json`` is written last; a folder without it
+Each file is written under a temporary name, synced and renamed. Then a line is added to ``shards.jsonl``. So a
+process that is killed loses only the shard that it was writing. ``index.json`` is written last: a folder without it
 is unfinished.
 
 At the start of a run, the size of each file is compared with the index, and the checksum of each file that is newer
@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
-from hashlib import blake2b
+from hashlib import blake2b, file_digest
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ class Shards:
     train_bytes: int  # bytes of UTF-8 text in the training split; 0 if the source has token ids
     validation_bytes: int
     fingerprint: str  # hash of the tokens of both splits; does not depend on the size of the shards
-    notes: tuple[str, ...]  # lines about files that were rebuilt
+    notes: tuple[str, ...]  # lines for the user, for example about files that were rebuilt
 
 
 def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> Shards:
@@ -327,11 +327,8 @@ def _tokens(folder: Path, split: str, shard: int, record: ShardRecord, dtype: np
 
 
 def _checksum(file: Path) -> str:
-    checksum = blake2b(digest_size=16)
     with file.open("rb") as content:
-        while piece := content.read(2**22):
-            checksum.update(piece)
-    return checksum.hexdigest()
+        return file_digest(content, lambda: blake2b(digest_size=16)).hexdigest()
 
 
 def _fingerprint(folder: Path, records: list[ShardRecord], dtype: np.dtype[Any]) -> str:

@@ -1,4 +1,4 @@
-"""Open files of token ids that other programs wrote. The ids are read where they are, never copied.
+"""Open files of token ids that other programs wrote. The ids are read in place and never copied.
 
 - Megatron-LM: ``NAME.bin`` with ``NAME.idx`` beside it, which has the dtype, the sequences and the documents
   (`megatron/core/datasets/indexed_dataset.py`);
@@ -36,7 +36,8 @@ _LLM_C_HEADER = 256 * 4  # bytes
 _DATES = range(2020_00_00, 2100_00_00)  # llm.c's magic numbers are dates
 
 BLOCKS = 16
-_CHECKED_IDS = 2**20
+"""At least so many rows of the same length are blocks of a longer text, not documents."""
+_CHECKED_IDS = 2**20  # ids at the start of a file, which show whether its dtype is plausible
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class MappedTokens:
     # The ids are these, one after the other: one file, or the arrays of a data set.
     arrays: tuple[FileTokens | ArrayTokens, ...]
     ends: NDArray[np.int64] | None  # positions after the last token of each document, ascending; None if unknown
-    raw: bool = False  # whether nothing in the file says that the ids have this dtype
+    raw: bool = False  # whether neither the file nor the recipe states the dtype of the ids
 
     def __len__(self) -> int:
         return sum(map(len, self.arrays))

@@ -24,9 +24,9 @@ from leaven.recipe.units import format_seconds
 from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
-_ROUNDING = 1.05  # smaller differences may come from the rounding of published values; they would print as 1
-# A value is reported as outside the published range if it differs from the range by more than this factor, because
-# published values are rounded and chosen by hand.
+_ROUNDING = 1.05  # smaller factors may come from the rounding of published values, and would be printed as 1
+# A value is reported as outside the published range if it is above or below the range by more than this factor.
+# Smaller factors are not reported, because published values are rounded and chosen by hand.
 FAR = 1.25
 
 
