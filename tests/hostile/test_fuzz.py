@@ -261,10 +261,14 @@ def copied(origin: Path, target: Path) -> None:
 def damage_file(path: Path, data: st.DataObject) -> None:
     """Damage a file: the values in JSON, or JSON lines, or else bytes."""
     raw = path.read_bytes()
-    if path.suffix in {".json", ".jsonl"} and data.draw(st.integers(0, 3)):
-        lines = raw.splitlines() if path.suffix == ".jsonl" else [raw]
-        at = data.draw(st.integers(0, len(lines) - 1))
-        lines[at] = json.dumps(damage(json.loads(lines[at]), data)).encode()
+    lines = raw.splitlines() if path.suffix == ".jsonl" else [raw]
+    at = data.draw(st.integers(0, len(lines) - 1))
+    try:
+        document = json.loads(lines[at])
+    except ValueError:
+        document = None
+    if document is not None and data.draw(st.integers(0, 3)):
+        lines[at] = json.dumps(damage(document, data)).encode()
         path.write_bytes(b"\n".join(lines) + b"\n")
     else:
         path.write_bytes(damaged_bytes(raw, data))

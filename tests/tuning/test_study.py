@@ -516,12 +516,22 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("has the results of 2 trials, but .* none of them", {"out": "ended", "store": "blank.db"}),
     ("has the results of 2 trials, but .* none of them", {"out": "ended"}),
     ("contains the study leaven, not tiny; use another --study", {"out": "leaven"}),
-    ("not a journal of Optuna; give another file", {"out": "notes"}),
+    ("not a journal of Optuna", {"out": "notes"}),
     ("is not empty and contains no study; use another folder", {"out": "full"}),
     ("full/x is a file; give a folder", {"out": "full/x/study", "store": "new.db"}),
     ("there is no folder .*none", {"out": "new", "store": "none/new.db"}),
     ("method best: unknown; choose from trust-region, random", {"method": "best", "out": "new"}),
 ]
+
+
+def test_damaged_settings_of_a_study_are_one_line(short: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    study = Study(tmp_path / "study", short, space(short, LR), "random", tokens)
+    with study:
+        pass
+    journal = tmp_path / "study" / "journal.log"
+    journal.write_text(journal.read_text().replace('"seq_len"', '"seq_lem"'))
+    with pytest.raises(InputError, match="has damaged settings; restore its store from a copy, or"), study:
+        pass
 
 
 def test_a_study_that_does_not_fit_writes_nothing(short: Recipe, tokens: TokenSet, tmp_path: Path) -> None:

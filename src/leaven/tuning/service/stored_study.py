@@ -358,8 +358,12 @@ def join_study(
         created["recipe"] = recipe.model_dump(mode="json")
     study = _load_or_create(store, name, created, what)
     there = study.user_attrs[ABOUT]
-    if recipe is not None and "recipe" in there:
-        check_recipe(Recipe.model_validate(there["recipe"]), recipe, what)
+    try:
+        stored, expected, earlier = _knowledge(there)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise InputError(f"{what} has damaged settings; restore its store from a copy, or {instead}") from None
+    if recipe is not None and stored is not None:
+        check_recipe(stored, recipe, what)
     if EARLIER in there and not own_noise:
         here["noise"] = noise = there["noise"]
     for key, value in here.items():
@@ -370,11 +374,19 @@ def join_study(
     for key, option in OPTIONS.items():
         if key in created and key not in there:
             raise InputError(f"{what} was created without {option}; leave this option out, or use another study")
-    expected = {key: (low, high) for key, (low, high) in there.get(EXPECTED, {}).items()}
-    earlier = there.get(EARLIER)
-    if earlier is not None:
-        earlier = EarlierTrials(np.array(earlier["points"]), np.array(earlier["losses"]), earlier["noise"])
     return StoredStudy(store, study, replace(axes, expected=expected, earlier=earlier), noise)
+
+
+def _knowledge(
+    settings: dict[str, Any],
+) -> tuple[Recipe | None, dict[str, tuple[float, float]], EarlierTrials | None]:
+    """Return the recipe, the expected ranges and the earlier trials in the settings of a stored study."""
+    recipe, earlier = settings.get("recipe"), settings.get(EARLIER)
+    return (
+        recipe and Recipe.model_validate(recipe),
+        {key: (low, high) for key, (low, high) in settings.get(EXPECTED, {}).items()},
+        earlier and EarlierTrials(np.array(earlier["points"]), np.array(earlier["losses"]), earlier["noise"]),
+    )
 
 
 def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:

@@ -243,12 +243,15 @@ def open_journal(path: Path) -> JournalStorage:
         return JournalStorage(Journal(str(path)))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
-    except (KeyError, TypeError, AttributeError, AssertionError):  # records that are not Optuna's
+    except InputError:
+        raise
+    # Records that are damaged or not Optuna's.
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RecursionError):
         raise _not_a_journal(path) from None
 
 
 def _not_a_journal(path: Path) -> InputError:
-    return InputError(f"{path}: not a journal of Optuna; give another file")
+    return InputError(f"{path}: damaged, or not a journal of Optuna; restore it from a copy, or give another file")
 
 
 class Journal(JournalFileBackend):
