@@ -156,7 +156,7 @@ class ArrayTokens:
     """The token ids in an array, which can be indexed with slices."""
 
     ids: NDArray[Any]
-    files: tuple[MappedFile, ...]  # those that are mapped into the array; none if it is in memory
+    files: tuple[MappedFile, ...]  # the files that are mapped into the array; none if it is in memory
 
     @property
     def dtype(self) -> np.dtype[Any]:

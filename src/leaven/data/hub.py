@@ -42,7 +42,7 @@ class _Split:
         return self.dataset.dataset_size or 0
 
     def stamp(self) -> FileStamp | None:
-        # `datasets` derives this fingerprint from the files of the revision or of the folder.
+        # The package `datasets` derives this fingerprint from the files of the data set.
         return [self.dataset._fingerprint, len(self.dataset)]
 
 
@@ -96,8 +96,8 @@ class HubTokens(_Split):
 
 
 def _mapped_files(table: Any) -> list[tuple[int, tuple[MappedFile, ...]]]:
-    """Return the parts of a table of ``datasets``, from first to last: the number of rows of each part, and the files
-    that are mapped into it, none if the part is in memory."""
+    """Return the parts of a table of the package ``datasets``, from first to last: the number of rows of a part, and
+    the files that are mapped into memory for it (none if its rows were not read from a file)."""
     found = []
     for blocks in getattr(table, "blocks", [[table]]):  # of a concatenation; several blocks have other columns
         paths = [block.path for block in blocks if hasattr(block, "path")]

@@ -218,9 +218,8 @@ def _nothing_fits(least: LayoutCandidate) -> str:
     if not would:
         would = ["use an accelerator with more memory or a shorter seq_len"]
     return (
-        f"nothing fits: even the layout with the least memory ({least.arrangement}) needs "
-        f"{least.memory.total / GIB:.1f} GiB of {job.cluster.accelerator.memory_gib:g} on each GPU; "
-        f"{'; '.join(would)}"
+        f"nothing fits: even the layout with the least memory ({least.arrangement}) {memory_and_limit(least)} on "
+        f"each GPU; {'; '.join(would)}"
     )
 
 
