@@ -163,4 +163,4 @@ def estimated_gpus(recipe: Recipe) -> int:
     for_memory = recipe.model.params * _BYTES_PER_PARAMETER / _GPU_BYTES
     for_time = flops_per_token(recipe.model) * recipe.data.tokens / (_MFU * _GPU_FLOPS * _MAX_SECONDS)
     most = math.floor(math.log2(max(recipe.batch.tokens // recipe.model.seq_len, 1)))
-    return 2 ** max(math.ceil(math.log2(for_memory)), min(math.ceil(math.log2(for_time)), most), 0)
+    return 1 << max(math.ceil(math.log2(for_memory)), min(math.ceil(math.log2(for_time)), most), 0)
