@@ -108,8 +108,7 @@ def tiny_file(tiny_text: str, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def train_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Train trials in this process, because starting a process takes seconds. Only one trains at a time, because the
     names of temporary files contain the process id."""
     one_at_a_time = Lock()
@@ -128,3 +127,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for user in ("leaven.tuning.service.recipe_study", "leaven.verification.runs"):
         monkeypatch.setattr(f"{user}.WorkerPool", Pool)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    train_in_this_process(monkeypatch)

@@ -1,12 +1,12 @@
-"""Errors that are shown to the user as one line, and what makes foreign text safe to show."""
+"""Errors that a user sees as one line, and :func:`shown`, which makes text from files safe to print."""
 
 import re
 
-# Characters that control a terminal, change the direction of text, break lines, or have no UTF-8. Line feed and
-# tab are text.
+# Characters that control a terminal, change the direction of text, break lines, or cannot be encoded in UTF-8. Line
+# feed and tab are allowed.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-# A path has :/ where the URL has ://. A password may contain any character, also @ and spaces: everything up to
-# the last @ of the line may belong to it. A value ends before the quotation mark around the whole text.
+# As a path, a URL has :/ instead of ://. A password may contain any character, also @ and spaces, so everything up to
+# the last @ of the line counts as password. The value of an option ends before a quotation mark that closes the text.
 _PASSWORD = re.compile(
     r"""(?<=:/)(/{0,2}[^\s:/@]*):[^\n]*@  # of a URL
     |(?<=[?&])(\w*password)=[^&\s]*?(?=['"]?:?(?:[&\s]|$))  # an option of a URL
@@ -21,8 +21,7 @@ def _masked(found: re.Match[str]) -> str:
 
 
 def shown(text: str) -> str:
-    """Return foreign text as a terminal may show it: without passwords of URLs and databases, and without control
-    characters.
+    """Return text of others without passwords of URLs and databases, and without control characters.
 
     A control character becomes an escape such as ``\\u001b``, which TOML and JSON read.
     """

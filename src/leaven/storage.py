@@ -1,9 +1,9 @@
 """Write and lock files so that they survive kills, power cuts and full disks.
 
 leaven writes all its permanent files with this module. If replacing a file raises OSError, the old file is unchanged.
-Files of others are read with :func:`open_file` or :func:`read`, which refuse a pipe or a device: it may never end.
-These functions are for paths that a user has given, and raise InputError instead: :func:`write_text`,
-:func:`write_page`, :func:`make_folder`, :func:`require_free` and :func:`written_folder`.
+Files that a user or another program wrote are read with :func:`open_file` or :func:`read`. Both refuse pipes and
+devices, because reading them may never end. Functions for paths that a user has typed raise InputError instead of
+OSError: :func:`write_text`, :func:`write_page`, :func:`make_folder`, :func:`require_free` and :func:`written_folder`.
 """
 
 import errno
@@ -32,7 +32,7 @@ LARGEST = 2**30
 PAGE = b"<!doctype html"
 """How an HTML page of leaven begins."""
 
-# The :// of a URL, which is :/ in a path; not the C:/ of Windows. Or password= as in the login of a database.
+# A URL, whose :// becomes :/ in a path, or password= as in the login of a database. C:/ of Windows is no URL.
 _ADDRESS = re.compile(r"\w{2}:/|password\s*=", re.IGNORECASE)
 
 KEPT = ("events.jsonl", "metrics.jsonl", "state.json", "study.json", "centre.toml", "check.json", "demo.json")
@@ -43,7 +43,7 @@ def open_file(path: Path | str) -> BinaryIO:
     """Open a regular file for reading.
 
     Raises:
-        OSError: if it is missing or anything else, such as a pipe, which might never answer.
+        OSError: if there is no such file, or the path is something else, such as a pipe, which might never answer.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     mode = os.fstat(descriptor).st_mode
@@ -68,7 +68,7 @@ def read(path: Path | str, most: float = LARGEST) -> bytes:
 
 
 def require_file(path: Path | str) -> None:
-    """Raise OSError if a path is no regular file that can be read. For libraries that open the path themselves."""
+    """Raise OSError if a path is not a readable regular file. Call this before a library opens the path."""
     open_file(path).close()
 
 
@@ -76,8 +76,8 @@ def require_file(path: Path | str) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file that replaces ``path`` when the block ends, so that ``path`` is never half written.
 
-    A device or a pipe, for example ``/dev/null``, is written to directly, and so is a file of this process such as
-    ``/dev/stdout``.
+    A device or a pipe, for example ``/dev/null``, is written to directly, and so is ``/dev/stdout``, which may be a
+    link to a file.
 
     Raises:
         OSError: also if nobody reads the pipe, because writing would wait without end.
@@ -147,7 +147,7 @@ def write_text(path: Path | str, text: str) -> None:
     """Replace a file atomically: after a crash it contains the old text or the new text.
 
     Raises:
-        InputError: if the file cannot be written, or is a link, which may lead anywhere; the old file is unchanged.
+        InputError: if the file cannot be written, or is a link, which may lead anywhere. The old file is unchanged.
     """
     path = Path(path)
     try:
@@ -165,8 +165,8 @@ def require_page(path: Path) -> None:
     """Check that writing an HTML page to ``path`` would overwrite at most a page. Devices and pipes are allowed.
 
     Raises:
-        InputError: if another file is there, or if the path is in the folder of a run or study and has no name of a
-            page.
+        InputError: if the file there is not a page, or if the path is in the folder of a run or study and does not
+            end in .html.
     """
     if _is_device(path):
         return
@@ -197,8 +197,8 @@ def write_page(path: Path, html: str) -> None:
 
 
 def require_folder_name(path: Path) -> None:
-    """Raise InputError if a path for a new folder is a URL or has a password of a database, which its name would
-    show."""
+    """Raise InputError if the path of a new folder is a URL or contains the password of a database, which the name of
+    the folder would show."""
     if _ADDRESS.search(path.as_posix()):
         raise InputError("a URL or the login of a database, where a folder is written; give the path of a folder")
 

@@ -9,6 +9,7 @@ from tests.cli.conftest import Verb
 
 from leaven.cli import next_commands
 from leaven.planning import hardware
+from leaven.planning.plan import cluster_for, plan_recipe
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 
@@ -135,15 +136,25 @@ def test_a_recipe_too_large_for_this_machine_is_planned(tiny: Recipe, monkeypatc
     assert not next_commands.trainable_here(large)
     assert next_commands.train(Path("large.toml"), large) == ["leaven plan large.toml --gpus GPUS"]
     h100 = hardware.find_accelerator("H100-80GB")
-    assert hardware.cluster_for(large, h100) == "4xH100-SXM-80GB"
+    assert cluster_for(large, h100) == "4xH100-SXM-80GB"
     one_sequence = large.replace({"batch.tokens": large.model.seq_len, "data.tokens": 10**9})
-    assert hardware.cluster_for(one_sequence, h100) == "2xH100-SXM-80GB"  # the memory is needed, whatever the batch
+    assert cluster_for(one_sequence, h100) == "2xH100-SXM-80GB"  # the memory is needed, whatever the batch
     monkeypatch.setattr(hardware, "gpus_here", lambda: 8)
     assert next_commands.train(Path("large.toml"), large) == ["leaven train large.toml --run runs/large"]
     laid_out = tiny.replace({"layout.dp": 4})
     assert next_commands.train(Path("r.toml"), laid_out)[0].startswith(
         "torchrun --nproc-per-node 4 -m leaven train r.toml"
     )
+
+
+def test_a_model_with_experts_fits_on_the_suggested_gpus(tiny: Recipe) -> None:
+    """The shape of OLMoE-1B-7B, whose states and fp32 gradients fill two GPUs."""
+    shape = {"n_layers": 16, "d_model": 2048, "n_heads": 16, "n_kv_heads": 16, "d_head": 128, "d_ff": 1024}
+    experts = {"number": 64, "active": 8, "d_expert": 1024}
+    large = tiny.replace(
+        {"model": shape | {"vocab_size": 50_304, "seq_len": 4096, "experts": experts}, "batch.tokens": 507_904}
+    )
+    assert plan_recipe(large, cluster_for(large, hardware.find_accelerator("H100-80GB"))).chosen.fits
 
 
 def test_a_recipe_is_planned_on_the_hardware_that_it_is_known_for(

@@ -1,5 +1,6 @@
 """Shards on disk are complete or absent after a kill, and rebuilt when damaged."""
 
+import errno
 import json
 import os
 import random
@@ -20,7 +21,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.test_tokens import write_corpus
+from tests.errors import refused
 
+from leaven import storage
 from leaven.data import file_tokens
 from leaven.data.pool import encode_in_order
 from leaven.data.shards import ShardedTokens
@@ -261,6 +264,77 @@ def test_every_block_is_compared_once_when_it_is_first_read(count: int, offset: 
             for index in (slice(place, place + 1), slice(None)):
                 with pytest.raises(InputError, match="is damaged"):
                     fresh[index]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_read_only_cache_of_an_older_version_is_used(
+    data: Data, prepared: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    prepare(data, 300, tmp_path)
+    folder = folder_in(tmp_path)
+    change_entries(folder, without_blocks, "index.json", "shards.jsonl")
+    monkeypatch.setattr(storage, "lock", denied)
+    found = prepare(data, 300, tmp_path)
+    assert same(found, prepared)
+    damaged = folder / "train-00003.bin"
+    stamp = damaged.stat()
+    flipped(damaged)
+    os.utime(damaged, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    with refused(f"the cache folder {tmp_path} cannot be used (Permission denied)"):
+        prepare(data, 300, tmp_path)
+
+
+def no_shards(index: dict[str, Any]) -> None:
+    index["shards"] = []
+
+
+def no_first_shard(index: dict[str, Any]) -> None:
+    del index["shards"][0]
+
+
+def fewer_documents(index: dict[str, Any]) -> None:
+    index["shards"][0]["train"]["documents"] -= 1
+
+
+def no_record(index: dict[str, Any]) -> None:
+    index["shards"][0] = 5
+
+
+def odd_fingerprint(index: dict[str, Any]) -> None:
+    index["fingerprint"] = 5
+
+
+@pytest.mark.parametrize("harm", [no_shards, no_first_shard, fewer_documents, no_record, odd_fingerprint])
+def test_an_index_that_does_not_fit_the_text_is_rebuilt(
+    data: Data, prepared: TokenSet, tmp_path: Path, harm: Callable[[dict[str, Any]], None]
+) -> None:
+    prepare(data, 300, tmp_path)
+    path = folder_in(tmp_path) / "index.json"
+    index = json.loads(path.read_text())
+    damaged = json.loads(path.read_text())
+    harm(damaged)
+    path.write_text(json.dumps(damaged))
+    assert same(prepare(data, 300, tmp_path), prepared)
+    assert json.loads(path.read_text()) == index
+
+
+def test_a_log_of_shards_that_does_not_fit_the_text_is_rebuilt(
+    data: Data, prepared: TokenSet, tmp_path: Path
+) -> None:
+    prepare(data, 300, tmp_path)
+    folder = folder_in(tmp_path)
+
+    def more_bytes(entry: dict[str, Any]) -> None:
+        entry["train"]["bytes"] += 1
+
+    change_entries(folder, more_bytes, "shards.jsonl")
+    (folder / "index.json").unlink()
+    found = prepare(data, 300, tmp_path)
+    assert same(found, prepared)
+    assert found.notes == (f"{folder / 'shards.jsonl'} did not fit the text; it was rebuilt",)
 
 
 def nested(path: Path) -> None:

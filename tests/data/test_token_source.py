@@ -1,6 +1,7 @@
 """Token ids of other programs: what training sees of them, and what is refused."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.data.written import (
 )
 from tests.errors import refused
 
+from leaven.data.corpus import open_corpora
 from leaven.data.file_tokens import FileTokens
 from leaven.data.shards import ShardedTokens, TokenRange
 from leaven.data.sources import estimated_tokens
@@ -431,6 +433,26 @@ def test_masks_of_another_kind(name: str, tmp_path: Path, prepare: Any) -> None:
         prepare(f"hf://{tmp_path}/bad")
     datasets.Dataset.from_dict({"input_ids": ids, "attention_mask": [[True] * 2] * 20}).save_to_disk(tmp_path / "ok")
     assert len(prepare(f"hf://{tmp_path}/ok").train) == 38
+
+
+def test_an_arrow_file_that_is_truncated_while_it_is_read_gives_one_line(tmp_path: Path, prepare: Any) -> None:
+    import datasets
+
+    for column, rows in (("input_ids", TEXTS), ("text", [f"text {number} " * 99 for number in range(600)])):
+        datasets.Dataset.from_dict({column: rows}).save_to_disk(tmp_path / column, num_shards=2)
+    (file,) = (tmp_path / "input_ids").glob("*-00001-of-*.arrow")
+    tokens = prepare(f"hf://{tmp_path}/input_ids").train
+    os.truncate(file, 4096)
+    assert tokens[:20].tolist() == TEXTS[0][:20]  # in the other file
+    with refused(f"{file} has been truncated to 4,096 of "):
+        tokens[:]
+    (file,) = (tmp_path / "text").glob("*-00001-of-*.arrow")
+    (corpus,) = open_corpora([DataSource(source=f"hf://{tmp_path}/text")], 0.0)
+    read = corpus.documents()
+    next(read)
+    os.truncate(file, 4096)
+    with refused(f"{file} has been truncated to 4,096 of "):
+        list(read)
 
 
 def test_keys_that_do_not_fit_are_refused(tmp_path: Path, prepare: Any) -> None:

@@ -9,8 +9,8 @@ from leaven.catalogue.starter.base import tuned_bases
 from leaven.catalogue.starter.draft import StarterRequest
 from leaven.catalogue.starter.proxy import SHARE, SMALLEST, WORTH, trials_worth
 from leaven.errors import InputError
-from leaven.planning.hardware import cluster_for, parse_cluster
-from leaven.planning.plan import plan_recipe
+from leaven.planning.hardware import parse_cluster
+from leaven.planning.plan import cluster_for, plan_recipe
 from leaven.planning.start import StarterRecipes, start
 from leaven.recipe.shape import Role
 from leaven.recipe.units import parse_quantity
@@ -50,10 +50,11 @@ def test_the_hours_of_the_search_are_those_of_the_plan_of_its_trials(
 ) -> None:
     """With an assumed MFU of 40% they were a third of the planned hours for experts."""
     request = StarterRequest("wheat", 7_000_000_000, 140_000_000_000, experts=experts, gpus=gpus)
-    started = start(request, parse_cluster(f"{gpus}xH100"))
+    cluster = parse_cluster(f"{gpus}xH100")
+    started = start(request, cluster)
     assert started.proxy
     assert started.tuning.proxy
-    planned = plan_recipe(started.proxy, cluster_for(started.proxy)).document()
+    planned = plan_recipe(started.proxy, cluster_for(started.proxy, cluster.accelerator)).document()
     gpu_hours = planned.gpu_hours * started.tuning.proxy.trials
     lines = next(step.lines for step in started.steps if step.title == "proxy")
     for text in (started.tuning.reason, lines[-1]):

@@ -300,6 +300,12 @@ def is_damaged(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\0\0\n" + path.read_bytes())
 
 
+def has_a_damaged_trial(path: Path) -> None:
+    begun(str(path))
+    trial = {"op_code": 4, "worker_id": "w", "study_id": 0, "datetime_start": None, "distributions": {"x": "["}}
+    path.write_text(path.read_text() + json.dumps(trial) + "\n")
+
+
 def without_psycopg(path: Path) -> None:
     sys.modules["psycopg"] = None  # type: ignore[assignment]
 
@@ -309,6 +315,7 @@ def without_psycopg(path: Path) -> None:
     [
         (is_text, "{}", "not a journal of Optuna"),
         (has_other_records, "{}", "not a journal of Optuna"),
+        (has_a_damaged_trial, "{}", "damaged, or not a journal of Optuna; restore it"),
         (is_database, "{}", "an SQLite database; give sqlite:////"),
         (is_damaged, "{}", "line 2 is damaged; restore the file from a backup, or keep .* head -n 1"),
         (os.mkfifo, "{}", "a pipe or a device, not a regular file"),

@@ -524,6 +524,16 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def test_damaged_settings_of_a_study_are_one_line(short: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    study = Study(tmp_path / "study", short, space(short, LR), "random", tokens)
+    with study:
+        pass
+    journal = tmp_path / "study" / "journal.log"
+    journal.write_text(journal.read_text().replace('"seq_len"', '"seq_lem"'))
+    with pytest.raises(InputError, match="has damaged settings; restore its store from a copy, or"), study:
+        pass
+
+
 def test_a_study_that_does_not_fit_writes_nothing(short: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
     def of(
         out: str = "study",

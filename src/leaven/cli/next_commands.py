@@ -14,7 +14,8 @@ from typing import Any
 from leaven.documents.catalogue import FindingRow
 from leaven.documents.checks import CheckDocument
 from leaven.documents.planning import BudgetDocument, PlanDocument
-from leaven.planning.hardware import Cluster, cluster_for, parse_cluster, trainable_here
+from leaven.planning.hardware import Cluster, parse_cluster, trainable_here
+from leaven.planning.plan import cluster_for
 from leaven.planning.published import known_cluster
 from leaven.planning.this_machine import gpus_here
 from leaven.recipe.files import read_recipe, read_text

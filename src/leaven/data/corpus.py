@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 VALIDATION_SHARE = 0.05
 
 FORMAT = 2
-"""Version of the cached surveys. Increase it when the same content would give a different :class:`Survey`.
-Format 1 also has surveys of files that had just been changed, which cannot be trusted."""
+"""Version of the cached surveys. Increase it when the same content would give a different :class:`Survey`. Surveys of
+format 1 may be wrong: they include files that had just been changed."""
 
 NAMED_FAULTS = 3
 SAVE_EVERY_SECONDS = 30.0
@@ -175,8 +175,8 @@ def open_corpora(
     progress: OnProgress | None = None,
     parts: Sequence[tuple[TextPart, ...]] | None = None,
 ) -> list[Corpus]:
-    """Open a corpus for each source of text; :func:`leaven.data.sources.source_parts` says what a source can be, and
-    finds the ``parts`` of the sources if they are not given.
+    """Open a corpus for each source of text. If the ``parts`` of the sources are not given,
+    :func:`leaven.data.sources.source_parts` finds them.
 
     Every file or split is read once, to count its documents and to hash its text. The results are cached in the
     folder ``memory`` and reused until the file or split changes. Blank documents are left out.

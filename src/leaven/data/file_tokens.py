@@ -2,10 +2,12 @@
 first read.
 
 Files are read with ``pread`` and not memory-mapped: if a file is truncated or its disk fails during training, this is
-an error with a message, and not a signal (SIGBUS) that ends the process.
+an error with a message, and not a signal (SIGBUS) that ends the process. Arrow files are mapped by the package
+``datasets``; their sizes are compared before each read.
 """
 
 import os
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -128,6 +130,50 @@ class FileTokens:
             whole = self._offset + self._bytes
             raise InputError(f"{self.path} has been truncated to {size:,} of {whole:,} bytes; {self._advice}")
         return raw
+
+
+@dataclass(frozen=True)
+class MappedFile:
+    """A file that another package has mapped into memory."""
+
+    path: str
+    size: int  # bytes when it was opened
+
+    def require_whole(self) -> None:
+        """Raise InputError if the file has been truncated. Reading the missing part would end the process."""
+        try:
+            size = os.stat(self.path).st_size
+        except OSError:
+            return  # a file that was deleted can still be read
+        if size < self.size:
+            raise InputError(
+                f"{self.path} has been truncated to {size:,} of {self.size:,} bytes; restore it, or write it again"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayTokens:
+    """The token ids in an array, which can be indexed with slices."""
+
+    ids: NDArray[Any]
+    files: tuple[MappedFile, ...]  # the files that are mapped into the array; none if it is in memory
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.ids.dtype
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: slice, /) -> NDArray[Any]:
+        """Return a copy of token ids.
+
+        Raises:
+            InputError: if a file has been truncated.
+        """
+        for file in self.files:
+            file.require_whole()
+        return self.ids[index].copy()
 
 
 class _OpenFile:

@@ -5,6 +5,7 @@ question mark, for example ``hf://org/name?split=test``.
 """
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+import numpy as np
+
+from leaven.data.file_tokens import MappedFile
 from leaven.data.readers import BrokenFile, FileStamp, TextRow, column_rows, require_text_column
 from leaven.data.token_files import MappedTokens, arrow_tokens
 from leaven.errors import InputError
@@ -38,7 +42,7 @@ class _Split:
         return self.dataset.dataset_size or 0
 
     def stamp(self) -> FileStamp | None:
-        # `datasets` derives this fingerprint from the files of the revision or of the folder.
+        # The package `datasets` derives this fingerprint from the files of the data set.
         return [self.dataset._fingerprint, len(self.dataset)]
 
 
@@ -47,8 +51,14 @@ class HubSplit(_Split):
 
     def rows(self) -> Iterator[TextRow]:
         require_text_column(self.dataset.features.arrow_schema, self.column)
-        tables = self.dataset.select_columns([self.column]).with_format("arrow").iter(batch_size=256)
-        return column_rows(chunk for table in tables for chunk in table.column(0).chunks)
+        return column_rows(self._chunks())
+
+    def _chunks(self) -> Iterator[Any]:
+        files = [file for _, some in _mapped_files(self.dataset.data) for file in some]
+        for table in self.dataset.select_columns([self.column]).with_format("arrow").iter(batch_size=256):
+            for file in files:
+                file.require_whole()
+            yield from table.column(0).chunks
 
 
 class HubTokens(_Split):
@@ -76,7 +86,23 @@ class HubTokens(_Split):
                     raise BrokenFile(f"has nulls in column {MASK}; remove these rows or the column")
                 if (mask.to_numpy(zero_copy_only=False) == 0).any():
                     raise BrokenFile(f"has padding in column {self.column}; tokenise it again with padding=False")
-        return arrow_tokens(table.column(self.column).chunks)
+        chunks = table.column(self.column).chunks
+        starts = np.cumsum([0, *map(len, chunks)])[:-1]  # number of the first row of each chunk
+        rows, files = zip(*_mapped_files(table), strict=True)
+        blocks = np.searchsorted(np.cumsum(rows), starts, side="right")
+        return arrow_tokens(
+            chunks, [files[block] if len(chunk) else () for block, chunk in zip(blocks, chunks, strict=True)]
+        )
+
+
+def _mapped_files(table: Any) -> list[tuple[int, tuple[MappedFile, ...]]]:
+    """Return the parts of a table of the package ``datasets``, from first to last: the number of rows of a part, and
+    the files that are mapped into memory for it (none if its rows were not read from a file)."""
+    found = []
+    for blocks in getattr(table, "blocks", [[table]]):  # of a concatenation; several blocks have other columns
+        paths = [block.path for block in blocks if hasattr(block, "path")]
+        found.append((len(blocks[0]), tuple(MappedFile(path, os.path.getsize(path)) for path in paths)))
+    return found
 
 
 def open_split(source: str, text: str) -> HubSplit | HubTokens:

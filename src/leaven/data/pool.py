@@ -71,9 +71,9 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
 
 @contextmanager
 def ctrl_c_blocked() -> Iterator[None]:
-    """Return a context manager that delays Ctrl-C in this thread until the context ends.
+    """Delay Ctrl-C in this thread until the ``with`` block ends.
 
-    Processes that are started inside the context never receive Ctrl-C, because their parent handles it.
+    Processes that are started inside the block never receive Ctrl-C, because their parent handles it.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield

@@ -1,22 +1,24 @@
 """Store token ids on disk in shards, with an index of their sizes and checksums.
 
 A shard contains the tokens of `SHARD_BATCHES` batches of text in two files, one for training and one for validation.
-Each file is written under a temporary name, synced and renamed; then a line is added to ``shards.jsonl``. So a
-process that is killed loses only the shard that it was writing. ``index.json`` is written last; a folder without it
+Each file is written under a temporary name, synced and renamed. Then a line is added to ``shards.jsonl``. So a
+process that is killed loses only the shard that it was writing. ``index.json`` is written last: a folder without it
 is unfinished.
 
 At the start of a run, the size of each file is compared with the index, and the checksum of each file that is newer
-than the index. A file that has rotten without a newer time stamp is found when its damaged block is first read. An
-index without the checksums of all blocks is written again, after the checksums of the whole files were compared.
+than the index. A damaged file whose time stamp is not newer is found when its damaged block is first read. An index
+without the checksums of all blocks is written again, after the checksums of the whole files were compared; so is an
+index whose shards do not have all documents of the text.
 """
 
+import errno
 import json
 import operator
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
-from hashlib import blake2b
+from hashlib import blake2b, file_digest
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -108,7 +110,7 @@ class Shards:
     train_bytes: int  # bytes of UTF-8 text in the training split; 0 if the source has token ids
     validation_bytes: int
     fingerprint: str  # hash of the tokens of both splits; does not depend on the size of the shards
-    notes: tuple[str, ...]  # lines about files that were rebuilt
+    notes: tuple[str, ...]  # lines for the user, for example about files that were rebuilt
 
 
 def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> Shards:
@@ -118,37 +120,52 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
     Raises:
         OSError: if the folder cannot be written; finished shards are kept.
     """
-    found = _open(folder, encoder.dtype)
+    found = _open(folder, corpus, encoder.dtype)
     if found is not None:
         return found
-    folder.mkdir(parents=True, exist_ok=True)
     damage: dict[Path, str] = {}
-    with storage.lock(folder / ".lock"):
-        found = _open(folder, encoder.dtype)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with storage.lock(folder / ".lock"):
+            found = _open(folder, corpus, encoder.dtype)
+            if found is None:
+                damage = _build(folder, corpus, encoder, meter, processes)
+                found = _open(folder, corpus, encoder.dtype)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):  # for example, the cache of another user
+            found = _open(folder, corpus, encoder.dtype, read_only=True)
         if found is None:
-            damage = _build(folder, corpus, encoder, meter, processes)
-            found = _open(folder, encoder.dtype)
+            raise
     assert found is not None
     return replace(found, notes=tuple(f"{file} {why}; it was rebuilt" for file, why in damage.items()))
 
 
-def _open(folder: Path, dtype: np.dtype[Any]) -> Shards | None:
-    """Open the shards in a folder. Return None if the folder is unfinished or damaged."""
+def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any], *, read_only: bool = False) -> Shards | None:
+    """Open the shards in a folder. Return None if the folder is unfinished or damaged.
+
+    An index of an older version has no checksums of blocks. It counts as unfinished, except if the folder is
+    ``read_only``: then the checksums of the whole files are compared, and those of blocks are computed.
+    """
     path = folder / "index.json"
     try:
         index: Any = storage.json_object(storage.read(path))
-        written = path.stat().st_mtime_ns
+        checked = path.stat().st_mtime_ns
         records = [_record(entry, dtype) for entry in index["shards"]]
         fingerprint = index["fingerprint"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    unknown = any(file.tokens and not file.blocks for record in records for file in record.values())
-    if unknown or any(_damage(folder, shard, record, dtype, written) for shard, record in enumerate(records)):
+    if not (isinstance(fingerprint, str) and _has_all(records, corpus)):
         return None
+    older = any(file.tokens and not file.blocks for record in records for file in record.values())
+    if older and not read_only:
+        return None
+    if any(_damage(folder, shard, record, dtype, 0 if older else checked) for shard, record in enumerate(records)):
+        return None
+    records = [_with_blocks(folder, shard, record) for shard, record in enumerate(records)]
     files = [_file(folder, split, shard) for split in SPLITS for shard in range(len(records))]
-    newest = max((file.stat().st_mtime_ns for file in files), default=0)
-    if newest >= written:  # later than the index, but the checksums match: do not compare them next time
-        with suppress(PermissionError):  # the cache belongs to another user
+    newest = max(file.stat().st_mtime_ns for file in files)
+    if newest >= checked:  # later than the index, but the checksums match: do not compare them next time
+        with suppress(OSError):  # the folder cannot be written
             os.utime(path, ns=(newest + 1, newest + 1))
     train, validation = (
         ShardedTokens([_tokens(folder, split, shard, record, dtype) for shard, record in enumerate(records)])
@@ -158,13 +175,21 @@ def _open(folder: Path, dtype: np.dtype[Any]) -> Shards | None:
     return Shards(train, validation, train_bytes, validation_bytes, fingerprint, ())
 
 
+def _has_all(records: Sequence[ShardRecord], corpus: Corpus) -> bool:
+    """Return whether shards have as many documents and bytes of text as the corpus."""
+    files = [file for record in records for file in record.values()]
+    documents = corpus.n_documents + (corpus.n_documents == 1)  # a single document is cut in two
+    return (sum(file.documents for file in files), sum(file.bytes for file in files)) == (documents, corpus.n_bytes)
+
+
 def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> dict[Path, str]:
     """Write the missing shards of a folder, and then its index. The caller must hold the lock of the folder.
 
     Return the files of finished shards that had to be rebuilt, each with a phrase that says what was wrong.
     """
     records: dict[int, ShardRecord] = {}
-    for entry in storage.read_json_lines(folder / "shards.jsonl").documents:
+    log = folder / "shards.jsonl"
+    for entry in storage.read_json_lines(log).documents:
         with suppress(KeyError, TypeError, ValueError):
             records[operator.index(entry["shard"])] = _record(entry, encoder.dtype)
     damage: dict[Path, str] = {}
@@ -173,7 +198,8 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
             damage |= found
             del records[shard]
         else:
-            records[shard] = {split: _with_blocks(_file(folder, split, shard), record[split]) for split in SPLITS}
+            records[shard] = _with_blocks(folder, shard, record)
+    log_used = bool(records)
     for remains in (*folder.glob(".*.tmp"), folder / "index.json"):
         remains.unlink(missing_ok=True)
 
@@ -208,8 +234,11 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
                         )
                     meter.advance(sum(encoded.bytes for encoded in sides))
             records[shard] = {split: replace(record[split], blocks=blocks[split].hexdigest()) for split in SPLITS}
-            storage.append_json(folder / "shards.jsonl", {"shard": shard} | _entry(records[shard]), sync=True)
+            storage.append_json(log, {"shard": shard} | _entry(records[shard]), sync=True)
     ordered = [records[shard] for shard in sorted(records)]
+    if log_used and not _has_all(ordered, corpus):  # its counts are damaged, so write all shards again
+        log.unlink()
+        return damage | {log: "did not fit the text"} | _build(folder, corpus, encoder, meter, processes)
     index = {
         "source": corpus.source,
         "vocab_size": encoder.vocab_size,
@@ -245,7 +274,7 @@ def _entry(record: ShardRecord) -> dict[str, Any]:
 
 def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
     """Return the record in an entry. Raise KeyError, TypeError or ValueError if the entry is damaged."""
-    blocks = entry.get(BLOCKS, dict.fromkeys(SPLITS, ""))
+    blocks = entry[BLOCKS] if BLOCKS in entry else dict.fromkeys(SPLITS, "")
     record = {split: ShardFile(**entry[split], blocks=blocks[split]) for split in SPLITS}
     for file in record.values():
         counts = [operator.index(count) for count in (file.tokens, file.documents, file.bytes)]
@@ -254,15 +283,19 @@ def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
     return record
 
 
-def _with_blocks(path: Path, file: ShardFile) -> ShardFile:
-    """Return the record of a file, which the caller has compared with its checksum, with the checksums of blocks."""
-    if file.blocks:
-        return file
-    blocks = BlockChecksums()
-    with path.open("rb") as content:
-        while piece := content.read(2**22):
-            blocks.update(piece)
-    return replace(file, blocks=blocks.hexdigest())
+def _with_blocks(folder: Path, shard: int, record: ShardRecord) -> ShardRecord:
+    """Return the record of a shard with the checksums of blocks. The caller has compared those of the whole files."""
+
+    def complete(split: str) -> ShardFile:
+        if record[split].blocks or not record[split].tokens:
+            return record[split]
+        blocks = BlockChecksums()
+        with _file(folder, split, shard).open("rb") as content:
+            while piece := content.read(2**22):
+                blocks.update(piece)
+        return replace(record[split], blocks=blocks.hexdigest())
+
+    return {split: complete(split) for split in SPLITS}
 
 
 def _damage(
@@ -294,11 +327,8 @@ def _tokens(folder: Path, split: str, shard: int, record: ShardRecord, dtype: np
 
 
 def _checksum(file: Path) -> str:
-    checksum = blake2b(digest_size=16)
     with file.open("rb") as content:
-        while piece := content.read(2**22):
-            checksum.update(piece)
-    return checksum.hexdigest()
+        return file_digest(content, lambda: blake2b(digest_size=16)).hexdigest()
 
 
 def _fingerprint(folder: Path, records: list[ShardRecord], dtype: np.dtype[Any]) -> str:

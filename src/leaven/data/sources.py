@@ -13,8 +13,8 @@ from leaven.errors import InputError
 from leaven.recipe.data import DataSource
 
 # Tests are half of the standard library (33 MB in Python 3.11), and many distributions ship Python without them.
-# Without them, reading is faster and all machines have the same text. The encodings are tables that a model
-# learns at once; half of the validation text would consist of them.
+# Without them, reading is faster and all machines have the same text. The modules of encodings are tables, which are
+# easy to predict and would be half of the validation text.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 _MAGIC = frozenset("*?[")
 

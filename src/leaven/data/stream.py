@@ -1,8 +1,8 @@
-"""Define an endless stream of samples, and mix the streams of several sources. Sample n depends only on the tokens of
-the sources, their proportions, the window length, the seed and n.
+"""Endless streams of training samples, and mixtures of the streams of several sources.
 
-Therefore a stream has no state to save or to fast-forward. However a run is distributed over processes, each rank
-reads the samples that it needs by their numbers. A resumed run continues with the next number.
+Sample n depends only on the tokens and proportions of the sources, the window length, the seed and n. Therefore a
+stream has no state to save or to fast-forward. In every layout, each rank reads the samples that it needs by their
+numbers. A resumed run continues with the next number.
 
 Shapes: N samples, T = seq_len.
 """
@@ -98,7 +98,8 @@ def place(n: NDArray[np.int64], proportions: tuple[Fraction, ...]) -> tuple[NDAr
 def _period(
     proportions: tuple[Fraction, ...],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return one period of the repeating pattern of sources.
+    """Return one period of the repeating pattern of sources. For example, with proportions 2/3 and 1/3, a period has
+    three samples: two from source 0 and one from source 1.
 
     The three arrays are: the source of each sample in the period, the number of each sample within its source, and
     the number of samples from each source.

@@ -1,4 +1,4 @@
-"""Open files of token ids that other programs wrote. The ids are read where they are, never copied.
+"""Open files of token ids that other programs wrote. The ids are read in place and never copied.
 
 - Megatron-LM: ``NAME.bin`` with ``NAME.idx`` beside it, which has the dtype, the sequences and the documents
   (`megatron/core/datasets/indexed_dataset.py`);
@@ -11,6 +11,7 @@
 
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from leaven.data.file_tokens import FileTokens
+from leaven.data.file_tokens import ArrayTokens, FileTokens, MappedFile
 from leaven.data.readers import BrokenFile, FileStamp, file_stamp
 from leaven.storage import require_file
 
@@ -35,17 +36,18 @@ _LLM_C_HEADER = 256 * 4  # bytes
 _DATES = range(2020_00_00, 2100_00_00)  # llm.c's magic numbers are dates
 
 BLOCKS = 16
-_CHECKED_IDS = 2**20
+"""At least so many rows of the same length are blocks of a longer text, not documents."""
+_CHECKED_IDS = 2**20  # ids at the start of a file, which show whether its dtype is plausible
 
 
 @dataclass(frozen=True)
 class MappedTokens:
     """The token ids of a file, or of a split of a data set."""
 
-    # The ids are these, one after the other: one file, or the memory-mapped arrays of a data set.
-    arrays: tuple[FileTokens | NDArray[Any], ...]
+    # The ids are these, one after the other: one file, or the arrays of a data set.
+    arrays: tuple[FileTokens | ArrayTokens, ...]
     ends: NDArray[np.int64] | None  # positions after the last token of each document, ascending; None if unknown
-    raw: bool = False  # whether nothing in the file says that the ids have this dtype
+    raw: bool = False  # whether neither the file nor the recipe states the dtype of the ids
 
     def __len__(self) -> int:
         return sum(map(len, self.arrays))
@@ -205,22 +207,25 @@ def _tokens(path: Path, dtype: np.dtype[Any], offset: int = 0) -> FileTokens:
     return FileTokens(path, dtype, (path.stat().st_size - offset) // dtype.itemsize, offset=offset)
 
 
-def arrow_tokens(chunks: list[Any]) -> MappedTokens:
+def arrow_tokens(chunks: list[Any], files: Sequence[tuple[MappedFile, ...]]) -> MappedTokens:
     """Return the token ids in a column of lists, which is given as Arrow arrays. Each row is a document.
 
     If `BLOCKS` rows or more all have the same length, except for the last, they are blocks of a longer text.
 
+    Args:
+        files: for each of the arrays, the files that are mapped into it.
+
     Raises:
         BrokenFile: if there is a null among the ids.
     """
-    arrays: list[NDArray[Any]] = []
+    arrays: list[ArrayTokens] = []
     lengths = []
-    for chunk in chunks:
+    for chunk, some in zip(chunks, files, strict=True):
         ids = chunk.flatten()
         if ids.null_count:
             raise BrokenFile("has nulls among its token ids; remove these rows")
         if len(ids):  # else the type may be null
-            arrays.append(ids.to_numpy(zero_copy_only=True))
+            arrays.append(ArrayTokens(ids.to_numpy(zero_copy_only=True), some))
         lengths.append(chunk.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))
     rows = np.concatenate([*lengths, np.zeros(0, np.int64)]).astype(np.int64)
     blocks = len(rows) >= BLOCKS and (rows[:-1] == rows[0]).all() and rows[-1] <= rows[0]

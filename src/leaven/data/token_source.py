@@ -1,7 +1,7 @@
-"""Use token ids where they lie: validate them, and hold out a part of them for validation.
+"""Read token ids in place: check them, and hold out a part of them for validation.
 
-Every id is read once, to check it against the vocabulary and to hash it; the results are cached as for text. Then
-training and validation read from the files, and compare each block of a file with what was read that once.
+Every id is read once, to check that it is in the vocabulary and to compute hashes and checksums. The results are
+cached as for text. Later, each block of a file is compared with its checksum when it is read.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -113,11 +113,12 @@ class TokenReader:
         """Return the tokens of each source.
 
         With ``source.validation``, all of the source is used for training, and no source may validate on a part of
-        it. Otherwise the last `VALIDATION_SHARE` of each stretch (`STRETCHES`) is held out. The held-out part begins
-        and ends with a document if the ends of documents are known from the files or by the id ``end_of_text``. Only
-        a document that is longer than the held-out part is cut.
+        it. Otherwise the last `VALIDATION_SHARE` of each stretch (`STRETCHES`) is held out. If the ends of documents
+        are known, from the files or by the id ``end_of_text``, the held-out part consists of whole documents. Only a
+        document that is longer than the held-out part is cut.
 
-        If ``end_of_text`` occurs nowhere in a source that says where documents end, it is added after each document.
+        If the files of a source say where documents end, but do not contain ``end_of_text``, this id is added after
+        each document.
 
         Raises:
             InputError: if a file is damaged or of an unknown format, an id is not below ``vocab_size``, the ends of
@@ -219,12 +220,12 @@ class _SourceIds:
 
     parts: list[MappedTokens]
     digests: list[str]  # one for each part
-    occurring: int | None  # the end-of-text token, if it is known and occurs
-    added: int | None  # the end-of-text token, if it is known, does not occur and is added after each document
+    occurring: int | None  # the end-of-text token, if it is known and occurs in the files
+    added: int | None  # the end-of-text token, if it is added after each document
     notes: tuple[str, ...]
 
     def between(self, mapped: MappedTokens, start: int, stop: int) -> list[Tokens]:
-        """Return the tokens of a part from position ``start`` to ``stop``, with those that are added."""
+        """Return the tokens of a part from position ``start`` to ``stop``, with added end-of-text tokens."""
         views = ShardedTokens(mapped.arrays).between(start, stop)
         if self.added is None:
             return views
@@ -280,8 +281,8 @@ def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[i
 
 
 def _document_end(mapped: MappedTokens, position: int, stop: int, end_of_text: int | None) -> int:
-    """Return the first end of a document from ``position`` to ``stop``, or ``stop`` if there is none. If the ends are
-    not known, every position is one."""
+    """Return the first position from ``position`` to ``stop`` at which a document ends, or ``stop`` if there is none.
+    If the ends of documents are unknown, return ``position``."""
     if mapped.ends is not None:
         found = np.searchsorted(mapped.ends, position)
         return min(int(mapped.ends[found]), stop) if found < len(mapped.ends) else stop

@@ -203,9 +203,9 @@ def _without_long_words(text: str) -> Iterator[str]:
 
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
-    """Return a context manager in which the package ``tokenizers`` uses all cores.
+    """Let the package ``tokenizers`` use all cores inside the ``with`` block.
 
-    After the context, the package uses one thread, because a fork may hang while other threads exist. The user's
+    After the block, the package uses one thread, because a fork may hang while other threads exist. The user's
     setting of the environment variable TOKENIZERS_PARALLELISM takes precedence.
     """
     before = os.environ.get("TOKENIZERS_PARALLELISM")

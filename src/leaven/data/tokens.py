@@ -1,5 +1,5 @@
-"""Turn the `[data]` section of a recipe into token ids on disk. Those of text are in a cache that is addressed by
-content; sources that have token ids are used where they are (:mod:`leaven.data.token_source`).
+"""Turn the `[data]` section of a recipe into token ids on disk. The ids of text are in a cache, in folders that are
+named by a hash of the text. Sources that already have token ids are read in place (:mod:`leaven.data.token_source`).
 
 The cache contains the folders ``surveys`` (sizes and hashes of source files), ``tokenizers`` (trained or given) and
 ``tokens`` (one folder for each pair of source and tokenizer). Only one process at a time writes to a folder; other
@@ -109,7 +109,7 @@ def prepare(
     processes: int | None = None,
 ) -> TokenSet:
     """Tokenise the text that the `[data]` section of a recipe names. If the same text was tokenised before, the
-    tokens come from the cache. Sources that have token ids are read where they are.
+    tokens come from the cache. Sources that have token ids are read in place.
 
     If the folder ``cache`` is not given, the cache is in ``$LEAVEN_CACHE``, or if that is not set, in the folder
     ``leaven`` of ``$XDG_CACHE_HOME`` or ``~/.cache``. ``progress`` is called with a stage (``reading``, ``tokenizer``
@@ -196,8 +196,8 @@ def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) ->
 
 
 def _refuse_two_sources(texts: Mapping[str, Sequence[TextPart]]) -> None:
-    """Check that no file belongs to two sources. Each source chooses its validation documents by itself, so that a
-    document could be trained on in one and validated in the other. ``texts`` has the parts of each source."""
+    """Check that no file belongs to two sources. Each source chooses its own validation documents, so a document
+    could be used for training in one and for validation in the other. ``texts`` has the parts of each source."""
     owner: dict[Path, str] = {}
     for source, parts in texts.items():
         for path in {part.path.resolve() for part in parts if isinstance(part, File)}:

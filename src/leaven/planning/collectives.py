@@ -1,7 +1,7 @@
 """Compute the time of communication between accelerators: reduce-scatter, all-gather, all-reduce, all-to-all.
 
-A group is the set of ranks that communicate; its ranks are ``stride`` apart. With tp = 8, a data-parallel group has
-ranks 0, 8, 16, ... and stride 8.
+A group is the set of ranks that communicate. ``stride`` is the distance between the numbers of its ranks: for
+example, with tp = 8 a data-parallel group has the ranks 0, 8, 16, ... and stride 8.
 """
 
 from math import ceil, log2

@@ -86,7 +86,7 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return a text that says which requested values the search never tries and which leaven cannot train."""
+    """Return a note about requested values that the search never tries or that leaven cannot train, or ""."""
     zero = fixed.get("zero", 0)
     left_out = {
         "tensor parallelism across nodes": fixed.get("tp", 1) > job.cluster.accelerator.node_size,
@@ -145,7 +145,7 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the keys that differ from ``own``, except ``key``, dp, compile and keys without effect."""
+    """Return the keys whose values differ from ``own``, except ``key``, dp, compile and keys without effect."""
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]
@@ -165,7 +165,7 @@ def _slower(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
 
 
 def _reason(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
-    """Return a text about the part of a step that loses the most seconds against the chosen layout."""
+    """Return a text about the part of a step that takes the most seconds more than in the chosen layout."""
     more = {part: seconds - vars(chosen.time)[part] for part, seconds in vars(found.time).items()}
     part = max(more, key=more.__getitem__)
     share = vars(found.time)[part] / found.time.step
@@ -208,23 +208,22 @@ def _nothing_fits(least: LayoutCandidate) -> str:
     job, model = least.job, least.job.model
     times = () if job.cluster.accelerator.name == "cpu" else _MORE  # a cpu is always a single process
     larger = (_of_gpus(job.cluster, job.cluster.gpus * n) for n in times)
-    more = next((cluster for cluster in larger if _any_fits(replace(job, cluster=cluster))), None)
+    more = next((cluster for cluster in larger if any_fits(replace(job, cluster=cluster))), None)
     would = [f"{more} would work"] if more else []
     if isinstance(model, ModelShape) and model.vocab_size % 128:
         padded = model.model_copy(update={"vocab_size": -(-model.vocab_size // 128) * 128})
-        if _any_fits(replace(job, model=padded)):
+        if any_fits(replace(job, model=padded)):
             vocab = f"a vocabulary of {padded.vocab_size:,} instead of {model.vocab_size:,}"
             would.append(f"{vocab} would fit, since tp divides it")
     if not would:
         would = ["use an accelerator with more memory or a shorter seq_len"]
     return (
-        f"nothing fits: even the layout with the least memory ({least.arrangement}) needs "
-        f"{least.memory.total / GIB:.1f} GiB of {job.cluster.accelerator.memory_gib:g} on each GPU; "
-        f"{'; '.join(would)}"
+        f"nothing fits: even the layout with the least memory ({least.arrangement}) {memory_and_limit(least)} on "
+        f"each GPU; {'; '.join(would)}"
     )
 
 
-def _any_fits(job: Job) -> bool:
+def any_fits(job: Job) -> bool:
     """Return whether any layout that leaven may choose fits into memory."""
     fixed = {"stages_per_rank": 1} | ({"cp": 1} if job.by_leaven else {})
     for layout in reversed([*layouts(job, fixed)]):  # from the least memory
@@ -263,7 +262,7 @@ def _fewer_gpus(job: Job) -> int | None:
         if in_a_node(tp, dp * tp * pp, node)
     }
     fewer = sorted((count for count in counts if count < job.cluster.gpus), reverse=True)[:_TRIED]
-    return next((n for n in fewer if _any_fits(replace(job, cluster=_of_gpus(job.cluster, n)))), None)
+    return next((n for n in fewer if any_fits(replace(job, cluster=_of_gpus(job.cluster, n)))), None)
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:

@@ -17,7 +17,7 @@ MOST_GPUS = 10**7  # the largest clusters have 10^5
 _MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "GOOGLE", "AWS", "INTEL", "GPU"}
 _FORMS = {"PCIE", "NVL"}  # form factors that are slower than the SXM board of the same name
 _MEMORY = re.compile(r"\d+GB")
-# Assumptions of :func:`trainable_here` and :func:`cluster_for`, rough estimates without a layout.
+# Assumptions of :func:`trainable_here` and :func:`estimated_gpus`, rough estimates without a layout.
 _BYTES_PER_PARAMETER = 16  # weights, gradients and Adam's two moments in fp32
 _MAX_SECONDS = 30 * 86_400
 _MFU = 0.4
@@ -156,17 +156,13 @@ def trainable_here(recipe: Recipe) -> bool:
     return recipe.model.params * _BYTES_PER_PARAMETER < memory and seconds < _MAX_SECONDS
 
 
-def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
-    """Return the smallest cluster of a GPU that can store the model and train it within a month, as ``COUNTxNAME``.
+def estimated_gpus(recipe: Recipe, gpu: Accelerator) -> int:
+    """Estimate how many of these GPUs can store a model and train it within a month: a power of two.
 
-    The number of GPUs is the number of ranks of the recipe's layout, if it has several. Otherwise it is a power of
-    two. It is higher than the number of sequences in a batch only if the model needs the memory.
+    The number is higher than that of the sequences in a batch only if the model needs the memory.
     """
-    if recipe.layout.ranks > 1:
-        return f"{recipe.layout.ranks}x{gpu.name}"
     for_memory = recipe.model.params * _BYTES_PER_PARAMETER / (_MEMORY_SHARE * gpu.memory_gib * 2**30)
     flops_per_second = _MFU * gpu.peak_tflops * 1e12
     for_time = flops_per_token(recipe.model) * recipe.data.tokens / (flops_per_second * _MAX_SECONDS)
     most = math.floor(math.log2(max(recipe.batch.tokens // recipe.model.seq_len, 1)))
-    needed = max(math.ceil(math.log2(for_memory)), min(math.ceil(math.log2(for_time)), most), 0)
-    return f"{2**needed}x{gpu.name}"
+    return 1 << max(math.ceil(math.log2(for_memory)), min(math.ceil(math.log2(for_time)), most), 0)

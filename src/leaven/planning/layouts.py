@@ -42,7 +42,7 @@ _EXPERT_DEGREES = (2, 4, 8, 16, 32, 64, 128, 256)
 FILLS = 4
 # Times that differ by less than this share are equal.
 EQUAL = 0.01
-# A layout that leaven cannot train is mentioned if it is faster by more than this share.
+# A layout that leaven cannot train is mentioned if it is faster than all others by more than this share.
 _MENTIONED_IF_FASTER_BY = 0.02
 
 
@@ -184,7 +184,7 @@ class Exploration:
 
 
 def layouts(job: Job, fixed: Mapping[str, Any] | None = None) -> Iterator[Layout]:
-    """Yield every layout that is worth evaluating for a job; ``fixed`` has values that the layouts must have.
+    """Yield every layout that the search evaluates for a job. ``fixed`` has values that all layouts must have.
 
     Unless ``fixed`` says otherwise, tensor parallelism stays inside a node, ZeRO 2 and 3 are not combined with a
     pipeline, and context parallelism leaves a rank at least 4,096 tokens of a sequence.

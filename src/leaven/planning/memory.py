@@ -57,20 +57,23 @@ class Memory:
 
 @dataclass(frozen=True)
 class _States:
-    """The values from which the memory of a rank with any micro-batch follows, in bytes unless stated otherwise."""
+    """The values from which :func:`stage_memory` computes the memory of a rank for any micro-batch size.
+
+    They are in bytes unless stated otherwise.
+    """
 
     weights: float
     grads: float
     accumulation: float
     optimizer: float
-    gathered: float  # as ``gathered`` of :class:`Memory`, without the copies that ``units`` counts
+    gathered: float  # ``gathered`` of :class:`Memory`, without ``units``
     units: float  # copies of weights that exist only while their block is in use
     buffers: float
     exchange: float  # gradients of a block while they are exchanged
     update: float  # temporary memory of the optimizer update
     stays: float  # activations saved until the backward pass, in bytes per token
     once: float  # activations that exist for only one micro-batch and one block at a time, in bytes per token
-    freed: float  # part of ``stays`` and ``once`` that a block has freed when its gradients are exchanged
+    freed: float  # bytes per token of ``stays`` and ``once`` that are free again when a block exchanges its gradients
 
 
 def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16) -> Memory:
@@ -149,7 +152,6 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
     of_matrices = code.optimizer if code.optimizer_of_matrices is None else code.optimizer_of_matrices
     optimizer = held(code.optimizer, 1, dense - matrices, 0) + held(of_matrices, 1, matrices, experts)
     copy = code.compute_copy or code.weights
-    # The largest FSDP unit and the two units after one another that are the largest.
     unit, two_units = _units(tuple(block for block, _ in blocks), layout, code)
     # Under ZeRO 3, weights are gathered by unit: one unit is in use and the next is prefetched.
     # Leaven's ranks that share a replica use a gathered copy of their weights, also in fp32.
@@ -183,9 +185,9 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
 
 
 def _units(blocks: tuple[BlockTable, ...], layout: Layout, code: TrainingCode) -> tuple[float, float]:
-    """Return the parameters on a rank of the largest FSDP unit, and of the largest two units after one another.
+    """Return the number of parameters on a rank of the largest FSDP unit, and of the largest two consecutive units.
 
-    A unit is a block, or, if a block has two units, its attention or its MLP.
+    A unit is a block. If ``code.units`` is 2, a block has two units: its attention and its MLP.
     """
     t, ep = layout.tp, layout.ep
     whole = max(block.whole + (block.cut + block.experts / ep) / t for block in blocks)

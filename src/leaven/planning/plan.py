@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from leaven.documents.planning import MemoryPlan, PlanDocument, Price, SpeedPlan, StageMemory
+from leaven.planning.accelerators import Accelerator
 from leaven.planning.arrangement import check_layout, parse_layout
 from leaven.planning.blueprint import blueprint
 from leaven.planning.calibration import CalibrationRecord, calibration
 from leaven.planning.cost import cluster_cost
-from leaven.planning.explain import explain, memory_and_limit, no_layout, not_lines, smallest_change
+from leaven.planning.explain import any_fits, explain, memory_and_limit, no_layout, not_lines, smallest_change
 from leaven.planning.flops import CONVENTION, flops_per_token, utilisation
-from leaven.planning.hardware import parse_cluster
+from leaven.planning.hardware import estimated_gpus, parse_cluster
 from leaven.planning.layouts import FILLS, Exploration, Job, LayoutCandidate, explore, ranked, thin_pipeline
 from leaven.planning.memory import GIB, activation_parts, stage_memory
 from leaven.planning.ramp import SHARE, RampThroughput, plan_ramp
@@ -20,6 +21,7 @@ from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 
 N_ALTERNATIVES = 5
+_DOUBLINGS = 8  # numbers of GPUs that :func:`cluster_for` tries
 # Result of benchmarks/planner_accuracy.py: mean and worst error over every usable row of published tables.
 ACCURACY = (
     "mean error on published runs: time 6% over 46 rows of BLOOM (worst +18%), 8% over 61 rows of MPT "
@@ -177,11 +179,28 @@ def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None, moments: M
     Raises:
         InputError: as :func:`plan`, or if the accelerator's speed in the recipe's dtype is unknown.
     """
+    job = _job(recipe, gpus, moments)
+    return plan(job, recipe.data.tokens, layout)
+
+
+def _job(recipe: Recipe, gpus: str, moments: Moments | None = None) -> Job:
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
     code = code.with_moments(moments) if moments else code.with_muon(recipe.hyperparameters.ns_steps)
     code = code.averaging(recipe.average is not None)
-    job = Job(recipe.model, recipe.batch, cluster, code, compile=recipe.layout.compile)
-    return plan(job, recipe.data.tokens, layout)
+    return Job(recipe.model, recipe.batch, cluster, code, compile=recipe.layout.compile)
+
+
+def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
+    """Return a small cluster of these GPUs on which the recipe fits, as ``COUNTxNAME``.
+
+    The number of GPUs is the number of ranks of the recipe's layout, if it has several. Otherwise it is the smallest
+    power of two, from :func:`leaven.planning.hardware.estimated_gpus` on, with which some layout fits into memory.
+    """
+    if recipe.layout.ranks > 1:
+        return f"{recipe.layout.ranks}x{gpu.name}"
+    least = estimated_gpus(recipe, gpu)
+    counts = [least * 2**n for n in range(_DOUBLINGS)]
+    return f"{next((n for n in counts if any_fits(_job(recipe, f'{n}x{gpu.name}'))), least)}x{gpu.name}"
 
 
 def plan(job: Job, tokens: int, layout: str | None = None) -> ClusterPlan:

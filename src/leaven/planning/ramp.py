@@ -39,9 +39,9 @@ SHARE = 0.7
 # Length of a ramp as a share of the run, if the recipe has no ramp (GPT-3 1.3 to 4%, BLOOM 4%).
 OVER = 0.03
 _MOST_INCREMENTS = 64
-# The first measurements are skipped: their running averages have too few values.
+# Number of measurements that are skipped at the start, because a running average of few values is noisy.
 SETTLING = 10
-# Measurements that a fit needs after the skipped ones.
+# Number of measurements that a fit needs besides the skipped ones.
 FEWEST = 10
 
 
@@ -167,7 +167,7 @@ def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
 
 
 def _steps(sizes: tuple[tuple[int, int], ...], tokens: int) -> list[tuple[int, int]]:
-    """Return pairs of (batch in tokens, number of steps at that batch) for a run of ``tokens`` tokens."""
+    """Return pairs of (batch in tokens, number of steps with this batch) for a run of ``tokens`` tokens."""
     schedule = BatchSchedule(sizes)
     ends = [segment.first_step for segment in schedule.segments[1:]] + [schedule.first_step_at(tokens)]
     last = ends[-1]
@@ -236,7 +236,7 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     if stages[-1][1] != batch.tokens:
         end_batch = max(int(multiple * fit.at(tokens)) // seq_len, 1) * seq_len
         why = (
-            f"none: a batch of {full} tokens is above {allowed} even at the end of the run, where the limit is "
+            f"none: a batch of {full} tokens is above {allowed}, even at the end of the run, where the limit is "
             f"{format_quantity(end_batch)}; use leaven transfer --batch-tokens {end_batch}"
         )
     elif not later:

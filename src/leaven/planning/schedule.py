@@ -111,10 +111,11 @@ def simulate(
     backward: Sequence[float],
     weight: Sequence[float] | None = None,
 ) -> Timeline:
-    """Return the passes of a step with their times, from the time of each stage in any unit.
+    """Return the passes of a step with their times.
 
-    ``weight`` is the part of ``backward`` that computes the gradients of weights; by default it equals ``forward``,
-    which has products of the same size. For the first stage the whole backward pass counts as ``weight``, as in
+    ``forward`` and ``backward`` have the time of a pass through each stage, in any unit. ``weight`` is the part of
+    ``backward`` that computes the gradients of weights. By default it equals ``forward``, because both have products
+    of the same size. For the first stage the whole backward pass counts as ``weight``, as in
     torch, because nothing needs gradients of tokens.
     """
     weight = [backward[0], *(weight or forward)[1:]]

@@ -13,11 +13,12 @@ from leaven.catalogue.starter.draft import StarterRecipes, StarterRequest, deriv
 from leaven.catalogue.starter.starter import LEAST_HELD_OUT, MOST_EVALUATED, starter
 from leaven.documents.planning import ComparedRow
 from leaven.errors import InputError
+from leaven.planning.accelerators import Accelerator
 from leaven.planning.cost import cluster_cost
-from leaven.planning.hardware import Cluster, cluster_for
+from leaven.planning.hardware import Cluster, find_accelerator
 from leaven.planning.layouts import Job
 from leaven.planning.memory import GIB
-from leaven.planning.plan import ACCURACY, ACCURACY_OF_EXPERTS, plan, plan_recipe
+from leaven.planning.plan import ACCURACY, ACCURACY_OF_EXPERTS, cluster_for, plan, plan_recipe
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
@@ -25,10 +26,11 @@ from leaven.recipe.units import format_seconds
 from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
-_ROUNDING = 1.05  # smaller differences may come from the rounding of published values; they would print as 1
-# A value is reported as outside the published range if it differs from the range by more than this factor, because
-# published values are rounded and chosen by hand.
+_ROUNDING = 1.05  # smaller factors may come from the rounding of published values, and would be printed as 1
+# A value is reported as outside the published range if it is above or below the range by more than this factor.
+# Smaller factors are not reported, because published values are rounded and chosen by hand.
 FAR = 1.25
+_GPU = "H100-80GB"  # for the GPU-hours of the trials, if the request names no GPUs
 
 
 def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRecipes:
@@ -42,7 +44,7 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
         started = laid_out(started, cluster)
     proxy = _proxy(started)
     if proxy:
-        started = _with_gpu_hours(started, proxy)
+        started = _with_gpu_hours(started, proxy, cluster.accelerator if cluster else find_accelerator(_GPU))
     target = started.target
     near = neighbours(target.model.params_active, target.data.tokens, experts=bool(target.model.experts))
     compared = _compared(target, near)
@@ -135,16 +137,16 @@ def _proxy(started: StarterRecipes) -> Recipe | None:
     return small.replace({"evaluation.tokens": held_out, "evaluation.every_tokens": often, "why": why})
 
 
-def _with_gpu_hours(started: StarterRecipes, proxy: Recipe) -> StarterRecipes:
+def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) -> StarterRecipes:
     """Return the recipes, with the planned GPU-hours of all trials in the step about the proxy.
 
-    The hours are those of `leaven plan` on the smallest cluster for the proxy. They are left out if there is no plan,
-    or if they are less than 1, as for a proxy that a CPU can train.
+    The hours are those of `leaven plan` on the smallest cluster of these GPUs for the proxy. They are left out if
+    there is no plan, or if they are less than 1, as for a proxy that a CPU can train.
     """
     tuning = started.tuning
     assert tuning.proxy
     try:
-        found = plan_recipe(proxy, cluster_for(proxy))
+        found = plan_recipe(proxy, cluster_for(proxy, gpu))
     except InputError:  # no layout divides the proxy's batch
         return started
     cluster = found.job.cluster

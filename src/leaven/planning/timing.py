@@ -136,7 +136,7 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:
     """Return the seconds that the logits and the loss of one micro-batch take, forward and backward.
 
-    The model of the memory traffic is that every byte of the logits is written once and read once.
+    Every byte of the logits is assumed to be written once and read once.
     """
     table = blueprint(model)
     return _logits_seconds(table, _tokens(table, how), how.layout.tp, cluster.accelerator, code)

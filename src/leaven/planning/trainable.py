@@ -80,7 +80,9 @@ def _noise_refusal(recipe: Recipe) -> str | None:
     layout = recipe.layout
     off = "remove this setting to train without measuring it"
     if layout.pp > 1:
-        return f"is measured after the first micro-batch, and with pp = {layout.pp} there is no such point; {off}"
+        return (
+            f"needs the gradients of the first micro-batch alone, and a pipeline (pp = {layout.pp}) has none; {off}"
+        )
     if layout.ranks > 1 and (layout.zero < 2 or layout.dp_replicate > 1):
         return (
             "needs gradients that are exchanged after every micro-batch, and this layout exchanges them once a step; "

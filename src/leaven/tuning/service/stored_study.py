@@ -423,8 +423,12 @@ def join_study(
         created["recipe"] = recipe.model_dump(mode="json")
     study = _load_or_create(store, name, created | {DIGEST: _digest(created)}, what)
     there, digests = _settings(study, what)
-    if recipe is not None and "recipe" in there:
-        check_recipe(Recipe.model_validate(there["recipe"]), recipe, what)
+    try:
+        stored, expected, earlier = _knowledge(there)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise InputError(f"{what} has damaged settings; {RESTORE}") from None
+    if recipe is not None and stored is not None:
+        check_recipe(stored, recipe, what)
     if EARLIER in there and not own_noise:
         here["noise"] = noise = there["noise"]
     for key, value in here.items():
@@ -435,10 +439,6 @@ def join_study(
     for key, option in OPTIONS.items():
         if key in created and key not in there:
             raise InputError(f"{what} was created without {option}; leave this option out, or use another study")
-    expected = {key: (low, high) for key, (low, high) in there.get(EXPECTED, {}).items()}
-    earlier = there.get(EARLIER)
-    if earlier is not None:
-        earlier = EarlierTrials(np.array(earlier["points"]), np.array(earlier["losses"]), earlier["noise"])
     known = replace(axes, expected=expected, earlier=earlier)
     return StoredStudy(store, study, known, noise, what, digests)
 
@@ -454,6 +454,18 @@ def _settings(study: optuna.Study, what: str) -> tuple[dict[str, Any], bool]:
     if digest is not None and digest != _digest(found):
         raise InputError(f"the settings of {what} were changed in its store; {RESTORE}")
     return found, digest is not None
+
+
+def _knowledge(
+    settings: dict[str, Any],
+) -> tuple[Recipe | None, dict[str, tuple[float, float]], EarlierTrials | None]:
+    """Return the recipe, the expected ranges and the earlier trials in the settings of a stored study."""
+    recipe, earlier = settings.get("recipe"), settings.get(EARLIER)
+    return (
+        recipe and Recipe.model_validate(recipe),
+        {key: (low, high) for key, (low, high) in settings.get(EXPECTED, {}).items()},
+        earlier and EarlierTrials(np.array(earlier["points"]), np.array(earlier["losses"]), earlier["noise"]),
+    )
 
 
 def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:
