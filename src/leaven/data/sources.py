@@ -133,8 +133,8 @@ def _files(source: str) -> list[tuple[str, Path]]:
     if not found:
         raise InputError(
             f"data.source {source!r} matches no file; give python-stdlib, tiny-shakespeare, hf://org/dataset, or a "
-            f"path or glob, relative to the current folder, of {', '.join(SUFFIXES)} files (text) or of "
-            f"{', '.join(TOKEN_SUFFIXES)} files (token ids)"
+            f"path or glob of files with text ({', '.join(SUFFIXES)}) or token ids ({', '.join(TOKEN_SUFFIXES)}); a "
+            "relative path starts in the current folder"
         )
     for _, file in found:
         if not file.name.endswith(SUFFIXES + TOKEN_SUFFIXES):

@@ -55,7 +55,7 @@ class MappedTokens:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of token ids. It has the key, name, size and stamp of a :class:`leaven.data.readers.File`."""
+    """A file of token ids, with the attributes of a :class:`leaven.data.readers.File`: key, name, size, stamp."""
 
     key: str  # path of the file below the source
     path: Path

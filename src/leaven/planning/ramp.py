@@ -91,7 +91,10 @@ class RampThroughput:
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
-        """Return the cost of a ramp of ``over_tokens`` tokens; ``increment`` is in tokens, or None for stages."""
+        """Return the cost of a ramp of ``over_tokens`` tokens.
+
+        ``increment`` is the growth of the batch at each step, in tokens; None for a ramp of unequal steps.
+        """
         job, steps = self.job, _steps(sizes, over_tokens)
         seconds = self.run_seconds(sizes, over_tokens)
         at_full = sum(size * n for size, n in steps) / job.batch.tokens * self.seconds(job.batch.tokens)

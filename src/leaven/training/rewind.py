@@ -1,9 +1,10 @@
-"""Rewinds: returns of a run to an earlier state, automatic after a spike (:mod:`leaven.training.spikes`) or manual
-(:class:`ManualRewind`, ``leaven train --rewind-to``). This module does not import torch.
+"""Rewinds. A rewind takes a run back to an earlier state: automatically after a spike
+(:mod:`leaven.training.spikes`), or on request (:class:`ManualRewind`, ``leaven train --rewind-to``). This module does
+not import torch.
 
 The list of rewinds and the number of trained tokens determine which data are skipped, how far the lr is lowered, and
-which checkpoints have been undone. If the run continues from a checkpoint before the target of the rewind, it repeats
-the steps in between, so the result is the same.
+which checkpoints no longer count. If the checkpoint at the rewind's target is missing, the run starts from an older
+checkpoint and trains up to the target again, with the same result.
 """
 
 from collections.abc import Sequence

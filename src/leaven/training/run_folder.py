@@ -354,8 +354,10 @@ class RunFolder:
         return {file: why for file, why in found.items() if why is not None}
 
     def events_changed(self, written: LinesDigest | None) -> str | None:
-        """Return a sentence that says how the first lines of events.jsonl differ from the lines that were
-        ``written``, or None if they do not differ. Without ``written``, only an empty file counts as changed."""
+        """Return a message if the first lines of events.jsonl are not those that were ``written``, else None.
+
+        If ``written`` is None, there is a message only if the file is empty or missing.
+        """
         lines = self._lines_of(self._events)
         if not lines:
             return "its lines are missing"

@@ -483,8 +483,8 @@ def _multiplied(recipe: Recipe, path: str) -> str:
 
 
 def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
-    """Return the lowest (``side`` 0) or the highest (``side`` 1) distance from the recipe that a value may have, and
-    the reason for this limit.
+    """Return how far a value may go below the recipe's (``side`` 0: a negative distance) or above it (``side`` 1),
+    and the reason for this limit.
 
     The reason is a text for the user. It is empty at a natural limit, such as dropout 0.
     """

@@ -123,7 +123,7 @@ def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
 
 
 def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
-    """Return the kinds of multipliers, such as ``lr``, that are searched (in ``space``) or not 1 in the recipe."""
+    """Return the kinds of multipliers, such as ``lr``, that ``space`` searches or that are not 1 in the recipe."""
     values = recipe.hyperparameters
     per_module = ("hyperparameters.modules.", "hyperparameters.depth.")
     searched = {path.rpartition(".")[2].partition("[")[0] for path in space if path.startswith(per_module)}

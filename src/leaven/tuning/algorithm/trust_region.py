@@ -319,10 +319,11 @@ class Region:
         return np.array([self.risk(np.where(np.arange(d) == i, x[i][:, None], base)) for i in range(d)])
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
-        """Return the best level of each choice, (D,). Elements of numbers are 0.
+        """Return the best level of each choice (a value that is not a number), (D,). Entries of numbers are 0.
 
-        The best level gives the lowest value of ``quadratic`` if all numbers are as in the incumbent and the other
-        choices have the level of the start. With ``unseen_first``, levels that have never been run come first.
+        To compare the levels of one choice, all numbers are set as in the incumbent, and all other choices as in the
+        start. The level with the lowest ``quadratic`` is best. With ``unseen_first``, levels that have never been run
+        come first.
         """
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         here = np.where(self.features.level == 0, self.features.of(self.incumbent), 0.0)

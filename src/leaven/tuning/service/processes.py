@@ -101,8 +101,10 @@ def end(leaders: Iterable[int], token: str) -> None:
 
 
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
-    """Return the processes in the sessions of these commands or with their mark, and all children of these
-    processes."""
+    """Return the processes of the commands whose first processes are ``leaders``, and all their children.
+
+    A process belongs to a command if it is in the command's session, or if its environment has the command's mark.
+    """
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):

@@ -74,7 +74,7 @@ def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
 
 
 def why_not_stacked(space: Space, durations: Sequence[int]) -> str | None:
-    """Return the reason why a stack cannot train the trials of a study, or None if it can."""
+    """Return why the trials of a study cannot be trained as a stack (one batched model), or None if they can."""
     if durations:
         return "a stack trains one duration"
     if varied := [path for path in (BATCH, TOKENS, DROPOUT, OPTIMIZER) if path in space.paths]:

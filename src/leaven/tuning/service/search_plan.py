@@ -308,8 +308,8 @@ class SearchPlan:
     def _needs_final_runs(self, runs: Sequence[Evaluation]) -> bool:
         """Return whether the search ends with final runs: runs of the best points with fresh seeds.
 
-        The result is False if the noise is 0, or if runs have finished but none has completed. In a trust-region
-        search, the result is also False in these cases:
+        The result is False if the noise is 0, or if all runs that have ended diverged, failed or were pruned. In a
+        trust-region search, the result is also False in these cases:
 
         - The best point is still the start.
         - The budget is below ``SMALL`` runs, and the noise is unknown.
