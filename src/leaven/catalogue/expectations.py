@@ -1,8 +1,8 @@
 """Predict the best lr, batch, weight decay and init std of a recipe from laws and published runs.
 
 ``leaven tune --prior laws`` starts from these predictions, which use the same runs and laws as ``leaven new``. A
-recipe's scaling rule converts the recipe's hyperparameters for each parameter of the model. A prediction is stated
-relative to the converted hyperparameter of the hidden weights, the matrices inside the blocks.
+recipe's scaling rule converts the recipe's hyperparameters for each parameter of the model. A prediction is a ratio
+to the converted value of the hidden weights, which are the matrices inside the blocks.
 """
 
 import math

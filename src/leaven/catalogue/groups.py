@@ -257,7 +257,7 @@ class PublishedInit(PublishedGroup):
 
 
 class TunedBase(PublishedGroup):
-    """The result of the study in which leaven tuned a small model, whose hyperparameters can be transferred."""
+    """The result of the study in which leaven tuned a small model. Its values can be transferred to larger models."""
 
     rule: str  # scaling rule for which the values were tuned
     trials: int

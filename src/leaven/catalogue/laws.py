@@ -97,7 +97,10 @@ class LossLaw(Part):
         return self.irreducible + self.a / math.pow(params, self.alpha) + self.b / math.pow(tokens, self.beta)
 
     def worth_in_tokens(self, tokens: float, nats: float) -> float:
-        """Return the factor by which ``tokens`` must grow to lower the loss by ``nats``; inf: no length is enough."""
+        """Return the factor by which ``tokens`` must grow to lower the loss by ``nats``.
+
+        Return inf if no number of tokens lowers the loss so far.
+        """
         reducible = self.b / math.pow(tokens, self.beta)
         return math.pow(1 - nats / reducible, -1 / self.beta) if nats < reducible else math.inf
 
@@ -129,9 +132,9 @@ class Fitted(Part):
     tokens_per_param: Range = ANY
 
     def beyond(self, params: float, tokens: float, compute: float) -> list[BeyondRange]:
-        """Return the ranges that do not contain a run, each with the factor by which the run is above or below it.
+        """Return the fitted ranges that a run is outside of, such as the range of N.
 
-        The range with the largest factor comes first.
+        Each has the factor by which the run is above or below the range. The largest factor comes first.
         """
         found: list[BeyondRange] = []
         for axis, value, (lowest, highest) in (

@@ -1,9 +1,9 @@
 """Fill in the message templates of the files ``messages.toml`` and ``checks.toml``.
 
-A template is one part or a list of parts. A part has fields as in ``str.format``. If a field is None or unknown, the
-whole part is left out. Besides Python's formats, a field may have one of the formats below. ``each``, ``range`` and
-``count`` are for votes. A vote is the value of one published run or law, with its name. The chosen value is the
-median of the votes, or the most frequent vote.
+A template is a text, or a list of texts, which are its parts. A part has fields in braces, as in ``str.format``. A
+part is omitted from the message if one of its fields has no value. Besides Python's formats, a field may have one of
+the formats below. ``each``, ``range`` and ``count`` are for votes. A vote is the value of one published run or law,
+with its name. The chosen value is the median of the votes, or the most frequent vote.
 
 - ``q``: a quantity, such as ``1.50 B``
 - ``n DIGITS``: a number with this many significant digits
@@ -15,8 +15,8 @@ median of the votes, or the most frequent vote.
 - ``each FORMAT``: the name and value of every vote
 - ``range FORMAT``: the chosen value, and the lowest and the highest vote
 - ``count FORMAT``: the runs that have the chosen value, and the other votes
-- ``if``: nothing is printed for the field; the part is left out if the field is false
-- ``unless``: nothing is printed for the field; the part is left out if the field is true
+- ``if``: the field prints nothing; the part is omitted if the field is false
+- ``unless``: the field prints nothing; the part is omitted if the field is true
 """
 
 import string
@@ -30,7 +30,7 @@ from leaven.recipe.units import format_number, format_parameters, format_quantit
 
 
 class _LeftOut(Exception):
-    """Raised by a field whose part of the message must be left out."""
+    """Raised by a field to omit the part of the message that contains it."""
 
 
 class _Formatter(string.Formatter):
@@ -92,7 +92,13 @@ def templates(folder: Path = Path(__file__).parent) -> dict[str, dict[str, Any]]
 
 
 def filled(message: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
-    """Return the filled-in parts of a message, without the parts that are left out."""
+    """Return the parts of a message with their fields filled in.
+
+    A part is omitted if one of its fields has no value in ``facts``, or if its ``if`` or ``unless`` says so.
+
+    >>> filled(["{a} of {b}", "in {c}"], {"a": 1, "b": 2})
+    ['1 of 2']
+    """
     found = []
     for template in [message] if isinstance(message, str) else message:
         try:
@@ -103,12 +109,12 @@ def filled(message: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
 
 
 def parts(section: str, key: str, facts: Mapping[str, Any]) -> list[str]:
-    """Return the filled-in parts of a message of ``catalogue/messages.toml``, without those that are left out."""
+    """Return the parts of a message of ``catalogue/messages.toml`` with their fields filled in, as :func:`filled`."""
     return filled(templates()[section][key], facts)
 
 
 def sentence(section: str, key: str, facts: Mapping[str, Any], folder: Path = Path(__file__).parent) -> str:
-    """Return a filled-in message of a folder's ``messages.toml`` as one line."""
+    """Return a message of a folder's ``messages.toml``, filled in, with its parts joined by semicolons."""
     return "; ".join(filled(templates(folder)[section][key], facts))
 
 

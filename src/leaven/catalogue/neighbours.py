@@ -63,14 +63,16 @@ def nearest(
 ) -> list[tuple[PublishedRun, float]]:
     """Return the published runs nearest to a model, each with its distance.
 
-    Sizes are compared by all parameters, or, with ``used``, by the parameters that a token uses. With ``used``, dense
-    runs are returned, too, after the runs of ``kind``. A factor of 2 in size is a distance of 1. Only runs within
-    ``factor`` of the model's size are returned. Runs that fit ``stack`` (the wanted norm placement, QK-norm and
-    optimizer) come before runs that do not, and nearer runs before farther runs. If no run is within ``factor``, runs
-    of all sizes are returned, ordered by distance alone. In this order, the first run of each lineage (runs that
-    copied one another's lr) is then moved to the front. A run is left out if its lr, such as a muP lr, cannot be
-    compared with an lr of the stack's optimizer (by default AdamW).
+    A factor of 2 in size is a distance of 1. Only runs within ``factor`` of the model's size are returned, in this
+    order: runs of ``kind`` before others, then runs that fit ``stack`` before others, then nearer before farther. If
+    no run is within ``factor``, runs of all sizes are returned, ordered by distance alone. At the end, the first run
+    of each lineage (runs that copied one another's lr) is moved to the front. A run is left out if its lr, such as a
+    muP lr, cannot be compared with an lr of the stack's optimizer (by default AdamW).
 
+    Args:
+        stack: the wanted norm placement, QK-norm and optimizer.
+        used: whether to compare sizes by the parameters that a token uses, not by all parameters. Then dense runs
+            are returned, too.
     Raises:
         InputError: if ``params`` or ``tokens`` is not above 0, if ``factor`` is below 1, or if no run of this kind
             has a comparable lr.
@@ -137,8 +139,10 @@ class Votes:
 
 
 def most_common(by: Mapping[str, Any]) -> Votes | None:
-    """Return the votes ``by`` together with the most frequent value (the first one if several are equally frequent).
-    Return None if there are no votes."""
+    """Return the votes ``by`` and their most frequent value, or None if there are no votes.
+
+    If several values are equally frequent, the first one is chosen.
+    """
     return Votes(Counter(by.values()).most_common(1)[0][0], by) if by else None
 
 
@@ -221,8 +225,8 @@ class Neighbours:
         """Return the weight of each run's vote, by run id.
 
         A run of the model's size has weight 1. The weight falls linearly with the logarithm of the size ratio, and is
-        nearly 0 at the ratio `FACTOR`, or at a larger ratio if few runs are near (`EDGE`). All weights are 1 if there
-        is a reference run, or if no run is within `FACTOR`.
+        nearly 0 at the ratio `FACTOR`. If fewer than `NEAREST` runs are within `FACTOR`, it may fall more slowly
+        (`EDGE`). All weights are 1 if there is a reference run, or if no run is within `FACTOR`.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)

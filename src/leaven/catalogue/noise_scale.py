@@ -20,7 +20,7 @@ def squared_gradient(small: Any, small_squared: Any, big: Any, big_squared: Any)
 
 
 def gradient_noise(small: Any, small_squared: Any, big: Any, big_squared: Any) -> Any:
-    """Return an unbiased estimate of tr(Sigma), the variance of the gradient of one token, summed over its entries.
+    """Return an unbiased estimate of tr(Sigma): the variance of one token's gradient, summed over all parameters.
 
     The arguments are those of :func:`squared_gradient`.
     """
@@ -28,12 +28,18 @@ def gradient_noise(small: Any, small_squared: Any, big: Any, big_squared: Any) -
 
 
 def tokens_over_least(batch: float, critical: float) -> float:
-    """Return the tokens that a run needs to reach a loss, relative to a tiny batch (McCandlish 2018, section 2.3)."""
+    """Return how many times more tokens a run needs to reach a loss than with a tiny batch.
+
+    The formula is that of McCandlish 2018, section 2.3.
+    """
     return 1 + batch / critical
 
 
 def steps_over_least(batch: float, critical: float) -> float:
-    """Return the steps that a run needs to reach a loss, relative to a huge batch (same source)."""
+    """Return how many times more steps a run needs to reach a loss than with a huge batch.
+
+    The formula is that of McCandlish 2018, section 2.3.
+    """
     return 1 + critical / batch
 
 

@@ -266,7 +266,7 @@ class PublishedRun(Part):
 
     @property
     def tokens_per_parameter(self) -> float | None:
-        """Return the tokens per parameter that a token uses."""
+        """Return the training tokens / the number of parameters that a token uses."""
         return self.tokens / self.params_active if self.tokens else None
 
     @property
@@ -281,7 +281,7 @@ class PublishedRun(Part):
 
     @property
     def expert_ratio(self) -> float | None:
-        """Return the width of all experts that a token uses, shared ones included, / d_model."""
+        """Return w / d_model, where w is the total width of the experts that a token uses, shared ones included."""
         arch = self.arch
         if not (arch.d_expert and arch.experts_per_token and arch.d_model):
             return None

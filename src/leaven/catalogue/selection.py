@@ -116,7 +116,11 @@ def values(run: PublishedRun) -> dict[str, Any]:
 
 
 def _closest_paths(path: str, known: set[str]) -> list[str]:
-    """Return the three known paths most similar to ``path``. If it has no dot, compare it with their last keys."""
+    """Return the three known paths most similar to ``path``.
+
+    A ``path`` without a dot is compared with the last key of each known path, such as ``shape`` of
+    ``schedule.shape``.
+    """
     if "." in path:
         return closest(path, known)
     keys = closest(path, {one.rpartition(".")[2] for one in known})

@@ -11,7 +11,10 @@ from leaven.recipe.recipe import Recipe, flatten
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
-    """Return (first batch in tokens, tokens after which it has its full size); (None, None): it never grows."""
+    """Return the first batch in tokens, and the number of tokens after which the batch has its full size.
+
+    Return (None, None) if the batch never grows.
+    """
     if recipe.batch.ramp is not None:
         return recipe.batch.ramp.start_tokens, recipe.batch.ramp.over_tokens
     sizes = recipe.batch.sizes

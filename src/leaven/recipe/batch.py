@@ -83,7 +83,7 @@ class Batch(Part):
 
     @property
     def rule(self) -> RampRule:
-        """Return whether hyperparameters are ``fixed`` while the batch grows or ``scaled`` with the batch size."""
+        """Return what hyperparameters do while the batch grows: ``fixed``, or ``scaled`` with the batch size."""
         return self.ramp.rule if self.ramp else self.stages_rule or "fixed"
 
     @property

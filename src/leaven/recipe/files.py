@@ -216,10 +216,10 @@ def render(recipe: Recipe, template: str = "") -> str:
 
 
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
-    """Return ``rows``, a list of tables, without the defaults that the template omits.
+    """Return ``rows``, a list of tables, without default values that the template does not contain.
 
-    ``own`` is the same list without defaults, and ``stated`` is the list in the template. If ``rows`` is not a list
-    of tables, it is returned unchanged.
+    ``own`` has the same tables without any default values. ``stated`` has the tables of the template. If ``rows`` is
+    not a list of tables, it is returned unchanged.
     """
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows

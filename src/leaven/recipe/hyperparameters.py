@@ -99,7 +99,10 @@ class Muon(Part):
     ns_steps: int = Field(default=5, ge=1, lt=100)  # Newton-Schulz iterations that make the momentum orthogonal
 
     def matching(self, out: float, into: float) -> float:
-        """Return the factor of ``match`` for a matrix (out, into). A step is lr x factor x orthogonal matrix."""
+        """Return the factor in a step of Muon, which is lr x factor x (orthogonal matrix).
+
+        The factor depends on the shape (``out``, ``into``) of the matrix. The field ``match`` selects the formula.
+        """
         if self.match == "spectral":
             return math.sqrt(max(1.0, out / into))
         return 0.2 * math.sqrt(max(out, into))

@@ -133,10 +133,10 @@ class Average(Part):
         return self
 
     def share(self, before: int, tokens: int, horizon: int) -> float:
-        """Return the share of the current weights in the new average, after a step.
+        """Return the share s of the current weights in the average after a step.
 
-        The step goes from ``before`` to ``tokens`` trained tokens of a run of ``horizon`` tokens. The share is 0
-        until the average begins.
+        The new average is s x (current weights) + (1 - s) x (old average). The step goes from ``before`` to
+        ``tokens`` trained tokens of a run of ``horizon`` tokens. s is 0 until the average begins.
         """
         start = (1 - self.last) * horizon
         if tokens <= start:
@@ -359,14 +359,18 @@ Difference = tuple[str, Any, Any]  # dotted path, value in the first recipe, val
 
 
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the differences between two recipes, without `NOT_NUMBERS`, which change at most the last bits of the
-    loss."""
+    """Return the differences between two recipes that change the loss by more than its last bits.
+
+    Keys in `NOT_NUMBERS` are left out.
+    """
     return differing(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
 
 
 def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the differences between two recipes in layout and micro-batch, which change only the order of sums, and
-    so only the last bits of the loss."""
+    """Return the differences between two recipes in layout and micro-batch.
+
+    They change only the order of sums, and so only the last bits of the loss.
+    """
     return differing(*(recipe.model_dump(include={"layout": True, "batch": {"micro_batch"}}) for recipe in (a, b)))
 
 

@@ -64,7 +64,10 @@ class Role(StrEnum):
 
     @property
     def in_branches(self) -> bool:
-        """Return whether parameters with this role are the matrices that turn width into width inside a block."""
+        """Return whether parameters with this role are matrices in a block whose fan in and fan out grow with width.
+
+        These are hidden weights and the weights of experts.
+        """
         return self in {Role.HIDDEN_WEIGHT, Role.EXPERT_WEIGHT}
 
 

@@ -73,8 +73,8 @@ def tensor_ratios(
         head: the ratio of the head dimensions, target / base.
 
     Raises:
-        ValueError: if the role is that of a matrix, but the tensor has another number of dimensions, as with
-            convolutions, or if target and base have different numbers of experts.
+        ValueError: if the role needs a matrix and the tensor has another number of dimensions, such as that of a
+            convolution; or if target and base have different numbers of experts.
     """
     assert len(shape) == len(base_shape), f"{shape} and {base_shape} are not the same tensor at two scales"
     sides = 3 if role is Role.EXPERT_WEIGHT else 2

@@ -41,7 +41,10 @@ class Ratios:
 
 @dataclass(frozen=True)
 class TensorRatios:
-    """The ratios (target scale / base scale) of one tensor and of its run. The vocabulary counts as unchanged."""
+    """The ratios (target scale / base scale) of one tensor and of its run.
+
+    The size of the vocabulary is ignored: a fan in or fan out that is the vocabulary has the ratio 1.
+    """
 
     fan_in: float = 1.0  # of this tensor
     fan_out: float = 1.0  # of this tensor

@@ -76,8 +76,8 @@ def describe(
 ) -> ShowDocument:
     """Return the result of ``leaven show`` and ``leaven transfer``: the values that a recipe's parameters get.
 
-    The result also contains ``warnings`` about the recipe, and ``worth``: estimates of what the gain of a tuning
-    study is worth for a larger run.
+    The result also contains ``warnings`` about the recipe, and ``worth``: how many times more training tokens would
+    lower the loss as much as the tuning study did.
     """
     table, model, tuned = parameter_table(recipe), recipe.model, recipe.hyperparameters
     found, clip = starts(recipe, table), tuned.grad_clip

@@ -50,8 +50,8 @@ The router turns the width into as many logits as there are experts, which is a 
 
 - A step changes a logit by lr x fan in x (size of the input), so lr ~ I^-1. Each of L blocks changes the stream by
   L^-alpha times the change of its weights, in the same direction, so lr ~ L^(alpha-1), as for hidden weights.
-- The gradient of a logit is the product of an expert's output and the gradient of the stream, summed over the width.
-  Its entries do not grow, but once the output is aligned with the gradient, their sum does not fall with the width
+- The gradient of a logit is a sum over the width: the expert's output times the gradient of the stream. The sum does
+  not grow with the width, and once the output is aligned with the gradient, it does not fall with the width
   either. The router sends this gradient back to the stream through its own weights. All other gradients there fall as
   1 / width, so the initial weights must, too: variance ~ I^-2, as for an unembedding. (With I^-1, the router's part
   would exceed the others by width^(1/2).)

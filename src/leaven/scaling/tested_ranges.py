@@ -64,10 +64,9 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
 
 
 def unlike(source: Mapping[str, int | None], recipe: Recipe) -> list[CautionRow]:
-    """Return warnings if ``vocab_size`` or ``seq_len`` differ from those of the model that the recipe's values are
-    from.
+    """Return warnings if a recipe's values are from a model with another ``vocab_size`` or ``seq_len``.
 
-    No rule scales with these sizes. ``source`` maps their names to the sizes of that model; None is unknown.
+    No rule scales with these two sizes. ``source`` maps their names to the sizes of that model; None means unknown.
     """
     rows = [(name, getattr(recipe.model, name), source[name]) for name in _UNSCALED if source.get(name)]
     return [_caution(name, value, there) for name, value, there in rows if there and value != there]
@@ -106,8 +105,10 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Yield a warning if Muon's values are scaled far over batch or tokens, for which no test of the rule is
-    known."""
+    """Warn if a recipe with Muon has far more or far fewer tokens than its base, or a far larger or smaller batch.
+
+    No test of the rule is known for such a scaling of Muon's values.
+    """
     for axis in ("batch", "tokens"):
         ratio = getattr(table.ratios, axis)
         if recipe.hyperparameters.muon and table.rule.columns and not 1 / MUON_FACTOR <= ratio <= MUON_FACTOR:
@@ -136,7 +137,10 @@ def _tokens_per_parameter(recipe: Recipe) -> Iterator[CautionRow]:
 
 
 def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about a token exponent (the lr falls as tokens^-t) outside its interval from ``leaven check duration``."""
+    """Warn if the token exponent t is outside the interval that ``leaven check duration`` measured.
+
+    The lr falls as tokens^-t.
+    """
     interval, used = recipe.scaling.token_exponent_interval, recipe.scaling.token_exponent
     if interval is None or table.ratios.tokens == 1 or "lr" not in table.rule.columns:
         return

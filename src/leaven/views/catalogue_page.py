@@ -164,10 +164,10 @@ def scatter(
     own: Recipe | None = None,
     own_value: float | None = None,
 ) -> tuple[Figure, list[str]]:
-    """Return a chart of published runs over the parameters that a token uses, and the names of its lines.
+    """Return a chart of published runs, and the names of the lines in the chart.
 
-    The lines are numbered in the chart, in the order of the names. The recipe ``own`` is drawn as a star at its size
-    and ``own_value``.
+    The x axis is the number of parameters that a token uses, and the y axis is ``quantity``. The lines are numbered
+    in the order of the names. The recipe ``own`` is drawn as a star at its size and ``own_value``.
     """
     points = [(run, value) for run in runs if (value := read(run, quantity.path))]
     sizes, values = [run.params_active for run, _ in points], [value for _, value in points]
@@ -239,10 +239,10 @@ def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str
 
 
 def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
-    """Return (size, lower quartile, upper quartile) for each model size of a band that shows the usual values.
+    """Return the range of usual values at several model sizes, each as (size, lower quartile, upper quartile).
 
-    At each size, a lineage (a family of models) has one vote: the median of its runs that are near this size. The
-    quartiles are those of the votes. A size with fewer than four votes is left out.
+    The quartiles are over the votes at a size. Each lineage (a family of models) has one vote: the median of its runs
+    that are near this size. A size with fewer than four votes is left out.
     """
     sizes = [run.params_active for run, _ in points]
     edge = []

@@ -128,7 +128,7 @@ def _trace(points: Points, mode: str, **style: Any) -> Figure:
 
 
 def short(value: float | None) -> float | None:
-    """Round a number to six digits, to keep pages small."""
+    """Round a number to six significant digits, to keep pages small."""
     return value if value is None or isinstance(value, int) else float(f"{value:.6g}")
 
 
@@ -229,7 +229,10 @@ def thin(points: Sequence[Point], most: int, *, logarithmic: bool = True) -> lis
 
 
 def corners(points: Sequence[Point]) -> list[Point]:
-    """Return the points at which the levels of a step function begin and end."""
+    """Return the points at which the value of a step function changes: one before and one after each change.
+
+    The first and the last point are kept.
+    """
     last = len(points) - 1
     return [
         (x, y) for i, (x, y) in enumerate(points) if i in {0, last} or y != points[i - 1][1] or y != points[i + 1][1]

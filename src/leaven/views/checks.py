@@ -34,7 +34,10 @@ def _to(low: float, high: float) -> str:
 
 @dataclass(frozen=True)
 class CheckTable:
-    """A table of a check: the rows of an axis such as width, the rows of a sweep, or numbers without a verdict."""
+    """A table of a check.
+
+    Its rows are the verdicts over an axis such as width, the verdicts of a sweep, or numbers without a verdict.
+    """
 
     name: str
     title: str
@@ -128,7 +131,10 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
 
 
 def _part(check: CheckDocument, part: str) -> Callable[[VerdictRow], str]:
-    """Return a function that takes a row and returns a cell: the number named ``part``, with its interval if any."""
+    """Return the function that makes the cells of one column, which shows the number ``part`` of each row.
+
+    The function takes a row. It returns the number as text, with its interval if the row has one.
+    """
     slopes = check.check in SLOPES
 
     def cell(row: VerdictRow) -> str:

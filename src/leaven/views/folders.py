@@ -53,13 +53,16 @@ class RunView:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The median speed of the steps, because a mean would count slow first steps and pauses."""
+        """The median speed of the steps, in tokens per second. A mean would count slow first steps and pauses."""
         speeds = sorted(speed for step in self.steps if (speed := step.get("tokens_per_second")))
         return speeds[len(speeds) // 2] if speeds else None
 
     @property
     def gaps(self) -> str:
-        """What is missing or changed in the files of the run, as text; empty if nothing is."""
+        """The faults in the files of the run, as text: damaged lines, and files that changed after the run finished.
+
+        It is "" if there are no faults.
+        """
         found = [f"{file} is not as it was when the run finished: {why}" for file, why in self.changed.items()]
         if self.damaged:
             lines = "one damaged line" if self.damaged == 1 else f"{self.damaged} damaged lines"
@@ -75,7 +78,7 @@ class StudyView(StudyDocument):
     folder: str = "."  # the study's folder, relative to the folder in which its commands run
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Return the values, by path, at these distances from the start."""
+        """Return the values of hyperparameters, by path, whose distances from the starting values are ``octaves``."""
         of = self.centre
         return point.values(of, octaves) if isinstance(of, Recipe) else of.values(octaves)
 
@@ -90,7 +93,10 @@ class StudyView(StudyDocument):
 
     @property
     def start_loss(self) -> float | None:
-        """The mean loss of the trials with the starting values, or else the loss of the first complete trial."""
+        """The mean loss of the trials with the starting values, or None if no trial is complete.
+
+        If no complete trial has the starting values, it is the loss of the first complete trial.
+        """
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         losses = [trial.loss for trial in list(filter(at_start, done)) or done[:1] if trial.loss is not None]
         return sum(losses) / len(losses) if losses else None
@@ -180,7 +186,7 @@ def read_run(folder: Path) -> RunView:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers and texts of a line of metrics.jsonl or events.jsonl, and None in place of other values."""
+    """Return a line of metrics.jsonl or events.jsonl, with None in place of every value that cannot be displayed."""
 
     def plain(key: str, value: Any) -> Any:
         if isinstance(value, str) and key in {"event", "why"}:

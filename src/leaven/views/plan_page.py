@@ -102,7 +102,7 @@ def _pipeline(how: Arrangement, job: Job, charts: dict[str, Figure | None]) -> M
 
 
 def _sources(accelerator: Accelerator) -> str:
-    """Return the sources of an accelerator's numbers as text; groups of numbers with the same source are joined."""
+    """Return the sources of an accelerator's numbers as text. A source of several groups of numbers is named once."""
     groups: dict[str, list[str]] = {}
     for of in accelerator.sources:
         groups.setdefault(f"{of.text} ({CONFIDENCE[of.confidence]})", []).append(of.group)

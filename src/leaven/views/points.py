@@ -83,7 +83,10 @@ def share(trial: StudyTrial, state: StudyDocument) -> str:
 
 
 def _reached(trial: StudyTrial) -> int:
-    """Return the tokens of a trial; if a command did not say its tokens, the last step of its curve."""
+    """Return the number of tokens that a trial trained on.
+
+    If the command of the trial did not report it, return the tokens of the last point of the loss curve.
+    """
     return trial.tokens or (trial.curve[-1][0] if trial.curve else 0)
 
 
@@ -157,7 +160,10 @@ def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
 
 
 def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[Fact]:
-    """Return lines about ``fewest``: the hyperparameters with the fewest changes that are as good as the best."""
+    """Return lines about ``fewest``: the point with the fewest changes whose loss equals the best within the noise.
+
+    ``fewest`` gives the point as distances from the starting values, by path.
+    """
     if fewest == state.octaves:
         return [("fewest", ["no trial with fewer changes is equal to the best within the noise"])]
     moved = {path: octaves for path, octaves in fewest.items() if octaves}
@@ -191,7 +197,7 @@ def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
 
 
 def _wider(dimension: Dimension, best: float) -> str:
-    """Return as text how to extend the search space beyond ``best``, a value at its limit."""
+    """Return a text that says how to extend the search space, because the ``best`` value is at its limit."""
     if "." not in dimension.path:  # of a command file; a path in a recipe has a section
         return f"move this bound of {dimension.path} under [space]"
     low, high, step = dimension.low, dimension.high, 2 * dimension.scale

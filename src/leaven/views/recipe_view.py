@@ -26,7 +26,8 @@ def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -
     def line(name: str, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
         """Return a line of the parameter table, for the parameter ``name`` in all layers.
 
-        A cell is (range of values in ``beside``, range of values in the recipe, reason of the value).
+        A cell is (range in ``beside``, range in the recipe, reason). A range is from the smallest to the largest
+        value of the layers. The reason is that of the first layer.
         """
         first, base = rows[0], others.get(name, [])
         cells = [
@@ -67,7 +68,7 @@ def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[s
 def _band(label: str, factors: Sequence[float], reach: int, text: str, state: str = "") -> Mapping[str, Any]:
     """Return a band with a colour for each layer, ``text`` beside it, and ``label`` in its tooltip.
 
-    ``state`` is "left" if the study left this multiplier out of its search.
+    ``state`` is "left" if the study did not search this multiplier, and "depth" for the depth multipliers.
     """
     layers = ", layer by layer" if len(set(factors)) > 1 else ""
     shown = ", ".join(map(numbers.ratio, factors if layers else factors[:1]))
@@ -142,15 +143,15 @@ def acts(recipe: Recipe, module: str, kind: str) -> bool:
 
 
 def over_depth(recipe: Recipe, kind: str) -> list[float]:
-    """Return each layer's depth multiplier of a ``kind`` such as ``lr``."""
+    """Return the depth multiplier of each layer for a ``kind`` of multiplier such as ``lr``."""
     count, points = recipe.model.n_layers, getattr(recipe.hyperparameters.depth, kind)
     return [DepthProfile.at(points, layer, count) for layer in range(count)]
 
 
 def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
-    """Return a module's multiplier of a ``kind`` such as ``lr``, times the depth multiplier, for each layer.
+    """Return, for each layer, the multiplier of a module times the depth multiplier, for a ``kind`` such as ``lr``.
 
-    For a module outside the layers, such as the embedding, return only the module's multiplier.
+    For a module outside the layers, such as the embedding, return a list with only the module's multiplier.
     """
     own = getattr(recipe.hyperparameters.modules.get(module, Multipliers()), kind)
     inside = any(each.module == module and each.layer is not None for each in recipe.model.parameters())

@@ -41,8 +41,10 @@ def colours(count: int) -> list[str]:
 
 
 def _loss(runs: Coloured, x: Figure) -> Figure:
-    """Draw the loss of every step (faint line), the smoothed loss (strong line) and the validation losses (dots; of
-    averaged weights open circles)."""
+    """Draw the loss of every step (faint line), the smoothed loss (strong line) and the validation losses (dots).
+
+    Validation losses of averaged weights are open circles.
+    """
     faint, strong, dots = [], [], []
     for run, colour in runs:
         losses = _values(run, "loss")

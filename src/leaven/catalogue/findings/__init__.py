@@ -125,7 +125,7 @@ def find(check: Check, case: Case) -> FindingRow | None:
 
 
 def _read(check: Check, case: Case) -> Check | None:
-    """Return the check with its compared value and suggestions for a recipe, or None if it does not apply."""
+    """Return the check with the compared value and the suggestions for a recipe, or None if it does not apply."""
     if not case.neighbours and check.far_from_runs == "skip":
         return None
     read: Check | None = check.read(case)
@@ -134,7 +134,10 @@ def _read(check: Check, case: Case) -> Check | None:
 
 
 def _end(written: float | str, facts: Mapping[str, float]) -> float:
-    """Return a limit as a number; a word in it is a key of ``facts``: ``1.5 most`` is 1.5 x ``facts["most"]``."""
+    """Return a limit of ``checks.toml`` as a number.
+
+    A limit may name a number in ``facts``: ``1.5 most`` is 1.5 x ``facts["most"]``, and ``most / 2`` is half of it.
+    """
     if not isinstance(written, str):
         return written
     product, _, divisor = written.partition(" / ")
@@ -143,7 +146,10 @@ def _end(written: float | str, facts: Mapping[str, float]) -> float:
 
 
 def _distance(check: Check, value: float) -> float:
-    """Return the number that is compared with limits: 1 / (1 - beta) for a beta of Adam, else the value itself."""
+    """Return the number by which a value is compared with its limits.
+
+    It is 1 / (1 - beta) if the value is a beta of Adam, and the value itself if not.
+    """
     if check.hidden not in ("beta1", "beta2"):
         return value
     return 1 / (1 - value) if value < 1 else math.inf  # a rule may round a beta to 1

@@ -78,8 +78,10 @@ class Check:
     sure: bool = True  # whether the limits hold at this size; if not, a finding is a note at most
 
     def read(self, case: "Case") -> "Check":
-        """Return a copy of this check with what its entry in ``checks.toml`` says about the recipe of ``case``: the
-        compared value, the suggested changes, and the facts for the message."""
+        """Return a copy of this check, filled in for the recipe of ``case`` as ``checks.toml`` says.
+
+        Filled in are the compared value, the suggested changes, and the facts for the message.
+        """
         value, facts = None, {}
         if self.hidden:
             value, facts["where"] = case.hidden(self.hidden), "the hidden weights have"
@@ -145,13 +147,18 @@ class Case:
 
     @cached_property
     def neighbours(self) -> tuple[PublishedRun, ...]:
-        """Return at most `VOTES` runs within a factor of 4 of the recipe's size, in the order of
-        :func:`leaven.catalogue.neighbours.neighbours`: one of each lineage."""
+        """Return at most `VOTES` published runs within a factor of 4 of the recipe's size, one of each lineage.
+
+        They have the order of :func:`leaven.catalogue.neighbours.neighbours`.
+        """
         return self.size.near.close[:VOTES]
 
     @cached_property
     def alike(self) -> frozenset[str]:
-        """Return the ids of runs with the recipe's norm_placement and qk_norm, and nearly its size, lr and batch."""
+        """Return the ids of the published runs that are like the recipe.
+
+        They have the recipe's norm_placement and qk_norm, and are near it in size, lr and batch (`_ALIKE`).
+        """
         stack = Stack(self.recipe.model.norm_placement, self.recipe.model.qk_norm, "adamw")
         return frozenset(
             run.id
@@ -163,14 +170,16 @@ class Case:
         )
 
     def hidden(self, quantity: str) -> float:
-        """Return the median of a quantity over the hidden weights, after the scaling rule."""
+        """Return the median of a quantity, such as ``lr``, over the hidden weights, converted by the scaling rule."""
         values: list[float] = [getattr(row, quantity) for row in self.rows if row.role is Role.HIDDEN_WEIGHT]
         return median(values)
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of the hidden weights, without the last matrices of branches and weights with a
-        std of 0; return 0 if no other weight is left."""
+        """Return the median init std of the hidden weights, or 0 if all of them are left out.
+
+        Left out are the last matrix of each residual branch, and weights with an init std of 0.
+        """
         stds: list[float] = [
             row.init_std
             for row in self.rows
@@ -180,8 +189,10 @@ class Case:
 
     @cached_property
     def residual_stds(self) -> dict[str, float]:
-        """Return the RMS of (init std x branch multiplier) over the layers, for the last matrix of each residual
-        branch."""
+        """Return init std x branch multiplier for the last matrix of each residual branch, by the matrix's module.
+
+        The value is the RMS over all layers.
+        """
         squares: dict[str, list[float]] = {}
         for row in self.rows:
             if row.module in BRANCH_ENDS:
@@ -196,20 +207,19 @@ class Case:
         return hidden | {"hyperparameters.init_std": self.init_std}
 
     def near(self, of_run: OfRun) -> list[float]:
-        """Return the results of ``of_run`` for the neighbours, sorted, without those that are None."""
+        """Return the values that the function ``of_run`` returns for the neighbours, sorted. None is left out."""
         return sorted(found for run in self.neighbours if (found := of_run(run)) is not None)
 
     def published(self, of_run: OfRun) -> Bounds:
-        """Return the smallest and the largest result of ``of_run`` for the published runs."""
+        """Return the smallest and the largest value that the function ``of_run`` returns for the published runs."""
         known = [found for run in self.runs if (found := of_run(run)) is not None]
         return min(known), max(known)
 
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
-        """Return the change of hyperparameter ``quantity`` that gives the hidden weights ``wanted``.
-
-        The new value differs from ``wanted``, because the scaling rule converts it. ``to`` rounds it to two digits:
-        ``math.ceil`` if the weights must get at least ``wanted``, ``math.floor`` if they must get at most ``wanted``.
-        A beta is rounded to the nearest number with three digits instead.
+        """Return the change of a hyperparameter in the recipe with which the hidden weights get the value ``wanted``.
+        The two values differ, because the scaling rule converts the recipe's value for the weights. ``to`` rounds the
+        new value to two digits: ``math.ceil`` if the weights must get at least ``wanted``, ``math.floor`` if they
+        must get at most ``wanted``. A beta is rounded to the nearest number with three digits instead.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)

@@ -374,8 +374,9 @@ def init_std(check: Check, case: Case) -> Check | None:
 def residual_std(check: Check, case: Case) -> Check | None:
     """Compare the init std of the last matrix of each residual branch with that of the other matrices in blocks.
 
-    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2, of the branch in which it
-    is largest. Nothing is compared with norms on the outputs of branches, which undo the std.
+    The compared value is (ratio of the two stds) x sqrt(2 n_layers). It is 1 for GPT-2. If it differs between
+    branches, the largest is compared. The check is skipped if the model has norms on the outputs of branches, because
+    such a norm undoes the std.
     """
     if not case.init_std or case.recipe.model.norm_placement != "pre":
         return None
@@ -406,9 +407,10 @@ def residual_std(check: Check, case: Case) -> Check | None:
 
 
 def branch_stds(check: Check, case: Case) -> Check | None:
-    """Compare the multipliers of the init std of the last matrices of the residual branches with the smallest one.
+    """Check that the last matrices of all residual branches have about the same multiplier of the init std.
 
-    A shared expert or a dense layer that is added to a recipe adds a branch, for which the recipe has no multiplier.
+    The compared value is the largest multiplier / the smallest. The two can differ if a shared expert or a dense
+    layer is added to a recipe: this adds a branch for which the recipe has no multiplier yet.
     """
     tuned = case.recipe.hyperparameters
     stds = {
@@ -485,7 +487,7 @@ def mlp_ratio(check: Check, case: Case) -> Check | None:
 
 
 def expert_width(check: Check, case: Case) -> Check | None:
-    """Compare the width of all experts that a token uses / d_model."""
+    """Compare w / d_model with mixtures of experts, where w is the total width of the experts that a token uses."""
     model = case.recipe.model
     if not model.experts:
         return None
@@ -509,7 +511,7 @@ def balance(check: Check, case: Case) -> Check | None:
 
 
 def balance_loss(check: Check, case: Case) -> Check | None:
-    """Compare the coefficient of the balance loss at the base, where it is written."""
+    """Compare the coefficient of the balance loss, as written in the recipe and not as scaled by the rule."""
     experts = case.recipe.model.experts
     if not experts or not experts.balanced_by_loss:
         return None
@@ -527,7 +529,10 @@ def router_z_loss(check: Check, case: Case) -> Check | None:
 
 
 def _with_published(check: Check, **changes: Any) -> Check:
-    """Return the check with ``changes``, the mixtures of experts that publish the compared value, and their range."""
+    """Return the check with ``changes`` to its fields, and with the published values for mixtures of experts.
+
+    It gets the runs that publish the compared value, and their smallest and largest value.
+    """
     check = replace(check, **changes)
     known = [(run, value) for run in load_runs() if run.kind == "moe" and (value := check.of_run(run))]
     values = [value for _, value in known]

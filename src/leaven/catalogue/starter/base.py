@@ -76,10 +76,11 @@ def tuned_bases() -> tuple[Recipe, ...]:
 
 
 def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | None:
-    """Return the largest tuned base for a model, and the model's shape at the base's width and depth.
+    """Return the largest tuned base for a model, and the shape that the model has at the base's width and depth.
 
-    A tuned base is a small recipe that leaven tuned. The returned base has at most half the model's parameters, and
-    about as many tokens per parameter as the model's run of ``tokens`` tokens. Return None if no tuned base fits.
+    A tuned base is a small recipe that leaven tuned. The returned base has at most half the model's parameters. Its
+    tokens per parameter are within a factor of `SAME_DURATION` of those of the model, which trains on ``tokens``
+    tokens. Return None if no tuned base fits.
     """
     each = tokens / model.params
     for base in reversed(tuned_bases()):

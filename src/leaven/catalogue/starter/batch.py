@@ -89,7 +89,7 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> di
 def batch_evidence(at: RunSize) -> Evidence:
     """Return the batch sizes that laws predict and that published runs used, in tokens.
 
-    The batch of a published run is converted to the tokens of ``at``.
+    The batch of a published run is converted to the run length ``at.tokens``.
     """
     return at.evidence(
         batches(at.laws, "optimal"),
@@ -204,7 +204,7 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
 
 
 def _divisible(sequences: int, gpus: int) -> int:
-    """Return a number of sequences within 1/32 of ``sequences`` that splits evenly over many of the GPUs.
+    """Round a number of sequences, by at most 1/32 of it, so that it splits evenly over many of the GPUs.
 
     The result is a multiple of the largest power of two that divides ``gpus`` and is at most ``sequences`` / 16.
     """

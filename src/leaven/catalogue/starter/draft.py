@@ -1,6 +1,6 @@
 """The data of `leaven new`: the request, the evidence for a value, the unfinished recipe, and the result.
 
-A recipe is built in numbered steps. Each value is decided once, with a reason, whose sentence is in
+A recipe is built in numbered steps. Each value is decided once. The sentence with the reason for the value is in
 ``catalogue/messages.toml``.
 """
 
@@ -96,7 +96,10 @@ def used_params(params: int, experts: tuple[int, int] | None) -> int:
 
 
 def widths_of_experts(near: Neighbours) -> Votes:
-    """Return the width of all experts that a token uses, shared ones included, / d_model."""
+    """Return what the neighbours publish for w / d_model, and the median.
+
+    w is the total width of the experts that a token uses, shared ones included.
+    """
     return near.middle(near.values(attrgetter("expert_ratio")))
 
 
@@ -157,12 +160,12 @@ class RunSize:
     def evidence(
         self, laws: Mapping[str, float], of_run: Callable[[PublishedRun], float | None], own: float | None
     ) -> "Evidence":
-        """Return the values of one quantity by laws and by published runs.
+        """Return the values of one quantity that laws predict and that published runs used.
 
         Args:
             laws: the value of each law, by the law's name.
             of_run: a function that returns the value of a published run.
-            own: the value of the reference run, which is used instead of the published runs; None: use these runs.
+            own: the value of the reference run. If it is given, the values of other published runs are not used.
         """
         inside = sum(law.in_range is True for law in self.laws if law.law in laws)
         if own and self.reference:
@@ -175,7 +178,7 @@ class RunSize:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The values of one quantity by laws and by published runs, with their sources."""
+    """The values of one quantity that laws predict and that published runs used, with their sources."""
 
     laws: Votes
     inside: int  # number of laws within their fitted range
@@ -206,8 +209,13 @@ def derivation_step(
     values: Mapping[str, Any] | None = None,
     sources: Sequence[str] = (),
 ) -> DerivationRow:
-    """Return one step in the derivation of a recipe: its reasons (``lines``), the values that it sets, by path, and
-    the runs and laws that it uses, without duplicates."""
+    """Return one step in the derivation of a recipe.
+
+    Args:
+        lines: the reasons.
+        values: the values that the step sets, by path.
+        sources: the runs and laws that the step uses; duplicates are removed.
+    """
     once = list(dict.fromkeys(sources))
     return DerivationRow(
         step=number, title=title, values=dict(values or {}), lines=list(lines), reason="; ".join(lines), sources=once

@@ -121,9 +121,10 @@ def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
 
 
 def trials_worth(each: float) -> int:
-    """Return the largest number in `TRIALS` that costs at most `SHARE` of the run, or else the smallest number.
+    """Return how many trials to run: the largest number in `TRIALS` that costs at most `SHARE` of the run.
 
-    ``each`` is the cost of one trial as a share of the run.
+    If even the smallest number costs more, return the smallest. ``each`` is the cost of one trial as a share of the
+    run.
     """
     return next((trials for trials in TRIALS if trials * each <= SHARE), TRIALS[-1])
 

@@ -72,7 +72,10 @@ def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return a vocabulary size near ``usual``, with an embedding of at most `VOCABULARY_SHARE` of the parameters."""
+    """Return the vocabulary size nearest to ``usual``, or a smaller one if the embedding would be too large.
+
+    The embedding may have at most `VOCABULARY_SHARE` of the parameters.
+    """
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])
@@ -129,7 +132,10 @@ def shape_of(
 
 
 def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return d_ff, and the experts if there are any, for a width near ``width`` of what a token uses."""
+    """Return the fields ``d_ff`` and ``experts`` of a model shape with an MLP about ``width`` wide.
+
+    With experts, ``width`` is the total width of the experts that a token uses.
+    """
     if experts is None:
         return {"d_ff": width}
     used = experts["active"] + experts["shared"]
@@ -139,7 +145,11 @@ def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _experts_of(request: StarterRequest) -> dict[str, Any] | None:
-    """Return the experts without d_expert, as most of the nearest published mixtures of experts have them."""
+    """Return the fields of :class:`Experts` except d_expert, or None for a dense model.
+
+    The numbers of experts are as requested. Shared experts and dense layers are as in most of the nearest published
+    mixtures of experts.
+    """
     if request.experts is None:
         return None
     number, active = request.experts
@@ -152,7 +162,7 @@ def _experts_of(request: StarterRequest) -> dict[str, Any] | None:
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
-    """Return the widths to try: round multiples of the head dimension, within a factor of 3 of the usual width."""
+    """Return the widths to try: round multiples of the head dimension within a factor of 3 of the width ``usual``."""
     unit = proportions.d_head * (proportions.n_kv_heads or proportions.group)
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
     widths = [unit * step for step in steps if usual / 3 <= unit * step <= 3 * usual]
@@ -241,12 +251,18 @@ def _usual_aspect(near: Neighbours) -> float:
 
 
 def _usual_width(request: StarterRequest, near: Neighbours) -> float:
-    """Return the width at which the blocks, of 12 d^2 L parameters, have as many parameters as a token uses."""
+    """Return the width d at which 12 d^2 L, the size of the blocks, is the number of parameters that a token uses.
+
+    L follows from d / L, the proportion of the reference run or of the neighbours.
+    """
     return math.cbrt(request.params_active * _usual_aspect(near) / 12)
 
 
 def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> float:
-    """Return the embedding's share of the parameters that a token uses, at the usual width."""
+    """Return about which share of the parameters the embedding has, with a vocabulary of ``vocab``.
+
+    The parameters are those that a token uses. The width of the embedding is that of :func:`_usual_width`.
+    """
     return vocab * _usual_width(request, near) / request.params_active
 
 
@@ -261,7 +277,10 @@ def _stack_of(run: PublishedRun) -> dict[str, Any]:
 
 
 def _theta_of_long() -> tuple[float, list[str]]:
-    """Return the most frequent rope_theta of published runs with sequences above `SHORT` tokens, and their ids."""
+    """Return the most frequent rope_theta of published runs with long sequences, and the ids of the runs with it.
+
+    Sequences are long if they have more than `SHORT` tokens.
+    """
     by: dict[float, list[str]] = {}
     for run in load_runs():
         if run.arch.rope_theta and run.data and (run.data.seq_len or 0) > SHORT:
@@ -270,7 +289,10 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near the size, from the year `RECENT` on, or else the neighbours."""
+    """Return the newest run of each lineage near the model's size, without runs before the year `RECENT`.
+
+    If no run is left, return the neighbours.
+    """
     newest = first_of_each(reversed(sorted(near.of_size(), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 
@@ -293,10 +315,10 @@ def _lengths(near: Neighbours) -> Votes:
 
 
 def _seq_len(request: StarterRequest, near: Neighbours) -> int:
-    """Return the sequence length of the target: the requested one, or else that of the reference run.
+    """Return the sequence length of the target: the requested one or, without a request, the reference run's.
 
-    With neither, it is the median of recent published runs, or less: at most 1/`SEQUENCES_A_BATCH` of the batch that
-    laws predict, but at least `SHORTEST`. It is rounded down to a power of two, or up by at most 19%: 3,000 becomes
+    Without both, start from the median of recent published runs. Lower it to 1/`SEQUENCES_A_BATCH` of the batch that
+    laws predict, but not below `SHORTEST`. Then round it down to a power of two, or up by at most 19%: 3,000 becomes
     2,048, and 3,500 becomes 4,096.
     """
     if request.seq_len:

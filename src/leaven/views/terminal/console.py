@@ -19,7 +19,10 @@ NO_TERMINAL = 120  # characters; width of output to a file or a pipe
 
 
 class SafeConsole(Console):
-    """A console that prints the text of every renderable as :func:`leaven.errors.shown` returns it."""
+    """A console that hides passwords and makes control characters visible in everything that it prints.
+
+    :func:`leaven.errors.shown` does both.
+    """
 
     def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
         for text, style, control in super().render(*arguments, **options):

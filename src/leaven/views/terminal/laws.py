@@ -164,8 +164,8 @@ def _spreads(
 ) -> Facts:
     """Return lines with the median and range of each quantity that the laws predict.
 
-    The first line has the model size N that was given to the laws, without all embeddings or without the input
-    embedding. If a law has several forms, only the main form counts.
+    The first line has the two model sizes N with which the laws were evaluated: some laws count N without any
+    embeddings, and some without the input embedding only. Of a law with several forms, only the main form counts.
     """
     own = [law for law in laws if law.form_of is None]
     by_kind = [(kind, [law for law in own if law.batch_kind == kind]) for kind in _KINDS]

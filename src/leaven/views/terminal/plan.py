@@ -126,9 +126,9 @@ def _choices(layout: Layout) -> list[str]:
 
 
 def _explained(explained: Explanation, step_seconds: float) -> list[Cell]:
-    """Return why a requested layout was not chosen, and which parts of a step differ from the chosen layout's.
+    """Return why a requested layout was not chosen, and the times of the parts of a step in both layouts.
 
-    Parts whose times differ by less than 1% of the step are left out.
+    Parts whose times differ by less than 1% of the step between the requested and the chosen layout are left out.
     """
     ep = explained.layout["ep"] if explained.layout else 1
     return [

@@ -16,7 +16,10 @@ from leaven.views.terminal.findings import written
 
 
 def _number(header: str, unit: str = "", quantity: str = "") -> Column:
-    """Return a column of numbers of the parameter table: the field ``quantity`` or, by default, ``header``."""
+    """Return a column of the parameter table that shows a field of the rows as numbers.
+
+    The field is ``quantity`` or, if no quantity is given, the field that has the name ``header``.
+    """
     field = quantity or header
 
     def text(group: LayerGroup) -> str:
@@ -63,7 +66,7 @@ def _size(totals: Totals) -> str:
 def transfer_screen(shown: ShowDocument) -> Iterator[RenderableType]:
     """Yield the parameter table and, if a study chose the values, what the gain of the study is worth.
 
-    The worth is a multiple of the run's tokens: without the study, training on that many tokens would gain as much.
+    The worth is the factor on the run's tokens that would lower the loss as much as the study did.
     """
     yield from parameters_screen(shown)
     if shown.worth:
