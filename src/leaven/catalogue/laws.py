@@ -260,13 +260,16 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
 
 
 def main_laws(model: ModelShape, tokens: int) -> list[LawRow]:
-    """Return what each law predicts for a run of a model; of a law with several forms, only the main form."""
+    """Return what each law predicts for a run of a model. Of a law with several forms, only the main form is used."""
     rows = evaluate(model.params_active, tokens, params_non_embedding=model.params_non_embedding)
     return [row for row in rows if row.form_of is None]
 
 
 def power_lines_tau(params: float, tokens: float) -> float:
-    """Return the best timescale of AdamW, batch / (lr x weight decay x tokens), by Power Lines (arXiv 2505.13738)."""
+    """Return the best timescale of AdamW as the Power Lines law predicts it (arXiv 2505.13738).
+
+    The timescale is batch / (lr x weight decay x tokens), a share of the run.
+    """
     tau = find_law("Power Lines 2025 timescale").tau
     assert tau
     return tau.at(Point(params, tokens, 1, 1))

@@ -243,8 +243,10 @@ class Neighbours:
 
 
 def mixtures(params: int) -> Neighbours:
-    """Return the nearest mixtures of experts, with any optimizer, for a model of which a token uses ``params``
-    parameters. They decide the shape of its experts."""
+    """Return the published mixtures of experts that are nearest in size to a model, with any optimizer.
+
+    A token uses ``params`` parameters of the model. Its experts get their shape from these runs.
+    """
     runs = sorted((run for run in load_runs() if run.kind == "moe"), key=lambda run: size_ratio(run, params))
     return Neighbours(params, tuple(first_of_each(runs)), experts=True)
 

@@ -321,7 +321,10 @@ class ModelShape(Part):
 
     @property
     def roles(self) -> dict[str, Role]:
-        """Return the role of each module by name; that of ``biases`` is the role of its last parameter."""
+        """Return the role of each module by name.
+
+        The module ``biases`` contains parameters of several roles. Its role is that of its last parameter.
+        """
         return {parameter.module: parameter.role for parameter in self.parameters()}
 
     @property

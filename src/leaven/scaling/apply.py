@@ -40,8 +40,8 @@ AT_BASE = Factors(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 def factors(rule: Rule, role: Role, at: TensorRatios, scaling: Scaling, muon: bool = False) -> Factors:
     """Return the factors of a scaling rule for a tensor.
 
-    ``at`` contains the tensor's sizes divided by those of the same tensor in the base, and ``scaling`` the exponents.
-    ``muon``: whether Muon updates the tensor.
+    ``at`` contains the ratios target / base of the tensor and of its run, and ``scaling`` the exponents of the rule.
+    ``muon`` is true if Muon updates the tensor.
     """
 
     def product(*cells: Cell) -> float:

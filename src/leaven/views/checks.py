@@ -36,7 +36,8 @@ def _to(low: float, high: float) -> str:
 class CheckTable:
     """A table of a check.
 
-    Its rows are the verdicts over an axis such as width, the verdicts of a sweep, or numbers without a verdict.
+    Its rows are the verdicts on modules over an axis such as width, the verdicts of a sweep, or measured numbers
+    without a verdict.
     """
 
     name: str

@@ -92,8 +92,8 @@ def drawn_ranks(p: int) -> list[int]:
 def passes(step: Timeline, slower: float, stages_per_rank: int) -> Figure:
     """Draw the forward and backward passes of each pipeline rank over the time of a step.
 
-    A rank waits where nothing is drawn. If a rank has several stages, later stages are paler. All times are
-    multiplied by ``slower``, the factor of the calibration.
+    A rank waits where nothing is drawn. If a rank has several stages, later stages are paler. All planned times are
+    multiplied by ``slower``, a factor from the calibration with earlier runs.
     """
     ranks = drawn_ranks(len(step.ranks))
     unit, scale = ("ms", 1e3 * slower) if slower * step.end < 1 else ("s", slower)

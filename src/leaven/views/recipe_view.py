@@ -162,7 +162,7 @@ def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] 
     """Return the table of the multipliers that a search found, or None if no multipliers were searched.
 
     The table has a row for each module and a column for each kind of multiplier. A cell is a band with a colour for
-    each layer, and the module's multiplier without the depth multiplier as text.
+    each layer. Its text is the module's multiplier, without the depth multiplier.
     """
     kinds = multiplier_kinds(recipe, space)
     if not kinds:

@@ -153,8 +153,8 @@ def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float
 
     The loss is in nats above that of the best hyperparameters. The line is the surrogate's prediction, with a band of
     one standard deviation. In the grey region, the loss is flat within the noise. The red area is the probability of
-    divergence, which is 1 at the top. Crosses are trials that diverged, and ticks are complete trials. ``depth`` is
-    the lowest loss on the y axis, and ``height`` the highest.
+    divergence, which is 1 at the top. Crosses are trials that diverged, and ticks are complete trials. ``depth`` and
+    ``height`` are the lowest and the highest loss that is drawn.
     """
     dimension = study.dimension(coordinate.path)
     bottom, top = depth - 0.18 * (height - depth), height + 0.08 * (height - depth)

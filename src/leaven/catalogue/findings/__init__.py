@@ -32,9 +32,9 @@ def findings(
 ) -> list[FindingRow]:
     """Return the findings of all checks, the most severe first, each with changes of the recipe that remove it.
 
-    Each suggested change is tried on the recipe. The change is dropped if the finding remains, or if it makes the
-    finding of another check worse than before and worse than a note. Changes that cause the fewest new notes come
-    first.
+    A note is the mildest finding. Each suggested change is tried on the recipe. The change is dropped if the finding
+    remains, or if the finding of another check becomes worse than before and worse than a note. Changes that cause
+    the fewest new notes come first.
 
     Args:
         rows_of: a function that returns the rows of a recipe's parameter table.

@@ -128,7 +128,7 @@ class Case:
 
     @cached_property
     def size(self) -> RunSize:
-        """The recipe's size, with the published runs near it and the laws, as `leaven new` would weigh them."""
+        """The recipe's size, with the evidence that `leaven new` would use for it: near published runs, and laws."""
         model = self.recipe.model
         near = neighbours(
             self.params,

@@ -103,8 +103,10 @@ def starter(request: StarterRequest) -> StarterRecipes:
 
 
 def untuned(recipe: Recipe) -> Recipe:
-    """Return ``recipe`` with the schedule and hyperparameters that `leaven new` would choose for its shape, batch and
-    length if there were no proxy and no tuned base."""
+    """Return ``recipe`` with the schedule and hyperparameters that `leaven new` would choose without tuning.
+
+    They are chosen for the recipe's shape, batch and length, as if there were no proxy and no tuned base.
+    """
     model, tokens = recipe.model, recipe.data.tokens
     at = RunSize(neighbours(model.params_active, tokens, experts=bool(model.experts)), model, tokens)
     draft, batch = StarterDraft(), recipe.batch.tokens
