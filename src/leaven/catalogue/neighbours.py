@@ -73,6 +73,7 @@ def nearest(
         stack: the wanted norm placement, QK-norm and optimizer.
         used: whether to compare sizes by the parameters that a token uses, not by all parameters. Then dense runs
             are returned, too.
+
     Raises:
         InputError: if ``params`` or ``tokens`` is not above 0, if ``factor`` is below 1, or if no run of this kind
             has a comparable lr.
@@ -149,9 +150,9 @@ def most_common(by: Mapping[str, Any]) -> Votes | None:
 def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Votes:
     """Return the values ``by`` of runs or laws together with their geometric median, exp(median of the logarithms).
 
-    With ``weights``, half of the total weight is below the median. Half of a value's own weight counts as below this
-    value, and logarithms are interpolated linearly between values. Values 1 and 4 with equal weights -> 2, the
-    ordinary median.
+    Without ``weights``, all values have the same weight. Half of the total weight is below the median. Half of a
+    value's own weight counts as below that value. Between two values, the logarithm is interpolated linearly: the
+    median of 1 and 4 with equal weights is 2.
     """
     if weights is None:
         return Votes(math.exp(median(map(math.log, by.values()))), by)

@@ -1,7 +1,7 @@
 """The published training runs: one TOML file for each run in ``runs/``, with the sources of all values.
 
-To add a run, add a file with the tables of :mod:`leaven.catalogue.groups`; its name is the run's id. Files with a
-table ``[tuning]`` are runs of leaven itself, small models whose hyperparameters can be transferred.
+To add a run, add a file with the tables of :mod:`leaven.catalogue.groups`. The file's name is the run's id. Files
+with a table ``[tuning]`` are runs of leaven itself: small models whose hyperparameters can be transferred.
 :class:`PublishedRun` has the tables of a file, and the same values under leaven's names and in its units.
 """
 
@@ -42,7 +42,10 @@ _BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(number of residual layers)")
 
 
 def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the optimizers with comparable learning rates: Adam and AdamW, or ``optimizer`` alone."""
+    """Return the optimizers whose learning rates can be compared with those of ``optimizer``.
+
+    These are Adam and AdamW if ``optimizer`` is one of them. Otherwise it is ``optimizer`` alone.
+    """
     return ("adam", "adamw") if optimizer in ("adam", "adamw") else (optimizer,)
 
 

@@ -65,10 +65,10 @@ def tensor_ratios(
     """Return the ratios (target scale / base scale) that determine the factors of a scaling rule for one tensor.
 
     Args:
-        shape, base_shape: the tensor's shapes at target and base: (fan out, fan in) for matrices, as in
-            ``nn.Linear``, (experts, fan out, fan in) for the matrices of experts, (experts, fan in) for a router, and
-            (vocabulary or positions, width) for embeddings and unembedding. A gain or bias has fan in 1, and its
-            number of elements as fan out.
+        shape, base_shape: the tensor's shapes at target and base. A matrix has the shape (fan out, fan in), as in
+            ``nn.Linear``. The matrices of experts have (experts, fan out, fan in), a router (experts, fan in), and
+            embeddings and unembedding (vocabulary or positions, width). A gain or bias has fan in 1, and its fan out
+            is the number of its elements.
         at: the ratios of the run, from which the result takes depth, batch and tokens.
         head: the ratio of the head dimensions, target / base.
 

@@ -147,8 +147,8 @@ def transfer(
 def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     """Return ``target`` with the hyperparameters of ``tuned``, a recipe that ``leaven tune`` wrote.
 
-    The tables ``[hyperparameters]`` and ``[scaling]`` are those of ``tuned``.
-    If the study of ``tuned`` searched values outside these two tables, they are transferred, too:
+    The tables ``[hyperparameters]`` and ``[scaling]`` are those of ``tuned``. If the study of ``tuned`` searched
+    values outside these two tables, they are transferred, too:
 
     - The warm-up keeps its share of the run.
     - The training tokens of ``target`` are multiplied by the ratio of tuned tokens to tokens of the base.

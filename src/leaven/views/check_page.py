@@ -69,8 +69,8 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
     """Return the points of a curve, divided by the curve's first value, so that it starts at 1.
 
-    If the curve ``eps`` is given, each value is first divided by the value of ``eps`` at the same size.
-    Return an empty list if a value is 0 or missing, because a logarithmic axis cannot show it.
+    If the curve ``eps`` is given, each value is first divided by the value of ``eps`` at the same size. Return an
+    empty list if a value is 0 or missing, because a logarithmic axis cannot show it.
     """
     divisors = eps.y if eps else [None] * len(curve.y)
     values = [y / e if y and e else y for y, e in zip(curve.y, divisors, strict=True)]

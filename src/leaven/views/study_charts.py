@@ -262,7 +262,7 @@ def curves(study: StudyView, known: Curves, title: str) -> Figure:
 
 
 def front(study: StudyView) -> Figure | None:
-    """Draw the final losses of trials over their tokens, and the Pareto front as a line with steps.
+    """Draw the final losses of trials over their tokens, and the Pareto front as a stepped line.
 
     A trial that was evaluated after several durations has a dot for each duration. Return None if the trials of the
     front have about the same duration.

@@ -37,8 +37,9 @@ class Column:
 class Table:
     """A table whose rows are known before it is printed.
 
-    If the table is too wide for the terminal, columns are left out, then the gaps between columns are narrowed, and
-    then a column with the same number in all rows becomes a line below the table.
+    A table that is too wide for the terminal is made narrower in three steps, until it fits. First, optional columns
+    are left out. Then, the gaps between columns are narrowed. Then, columns with the same number in all rows become
+    lines below the table.
     """
 
     columns: Sequence[Column]

@@ -1,4 +1,4 @@
-"""The data of a check: :class:`Check` is one check, :class:`Case` is the recipe to check.
+"""The data of the checks: :class:`Check` is one check, :class:`Case` is the recipe to check.
 
 A recipe's scaling rule converts the hyperparameters in the recipe for each parameter of the model. Checks compare the
 converted hyperparameters of the hidden weights, the matrices inside the blocks, with published runs.
@@ -217,6 +217,7 @@ class Case:
 
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
         """Return the change of a hyperparameter in the recipe with which the hidden weights get the value ``wanted``.
+
         The two values differ, because the scaling rule converts the recipe's value for the weights. ``to`` rounds the
         new value to two digits: ``math.ceil`` if the weights must get at least ``wanted``, ``math.floor`` if they
         must get at most ``wanted``. A beta is rounded to the nearest number with three digits instead.

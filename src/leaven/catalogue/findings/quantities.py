@@ -502,7 +502,7 @@ def expert_width(check: Check, case: Case) -> Check | None:
 
 
 def balance(check: Check, case: Case) -> Check | None:
-    """Report that nothing balances the load of the experts, which is needed if a token does not use all of them."""
+    """Report that nothing balances the load of the experts, if a token does not use all experts."""
     experts = case.recipe.model.experts
     if not experts or experts.balance != "none" or experts.active == experts.number:
         return None

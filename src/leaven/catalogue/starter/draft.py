@@ -241,8 +241,11 @@ class StarterDraft:
         return BatchSchedule(Batch.model_validate(self.document["batch"]).sizes)
 
     def decide(self, path: str, value: Any, message: str | None = None, **facts: Any) -> None:
-        """Set a value and its reason: the text ``message`` (by default ``path``) of ``messages.toml``, filled with
-        ``facts``."""
+        """Set a value and its reason.
+
+        The reason is the message with the key ``message`` (by default ``path``) in ``messages.toml``, filled in with
+        ``facts``.
+        """
         set_path(self.document, path, value)
         self._open[path] = {"value": value, "reference": self.reference} | facts
         self.why[path] = sentence("reasons", message or path, self._open[path])

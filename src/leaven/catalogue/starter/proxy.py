@@ -77,7 +77,7 @@ def choose_proxy(
     Args:
         model, batch_tokens, tokens: shape, batch and run length of the target.
         lineages: number of lineages (groups of published runs) near the target's size.
-        size: number of parameters that the user requests for the proxy; None: leaven chooses it.
+        size: number of parameters that the user requests for the proxy. If None, leaven chooses it.
 
     Raises:
         InputError: if no smaller shape with the target's proportions has about ``size`` parameters.

@@ -1,5 +1,6 @@
-"""Choose the shape of a starter recipe from the proportions of the nearest published runs, in sizes that divide
-evenly.
+"""Choose the shape of a starter recipe from the proportions of the nearest published runs.
+
+Sizes are round: the width, for example, is a multiple of the head dimension.
 
 Symbols: d is d_model, L the number of layers, and f is d_ff, the width of the MLP.
 """
