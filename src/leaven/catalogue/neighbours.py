@@ -266,10 +266,10 @@ def neighbours(
     The neighbours of a dense model are dense runs. The neighbours of a mixture of experts (``experts``) are mixtures
     of experts and dense runs. ``params`` and the size of a run count the parameters that a token uses.
 
-    A lineage is a group of runs that copied one another's lr. Runs are sorted: first those within `FACTOR` of the
-    model's size, then those of the model's kind, then those with AdamW and the given norm placement and QK-norm, then
-    by distance in size and tokens. The neighbours are the first run of each lineage in this order. If no run is
-    within `FACTOR`, only the distance counts.
+    A lineage is a group of runs that copied one another's lr. Runs are sorted by four criteria, the most important
+    first: whether they are within `FACTOR` of the model's size, whether they are of the model's kind, whether they
+    have AdamW and the given norm placement and QK-norm, and their distance in size and tokens. The neighbours are the
+    first run of each lineage in this order. If no run is within `FACTOR`, only the distance counts.
     """
     stack = Stack(norm_placement, qk_norm, "adamw")
     kind: Kind = "moe" if experts else "dense"

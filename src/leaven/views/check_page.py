@@ -81,8 +81,8 @@ def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
 def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
     """Return the charts of a sweep (of lr, weight decay, init std or batch size), and the context of their section.
 
-    The first chart shows the loss over the swept value, with a line for each model and a star at its best value. More
-    charts show the best value over the width, depth, batch or tokens of the models.
+    The first chart shows the loss over the swept value, with a line and a star for each model. The star is at the
+    model's best value. More charts show the best value over the width, depth, batch or tokens of the models.
     """
     curves = [curve for curve in check.curves if curve.quantity == "loss"]
     stars = {curve.module: curve for curve in check.curves if curve.quantity == "optimum"}

@@ -195,7 +195,10 @@ def demo_page(demo: DemoDocument) -> str:
 
 
 def _losses(demo: DemoDocument, rule: str) -> Figure:
-    """Draw the loss over the lr for one rule, with a line for each width and a diamond at its lowest point."""
+    """Draw the loss over the lr for one rule, with a line for each width.
+
+    A diamond marks the lowest point of each line.
+    """
     drawn = curves(demo)
     lowest = min(min(curve.values()) for curve in drawn.values())
     start = best(drawn[rule, demo.models[0].width])
