@@ -131,7 +131,10 @@ def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> s
 
 
 def _values_of(recipe: Recipe) -> dict[str, float]:
-    """Return the recipe's value in each chart, by the key of the chart. Lr and init std are of the hidden weights."""
+    """Return the recipe's value in each chart, by the key of the chart.
+
+    Lr and init std are those of the hidden weights.
+    """
     case = Case(recipe, adamw_rows(recipe))
     return {"lr": case.hidden("lr"), "batch": case.batch, "tokens": case.tokens, "init": case.init_std}
 

@@ -136,7 +136,8 @@ def _read(check: Check, case: Case) -> Check | None:
 def _end(written: float | str, facts: Mapping[str, float]) -> float:
     """Return a limit of ``checks.toml`` as a number.
 
-    A limit may name a number in ``facts``: ``1.5 most`` is 1.5 x ``facts["most"]``, and ``most / 2`` is half of it.
+    A limit may name a number in ``facts``: ``1.5 most`` is 1.5 x ``facts["most"]``, and ``most / 2`` is
+    ``facts["most"]`` / 2.
     """
     if not isinstance(written, str):
         return written

@@ -180,7 +180,7 @@ def _init_rules(width: int) -> dict[str, float]:
 
 
 def _choose_init(draft: StarterDraft, at: RunSize) -> float:
-    """Choose the init std. Return its multiplier for the last matrices of the residual branches."""
+    """Choose the init std. Return the factor on this std for the last matrix of each residual branch."""
     model, run = at.model, at.reference
     width, depth = (run and run.arch.d_model) or model.d_model, (run and run.arch.n_layers) or model.n_layers
     # The std of a run with norms on the branches' outputs (OLMo 2) may be too large for pre-norm blocks.

@@ -246,7 +246,10 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
 
 
 def _usual_aspect(near: Neighbours) -> float:
-    """Return d / L of the reference run, or the median of the neighbours."""
+    """Return d / L of the reference run or, without a reference run, the median of the neighbours.
+
+    The median is limited to `SMALL_ASPECT` if no published run is near in size.
+    """
     aspect = float(middle(near.values(lambda run: run.aspect)).value)
     return aspect if near.reference or near.close else min(aspect, SMALL_ASPECT)
 
