@@ -134,7 +134,7 @@ def test_a_recipe_too_large_for_this_machine_is_planned(tiny: Recipe, monkeypatc
     large = tiny.replace({"model": tiny.model.scaled(4096, 32).model_dump(), "data.tokens": 140_000_000_000})
     assert next_commands.trainable_here(tiny)
     assert not next_commands.trainable_here(large)
-    assert next_commands.train(Path("large.toml"), large) == ["leaven plan large.toml --gpus GPUS"]
+    assert next_commands.train(Path("large.toml"), large) == ["leaven plan large.toml --gpus 4xH100-SXM-80GB"]
     h100 = hardware.find_accelerator("H100-80GB")
     assert cluster_for(large, h100) == "4xH100-SXM-80GB"
     one_sequence = large.replace({"batch.tokens": large.model.seq_len, "data.tokens": 10**9})
@@ -170,11 +170,11 @@ def test_a_recipe_is_planned_on_the_hardware_that_it_is_known_for(
     assert "bloom-176b was trained on 384xA100-SXM-80GB" in out
     assert printed(out) == ["leaven plan bloom.toml --gpus 384xA100-SXM-80GB"]
     recipe = read_recipe("bloom.toml")
-    assert next_commands.train(Path("b.toml"), recipe.replace({"data.tokens": 10**12}))[0].endswith(" GPUS")
+    assert next_commands.train(Path("b.toml"), recipe.replace({"data.tokens": 10**12}))[0].endswith("xH100-SXM-80GB")
     why = recipe.why | {"layout.dp": "the planner's fastest layout that fits 64x4xB200: dp 256"}
     laid_out = recipe.replace({"layout.dp": 256, "why": why})
     assert next_commands.train(Path("b.toml"), laid_out) == ["leaven plan b.toml --gpus 64x4xB200-SXM-180GB"]
-    assert next_commands.train(Path("b.toml"), laid_out.replace({"layout.dp": 8}))[0].endswith(" GPUS")
+    assert next_commands.train(Path("b.toml"), laid_out.replace({"layout.dp": 8}))[0].endswith(" 8xH100-SXM-80GB")
     assert leaven("new", "olmo.toml", "--from", "olmo-1b", "--gpus", "16xH200-SXM-141GB")[0] == 0
     _, out, _ = leaven("recipes", "check", "olmo.toml")  # as `new` words the reason of the layout
     assert printed(out) == ["leaven plan olmo.toml --gpus 16xH200-SXM-141GB"]
@@ -191,8 +191,8 @@ def test_a_large_proxy_is_planned_on_the_gpus_of_its_target(
     assert plan in leaven("recipes", "check", "big.toml")[1]
     assert plan in leaven("recipes", "check", "big-proxy.toml")[1]
     _, out, _ = leaven(*new, "--force")  # nothing says on which GPUs
-    assert "plan big-proxy.toml --gpus GPUS" in out
-    assert "GPUS stands for your GPUs" in out
+    assert "plan big-proxy.toml --gpus 1xH100-SXM-80GB" in out
+    assert "for other GPUs, change --gpus" in out
 
 
 def test_the_best_recipe_of_a_study_has_one_run_folder(road: Path) -> None:

@@ -7,14 +7,13 @@ the recipe of a small model (the proxy) that is tuned instead. OUT-tuned.toml is
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from leaven.documents.catalogue import FindingRow
 from leaven.documents.checks import CheckDocument
 from leaven.documents.planning import BudgetDocument, PlanDocument
-from leaven.planning.hardware import Cluster, parse_cluster, trainable_here
+from leaven.planning.hardware import EXAMPLE_GPU, Cluster, find_accelerator, parse_cluster, trainable_here
 from leaven.planning.plan import cluster_for
 from leaven.planning.published import known_cluster
 from leaven.planning.this_machine import gpus_here
@@ -22,7 +21,6 @@ from leaven.recipe.files import read_recipe, read_text
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 from leaven.views.tables import LABEL
-from leaven.views.terminal.console import GPUS
 from leaven.views.terminal.findings import written
 
 PROXY, TUNED = "-proxy", "-tuned"
@@ -44,12 +42,8 @@ def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> l
     return train(path, recipe, overrides)
 
 
-def after_findings(found: Sequence[FindingRow]) -> list[str]:
-    """Return the command that checks a recipe again, with the first suggestion for each value outside the range."""
-    changes: dict[str, Any] = {}
-    for one in found:
-        if one.severity != "note" and one.mends:
-            changes = one.mends[0] | changes
+def after_findings(changes: Mapping[str, Any]) -> list[str]:
+    """Return the command that checks a recipe again with ``changes``, if there are any."""
     options = [word for path, to in changes.items() for word in ("--set", f"{path}={written(to)}")]
     return [again(*options)] if options else []
 
@@ -59,10 +53,10 @@ def after_failed_check(check: CheckDocument, run: Path | None, page: Path | None
 
     ``run`` is the folder of the check's runs, and ``page`` the HTML page that was written, if there are any.
     """
-    rule = check.settings.get("rule")
-    if check.advice and all(row.undecided for row in check.rows if row.passed is False):
-        return [again(*check.advice.removeprefix("Give more: ").split())]
-    if rule not in {None, "complete-d-p"} and check.fault is not None:
+    failed = [row for row in check.rows if row.passed is False and not row.undecided]
+    if not failed and check.options:
+        return [again(*" ".join(check.options).split())]
+    if failed and check.settings.get("rule") not in {None, "complete-d-p"}:
         return [again("--set", "scaling.rule=complete-d-p")]
     if page is not None:
         return []
@@ -233,15 +227,14 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
 
 
 def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
-    """Return the cluster on which to plan a recipe, or ``GPUS`` if nothing says on which GPUs it is to run.
-
-    ``target`` is the recipe for which ``recipe`` is tuned. It may say which GPUs there are.
+    """Return the cluster on which to plan a recipe: the one for which it was made, or one of the same GPUs as that of
+    ``target``, the recipe for which ``recipe`` is tuned. If neither is known, return one of H100s as an example.
     """
     if known := known_cluster(recipe):
         return known.cluster
     known = known_cluster(target) if target is not None else None
     if known is None or known.cluster == "cpu":
-        return GPUS
+        return cluster_for(recipe, find_accelerator(EXAMPLE_GPU))
     return cluster_for(recipe, parse_cluster(known.cluster).accelerator)
 
 

@@ -182,16 +182,18 @@ def check(
 
     If a value is outside this range, the command names published runs, says what to set, and exits with code 1.
     """
-    from leaven.catalogue.findings import CHECKS, findings
+    from leaven.catalogue.findings import CHECKS, findings, repair
     from leaven.cli import next_commands
     from leaven.scaling.table import adamw_rows
 
     read = load_recipe(recipe, overrides)
-    found = findings(read, adamw_rows, corpus_tokens or _text_tokens(read))
+    of_text = corpus_tokens or _text_tokens(read)
+    found = findings(read, adamw_rows, of_text)
     passed = all(one.severity == "note" for one in found)
-    following = (
-        next_commands.after_check(recipe, read, overrides or ()) if passed else next_commands.after_findings(found)
-    )
+    if passed:
+        following = next_commands.after_check(recipe, read, overrides or ())
+    else:
+        following = next_commands.after_findings(repair(read, found, adamw_rows, of_text))
     document = RecipeCheck(
         name=read.name,
         params=read.model.params,

@@ -54,7 +54,8 @@ class CheckDocument(Document, schema="check/1"):
     curves: list[VerdictCurve]  # the measurements from which the entries of rows are computed
     settings: dict[str, Any]
     measured: list[MeasuredRow] = []  # numbers that are not judged
-    advice: str = ""  # options that would give a clearer result
+    advice: str = ""  # a sentence with the options that would give a clearer result
+    options: list[str] = []  # these options, such as "--seeds 3"
     next: list[str] = []  # commands to type next
 
 

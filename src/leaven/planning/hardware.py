@@ -16,6 +16,7 @@ _CLUSTER = re.compile(rf"\s*{_COUNT}(?:{_COUNT})?((?=.*[a-z]|\d{{4}}).+?)\s*", r
 MOST_GPUS = 10**7  # the largest clusters have 10^5
 _MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "GOOGLE", "AWS", "INTEL", "GPU"}
 _FORMS = {"PCIE", "NVL"}  # form factors that are slower than the SXM board of the same name
+EXAMPLE_GPU = "H100-80GB"  # in commands and estimates, where nothing says which GPUs there are
 _MEMORY = re.compile(r"\d+GB")
 # Assumptions of :func:`trainable_here` and :func:`estimated_gpus`, rough estimates without a layout.
 _BYTES_PER_PARAMETER = 16  # weights, gradients and Adam's two moments in fp32

@@ -15,7 +15,7 @@ from leaven.documents.planning import ComparedRow
 from leaven.errors import InputError
 from leaven.planning.accelerators import Accelerator
 from leaven.planning.cost import cluster_cost
-from leaven.planning.hardware import Cluster, find_accelerator
+from leaven.planning.hardware import EXAMPLE_GPU, Cluster, find_accelerator
 from leaven.planning.layouts import Job
 from leaven.planning.memory import GIB
 from leaven.planning.plan import ACCURACY, ACCURACY_OF_EXPERTS, cluster_for, plan, plan_recipe
@@ -30,7 +30,6 @@ _ROUNDING = 1.05  # smaller factors may come from the rounding of published valu
 # A value is reported as outside the published range if it is above or below the range by more than this factor.
 # Smaller factors are not reported, because published values are rounded and chosen by hand.
 FAR = 1.25
-_GPU = "H100-80GB"  # for the GPU-hours of the trials, if the request names no GPUs
 
 
 def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRecipes:
@@ -44,7 +43,7 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
         started = laid_out(started, cluster)
     proxy = _proxy(started)
     if proxy:
-        started = _with_gpu_hours(started, proxy, cluster.accelerator if cluster else find_accelerator(_GPU))
+        started = _with_gpu_hours(started, proxy, cluster.accelerator if cluster else find_accelerator(EXAMPLE_GPU))
     target = started.target
     near = neighbours(target.model.params_active, target.data.tokens, experts=bool(target.model.experts))
     compared = _compared(target, near)

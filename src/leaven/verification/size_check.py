@@ -225,4 +225,5 @@ class SizeCheck(ABC, Generic[Measured]):
                 "changed for the check": list(self.changed) or None,
             },
             advice=f"Give more: {' '.join(more)}",
+            options=more,
         )

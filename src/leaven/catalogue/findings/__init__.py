@@ -20,6 +20,7 @@ from leaven.recipe.recipe import Recipe
 
 __all__ = ["CHECKS", "Case", "Check", "FindingRow", "Severity", "Suggestion", "find", "findings"]
 
+MOST_REPAIRS = 5  # rounds of :func:`repair`, each of which checks a recipe again
 SEVERITIES: tuple[Severity, ...] = ("far outside", "outside", "note")
 _ROUNDING = 1.02  # published values are rounded
 _MEASURED = re.compile(r"(\S+: )?study ")  # the reasons that `leaven tune` writes begin like this
@@ -67,6 +68,38 @@ def findings(
         mends = [each for _, each in sorted(notes, key=lambda pair: pair[0])]
         tried.append(one.model_copy(update={"mends": mends}))
     return tried
+
+
+def repair(
+    recipe: Recipe,
+    found: Sequence[FindingRow],
+    rows_of: Callable[[Recipe], Sequence[Any]],
+    corpus_tokens: int | None = None,
+) -> Suggestion:
+    """Return changes after which no value of a recipe is outside the published range.
+
+    Suggestions belong to one finding, and change together what fits together. So the first suggestion of the most
+    severe finding is applied, the recipe is checked again, and so on. If this does not end with a recipe that passes,
+    only the first suggestion is returned; without suggestions, nothing.
+
+    Args:
+        found: the result of :func:`findings` for the recipe, and for the other arguments.
+    """
+    first = changes = next(iter(_first_mends(found)), {})
+    for _ in range(MOST_REPAIRS):
+        try:
+            found = findings(recipe.replace(changes), rows_of, corpus_tokens)
+        except ValueError:  # the changes do not fit each other
+            return first
+        following = _first_mends(found)
+        if not following:
+            return first if any(one.severity != "note" for one in found) else changes
+        changes = {**changes, **following[0]}
+    return first
+
+
+def _first_mends(found: Sequence[FindingRow]) -> list[Suggestion]:
+    return [one.mends[0] for one in found if one.severity != "note" and one.mends]
 
 
 def find(check: Check, case: Case) -> FindingRow | None:

@@ -14,7 +14,6 @@ from rich.text import Text
 
 from leaven.errors import shown
 
-GPUS = "GPUS"  # in a command to type: the place of a cluster that leaven does not know
 NO_TERMINAL = 120  # characters; width of output to a file or a pipe
 
 
@@ -59,7 +58,6 @@ def say_skipped(checkpoints: Mapping[str, str]) -> None:
 def next_lines(commands: Sequence[str]) -> list[str]:
     """Return the lines that show the commands to type next."""
     lines = [f"{'' if number else 'next':<11}{command}" for number, command in enumerate(commands)]
-    if any(f" --gpus {GPUS} " in f"{command} " for command in commands):
-        meaning = f"{GPUS} stands for your GPUs, for example 8xH100-80GB; leaven hardware lists the names"
-        lines.insert(0, f"{'hardware':<11}{meaning}")
+    if any(command.startswith("leaven plan ") and " --gpus " in command for command in commands):
+        lines.insert(0, f"{'hardware':<11}for other GPUs, change --gpus; leaven hardware lists the names")
     return lines
