@@ -82,7 +82,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Return the same sum as :meth:`forward_backward` without computing gradients.
+        """Return the sum of the losses, as :meth:`forward_backward` does, but compute no gradients.
 
         The ``eval`` method of torch's schedules is not used: it changes the state that they keep for training.
         """
