@@ -50,7 +50,7 @@ def reduce_with_backward(stage: FSDPModule, each: bool) -> None:
 
 def quiet_about_views() -> None:
     """Silence FSDP's warning about in-place operations on views. Outputs of tensor-parallel modules are views, but
-    the model has no in-place operations."""
+    the warning is not needed, because the model has no in-place operations."""
     warnings.filterwarnings("ignore", message=".*FSDP2-wrapped module .* returned a view tensor")
 
 

@@ -182,7 +182,7 @@ class ShardedModel:
 
     def total_tally(self, tally: Tensor) -> Tensor:
         """Add the expert loads and balance losses of this step, summed over the tokens of all processes, to
-        ``tally``.
+        ``tally``, and return it.
 
         ``tally`` has a row for each layer of the model. Its columns are the loads of the experts, and last the
         balance loss.
@@ -378,7 +378,8 @@ def units(stage: nn.Module) -> list[FSDPModule]:
 
 
 def initialise_pieces(pieces: list[Piece], table: ParameterTable, seed: int) -> None:
-    """Fill the blocks of this process with initial values, the same as in a run with a single process."""
+    """Fill the blocks of this process with initial values. The values are the same as in a run with a single
+    process."""
     for piece in pieces:
         row = table[piece.name]
         fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)

@@ -322,7 +322,7 @@ class Positions:
         )
 
     def within(self, window: int | None) -> Tensor | None:
-        """Return the bias or mask of the attention scores of a layer, which may have a sliding window."""
+        """Return the bias or mask of the attention scores in a layer with this sliding window; None: no window."""
         if window is None or self.window_TT is None:
             return self.bias_HTT
         if self.bias_HTT is None:
