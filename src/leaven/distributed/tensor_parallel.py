@@ -189,8 +189,8 @@ ENDS: dict[str, ParallelStyle] = {
 
 
 def shard_tensors(stage: Stage, mesh: DeviceMesh) -> None:
-    """Split the modules of a stage over tensor-parallel ranks by the tables ``BLOCK`` and ``ENDS``. The stage must be
-    on the meta device."""
+    """Split the modules of a stage over tensor-parallel ranks, as the tables ``BLOCK`` and ``ENDS`` define. The stage
+    must be on the meta device."""
     quiet_about_views()
     model = stage.model
     per_head = Local({"weight": [Shard(0)]})

@@ -161,7 +161,8 @@ def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float
 
 
 def time_fixed_work(device: torch.device) -> float:
-    """Return the seconds that a device takes for a matmul of fixed size, to find the slowest of several devices."""
+    """Return the seconds that a device takes for a matmul of fixed size. These times show which of several devices is
+    the slowest."""
     a, times = torch.ones(FIXED_WORK_SIZE[device.type], FIXED_WORK_SIZE[device.type], device=device), []
     for _ in range(5):
         wait(device)

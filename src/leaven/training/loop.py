@@ -107,8 +107,8 @@ class Loop:
         return training.finished
 
     def read(self) -> bool:
-        """Wait for the step that has been started but not read, if any, and pass its result to the callbacks. Return
-        False if a callback has rewound the run."""
+        """If a step has been started but its result has not been read, wait for the result and pass it to the
+        callbacks. Return False if a callback has rewound the run."""
         started, self._unread = self._unread, None
         return self._pass_on(started)
 

@@ -1,4 +1,4 @@
-"""Rewinds. A rewind takes a run back to an earlier state: automatically after a spike
+"""Defines rewinds. A rewind takes a run back to an earlier state: automatically after a spike
 (:mod:`leaven.training.spikes`), or on request (:class:`ManualRewind`, ``leaven train --rewind-to``). This module does
 not import torch.
 

@@ -413,7 +413,7 @@ class RunFolder:
         """Return the lines of events.jsonl.
 
         Raises:
-            InputError: if an event lacks a value that a run relies on when it is resumed, or has a wrong one.
+            InputError: if an event lacks a value that is needed to resume a run, or has a wrong value in its place.
         """
         read = _read(self._events)
         for number, event in zip(read.numbers, read.documents, strict=True):
@@ -544,8 +544,8 @@ def _read(path: Path) -> storage.JsonLines:
 
 
 def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
-    """Return the differences that prevent a run of the recipe ``there`` from being resumed with the recipe ``here``:
-    all except those in layout and micro-batch."""
+    """Return the differences between two recipes that prevent a run of the recipe ``there`` from being resumed with
+    the recipe ``here``. Differences in layout and micro-batch do not prevent it."""
     free = rearrangement(there, here)
     return [change for change in differences(there, here) if change not in free]
 

@@ -42,8 +42,8 @@ the question beside it.
     with the commands to type next (``views/terminal/training.py``).
 
 The folder of a run (``run_folder.py``) has recipe.toml, tokenizer.json, metrics.jsonl (a line for each step),
-events.jsonl (start, resume, validation, checkpoint, rollback, finish and others), plan.json (planned and measured time
-and memory: ``profiling.py``), checkpoints/ and tensorboard/.
+events.jsonl (start, resume, validation, checkpoint, rollback, finish and others), plan.json (planned and measured
+time and memory: ``profiling.py``), checkpoints/ and tensorboard/.
 """
 
 import math
