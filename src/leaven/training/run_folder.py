@@ -86,7 +86,8 @@ def checkpoint_name(tokens: int) -> str:
 
 
 def missing_checkpoint(saved: int | None, found: int) -> str | None:
-    """Return the name of the newest checkpoint that was saved, if it was not found. Return None if it was found.
+    """Return the name of the newest checkpoint that was saved, if only older checkpoints were found. Otherwise return
+    None.
 
     ``saved`` and ``found`` are numbers of trained tokens: at the newest checkpoint that was saved (None: no
     checkpoint was saved), and at the newest one that was found. ``saved`` is the result of

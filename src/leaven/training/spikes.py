@@ -180,8 +180,8 @@ class SpikeDetector:
         return Anomaly(min(self.since or onset, onset), step.step, why, numbers)
 
     def limits(self, step: int) -> Limits:
-        """Return the upper limits for a step. They depend on all earlier steps except the previous one, because the
-        metrics of the previous step may not have been read yet."""
+        """Return the upper limits for a step. They depend only on steps before the previous one, because the metrics
+        of the previous step may not have been read yet."""
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
 
     def state_dict(self) -> dict[str, Any]:

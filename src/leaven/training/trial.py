@@ -155,7 +155,7 @@ def cooldown_start(recipe: Recipe) -> float:
 
 class Cooldowns(Callback):
     """Trains the cooldown of each shorter duration. When the trunk reaches the start of a cooldown, its state is
-    copied, and the cooldown continues from the copy."""
+    copied, the cooldown is trained, and the trunk continues from the copy."""
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
         self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet
