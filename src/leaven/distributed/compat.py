@@ -41,8 +41,8 @@ def reduce_scatter(everything: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_with_backward(stage: FSDPModule, each: bool) -> None:
-    """Make FSDP reduce the gradients of a pipeline stage in each backward pass. If ``each`` is false, a separate call
-    at the end of the step starts the reduction."""
+    """If ``each`` is true, make FSDP reduce the gradients of a pipeline stage in every backward pass. Otherwise, a
+    separate call at the end of the step starts the reduction."""
     if hasattr(stage, "set_manual_backward_finalization"):  # from torch 2.15 on
         stage.set_manual_backward_finalization(not each)
     stage.set_is_last_backward(each)
@@ -50,7 +50,7 @@ def reduce_with_backward(stage: FSDPModule, each: bool) -> None:
 
 def quiet_about_views() -> None:
     """Silence FSDP's warning about in-place operations on views. Outputs of tensor-parallel modules are views, but
-    the model has no in-place operations."""
+    the warning is not needed, because the model has no in-place operations."""
     warnings.filterwarnings("ignore", message=".*FSDP2-wrapped module .* returned a view tensor")
 
 
@@ -61,8 +61,8 @@ def local_offset(tensor: DTensor) -> tuple[int, ...]:
 
 
 def blocks(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """For each rank of the tensor's mesh, in order, return the block that the rank stores, as (index of its first
-    element, shape)."""
+    """Return the block that each rank of the tensor's mesh stores, in the order of the ranks. A block is given as
+    (index of its first element, shape)."""
     mesh, found = tensor.device_mesh, []
     for coordinate in product(*(range(size) for size in mesh.shape)):
         shape, offset = _compute_local_shape_and_global_offset(
@@ -104,10 +104,10 @@ def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[
 
 @contextmanager
 def shapes_apart(apart: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Return a context manager in which every shape inference of DTensor runs inside the context ``apart()``.
+    """Return a context manager that makes DTensor run every shape inference inside the context ``apart()``.
 
     To infer the shape of a result, DTensor runs the operation on fake tensors of the unsharded shapes. A measurement
-    of memory passes a context ``apart`` in which it does not count the fake tensors.
+    of memory must not count these fake tensors, so it passes an ``apart`` that stops the counting.
     """
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 

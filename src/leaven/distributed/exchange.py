@@ -1,5 +1,5 @@
-"""Exchanges values between the processes of a run through their key-value store. This works from any thread, because
-it uses no collectives."""
+"""Exchanges values between the processes of a run through torch's key-value store. Unlike a collective, an exchange
+works from any thread."""
 
 import json
 import time
@@ -34,8 +34,8 @@ class Exchange:
 
     @property
     def name(self) -> str:
-        """The name of the current round, which is the same on all processes. No other round has the same name, not
-        even a round before a restart of the run."""
+        """The name of the current round. It is the same on all processes. No other round has this name, because a
+        restarted run uses new names."""
         return f"{self._nonce}-{self._round}"
 
     def gather(self, value: Any) -> list[Any]:
@@ -76,7 +76,8 @@ class Exchange:
         self._until = time.monotonic() + seconds
 
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
-        """Wait for the keys, for at most ``timeouts`` times the timeout. Return whether all are in the store.
+        """Wait until the store has all keys, but no longer than ``timeouts`` times the timeout of this exchange.
+        Return whether the store has all keys.
 
         This polls the store, because :meth:`shorten_timeout` could not interrupt a waiting call of the store.
         """

@@ -1,8 +1,8 @@
 """Distributes the experts of a layer over the data-parallel ranks: tokens are sent to the ranks that store their
 experts, and the outputs are sent back (Lepikhin et al. 2020, arXiv 2006.16668).
 
-Tensor parallelism splits each expert as it splits an MLP. Every tensor-parallel rank routes the same tokens and sends
-them to the ranks with the same part of their experts.
+Tensor parallelism splits each expert as it splits an MLP. All tensor-parallel ranks route the same tokens. The
+tensor-parallel rank i stores part i of its experts, and sends the tokens only to ranks that also store a part i.
 
 Shape suffixes: P expert-parallel ranks, E experts of this rank, R rows, D d_model.
 """
@@ -53,8 +53,8 @@ class ExpertExchange:
         self.experts, self.group = experts, group
 
     def __call__(self, x_RD: Tensor, load: Tensor) -> Tensor:
-        """Return the outputs (R, D) of the experts, in the order of the rows. Rows are sorted by expert, and ``load``
-        is the number of rows for each expert, including experts of other ranks."""
+        """Return the outputs of the experts, (R, D), in the order of the rows. The rows must be sorted by expert.
+        ``load`` is the number of rows for each expert, including experts of other ranks."""
         to_PE = load.view(dist.get_world_size(self.group), -1)
         from_PE = torch.empty_like(to_PE)
         dist.all_to_all_single(from_PE, to_PE, group=self.group)

@@ -44,7 +44,8 @@ class Piece:
 def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
     """Return the block of a tensor that this process stores.
 
-    Of the processes that have the same block, the first along each axis of the mesh owns it, if ``owned`` is true.
+    If several processes store the same block, only one owns it: the first along each axis of the mesh. With ``owned``
+    false, this process does not own the block in any case.
     """
     if not isinstance(tensor, DTensor):
         return Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), owned)

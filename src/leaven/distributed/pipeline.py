@@ -82,7 +82,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Return the same sum as :meth:`forward_backward` without computing gradients.
+        """Return the sum of the losses, as :meth:`forward_backward` does, but compute no gradients.
 
         The ``eval`` method of torch's schedules is not used: it changes the state that they keep for training.
         """
@@ -145,12 +145,13 @@ class Pipeline:
 class LeanStage(PipelineStage):
     """A :class:`PipelineStage` that frees buffers, gradients and parameters after each micro-batch.
 
-    torch's PipelineStage keeps parameters gathered and gradients unsharded until the end of a step, so that ZeRO 2
-    and 3 need the same memory as ZeRO 1. Before torch 2.15 it also allocates receive buffers for all micro-batches at
-    the start. Here a receive buffer is freed at the end of its micro-batch's backward pass. With ``zero`` 2,
-    gradients are reduce-scattered after each micro-batch. With ``zero`` 3, parameters are also resharded after each
-    micro-batch. The cost is an additional reduce-scatter for each micro-batch, and with ``zero`` 3 also an additional
-    all-gather.
+    torch's PipelineStage keeps parameters gathered and gradients unsharded until the end of a step. Its ZeRO 2 and 3
+    therefore need the same memory as ZeRO 1. Before torch 2.15 it also allocates receive buffers for all
+    micro-batches at the start.
+
+    Here a receive buffer is freed at the end of its micro-batch's backward pass. With ``zero`` 2, gradients are
+    reduce-scattered after each micro-batch. With ``zero`` 3, parameters are also resharded after each micro-batch.
+    The cost is an additional reduce-scatter for each micro-batch, and with ``zero`` 3 also an additional all-gather.
 
     This class does not work with the zero-bubble schedule, because the second half of that schedule's backward pass
     needs memory that this class frees in the first half. Layouts with the zero-bubble schedule and ``zero`` 2 or 3

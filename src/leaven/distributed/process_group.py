@@ -47,7 +47,7 @@ class ProcessGroup:
 
     @classmethod
     def arranged(cls, rank: int, layout: Layout, device: torch.device, store: Any = None) -> "ProcessGroup":
-        """Return the group of all processes, arranged by a layout."""
+        """Return the group of all processes, on the mesh that a layout describes."""
         # With ZeRO 0, all parameters are replicated; with ZeRO 1 to 3, they are sharded over dp / dp_replicate ranks.
         shards = layout.dp // (layout.dp if layout.zero == 0 else layout.dp_replicate)
         sizes = layout.pp, layout.dp // shards, shards, layout.tp
@@ -179,19 +179,20 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
 
 
 def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return ``store`` with a random prefix for all keys, which only the ``size`` processes of this start know.
+    """Return ``store`` with a random prefix before every key. Only the ``size`` processes of this start know the
+    prefix.
 
     When torchrun restarts a run, the key-value store still has the entries of the dead processes. Without a prefix,
     the new processes would read these entries, for example addresses, and would hang or fail to connect.
 
     The processes agree on the prefix as follows:
 
-    1. Each process writes a random word under its rank.
+    1. Each process writes a random word under the key of its rank. This replaces the word of a dead process.
     2. Rank 0 reads the words of all ranks, and writes a proposal: a prefix, and the words. When a word changes, rank
        0 writes a new proposal.
     3. Each other rank agrees to a proposal that contains its own word. So no rank agrees to a proposal with a word
        that its dead predecessor wrote.
-    4. When all ranks have agreed to its last proposal, rank 0 confirms it.
+    4. When all other ranks have agreed to the last proposal of rank 0, rank 0 confirms it.
 
     Raises:
         TimeoutError: if ranks are missing; the message names them.

@@ -125,8 +125,8 @@ class ShardedModel:
         """Run all micro-batches forward and backward, and accumulate their gradients. Return ``factor`` times the sum
         of this process's losses, a scalar. :meth:`total` sums the result over all processes.
 
-        ``after_first`` is called once, when gradients are those of the first micro-batch. With pipeline parallelism,
-        it is never called.
+        ``after_first`` is called once, after the first micro-batch: the gradients are then those of this micro-batch
+        alone. With pipeline parallelism, it is never called.
         """
         for stage in self.stages:
             stage.factor = factor
@@ -175,22 +175,26 @@ class ShardedModel:
 
     @property
     def mixtures(self) -> dict[int, MixtureOfExperts]:
-        """The mixtures of experts of this process, by layer of the whole model."""
+        """The mixtures of experts of this process. The key is the number of the layer in the whole model."""
         layers = (pair for stage in self.stages for pair in enumerate(stage.model.layers))
         mlps = ((layer, getattr(block, "mlp", None)) for layer, block in layers)
         return {layer: mlp for layer, mlp in mlps if isinstance(mlp, MixtureOfExperts)}
 
     def total_tally(self, tally: Tensor) -> Tensor:
-        """Add the load of each expert and the balance loss of this step, summed over the tokens of all processes, to
-        ``tally``, (layers of the model, experts + 1). The balance loss is the last column."""
+        """Add the expert loads and balance losses of this step, summed over the tokens of all processes, to
+        ``tally``, and return it.
+
+        ``tally`` has a row for each layer of the model. Its columns are the loads of the experts, and last the
+        balance loss.
+        """
         for layer, mixture in self.mixtures.items():
             tally[layer, :-1] += mixture.tally.load_E
             tally[layer, -1] += mixture.tally.balance
         return tally if self.group is SINGLE_PROCESS else self.group.all_reduce_(tally)
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return one tensor for each of ``groups``, with a 2-norm for each parameter in the order of the parameter
-        table. Each norm covers the blocks of all processes.
+        """Return a tensor of 2-norms for each of ``groups``: one norm for each parameter, in the order of the
+        parameter table. Each norm covers the blocks of all processes.
 
         A group has one tensor (for example the gradient) for each parameter of this process, in the order of
         ``local_parameters``.
@@ -364,7 +368,7 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
 
 
 def replicas(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of a mesh over which data parallelism replicates and shards parameters."""
+    """Return the axes of a mesh over which data parallelism replicates or shards parameters, as a smaller mesh."""
     return mesh["replicate", "shard"] if mesh.size(AXES.index("replicate")) > 1 else mesh["shard"]
 
 
@@ -374,7 +378,8 @@ def units(stage: nn.Module) -> list[FSDPModule]:
 
 
 def initialise_pieces(pieces: list[Piece], table: ParameterTable, seed: int) -> None:
-    """Fill the blocks of this process with initial values, the same as in a run with a single process."""
+    """Fill the blocks of this process with initial values. The values are the same as in a run with a single
+    process."""
     for piece in pieces:
         row = table[piece.name]
         fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)

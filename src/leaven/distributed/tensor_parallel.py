@@ -85,7 +85,8 @@ class VocabularySlice(ParallelStyle):
 
 
 class Local(ParallelStyle):
-    """The parallel style of a module that each rank computes with plain tensors, the rank's parts of the parameters.
+    """The parallel style of a module that each rank computes with plain tensors (no DTensors): the parts of the
+    parameters that the rank stores.
 
     ``placements`` has the placements of each parameter, by name. The gradients of replicated parameters are summed
     over the ranks.
@@ -122,9 +123,12 @@ REPLICATED = Local({"weight": [Replicate()], "bias": [Replicate()]})
 
 
 class LocalBranch(ParallelStyle):
-    """The parallel style of a branch that computes on plain tensors. The input is gathered over the sequence. The
-    outputs of all ranks are summed, and each rank gets the sum for its part of the sequence. The same holds for the
-    gradients of the input."""
+    """The parallel style of a branch that computes on plain tensors.
+
+    The input is gathered over the sequence. The outputs of all ranks are summed, and each rank gets the part of the
+    sum that belongs to its positions. In the backward pass, the gradients of the input are also summed over all
+    ranks, and each rank gets the part that belongs to its positions.
+    """
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def gathered(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -142,7 +146,7 @@ class LocalBranch(ParallelStyle):
 
 
 def _gathered_first(arguments: int) -> ParallelStyle:
-    """Return the style of a module with this number of ``arguments``; the first is gathered over the sequence."""
+    """Return the style of a module with ``arguments`` arguments. The first argument is gathered over the sequence."""
     rest = (None,) * (arguments - 1)
     return PrepareModuleInput(
         input_layouts=(Shard(SEQUENCE), *rest),
@@ -185,8 +189,8 @@ ENDS: dict[str, ParallelStyle] = {
 
 
 def shard_tensors(stage: Stage, mesh: DeviceMesh) -> None:
-    """Split the modules of a stage over tensor-parallel ranks by the tables ``BLOCK`` and ``ENDS``. The stage must be
-    on the meta device."""
+    """Split the modules of a stage over tensor-parallel ranks, as the tables ``BLOCK`` and ``ENDS`` define. The stage
+    must be on the meta device."""
     quiet_about_views()
     model = stage.model
     per_head = Local({"weight": [Shard(0)]})

@@ -21,7 +21,8 @@ SMALLEST = 1e-20  # added to sums of scores, which are 0 if all sigmoids underfl
 
 
 def activated(activation: Activation, h: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Return the hidden values of an MLP from the outputs of ``in`` and, in a gated MLP, of ``gate``."""
+    """Return the hidden values of an MLP. ``h`` is the output of its matrix ``in``. In a gated MLP, ``gate`` is the
+    output of its matrix ``gate``."""
     match activation:
         case "swiglu":
             assert gate is not None
@@ -39,7 +40,7 @@ def activated(activation: Activation, h: Tensor, gate: Tensor | None = None) -> 
 
 @dataclass(frozen=True)
 class SequenceWeights:
-    """The weights of the sequences of a micro-batch in the loss of a step."""
+    """How much each sequence of a micro-batch counts in the loss of a step."""
 
     targets_B: Tensor  # number of targets of each sequence that count; 0 for sequences that only fill a micro-batch
     factor: Tensor | float  # factor on the loss of one target
@@ -47,7 +48,7 @@ class SequenceWeights:
 
 @dataclass
 class RouterTally:
-    """Sums over the tokens of a step, from the backward passes of one layer."""
+    """Two sums over the tokens of a step. The backward passes of one layer add to them."""
 
     load_E: Tensor | float = 0.0  # number of tokens sent to each expert
     balance: Tensor | float = 0.0  # balance loss, in nats, weighted with the targets of each sequence
@@ -154,8 +155,8 @@ class MixtureOfExperts(nn.Module):
     def _with_losses(
         self, weights_BTk: Tensor, logits_BTE: Tensor, scores_BTE: Tensor, load_BE: Tensor, sequences: SequenceWeights
     ) -> Tensor:
-        """Return the weights unchanged. Their backward pass adds the gradients of the router's losses, and the loads
-        to the tally."""
+        """Return the weights unchanged. Their backward pass adds the gradients of the router's losses to the
+        gradients of the model. It also adds the loads and the balance loss to the tally."""
         balance, z_loss = self.losses
         targets_B = sequences.targets_B.to(scores_BTE.dtype)
         shares_BTE = scores_BTE
@@ -191,8 +192,8 @@ class MixtureOfExperts(nn.Module):
 def copied_rows(x_ND: Tensor, order_R: Tensor, inverse_R: Tensor, copies: int = 1) -> Tensor:
     """Return R = copies x N rows; row i is a copy of row ``order_R[i] // copies``.
 
-    ``order_R`` is a permutation of the numbers below R, and ``inverse_R`` is its inverse. The gradient is gathered as
-    well, in a fixed order: on a GPU, scattered additions would differ from run to run.
+    ``order_R`` is a permutation of the numbers below R, and ``inverse_R`` is its inverse. The backward pass also
+    gathers rows in a fixed order. If it added rows by scattering, gradients on a GPU would differ from run to run.
     """
     x_RD: Tensor = _Rows.apply(x_ND, order_R, inverse_R, copies)  # type: ignore[no-untyped-call]
     return x_RD
@@ -214,8 +215,8 @@ class _Rows(torch.autograd.Function):
 
 
 class _AlsoMinimise(torch.autograd.Function):
-    """Returns ``x`` unchanged. Its backward pass adds the gradient of ``loss``, a scalar, to the gradients of the
-    model, and adds ``counted``, the loads and the balance loss, to ``tally``."""
+    """An autograd function that returns ``x`` unchanged. Its backward pass adds the gradients of ``loss``, a scalar,
+    to the gradients of the model. It also adds ``counted``, which is (loads, balance loss), to ``tally``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, tally: RouterTally, counted: tuple[Tensor, Tensor]) -> Tensor:

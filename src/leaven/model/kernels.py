@@ -84,7 +84,7 @@ def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, sizes_E: Tensor) -> Tensor:
 
 
 def has_grouped_kernel(device: str) -> bool:
-    """Return whether torch has a kernel for products with a matrix of each group on this type of device."""
+    """Return whether torch has one kernel for all products of :func:`grouped_linear` on this type of device."""
     return device == "cuda"
 
 
@@ -181,12 +181,14 @@ def _blocks(  # noqa: PLR0917 (the arguments of the backward pass)
     window: int | None,
     softcap: float | None,
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
-    """Yield ``(rows, keys, p_Nts, tanh_Nts)`` for each block of queries.
+    """Compute attention probabilities, and yield ``(rows, keys, p_Nts, tanh_Nts)`` for each block of queries.
 
-    The block has the t queries at the positions ``rows``, and ``p_Nts`` their attention probabilities, (N, G x t, s),
-    for the s positions ``keys``. These end with the block, so later positions have no columns. For example, the
-    second block has the queries 128 to 255, and without a window s is 256. ``tanh_Nts`` are the scores after the
-    softcap, divided by it; None without a softcap.
+    - ``rows``: the positions of the block's t queries.
+    - ``keys``: the s positions to which these queries may attend. The last of them is the block's last position.
+    - ``p_Nts``: the attention probabilities, (N, G x t, s).
+    - ``tanh_Nts``: the scores after the softcap, divided by the softcap; None without a softcap.
+
+    For example, the second block has the queries 128 to 255. Without a window, its keys are 0 to 255, so s is 256.
     """
     length = q_NGTE.shape[2]
     wide = torch.promote_types(q_NGTE.dtype, torch.float32)

@@ -48,7 +48,7 @@ class ZLoss:
         """Add the z-loss of a chunk of n tokens to the total; ``counts_n`` says which tokens count.
 
         Returns:
-            1 + 2 c log Z (n,): with the z-loss, the gradient of the loss is this factor x softmax - one-hot.
+            1 + 2 c log Z, (n,). With the z-loss, the gradient of the loss is (1 + 2 c log Z) x softmax - one-hot.
         """
         self.total = self.total + self.coefficient * log_z_n.square().masked_fill(~counts_n, 0).sum()
         return 1 + 2 * self.coefficient * log_z_n

@@ -322,7 +322,7 @@ class Positions:
         )
 
     def within(self, window: int | None) -> Tensor | None:
-        """Return the bias or mask of the attention scores of a layer, which may have a sliding window."""
+        """Return the bias or mask of the attention scores in a layer with this sliding window; None: no window."""
         if window is None or self.window_TT is None:
             return self.bias_HTT
         if self.bias_HTT is None:
@@ -374,8 +374,8 @@ class Stage(nn.Module):
     """A pipeline stage: the layers ``first`` to ``last - 1`` of a model.
 
     The first stage also has the embedding. The last stage also has the final norm, the unembedding and the loss. A
-    parameter has the name of the whole model's parameter, prefixed with ``model.``. Layers and parameters that the
-    stage does not have are removed from the model that is passed.
+    parameter has the same name as in the whole model, with the prefix ``model.``. The stage changes ``model``: it
+    removes the layers and parameters that it does not have.
 
     Args:
         dtype: the dtype of matrix products.

@@ -122,8 +122,7 @@ def choose(rows: Sequence[BenchSpeed], share: float, seq_len: int) -> BenchChoic
 
 
 def _measure(training: Training, micro_batch: int, batch: int) -> BenchSpeed | None:
-    """Take a few steps, and return the speed of the fastest, not counting the first. Return None if memory runs
-    out."""
+    """Take a few steps. Return the speed of the fastest step after the first one, or None if memory runs out."""
     tokens = batch * training.recipe.model.seq_len
     training.recipe = training.recipe.replace({"batch.tokens": tokens, "batch.micro_batch": micro_batch})
     training.progress = Progress()

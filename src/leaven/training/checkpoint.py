@@ -136,8 +136,11 @@ def write_checkpoint(
 
 
 def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
-    """Write this process's share of the tensors. Return the length and digest of each file, the position of each part
-    in its tensor, and the tensors that this process holds but other processes have to save (``of_others``)."""
+    """Write this process's share of the tensors, and return a record of it.
+
+    The record contains the length and digest of each file, and the position of each block in its whole tensor. It
+    also names the tensors of which this process stores a block, but another process has to save it (``of_others``).
+    """
     folder.parent.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted is not made again
     folder.mkdir(exist_ok=True)
     part: dict[str, Any] = {"files": {}}
@@ -208,12 +211,13 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
 def read_checkpoint(
     folder: Path, rewinds: Sequence[Rewind] = (), tokens: int | None = None, group: ProcessGroup = SINGLE_PROCESS
 ) -> tuple[Checkpoint | None, list[Path]]:
-    """Find the newest undamaged checkpoint. Return it, or None if there is none, together with the paths of all
-    damaged checkpoints that are newer. With ``tokens``, consider only the checkpoint at that token count.
+    """Find the newest undamaged checkpoint. Return it, or None if there is none. Also return the paths of the damaged
+    checkpoints that are newer. With ``tokens``, consider only the checkpoint at that token count.
 
-    ``rewinds`` are the run's returns to earlier checkpoints; checkpoints that such a return has undone are ignored.
-    All processes of a group must call this function with the same ``rewinds``. Each process verifies a share of the
-    files, and all processes get the same result.
+    ``rewinds`` are the run's returns to earlier checkpoints. Checkpoints that a rewind has undone are ignored: they
+    were saved before the rewind, at a higher token count than the one to which it returned. All processes of a group
+    must call this function with the same ``rewinds``. Each process verifies a share of the files, and all processes
+    get the same result.
 
     Raises:
         InputError: if reading fails for a reason other than damage, for example missing permissions.
@@ -374,8 +378,11 @@ class CheckpointManager:
 def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
     """Return the token counts of the checkpoints to keep, in ascending order.
 
-    Of the scheduled checkpoints ``due``, in ascending order, these are the newest ``keep``, the last at or before
-    ``good_tokens``, and the first in each interval of ``keep_every_tokens`` except the interval that starts at 0.
+    ``due`` are the token counts of all scheduled checkpoints, in ascending order. These are kept:
+
+    - the newest ``keep``;
+    - the last one at or before ``good_tokens``;
+    - the first in each interval of ``keep_every_tokens`` tokens, except in the interval that starts at 0.
     """
     stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
     if keep_every_tokens is not None:
@@ -432,8 +439,11 @@ class Checkpoints(Callback):
         return self.log_outcome(wait=True)
 
     def log_outcome(self, wait: bool) -> str | None:
-        """Log the result of the last save, once, and return its error, if any. If the save is unfinished, wait for
-        it, or without ``wait`` leave it to a later call."""
+        """Log the result of the last save, if it is not logged yet. Return the error of this save, or None.
+
+        If the save is unfinished, wait for it. Without ``wait``, return None instead; a later call will log the
+        result.
+        """
         saved = self._manager.outcome(wait)
         if saved is None:
             return None

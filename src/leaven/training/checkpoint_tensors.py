@@ -49,8 +49,8 @@ class SavedTensor:
 
 
 def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
-    """Combine the records of all processes into the location of every whole tensor. The record of a process lists, by
-    tensor name, the blocks that the process has written.
+    """Return where the blocks of every whole tensor are stored, by tensor name. ``parts`` has a record for each
+    process, which lists the blocks that this process has written.
 
     Raises:
         ValueError: if an element of a tensor is missing or stored twice, or the blocks of a tensor disagree about its

@@ -161,7 +161,8 @@ def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float
 
 
 def time_fixed_work(device: torch.device) -> float:
-    """Return the seconds that a device takes for a matmul of fixed size, to find the slowest of several devices."""
+    """Return the seconds that a device takes for a matmul of fixed size. These times show which of several devices is
+    the slowest."""
     a, times = torch.ones(FIXED_WORK_SIZE[device.type], FIXED_WORK_SIZE[device.type], device=device), []
     for _ in range(5):
         wait(device)
@@ -213,7 +214,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def held_memory(device: torch.device) -> int:
-    """Return the bytes in use now, as :func:`peak_memory` counts them."""
+    """Return the memory in use now, in bytes: of the accelerator, or on a CPU of the whole process."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if device.type == "mps":
@@ -275,9 +276,9 @@ def machine() -> dict[str, Any]:
 def keep_freed_memory() -> None:
     """Let the C library keep freed memory for the next step: up to 2 GiB, in blocks of up to 128 MiB.
 
-    By default the C library returns large blocks to the system at once, and the system has to clear their pages again
-    in every step. On a CPU, this clearing takes 5 to 37% of a step (measured: docs/log.md). Keeping blocks of more
-    than 128 MiB would fragment memory. Without glibc this function does nothing.
+    By default, the C library returns a large block to the system immediately when it is freed. The system then has to
+    clear the pages of the block again in every step. On a CPU, this clearing takes 5 to 37% of a step (measured:
+    docs/log.md). Keeping blocks of more than 128 MiB would fragment memory. Without glibc this function does nothing.
     """
     if platform.libc_ver()[0] == "glibc":
         trim_threshold, mmap_threshold = -1, -3  # constants of malloc.h

@@ -56,7 +56,8 @@ class DivergenceMonitor(Callback):
             raise Diverged(f"mean loss {self.mean:g} at step {step.step}")
 
     def has_diverged(self, loss: float, batch_tokens: int) -> bool:
-        """Return whether the run has diverged, after adding the mean loss of one more step, in nats per token."""
+        """Add the mean loss of the next step, in nats per token, to the running mean. Return whether the run has
+        diverged."""
         before, self.done = self.done, self.done + batch_tokens
         if not math.isfinite(loss):
             return True
@@ -88,7 +89,8 @@ class Pruned(Exception):
 
 @dataclass
 class Pruning(Callback):
-    """Ends a trial that cannot reach its baseline. Checked after the warm-up, at each new point of its loss curve."""
+    """Ends a trial that cannot reach its baseline. This is checked after the warm-up, at each new point of the
+    trial's loss curve."""
 
     monitor: DivergenceMonitor  # records the loss curve; must come earlier in the list of callbacks
     baseline: Baseline  # the best trial so far
@@ -154,6 +156,6 @@ def comparable(baseline: Baseline, tokens: int) -> bool:
 
 
 def _mean(curve: Curve, at: Curve) -> float:
-    """Return the mean loss of a curve, interpolated at the token counts of the curve ``at``."""
+    """Interpolate a curve at the token counts of the curve ``at``, and return the mean of the interpolated losses."""
     tokens, losses = zip(*curve, strict=True)
     return float(np.interp([there for there, _ in at], tokens, losses).mean())

@@ -111,8 +111,8 @@ class Training:
         self.limits = Limits()  # on loss and gradient norm, set by the spike guard for the next step
 
     def _muon(self) -> dict[str, Any]:
-        """Return Muon's dtype and the function that applies it to whole matrices, by argument name. Return nothing if
-        the run does not use Muon."""
+        """Return the arguments for Muon, by name: its dtype, and the function that applies it to whole matrices.
+        Return an empty dict if the run does not use Muon."""
         if not self.recipe.hyperparameters.ns_steps:
             return {}
         whole = self.sharded.whole_matrices()
@@ -225,8 +225,8 @@ class Training:
         return result
 
     def _first_targets(self, batch: TrainingBatch) -> Tensor:
-        """Return how many targets count in the loss, summed over the first micro-batches of all processes, a
-        scalar."""
+        """Return the number of targets that count in the loss in the first micro-batch, a scalar. The first
+        micro-batches of all processes are counted together."""
         first = next(batch.micro_batches)
         batch.micro_batches = chain([first], batch.micro_batches)
         targets = widened((first[1] != IGNORED).sum())
@@ -260,9 +260,9 @@ class Training:
         return self._batch(windows, count, sequences)
 
     def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:
-        """Return a batch of ``sequences`` sequences over all processes. The first ``count`` of ``windows``, each of
-        seq_len + 1 tokens, are the sequences of this process. If documents are isolated, the first token of each
-        document does not count in the loss."""
+        """Return a batch that has ``sequences`` sequences in all processes together. The sequences of this process
+        are the first ``count`` of ``windows``, of seq_len + 1 tokens each. If documents are isolated, the first token
+        of each document does not count in the loss."""
         tokens = targets = sequences * self.recipe.model.seq_len
         if self._end_of_text is not None:
             mine = (windows[:count, :-1] != self._end_of_text).sum().double()
@@ -277,8 +277,9 @@ class Training:
         return start, min(each, sequences - start)
 
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
-        """Yield the first ``count`` windows as micro-batches, of the same size and number in all processes. The
-        micro-batches are filled up with sequences whose targets do not count in the loss."""
+        """Yield the first ``count`` windows as micro-batches. Their size and number are the same in all processes. If
+        there are too few windows, other sequences fill the micro-batches. The targets of these sequences do not count
+        in the loss."""
         size, micro_batches = self.split(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * micro_batches - count, -1)))
         for number, chunk in enumerate(torch.split(filled, size)):
@@ -296,9 +297,9 @@ class Training:
         return self._on_device(inputs), self._on_device(targets), documents
 
     def split(self, sequences: int) -> tuple[int, int]:
-        """Return how a batch of ``sequences`` sequences is split: the number of sequences in a micro-batch, and of
-        micro-batches in each process. A compiled model gets the same size wherever possible, because compiling for a
-        new size costs more than padding."""
+        """Return how to split a batch of ``sequences`` sequences: (sequences in a micro-batch, micro-batches in each
+        process). A compiled model gets micro-batches of the same size wherever possible, because compiling for a new
+        size costs more than padding."""
         each = -(-sequences // self.group.dp)
         size = min(self.micro_batch, each) if self.recipe.layout.compile else even(each, self.micro_batch)
         return size, self.sharded.schedulable(-(-each // size))
@@ -309,7 +310,7 @@ class Training:
         return tokens.to(self.device)
 
     def checkpoint(self, state: Mapping[str, Any] | None = None) -> Checkpoint:
-        """Return what this process saves in a checkpoint, with ``state``, the values of the callbacks.
+        """Return what this process saves in a checkpoint. ``state`` contains the values that the callbacks save.
 
         The process that saves the first element of a parameter also saves the parameter's step count. The first
         process also saves what belongs to no parameter, such as the loss scale.

@@ -29,7 +29,7 @@ def lines_digest(document: Any) -> LinesDigest | None:
 
 
 def digest(lines: Iterable[bytes]) -> "blake2b":
-    """Return the running digest of some lines."""
+    """Return the digest object of some lines. Its ``update`` method can add more lines."""
     made = blake2b(digest_size=16)
     for line in lines:
         made.update(line)
@@ -37,8 +37,11 @@ def digest(lines: Iterable[bytes]) -> "blake2b":
 
 
 def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None) -> tuple[int, str | None]:
-    """Return how many lines of metrics.jsonl belong to the steps up to ``step``, and how they differ from those that
-    were ``written``: a sentence, or None if they do not differ."""
+    """Return how many lines of metrics.jsonl belong to the steps up to ``step``, and what is wrong with these lines:
+    a sentence such as "steps 3 to 5 are missing", or None.
+
+    ``written`` is the digest of these lines when they were written. Without it, only missing steps are found.
+    """
     if written is not None and digest(lines[: written.lines]).hexdigest() == written.blake2b:
         return written.lines, None
     documents = [storage.json_object(line) or {} for line in lines]

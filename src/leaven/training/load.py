@@ -101,8 +101,8 @@ class _Averages(Mapping[str, Tensor]):
 
 
 def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = False) -> LoadedRun:
-    """Return a run with the weights of a checkpoint, or with their average. The checkpoint is chosen as in
-    :func:`load`."""
+    """Return a run with the weights of a checkpoint or, if ``averaged`` is true, with the averaged weights of that
+    checkpoint. The checkpoint is chosen as in :func:`load`."""
     folder = RunFolder(Path(run).expanduser())
     if not folder.recipe_file.is_file():
         problem = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"
@@ -134,7 +134,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
     if not folder.tokenizer_file.is_file():
         raise InputError(
             f"{run}: no tokenizer.json, because the run was trained on token ids (or by an older version of leaven); "
-            "copy the tokenizer.json with which its tokens were made to this folder"
+            "copy the tokenizer.json that was used to make the token ids into this folder"
         )
     from tokenizers import Tokenizer
 

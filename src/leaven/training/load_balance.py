@@ -18,9 +18,9 @@ BIASES = "router.bias"
 class LoadBalance:
     """The loads of the experts in a step and, with ``balance = "bias"``, the biases on their scores.
 
-    Every process has the biases of all layers. After a step that is applied, the bias of an expert rises by
-    ``bias_step`` if the expert had less than the mean load of its layer, and falls by it if it had more (Wang et al.
-    2024, arXiv 2408.15664). The load is that of the whole batch, whatever the layout.
+    Every process has the biases of all layers. If a step is applied, the biases change by ``bias_step`` after it. The
+    bias rises for an expert with less than the mean load of its layer, and falls for an expert with more (Wang et al.
+    2024, arXiv 2408.15664). In every layout, the load is that of the whole batch.
     """
 
     model: ShardedModel
@@ -44,8 +44,8 @@ class LoadBalance:
         """Return what the routers did in this step: the loads of the experts, (layers, experts), the balance loss,
         and the largest load of an expert divided by the mean load of its layer.
 
-        The balance loss is the mean over layers, without its coefficient, times the number of targets of the step; it
-        is this number of targets if the load is even.
+        The balance loss is the mean over layers, without its coefficient, times the number of targets in the step. If
+        the load is even, the balance loss is equal to the number of targets.
         """
         layers, experts = self.bias_LE.shape
         device = self.model.device

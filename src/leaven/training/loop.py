@@ -34,7 +34,8 @@ class Diverged(RuntimeError):
 
 def passes(every_tokens: int, before: int, after: int) -> bool:
     """Return whether a multiple of ``every_tokens`` is above ``before`` and not above ``after``. Both are numbers of
-    trained tokens. For example, from 90 to 110 tokens a run passes the multiple 100 of 50."""
+    trained tokens. For example, with ``every_tokens`` 50, a run that goes from 90 to 110 tokens passes a multiple:
+    100."""
     return after // every_tokens > before // every_tokens
 
 
@@ -106,8 +107,8 @@ class Loop:
         return training.finished
 
     def read(self) -> bool:
-        """Wait for the step that has been started but not read, if any, and pass its result to the callbacks. Return
-        False if a callback has rewound the run."""
+        """If a step has been started but its result has not been read, wait for the result and pass it to the
+        callbacks. Return False if a callback has rewound the run."""
         started, self._unread = self._unread, None
         return self._pass_on(started)
 

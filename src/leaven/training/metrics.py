@@ -59,8 +59,8 @@ class Step(StepResult):
 
     @property
     def diverged(self) -> bool:
-        """Whether the step was skipped because its loss or gradient is not finite. A gradient overflow does not
-        count if the fp16 loss scale was too large."""
+        """Whether the step was skipped because its loss or gradient is not finite. An overflow of the gradient does
+        not count if its cause was an fp16 loss scale that was too large."""
         overflow = not math.isfinite(self.grad_norm) and self.loss_scale in {None, 1.0}
         return self.skipped and (not math.isfinite(self.loss) or overflow)
 
@@ -147,8 +147,8 @@ class Telemetry:
         return sizes.new_zeros(len(self._modules)).index_add_(0, self._owners, sizes**2).sqrt()
 
     def _to_host(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start a copy to the host. Return it, and on CUDA the event at its end: waiting for this event does not wait
-        for later steps."""
+        """Start copying ``values`` to the host. Return the copy and, on CUDA, an event that marks the end of the
+        copying. Unlike a wait for the device, a wait for this event does not include later steps."""
         if not values.is_cuda:
             return values.cpu(), None  # on mps this waits for the step
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -109,8 +109,8 @@ def _most(recipe: Recipe) -> int:
 
 
 def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
-    """Return the recipe with the run's micro-batch, if the recipe's is "auto" and the run has been started before.
-    Otherwise return the recipe unchanged.
+    """If the recipe's micro-batch is "auto" and the run was started before, return the recipe with the micro-batch of
+    the run. Otherwise return the recipe unchanged.
 
     A run keeps its micro-batch on every machine where it is resumed, because another micro-batch changes the order of
     summation and so the last bits of the loss.
@@ -262,8 +262,8 @@ def trial_step(training: "Training", size: int) -> float | None:
     """Time a forward and a backward pass over a micro-batch of the run's data. Return the seconds, or None if memory
     runs out.
 
-    Memory is allocated as in a real step, including the gradients of earlier forward passes if a batch takes several
-    forward passes. The state of the run does not change.
+    Memory is allocated as in a real step. If a batch takes several forward passes, this includes the gradients that
+    earlier forward passes of the batch have left. The state of the run does not change.
 
     Raises:
         StopRequested: if the training was asked to stop.
@@ -294,8 +294,8 @@ def trial_step(training: "Training", size: int) -> float | None:
 
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
-    """Allocate memory for ``copies`` copies of the parameters, as a real step does, and return it. Only on CUDA:
-    on other devices, return None. (On a CPU, allocated memory takes no space until it is written to.)"""
+    """On CUDA, allocate memory for ``copies`` copies of the parameters, as a real step does, and return it. On other
+    devices, return None. (On a CPU, allocated memory takes no space until it is written to.)"""
     if training.device.type != "cuda":
         return None
     n_parameters = sum(parameter.numel() for parameter in training.sharded.local_parameters)

@@ -41,7 +41,7 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 def on_one_process(
     function: Callable[[Tensor], Tensor], names: Iterable[str], matrices: Iterable[Tensor]
 ) -> Iterator[Tensor]:
-    """Apply ``function`` to each matrix and yield the results, if this process stores whole (unsharded) matrices."""
+    """Apply ``function`` to each matrix and yield the results. This is for a process that stores whole matrices."""
     return map(function, matrices)
 
 

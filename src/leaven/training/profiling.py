@@ -1,6 +1,7 @@
-"""Measures the time and memory of training steps: of a run, for its ``plan.json`` (:class:`RunProfile`), and of a few
-steps on random tokens, for ``leaven plan --measure`` (:func:`measure`). Both compare them with the planner's
-predictions, and add them to the calibration history (:mod:`leaven.planning.calibration`)."""
+"""Measures the time and memory of training steps. :class:`RunProfile` measures the steps of a run, for its
+``plan.json``. :func:`measure` takes a few steps on random tokens, for ``leaven plan --measure``. Both compare their
+measurements with the planner's predictions, and add them to the calibration history
+(:mod:`leaven.planning.calibration`)."""
 
 import json
 import time
@@ -296,8 +297,8 @@ def _seconds(recipe: Recipe, sequences: int, flops: float) -> float:
 
 
 def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) -> bool:
-    """Return whether a step probably fits into memory and is short (:data:`SHORT_SECONDS`). A model with two layers
-    may take longer, because its depth is not reduced further."""
+    """Return whether a step probably fits into memory and takes at most :data:`SHORT_SECONDS`. A model with only two
+    layers may take longer, because its depth is not reduced further."""
     needed = needed_memory(recipe, how.micro_batch, device.type) + LEAVEN_BF16.weights * recipe.model.params
     quick = _seconds(recipe, how.micro_batch * how.grad_accumulation, flops) <= SHORT_SECONDS
     return needed <= SHARE[device.type] * free_memory(device) and (quick or recipe.model.n_layers <= 2)

@@ -1,4 +1,4 @@
-"""Rewinds. A rewind takes a run back to an earlier state: automatically after a spike
+"""Defines rewinds. A rewind takes a run back to an earlier state: automatically after a spike
 (:mod:`leaven.training.spikes`), or on request (:class:`ManualRewind`, ``leaven train --rewind-to``). This module does
 not import torch.
 
@@ -93,8 +93,11 @@ class ManualRewind:
     skip_tokens: int = 0  # tokens of data to skip after the checkpoint, rounded up to whole sequences
 
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
-        """Return whether the run's last manual rewind had the same arguments, and the recipe has not changed since.
-        Then the run is resumed without another rewind."""
+        """Return whether this rewind has been done already. If so, the run is resumed without another rewind.
+
+        It has been done if the run's last manual rewind had the same arguments as this one, and ``recipe`` is still
+        the recipe of the run.
+        """
         returns = [event for event in run.events() if event["event"] == "rewind"]
         return bool(returns) and returns[-1]["asked"] == asdict(self) and not changes_of(run.recipe(), recipe)
 
@@ -112,7 +115,7 @@ class ManualRewind:
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record the rewind and, if it has changed, the recipe in the run folder."""
+        """Record the rewind in the run folder, and also ``recipe`` if it differs from the recipe of the run."""
         with locked_folder(run.path, "run folder"):
             changes = changes_of(run.recipe(), recipe)
             to_tokens, rewinds = self._target(run), rewinds_of(run)

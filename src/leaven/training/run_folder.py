@@ -86,9 +86,14 @@ def checkpoint_name(tokens: int) -> str:
 
 
 def missing_checkpoint(saved: int | None, found: int) -> str | None:
-    """Return the name of the checkpoint at ``saved`` trained tokens if it is newer than the one at ``found`` tokens,
-    else None. ``saved`` is the result of :meth:`RunFolder.newest_saved`. Call that method before reading checkpoints:
-    the run may be writing a newer one."""
+    """Return the name of the newest checkpoint that was saved, if only older checkpoints were found. Otherwise return
+    None.
+
+    ``saved`` and ``found`` are numbers of trained tokens: at the newest checkpoint that was saved (None: no
+    checkpoint was saved), and at the newest one that was found. ``saved`` is the result of
+    :meth:`RunFolder.newest_saved`. Call that method before reading checkpoints, because the run may be writing a
+    newer one.
+    """
     return None if saved is None or saved <= found else checkpoint_name(saved)
 
 
@@ -101,7 +106,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's state.json.
 
     Raises:
-        ValueError: if the file is damaged, or is that of another checkpoint.
+        ValueError: if the file is damaged, or belongs to another checkpoint.
         OSError: if it cannot be read.
     """
     file = checkpoint / "state.json"
@@ -114,7 +119,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def state_digest(state: Mapping[str, Any]) -> str:
-    """Return the digest that state.json has of its other values."""
+    """Return the digest of ``state``. The file state.json contains these values and this digest."""
     return blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -187,9 +192,12 @@ class RunFolder:
             )
 
     def trained(self) -> str | None:
-        """Return which file says that the run has saved a checkpoint, and what the file says. Return None if no file
-        does. A run that is killed in its first steps may have metrics, but neither a checkpoint nor an event that
-        says so."""
+        """If a file shows that the run has saved a checkpoint, return a sentence with the name of the file and what
+        it says. Otherwise return None.
+
+        An example is "events.jsonl says that it has trained 1,024 tokens". A run that is killed in its first steps
+        may have metrics, but neither a checkpoint nor an event that says so.
+        """
         events = self.events()
         saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]
         if saved:
@@ -221,8 +229,8 @@ class RunFolder:
             return False
 
     def newest_saved(self) -> int | None:
-        """Return the number of trained tokens at the newest checkpoint according to events.jsonl. Return None if no
-        checkpoint was saved, or none since the last rewind."""
+        """Return the number of trained tokens at the newest checkpoint according to events.jsonl. Only checkpoints
+        since the last rewind count; return None if there are none."""
         for event in reversed(self.events()):
             if event["event"] in RETURNS:
                 break
@@ -231,8 +239,9 @@ class RunFolder:
         return None
 
     def check_text(self, fingerprint: str, saved: str | None = None) -> None:
-        """Raise InputError if the run has started on a text with another fingerprint. ``saved`` is the fingerprint in
-        a checkpoint of the run, which is compared if events.jsonl has none."""
+        """Raise InputError if the run has started on a different text. Texts are compared by their fingerprints. If
+        events.jsonl has none, ``fingerprint`` is compared with ``saved``, the fingerprint in a checkpoint of the
+        run."""
         before = next((event["text"] for event in self.events() if "text" in event), saved or fingerprint)
         if before != fingerprint:
             raise InputError(
@@ -253,8 +262,8 @@ class RunFolder:
         return None
 
     def check_identity(self, saved: str | None) -> None:
-        """Raise InputError if the identifiers in a checkpoint (``saved``) and in events.jsonl differ. Older versions
-        wrote no identifier; then nothing is compared."""
+        """Raise InputError if the identifiers in a checkpoint (``saved``) and in events.jsonl differ. If one of them
+        is missing, as in runs of older versions of leaven, do nothing."""
         if saved is not None and self.identity() not in {None, saved}:
             raise InputError(
                 f"{self._events} and {self.checkpoints} belong to different runs; bring back those of one run, or "
@@ -298,8 +307,8 @@ class RunFolder:
         )
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
-        """Write ``recipe`` as the run's recipe, and return it with a reason for each change in its ``why``, such as
-        "since 1,000 tokens; before: 0.01"."""
+        """Write ``recipe`` as the run's recipe, and return it. For each change, the ``why`` of the recipe gets a
+        reason, such as "since 1,000 tokens; before: 0.01"."""
         why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
@@ -315,8 +324,8 @@ class RunFolder:
         """Remove the lines of metrics.jsonl for steps after ``step``, because these steps will be repeated. Remove an
         incomplete last line, too. The file is truncated in place, which works even on a full disk.
 
-        ``written`` is the :meth:`metrics_digest` at this step. If the remaining lines are not the lines that were
-        written until then, return a sentence that says how they differ, else None.
+        ``written`` is the :meth:`metrics_digest` that was saved at this step. If the remaining lines do not have this
+        digest, return a sentence that says what has changed. Otherwise return None.
         """
         waiting = [line for path, line in self._waiting if path == self._metrics]
         self._waiting = deque((path, line) for path, line in self._waiting if path != self._metrics)
@@ -334,17 +343,19 @@ class RunFolder:
         return difference
 
     def metrics_digest(self) -> LinesDigest:
-        """Return the number and the digest of all lines of metrics.jsonl, also of those that are still in memory."""
+        """Return the number and the digest of all lines of metrics.jsonl, including lines that are still in
+        memory."""
         return LinesDigest(self._lines, self._digest.hexdigest())
 
     def events_digest(self) -> LinesDigest:
-        """Return the number and the digest of all lines of events.jsonl, also of those that are still in memory."""
+        """Return the number and the digest of all lines of events.jsonl, including lines that are still in memory."""
         lines = [*self._lines_of(self._events), *(line for path, line in self._waiting if path == self._events)]
         return LinesDigest(len(lines), digest(lines).hexdigest())
 
     def changed_since(self, finish: dict[str, Any]) -> dict[str, str]:
-        """Compare metrics.jsonl and events.jsonl with their digests in the ``finish`` event. Return the files that
-        differ, each with a sentence that says how. Older versions wrote no digests; then nothing differs."""
+        """Compare metrics.jsonl and events.jsonl with their digests in the ``finish`` event. Return the names of the
+        files that differ, each with a sentence that says how. If the event has no digests, because an older version
+        of leaven wrote it, return an empty dict."""
         metrics, events = (lines_digest(finish.get(key)) for key in ("metrics", "events"))
         found: dict[str, str | None] = {}
         if metrics is not None and isinstance(finish.get("step"), int):
@@ -354,9 +365,9 @@ class RunFolder:
         return {file: why for file, why in found.items() if why is not None}
 
     def events_changed(self, written: LinesDigest | None) -> str | None:
-        """Return a message if the first lines of events.jsonl are not those that were ``written``, else None.
+        """Return a message if the first lines of events.jsonl do not have the digest ``written``, else None.
 
-        If ``written`` is None, there is a message only if the file is empty or missing.
+        If ``written`` is None, return a message only if the file is empty or missing.
         """
         lines = self._lines_of(self._events)
         if not lines:
@@ -403,7 +414,7 @@ class RunFolder:
         """Return the lines of events.jsonl.
 
         Raises:
-            InputError: if an event lacks a value that a run relies on when it is resumed, or has a wrong one.
+            InputError: if an event lacks a value that is needed to resume a run, or has a wrong value in its place.
         """
         read = _read(self._events)
         for number, event in zip(read.numbers, read.documents, strict=True):
@@ -483,8 +494,11 @@ class RunFolder:
 
 
 def _torchrun_mark() -> Path | None:
-    """Return a file in the log folder that torchrun makes for each of its starts, and keeps when it restarts its
-    processes. Return None without torchrun, or if it has no log folder."""
+    """Return the path of a file that shows to later processes of the same torchrun that the run has trained.
+
+    The file is in a log folder that torchrun makes at its start, and keeps when it restarts its processes. Return
+    None without torchrun, or if it has no log folder.
+    """
     attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     return attempt.parent / "leaven-run" if attempt.name.startswith("attempt_") else None
 
@@ -500,7 +514,7 @@ def _json_line(document: dict[str, Any]) -> bytes:
 
 
 def finish_of(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the last ``finish`` event, or None if there is none, or none since the last rewind."""
+    """Return the last ``finish`` event. Return None if there is no such event, or if the run was rewound after it."""
     for event in reversed(events):
         if event["event"] == "finish":
             return dict(event)
@@ -531,8 +545,8 @@ def _read(path: Path) -> storage.JsonLines:
 
 
 def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
-    """Return the differences that prevent a run of the recipe ``there`` from being resumed with the recipe ``here``:
-    all except those in layout and micro-batch."""
+    """Return the differences between two recipes that prevent a run of the recipe ``there`` from being resumed with
+    the recipe ``here``. Differences in layout and micro-batch do not prevent it."""
     free = rearrangement(there, here)
     return [change for change in differences(there, here) if change not in free]
 
@@ -551,7 +565,8 @@ def describe_changes(changes: list[Difference]) -> str:
 
 
 def recorded_changes(changes: list[Difference], recipe: Recipe) -> dict[str, Any]:
-    """Return the fields ``changes`` and ``recipe`` of an event after which the run has the new ``recipe``."""
+    """Return the values that an event records when it changes the recipe of a run: ``changes``, and the new
+    ``recipe``."""
     listed = [{"path": path, "before": before, "after": after} for path, before, after in changes]
     return {"changes": listed, "recipe": recipe.model_dump(mode="json", exclude_none=True)}
 

@@ -18,7 +18,8 @@ _FULL, _FIRST, _LAST = 1, 2, 4  # types of records in a W&B file
 
 
 def tensorboard_rows(file: Path, tag: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, {tag: value}) for each value in a TensorBoard event file; the value is None for other tags."""
+    """Yield (step, {tag of the value: value}) for each value in a TensorBoard event file. If the tag of a value is
+    not ``tag``, yield None in place of the value."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util.tensor_util import make_ndarray
 

@@ -10,13 +10,13 @@ At each step, the detector does the following for each of the three quantities:
 4. When the sum reaches :data:`LIMIT`, the run has an anomaly. The anomaly began when the sum last rose above 0. All
    steps since then are suspicious; they do not change the usual level.
 
-Three steps with a large deviation are an anomaly, and so are a dozen steps with a small deviation, but not a single
-batch of unusual text. The logarithms of the two norms are used, and the update norm is divided by the learning rate
+Three steps with a large deviation are an anomaly, and so are a dozen steps with a small deviation. A single batch of
+unusual text is not. The logarithms of the two norms are used, and the update norm is divided by the learning rate
 first. The update norm is monitored because in a 32B run it doubled before loss and gradient changed
 (marin-community/marin#1368).
 
-A loss, gradient or update that is not finite is an anomaly at once. Other anomalies are detected only after the first
-2 x :data:`LEVEL` steps, which establish the usual level. docs/log.md has the rate of false alarms.
+A loss, gradient or update that is not finite is an anomaly immediately. Other anomalies are detected only after the
+first 2 x :data:`LEVEL` steps, which establish the usual level. docs/log.md has the rate of false alarms.
 
 The setting ``on_spike = "skip"`` works differently: outlier steps are not applied, and only many such steps in a row
 are an anomaly (:class:`SpikeDetector`).
@@ -180,8 +180,8 @@ class SpikeDetector:
         return Anomaly(min(self.since or onset, onset), step.step, why, numbers)
 
     def limits(self, step: int) -> Limits:
-        """Return the upper limits for a step. The limits depend only on steps at least two steps earlier, because the
-        metrics of the step before may not have been read yet."""
+        """Return the upper limits for a step. They depend only on steps before the previous one, because the metrics
+        of the previous step may not have been read yet."""
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,11 +208,12 @@ def rollback(
 ) -> Rewind:
     """Return the rewind with which to respond to an anomaly. ``rewinds`` are the earlier rewinds of the run.
 
-    The first attempt for an anomaly goes back to the first suspicious step. It skips the data of the suspicious steps
-    and the same amount of data after them. Each further attempt for the same anomaly skips four times as much data
-    after the anomaly as the attempt before. It also skips about the same amount before the anomaly, because the bad
-    data may extend beyond the suspicious steps on both sides. A rewind does not go back beyond the oldest checkpoint,
-    which has ``oldest_tokens`` trained tokens.
+    The first attempt for an anomaly goes back to the first suspicious step. It skips the data of the suspicious
+    steps, and the same amount of data after them. If the anomaly comes again, the bad data may extend beyond the
+    suspicious steps on both sides. So each further attempt skips four times as much data after the suspicious steps
+    as the attempt before. It also goes back further, and skips about the same amount of data before the suspicious
+    steps as after them. A rewind does not go back beyond the oldest checkpoint, which has ``oldest_tokens`` trained
+    tokens.
     """
     last = rewinds[-1] if rewinds else None
     # It is the same anomaly if it begins within WINDOW steps after the last anomaly was found.
@@ -238,13 +239,14 @@ def oldest_checkpoint(
 ) -> int:
     """Return the token count of the oldest scheduled checkpoint that is still kept when an anomaly is found.
 
-    The count follows from the schedule of checkpoints, not from the disk, which may also have damaged checkpoints and
-    those of stops.
+    The count follows from the schedule of checkpoints, not from the disk. The disk may also have damaged checkpoints,
+    and checkpoints that were saved because the run was stopped.
     """
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
         """Return the token counts of the checkpoints that exist when the metrics of ``step`` are read. ``there`` are
-        those that the latest rewind before this step has not undone, or [0] without a rewind."""
+        the token counts of those that exist right after the latest rewind before this step, or [0] without a
+        rewind."""
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]
@@ -299,7 +301,8 @@ class SpikeGuard(Callback):
             self.detector.load_state_dict(state["guard"])
 
     def _respond(self, anomaly: Anomaly) -> None:
-        """Roll back. If ``on_spike`` is not ``rollback`` or ``max_rollbacks`` rollbacks did not help, end the run."""
+        """Roll back, or end the run. End it if ``on_spike`` is not ``rollback``, or if ``max_rollbacks`` rollbacks
+        did not help."""
         trainer, recipe, rewinds = self.trainer, self.training.recipe, self.training.rewinds
         stability = recipe.stability
         trainer.checkpoints.log_outcome(wait=True)

@@ -90,7 +90,7 @@ def train_stack(
     """Train up to ``size`` recipes at once, and return their outcomes in the same order.
 
     The process keeps the compiled stack for the next call, because compiling takes longer than many trials. A trial
-    that diverges ends with the others; if all diverge, training ends early.
+    that diverges stays in the stack until the other trials are done. If all trials diverge, training ends early.
 
     Args:
         size: the number of places in the stack, at least the number of recipes.
@@ -198,7 +198,8 @@ class TrialStack:
         self.progress = Progress()  # its tokens are those of one recipe; its seconds exclude the filling of buffers
 
     def train(self, recipes: Sequence[Recipe]) -> list[float]:
-        """Train the recipes, and return the validation loss of each in nats per token, not finite if it diverged."""
+        """Train the recipes, and return the validation loss of each in nats per token. The loss of a trial that
+        diverged is not finite."""
         self.begin(recipes)
         self.advance(len(self.schedule))
         return self.evaluate(recipes[0])[: len(recipes)]
@@ -309,8 +310,8 @@ class TrialStack:
 
     @torch.no_grad()
     def _update(self, gradient: Tensor, factor: Tensor) -> None:
-        """Take a step of AdamW, with torch's formulas, after clipping the gradient (K, P) of each recipe by its norm.
-        ``factor`` (K,) is the schedule's factor on the lr."""
+        """Clip the gradient of each recipe by its norm, and take a step of AdamW with torch's formulas. ``gradient``
+        has the shape (K, P). ``factor`` (K,) is the schedule's factor on the lr."""
         norm = gradient.square().sum(1).sqrt()
         g = gradient * (self.clip / (norm + 1e-6)).clamp(max=1.0)[:, None]
         count = (self.step + 1).double()

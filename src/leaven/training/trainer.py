@@ -12,9 +12,10 @@ the question beside it.
    (``data/tokens.py``). Training samples are numbered. Sample n depends only on the seed and n, so a run resumes at
    sample n without a stored state of the data (``data/stream.py``).
 3. **trainer.py**, this file. :func:`train` compares the recipe and the text with those in the folder. If the run has
-   finished, it returns the result. Else it builds the state (:class:`~leaven.training.engine.Training`), chooses the
-   micro-batch (How? ``micro_batch.py``), locks the folder, and restores the newest undamaged checkpoint. A new run
-   saves a checkpoint before its first step, so that it can always roll back.
+   finished, :func:`train` returns the result. Otherwise it builds the state
+   (:class:`~leaven.training.engine.Training`), chooses the micro-batch (How? ``micro_batch.py``), locks the folder,
+   and restores the newest undamaged checkpoint. A new run saves a checkpoint before its first step, so that it can
+   always roll back.
 4. **loop.py** starts a step, and reads its result only after it has started the next one, so that the device does not
    wait between steps. Callbacks act around the steps, in this order: metrics, profile, validation, checkpoints, spike
    guard.
@@ -25,13 +26,14 @@ the question beside it.
    multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). For
    example, complete-d-p gives a hidden weight the factor I^-1 L^(alpha-1) B^(1/2) D^-t, where I, L, B and D are the
    ratios of its fan in, the depth, the batch and the tokens to those of the base model. Each step multiplies
-   this by the lr schedule at the end of the step. A recent rewind lowers the lr, and a growing batch changes it, by
-   one more factor each.
+   this by the lr schedule at the end of the step. After a rewind, one more factor lowers the lr for a while. During a
+   batch ramp, another factor changes it.
 7. **metrics.py** measures the step, appends a line to metrics.jsonl and the curves, and computes the validation loss
    ten times in a run, unless the recipe says otherwise.
 8. **checkpoint.py** copies the state to host memory, and a thread writes it while training continues: safetensors
-   files, then state.json with their digests, then the folder gets its name. The newest two are kept, and the last one
-   before a possible anomaly. How is a tensor read that several processes saved? ``checkpoint_tensors.py``.
+   files, then state.json with their digests. Last, the folder is renamed to its final name. The newest two
+   checkpoints are kept, and the last one before a possible anomaly. (How does one process read a tensor that several
+   processes saved? ``checkpoint_tensors.py``.)
 9. **spikes.py** is the spike guard. It compares loss, gradient norm and update norm with their usual levels. At an
    anomaly the run returns to a checkpoint before it, and skips the data that follow (which data, and how is the
    lr lowered? ``rewind.py``). After three attempts, or if nothing is left to return to, the run stops.
@@ -40,8 +42,8 @@ the question beside it.
     with the commands to type next (``views/terminal/training.py``).
 
 The folder of a run (``run_folder.py``) has recipe.toml, tokenizer.json, metrics.jsonl (a line for each step),
-events.jsonl (start, resume, validation, checkpoint, rollback, finish and others), plan.json (time and memory beside
-the plan: ``profiling.py``), checkpoints/ and tensorboard/.
+events.jsonl (start, resume, validation, checkpoint, rollback, finish and others), plan.json (planned and measured
+time and memory: ``profiling.py``), checkpoints/ and tensorboard/.
 """
 
 import math

@@ -147,14 +147,15 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
 
 
 def cooldown_start(recipe: Recipe) -> float:
-    """Return the token count at which a run with the wsd schedule starts its cooldown. Steps that end after it have a
-    lower lr."""
+    """Return the token count at which a run with the wsd schedule starts its cooldown. A step that ends after this
+    count has a lower lr."""
     duration, schedule = recipe.data.tokens, recipe.schedule
     return duration - min(schedule.decay_ratio * duration, duration - schedule.warmup_tokens)
 
 
 class Cooldowns(Callback):
-    """Trains the cooldown of each shorter duration from a copy of the state, when the trunk reaches its start."""
+    """Trains the cooldown of each shorter duration. When the trunk reaches the start of a cooldown, its state is
+    copied, the cooldown is trained, and the trunk continues from the copy."""
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
         self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet
