@@ -119,7 +119,7 @@ def _read(folder: Path, what: str) -> StudyDocument:
         raise InputError(f"{what}: no study.json in this folder; give the folder of a study") from None
     except (ValueError, RecursionError):  # a ValidationError is a ValueError
         raise InputError(
-            f"{what}: its study.json is damaged; to write it again, repeat the leaven tune command of that study"
+            f"{what}: its study.json is damaged; run the leaven tune command of that study again to rewrite it"
         ) from None
 
 
