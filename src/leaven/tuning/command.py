@@ -8,17 +8,17 @@ A command file is TOML::
     lr = {start = 6e-4, low = 1e-5, high = 1e-2}
     optimizer = {choices = ["adamw", "lion"]}
 
-A placeholder is a name in braces, in the command, in ``environment`` or in the file ``config``. It is the name of a
-searched value or one of these:
+A placeholder is a name in braces, in the command, in ``environment`` or in the file ``config``. The name is that of a
+searched value, or one of these:
 
 - ``{seed}``: the seed of the trial.
 - ``{out}``: an empty folder for the output of the trial.
 - ``{worker}``: the index of the worker that runs the command, from 0.
 - ``{config}``: the path of a copy of the file ``config`` in which all placeholders are filled in.
 
-``leaven tune RECIPE --command TEXT`` searches values of a recipe instead. There a placeholder is also the path of any
-value of the recipe, or the short form of the path (``{lr}`` for ``hyperparameters.lr``), or ``{recipe}``: the path of
-a file with the recipe of the trial.
+``leaven tune RECIPE --command TEXT`` searches values of a recipe instead. Its command may have further placeholders:
+the path of any value of the recipe, the short form of the path (``{lr}`` for ``hyperparameters.lr``), and
+``{recipe}``, which becomes the path of a file with the recipe of the trial.
 
 Write ``{{name}}`` for the text ``{name}``. ``${name}`` is left to the shell. leaven quotes a value that the shell
 would misread, such as a text with spaces. So its placeholder must not be inside quotes.

@@ -1,4 +1,4 @@
-"""Define search spaces: which values of a recipe are searched, and how far. ``BOUNDS`` has the reasons.
+"""Define search spaces: which values of a recipe are searched, and how far. ``BOUNDS`` has the limits and reasons.
 
 The user gives a space by the name of a set or by the paths of values. Distances from the recipe are in octaves: one
 octave doubles a value. ``point.py`` lists the values with other units. The sets are:

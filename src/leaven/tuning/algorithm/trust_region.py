@@ -6,7 +6,8 @@ arXiv 2512.22382). Two simple rules fail, too. A rule that accepts a noisy trial
 trials soon accepts no trial. A radius that shrinks with every failure soon reaches its minimum.
 
 A point assigns a number or a level to every searched hyperparameter. Hyperparameters with levels, such as the
-optimizer, are called choices. The search works as follows:
+optimizer, are called choices. Distances are in octaves: one octave doubles a multiplier. One step of a hyperparameter
+is ``scale`` octaves, the typical distance of an optimum from the start. The search works as follows:
 
 1. A surrogate (a quadratic regression of the loss) is fitted to all finished trials, and a model of the divergence
    boundary to all trials, finished and diverged (``surrogate.py``).
@@ -26,9 +27,9 @@ optimizer, are called choices. The search works as follows:
    proposals spread further out instead. If the start diverged, the first trial that finishes takes its place as the
    first incumbent.
 
-One step of a hyperparameter is ``scale`` octaves (one octave doubles a multiplier). ``Region`` takes and returns
-octaves. Proposals stay in a box around the start (``near``). The box always reaches at least one step beyond the
-incumbent, up to the bounds of the space. So the box grows while the best point lies at its edge.
+``Region`` takes and returns octaves. Proposals stay in a box around the start (``near``). The box always reaches at
+least one step beyond the incumbent, up to the bounds of the space. So the box grows while the best point lies at its
+edge.
 
 The noise is the standard deviation of the loss between seeds. All trials of a search share a seed, and with it the
 init and the data order, so their losses vary by less than the noise. But an improvement that holds for one seed only

@@ -1,6 +1,6 @@
 """Find out which of the commands that share a study are still alive. A command is one running search.
 
-The id of a command consists of its machine, its process and a number, because one process may run several searches.
+The id of a command consists of its machine, its process and a number (one process may run several searches).
 If the process runs on this machine, the operating system knows whether it is alive. For commands on other machines
 there are heartbeats: every command regularly writes the time of its own clock into the store. A command on another
 machine counts as dead if its heartbeat has not changed for ``lease_seconds``. This machine measures these seconds

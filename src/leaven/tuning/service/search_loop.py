@@ -91,8 +91,8 @@ class SearchLoop:
 
     An event is the :class:`Proposal` of a trial that has started, or a list of the numbers of trials that have ended.
     The events end when the plan is complete and no command is running a trial, or when ``stop`` has returned true and
-    the trials of this command have ended. Then ``runs`` has all runs of the study. If an exception ends the context,
-    the trials that are running are released, so that they run again later.
+    the trials of this command have ended. After the last event, ``runs`` has all runs of the study. If an exception
+    ends the context, the trials that are running are released, so that they run again later.
     """
 
     def __init__(  # noqa: PLR0917 - one of each

@@ -237,7 +237,8 @@ class StoredStudy:
         """Mark a trial as failed, unless it has ended already.
 
         Args:
-            released: whether this command gives the trial up. Then it does not count as a trial whose process died.
+            released: whether this command gives the trial up. If so, the trial does not count as one whose process
+                died.
             ended: the last heartbeat of the trial's owner, if the owner ran on another machine: Unix time.
         """
         with suppress(UpdateFinishedTrialError):
