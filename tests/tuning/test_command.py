@@ -188,7 +188,7 @@ FAILS = "sh -c 'echo ready; echo broken: no GPU; exit 3' {lr} {seed}"
         (
             ROW,
             "loss = {jsonl = '{out}/a', key = 'loss', step = 'it'}\n",
-            "/out/a: a line with loss has the step it = None, not a number; name another one of loss, i, n with",
+            "/out/a: a line with loss has the step it = None, not a number; set loss.step to another key",
         ),
         (ROW, "loss = {jsonl = '{out}', key = 'l'}\n", "/out: Is a directory; correct the path of the losses"),
     ],
@@ -554,7 +554,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(write: Write, error: str) 
         (["--command", "run"], "a command file cannot be combined with --command"),
         (["--method", "grid", "--trials", "2"], "a grid over 1 hyperparameters has at least 2^1 points"),
         (["--method", "treust"], "method treust: unknown"),
-        (["--from-study", "none"], "--from-study none: no study.json there"),
+        (["--from-study", "none"], "--from-study none: no study.json in this folder"),
     ],
 )
 def test_options_that_a_command_does_not_have(write: Write, words: list[str], error: str) -> None:
@@ -629,7 +629,7 @@ def test_losses_are_read_while_they_are_written(tmp_path: Path) -> None:
     assert found[:2] == ((1, 3.0), (2, 2.5))
     assert math.isnan(found[2][1])
     lines.write_text('{"val": "three"}\n')
-    with pytest.raises(InputError, match="val is 'three', not a number; name another key with loss.key"):
+    with pytest.raises(InputError, match="val is 'three', not a number; set loss.key"):
         read_losses(source, lines, complete=True)
 
 

@@ -198,7 +198,7 @@ def test_earlier_trials_are_points_of_the_new_space(folder: Path, tiny: Recipe) 
 
 def test_an_earlier_study_that_says_nothing_is_refused(folder: Path, tiny: Recipe, tmp_path: Path) -> None:
     searched = space(tiny, LR)
-    with pytest.raises(InputError, match=r"no study\.json there; give the folder of a leaven tune --study"):
+    with pytest.raises(InputError, match=r"no study\.json in this folder; give the folder of a study"):
         earlier_trials(tmp_path, searched)
     base = tiny.base.model_dump() | {"tokens": 2 * tiny.base.tokens}
     with pytest.raises(InputError, match="another base or scaling rule"):

@@ -8,17 +8,17 @@ A command file is TOML::
     lr = {start = 6e-4, low = 1e-5, high = 1e-2}
     optimizer = {choices = ["adamw", "lion"]}
 
-A placeholder is a name in braces, in the command, in ``environment`` or in the file ``config``. It is the name of a
-searched value or one of these:
+A placeholder is a name in braces, in the command, in ``environment`` or in the file ``config``. The name is that of a
+searched value, or one of these:
 
 - ``{seed}``: the seed of the trial.
 - ``{out}``: an empty folder for the output of the trial.
 - ``{worker}``: the index of the worker that runs the command, from 0.
 - ``{config}``: the path of a copy of the file ``config`` in which all placeholders are filled in.
 
-``leaven tune RECIPE --command TEXT`` searches values of a recipe instead. There a placeholder is also the path of any
-value of the recipe, or the short form of the path (``{lr}`` for ``hyperparameters.lr``), or ``{recipe}``: the path of
-a file with the recipe of the trial.
+``leaven tune RECIPE --command TEXT`` searches values of a recipe instead. Its command may have further placeholders:
+the path of any value of the recipe, the short form of the path (``{lr}`` for ``hyperparameters.lr``), and
+``{recipe}``, which becomes the path of a file with the recipe of the trial.
 
 Write ``{{name}}`` for the text ``{name}``. ``${name}`` is left to the shell. leaven quotes a value that the shell
 would misread, such as a text with spaces. So its placeholder must not be inside quotes.
@@ -88,7 +88,7 @@ def _expression(pattern: str) -> str:
 
 
 class LossSource(Part):
-    """Where a command reports its losses. The last one is the loss of the trial."""
+    """Where a command reports its losses. The last reported loss is the loss of the trial."""
 
     pattern: str | None = None  # a regular expression with {loss} for the number and {step} for the step
     file: Text | None = None  # the text file that the pattern reads; by default the output of the command
@@ -141,7 +141,7 @@ class LossSource(Part):
 
     @property
     def where(self) -> str | None:
-        """The file or folder with the losses, with placeholders; None if it is the output of the command."""
+        """The path of the losses, in which placeholders are not filled in yet; None for the command's output."""
         return self.file if self.pattern is not None else self.jsonl or self.tensorboard or self.wandb
 
 
@@ -174,17 +174,20 @@ class Command(Part):
 
     @property
     def used(self) -> set[str]:
-        """The names of all placeholders, also of those in the file ``config``."""
+        """The names of all placeholders, including those in the file ``config``."""
         return self._required | (_names(self.template) if CONFIG in self._required else set())
 
     @property
     def _required(self) -> set[str]:
-        """The names of the placeholders outside of the file ``config``, which may have other words in braces."""
+        """The names of placeholders that must have a value: all except those in the file ``config``.
+
+        In that file, other text may be in braces, too.
+        """
         return _names(self.command, *self.environment.values(), self.loss.where or "")
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The keys that must be equal in all ``leaven tune`` commands on a study."""
+        """The keys of the command file, with their values, that must be equal in all commands on a study."""
         shared = self.model_dump(include={"command", "loss", "environment", "diverged"}, exclude_none=True)
         text = blake2b(self.template.encode(), digest_size=8).hexdigest()
         return shared | ({} if self.config is None else {"config": text})
@@ -239,7 +242,7 @@ class Command(Part):
         return fill(self.command, quoted)
 
     def line(self, values: Mapping[str, Value]) -> str:
-        """Return a shell command line that makes the folder ``{out}`` and runs the command in its environment."""
+        """Return a shell command line that makes the folder ``{out}``, sets ``environment`` and runs the command."""
         line = self.filled(values)
         if self.environment:
             environment = [shlex.quote(f"{name}={fill(text, values)}") for name, text in self.environment.items()]
@@ -375,7 +378,8 @@ class CommandSpace(SearchSpace):
         return self.values(octaves)
 
     def write(self, path: Path, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> None:
-        """Write a command file whose search starts at a point."""
+        """Write a copy of the command file whose search starts at the distances ``octaves``, with ``reasons`` under
+        ``[why]``."""
         document = tomlkit.parse(self.text)
         changes: dict[str, Any] = {}
         for name, value in self.values(octaves).items():
@@ -411,7 +415,7 @@ def is_command_file(path: Path) -> bool:
 
 
 def text_of(value: Value) -> str:
-    """Return a value as text that is read alike in a command line, TOML, JSON and YAML."""
+    """Return a value as a text that means the same in a command line, TOML, JSON and YAML, such as ``1.0e-05``."""
     text = value if isinstance(value, str) else json.dumps(value)
     # YAML 1.1 reads 1e-05 as text, but 1.0e-05 as a number.
     return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text

@@ -12,8 +12,8 @@ value in the new recipe.
   distance 1 octave for the lr of every module.
 - The warm-up is compared as a share of the run's tokens.
 - The batch size and the run's tokens are chosen for each model size, and no rule scales them. So their distance is
-  measured from the start point of the earlier study. But if a study found the batch size (or the tokens) of the new
-  recipe, the distance is measured from the best point of the earlier study.
+  measured from the start point of the earlier study. There is one exception: if the new recipe's batch size (or
+  tokens) is the result of a study, the distance is measured from the best point of the earlier study.
 
 If both studies run a command, values of the same name are compared. Only the user knows whether they mean the same.
 """
@@ -81,11 +81,15 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:
-    """Return the function that computes the point of a trial of the study in ``folder``, whose trials are recipes."""
+    """Return a function that computes the point of a trial, for the study in ``folder`` over a recipe.
+
+    Raises:
+        InputError: if the recipe of the study has another base or scaling rule than the recipe of ``space``.
+    """
     recipe, centre = space.recipe, read_recipe(folder / "centre.toml")
     if (centre.base, centre.scaling.rule) != (recipe.base, recipe.scaling.rule):
         raise InputError(
-            f"{what}: its recipe has another base or scaling rule, so equal values mean something else; "
+            f"{what}: its recipe has another base or scaling rule, so its values cannot be compared; "
             "make both recipes with leaven transfer from one base"
         )
 
@@ -101,7 +105,7 @@ def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: 
 
 
 def _point_of_command(space: CommandSpace, trial: StudyTrial, others: Sequence[Dimension]) -> list[float]:
-    """Return the point of a trial of a command. A value that the trial does not have is at the start."""
+    """Return the point of a trial of a command. If the trial lacks a value of ``space``, its distance is 0."""
     own = [
         space.file.space[path].distance(trial.values[path]) if path in trial.values else 0.0 for path in space.paths
     ]
@@ -112,10 +116,10 @@ def _read(folder: Path, what: str) -> StudyDocument:
     try:
         return StudyDocument.model_validate(json.loads(storage.read(folder / "study.json")))
     except OSError:
-        raise InputError(f"{what}: no study.json there; give the folder of a leaven tune --study") from None
+        raise InputError(f"{what}: no study.json in this folder; give the folder of a study") from None
     except (ValueError, RecursionError):  # a ValidationError is a ValueError
         raise InputError(
-            f"{what}: its study.json is damaged; run the leaven tune command of that study again, which writes it"
+            f"{what}: its study.json is damaged; run the leaven tune command of that study again to rewrite it"
         ) from None
 
 

@@ -1,15 +1,15 @@
 """Convert points of a search space to recipes.
 
-A point is one candidate of a search. For each searched value, by its path in the recipe, it has the distance of the
-value from the value in the recipe. So the recipe itself, which is the start of the search, has the distance 0
-everywhere. The code calls distances ``octaves``, whatever their unit. A study's store has the same numbers as the
-``params`` of a trial.
+A point is one setting of all searched values. It maps the path of each value to a distance: how far the value is
+from the value in the recipe. Example: ``{"hyperparameters.lr": 1.0}`` doubles the lr. The recipe itself is the start
+of the search, and all its distances are 0. The code calls distances ``octaves``, whatever their unit. A study's store
+has the same numbers as the ``params`` of a trial.
 
 Most distances are in octaves: a distance of 1 doubles the value. Some values have further rules:
 
 - ``beta1``, ``beta2`` and Muon's momentum: at distance x, beta becomes ``beta ** 2^x``. A distance of 1 halves the
-  half-life of the moment: 1 - beta about doubles, and beta stays within (0, 1). A multiplier of a beta, for a module
-  or over depth, is an exponent of the global beta, so a distance of 1 doubles the exponent.
+  half-life of the moment: 1 - beta about doubles, and beta stays within (0, 1). The multiplier that a module or a
+  depth profile has for a beta is an exponent of the global beta. A distance of 1 doubles this exponent.
 - ``schedule.warmup_tokens`` and ``data.tokens`` are rounded to whole tokens, at least one.
 - ``batch.tokens`` is rounded to whole sequences; a batch ramp or batch stages are scaled in proportion. The sequences
   and their order stay the same, so a larger batch means fewer steps.
@@ -17,8 +17,8 @@ Most distances are in octaves: a distance of 1 doubles the value. Some values ha
   :func:`leaven.scaling.transfer.transfer`. (``rule = "standard"`` adapts nothing.) The scaling rule needs a base: the
   model size, batch and run length for which the hyperparameters are written. If the recipe has no base, its own size,
   batch and run length before the change become the base.
-- ``hyperparameters.depth.lr[2]`` and other points of a depth profile: a profile of one point is first replaced by
-  three equal points (fewer if the model has fewer blocks).
+- ``hyperparameters.depth.lr[2]`` and other entries of a depth profile: a profile with one entry is first replaced by
+  three equal entries (fewer if the model has fewer blocks).
 
 Values that may be 0 (``TENTHS``), such as dropout, have distances in tenths: a distance of 1 adds 0.1. A value that
 has one of several names, such as ``schedule.decay``, is called a choice, and the names are its levels (``CHOICES``).

@@ -1,11 +1,11 @@
-"""Define search spaces: which values of a recipe are searched, and how far. ``BOUNDS`` has the reasons.
+"""Define search spaces: which values of a recipe are searched, and how far. ``BOUNDS`` has the limits and reasons.
 
 The user gives a space by the name of a set or by the paths of values. Distances from the recipe are in octaves: one
 octave doubles a value. ``point.py`` lists the values with other units. The sets are:
 
 - ``global`` has the nine values that apply to all modules: lr, init_std, residual (the multiplier of the residual
-  branches), weight_decay, beta1, beta2, eps, warm-up and batch. With Muon, this set and ``per-module`` also have its
-  momentum, and its lr and weight_decay if the recipe sets them.
+  branches), weight_decay, beta1, beta2, eps, warm-up and batch. For a recipe with Muon, ``global`` and ``per-module``
+  also have Muon's momentum, and Muon's lr and weight_decay if the recipe sets them.
 - ``global-full`` adds clipping, dropout, min_lr_ratio, decay_ratio and the choices of decay and optimizer.
 - ``per-module`` has 25 to 35 values: lr, init_std and residual of each module, two points of an lr profile over
   depth, and the global weight_decay, beta1, beta2 and eps. Among the values that Mlodozeniec et al. 2025
@@ -136,7 +136,8 @@ class SearchSpace(ABC):
     @property
     @abstractmethod
     def seed(self) -> int:
-        """The seed of the search, to which a run adds the number of its fresh seed."""
+        """The seed of the search. Each run adds a number to it: 0 during the search, and 1, 2, ... if the run needs a
+        fresh seed."""
 
     @abstractmethod
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
@@ -158,8 +159,8 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def changes_since(self, path: Path) -> list[Difference]:
-        """Return the differences between the start in the file ``path`` and this start that make losses of trials
-        incomparable."""
+        """Return how the start of this space differs from the start in the file ``path``. Only differences that make
+        the losses of trials incomparable are returned."""
 
     @property
     def axes(self) -> Axes:
@@ -195,8 +196,8 @@ class SearchSpace(ABC):
         return replace(self, dimensions=informed, earlier=earlier)
 
     def within_near(self) -> Self:
-        """Return the space limited to the box in which a search begins, for a grid search, which does not extend the
-        box."""
+        """Return the space limited to the box in which a search begins. A grid search needs this limit, because it
+        does not extend the box."""
         kept = [
             replace(d, low=d.near[0], high=d.near[1], near=None, ends=("the end of the grid",) * 2) if d.near else d
             for d in self.dimensions
@@ -473,7 +474,8 @@ def bounds_of(path: str) -> Bounds:
 
 
 def _multiplied(recipe: Recipe, path: str) -> str:
-    """Return the path of the value of the whole recipe that the multiplier at ``path`` multiplies."""
+    """Return the path of the global value that the multiplier at ``path`` multiplies: ``hyperparameters.lr`` for a
+    module's lr."""
     (_, kind, *rest), quantity = split_path(path), quantity_of(path)
     if kind == "modules" and (muon := recipe.hyperparameters.muon_of(recipe.model.roles[rest[0]])):
         own = "momentum" if quantity == "beta1" else quantity
@@ -483,8 +485,8 @@ def _multiplied(recipe: Recipe, path: str) -> str:
 
 
 def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
-    """Return how far a value may go below the recipe's (``side`` 0: a negative distance) or above it (``side`` 1),
-    and the reason for this limit.
+    """Return how far a search may move the value at ``path`` from the recipe's value, and the reason for this limit.
+    ``side`` 0 is downwards (the result is a negative distance), ``side`` 1 is upwards.
 
     The reason is a text for the user. It is empty at a natural limit, such as dropout 0.
     """

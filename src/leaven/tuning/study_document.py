@@ -80,8 +80,11 @@ class Dimension:
     whole: bool = False  # whether all values are whole numbers
 
     def rounded(self, x: float, more: int = 0) -> float:
-        """Return the distance of the value that a trial at the distance ``x`` uses: ``x``, or the distance of the
-        nearest whole number. A whole number is increased by ``more`` first."""
+        """Return the distance that a trial uses instead of ``x``. It is ``x`` itself, unless the value must be whole.
+
+        If it must be whole, the value at ``x`` is rounded, increased by ``more`` and limited to its range. The result
+        is the distance of this whole number.
+        """
         if not self.whole:
             return x
         assert isinstance(self.centre, float)
@@ -155,7 +158,7 @@ class Best:
 
 @dataclass(frozen=True)
 class SlicePoint:
-    """The surrogate's prediction when one value of the best point is changed."""
+    """The surrogate's prediction of the loss if one value of the best point is changed."""
 
     octaves: float  # distance of this value from the start point
     loss: float  # predicted loss minus the predicted loss of the best point, nats
@@ -165,7 +168,7 @@ class SlicePoint:
 
 @dataclass(frozen=True)
 class Coordinate:
-    """The result of a search for one value."""
+    """What a search found about one of its values."""
 
     path: str
     best: float  # distance of the best value from the start point, octaves
@@ -315,8 +318,9 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """Return by which factor the run ``target`` needs more tokens to gain as much as a study gained by tuning.
+    """Return what the gain of a study is worth in tokens of the run ``target``.
 
+    For each row, ``times`` is the factor by which the tokens of ``target`` would have to grow for the same gain.
     ``answer`` is the best.toml of the study. The gain is the loss of the start minus the loss of the best point. A
     larger model may keep only a part of the gain, so there is one row for each part in ``SHARES`` (all, a half and a
     quarter). A published loss law converts the gain to tokens. The list is empty if ``answer`` is not the best.toml

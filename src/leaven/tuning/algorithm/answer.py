@@ -1,20 +1,21 @@
 """Determine the answer of a search: the best point, its loss, and the points of the final runs.
 
-The noise is the standard deviation of the loss between seeds. The start is the recipe that the search varies.
+The noise is the standard deviation of the loss between seeds. The start is the recipe that the search varies. A point
+is one setting of all searched values.
 
 1. The lowest of many noisy losses is partly luck. So a search ends with final runs: the best few points (the
    finalists) are run again with fresh seeds, which the search did not use. The finalist with the lowest mean loss in
-   these runs is chosen. A point that diverges with any seed cannot be chosen. If the only finalist diverges, or if
+   these runs is chosen. A point that diverges with any seed cannot be chosen. If a single finalist diverges, or if
    there are no runs with fresh seeds, the point of the search with the lowest predicted loss is chosen.
 2. The gain is the loss of the start minus the loss of the chosen point, over the seeds that both points were run
    with. If the gain is not above the noise, the answer is the start: the search found nothing better. A point without
    confirmation runs (see 3.) must gain more than 2.5 times the noise, because a gain just above the noise is often
-   chance. There is one exception: if the only finalist has two runs with fresh seeds, and the surrogate predicts a
-   gain of more than 1.5 times the noise, the gain in these two runs must only be above the noise.
+   chance. There is one exception: a single finalist that has two runs with fresh seeds, and for which the surrogate
+   predicts a gain of more than 1.5 times the noise. Its measured gain must only be above the noise.
 3. The lowest of several means is partly luck, too. For example, if three equally good points have two runs each,
    their lowest mean is on average 0.6 times the noise too low. So a point that was chosen among several finalists is
    run again with new seeds, and so is the start. In these confirmation runs, too, the gain must be above the noise.
-   The reported loss and gain come from the confirmation runs. An only finalist needs no confirmation runs.
+   The reported loss and gain come from the confirmation runs. A single finalist needs no confirmation runs.
 
 The answer is a pure function of the trials. Predicted losses come from a surrogate (a quadratic regression) fitted to
 all trials. ``sensitivity.py`` computes how much each searched value contributes.
@@ -74,12 +75,12 @@ def answer(
 ) -> Answer:
     """Return the answer of a search from its ``trials``.
 
-    The importance of a searched value is its share of the variation of the loss around the best point. To compute it,
-    only this value is changed, to each setting that was tried, and the standard deviation of the predicted losses is
-    taken. The importance is this standard deviation, divided by the sum of the standard deviations of all searched
-    values. This is first-order fANOVA with the surrogate in place of a random forest. Optuna's importance (PED-ANOVA)
-    is also reported. It hardly correlates with the true importance if about as many values are searched as there are
-    trials (docs/concepts/search.md).
+    The answer includes the importance of each searched value: its share of the variation of the loss around the best
+    point. For each value, the surrogate predicts the loss of the best point with only this value changed, to every
+    setting that was tried. The importance is the standard deviation of these losses, divided by the sum of the
+    standard deviations of all searched values. This is first-order fANOVA with the surrogate in place of a random
+    forest. The answer also has Optuna's importance (PED-ANOVA). With about as many searched values as trials, it
+    hardly correlates with the true importance (docs/concepts/search.md).
 
     Args:
         noise: standard deviation of the loss between runs of one point; by default measured from the trials.
@@ -147,10 +148,10 @@ def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Be
     """Return the point with the fewest changes from the start point, among those as good as the best ``point``. The
     result is (the point as a Best, the point as an array (D,) of octaves from the start point).
 
-    A point is as good as ``point`` if neither its measured nor its predicted loss is higher by more than the noise.
-    Only points with at least ``RERUNS`` runs with fresh seeds are considered, if none of these runs diverged. All
-    runs of the start count as fresh, because the start was not chosen by its losses. If no other point is as good,
-    the result is ``point`` itself.
+    A point is as good as ``point`` if its measured loss and its predicted loss are each at most the noise higher.
+    Only points with at least ``RERUNS`` runs with fresh seeds, none of which diverged, are considered. All runs of
+    the start count as fresh, because the start was not chosen by its losses. If no other point is as good, the
+    result is ``point`` itself.
     """
     fresh: dict[Point, dict[int, float]] = {}
     for run, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
@@ -187,10 +188,12 @@ class FittedTrials:
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
         """Fit the trust region to ``trials``. ``given`` is the noise that the user gave, or None.
 
-        ``floor`` is the measured noise if it has at least ``MEASURED`` degrees of freedom. A measured noise with
-        fewer degrees of freedom may be far too small. So another noise is fitted to the losses, and ``floor`` is the
-        larger of two numbers: the measured noise, and the geometric mean of the measured and the fitted noise. If no
-        noise was measured, ``floor`` is the fitted noise.
+        ``floor`` (the smallest difference of losses that counts) depends on how well the noise was measured:
+
+        - With at least ``MEASURED`` degrees of freedom, ``floor`` is the measured noise.
+        - With fewer, the measured noise may be far too small, so the noise is also estimated by a fit to the losses.
+          ``floor`` is the measured noise or, if larger, the geometric mean of the measured and the fitted noise.
+        - If no noise was measured, ``floor`` is the fitted noise.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -208,8 +211,8 @@ class FittedTrials:
         """The predicted losses of the points that were run, up to a constant. Outliers and diverged points are left
         out.
 
-        The predicted loss of a point is the surrogate's prediction plus a part of the mean residual of its runs. The
-        other part of the residual is taken to be noise between seeds.
+        The predicted loss of a point is the surrogate's prediction plus a part of its residual: the mean of measured
+        minus predicted loss over the point's runs. The other part is taken to be noise between seeds.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]
@@ -240,7 +243,7 @@ class FittedTrials:
         return start - min(self.predicted.values(), default=math.inf) <= ALONE * self.floor
 
     def finalists(self, *, by_surrogate: bool) -> list[Point]:
-        """Return the points to run with fresh seeds, the most promising first.
+        """Return the candidates for final runs (with fresh seeds), the most promising first.
 
         A trust-region search compares points by their predicted losses (:attr:`predicted`). The order is:
 
@@ -251,7 +254,7 @@ class FittedTrials:
         4. the other trials, the lowest predicted loss first;
         5. the outliers, to which the surrogate was not fitted.
 
-        Points 2 and 3 may never have been run.
+        The two minima (2. and 3.) may be points that have never been run.
 
         In other searches (``by_surrogate`` is false), trials are ranked by their losses. The list is empty if every
         trial diverged.
@@ -272,7 +275,7 @@ class FittedTrials:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """The point that is the answer of a search, and the losses of the runs at this point."""
+    """The answer of a search: a point and the losses of its runs."""
 
     point: Point
     losses: tuple[float, ...]  # nats; the reported loss is their mean
@@ -294,9 +297,11 @@ def confirm(
 ) -> Confirmation | None:
     """Return the answer of a search from its ``trials``, or None if no trial finished.
 
-    ``predicted`` has the predicted losses of points; by default the measured losses are used. ``noise`` is the
-    standard deviation of the loss between seeds. If it is 0, seeds have no effect, and a single run measures the loss
-    of its point exactly. If it is None, the noise is unknown: gains are compared with 0, but losses are not exact.
+    Args:
+        noise: standard deviation of the loss between seeds. If it is 0, seeds have no effect, and a single run
+            measures the loss of its point exactly. If it is None, the noise is unknown: then any gain above 0 is
+            large enough, but a single run does not measure a loss exactly.
+        predicted: the predicted losses of points. Without them, points are compared by their measured losses.
     """
     exact, noise = noise == 0, noise or 0.0
     runs = _Runs.of(trials, paths, predicted)
@@ -383,8 +388,11 @@ class _Runs:
         return chosen in self.choosing and len(self.choosing) == 1
 
     def likely(self, chosen: Point, predicted: Mapping[Point, float], least: float) -> bool:
-        """Return whether ``chosen`` is the only finalist with ``RERUNS`` fresh runs, and its predicted gain over the
-        start is above ``least`` nats."""
+        """Return whether a gain is likely, although ``chosen`` has no confirmation runs.
+
+        It is likely if ``chosen`` is the only finalist, has at least ``RERUNS`` runs with fresh seeds, and has a
+        predicted gain over the start above ``least`` nats.
+        """
         repeated = self.alone(chosen) and len(self.choosing[chosen]) >= RERUNS
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(chosen, math.inf) > least
 
@@ -399,11 +407,11 @@ class _Runs:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def chosen(self, noise: float) -> Point | None:
-        """Return the candidate with the lowest loss: the predicted loss if there is one, else the mean of its runs.
-        Candidates whose confirmation runs failed (:meth:`refuted`) are left out.
+        """Return the best of the ``candidates``, or the start if no candidate is better by more than ``noise``.
 
-        Return the start if this candidate is not better than the start by more than ``noise``, or if no candidate is
-        left. Return None if no candidate is left and the start has no run.
+        Candidates are compared by their predicted losses. If a candidate has none, the mean loss of its runs counts.
+        Candidates whose confirmation runs failed (:meth:`refuted`) are left out. Return None if no candidate is left
+        and the start has no run.
         """
         refuted = self.refuted(noise)
         means = {
@@ -429,7 +437,7 @@ class _Runs:
 
 
 def gain(start: Losses, there: Losses) -> float:
-    """Return by how many nats the loss of a point (``there``) is below the loss of the start.
+    """Return the gain of a point: the loss of the ``start`` minus the loss ``there`` (at the point), in nats.
 
     The difference is averaged over the seeds that both points were run with. Without common seeds, it is the
     difference of the two means.
@@ -447,14 +455,14 @@ def changes(point: Point) -> tuple[int, float]:
 def advice_when_all_diverged(
     trials: Sequence[StudyTrial], dimensions: Sequence[Dimension], elsewhere: str = ELSEWHERE
 ) -> str:
-    """Return one line of advice on which value to lower, for a search whose trials all diverged.
+    """Return one line of advice for a search whose trials all diverged, such as to start from a lower learning rate.
 
     The usual cause is the learning rate, so the advice is to start from half of the lowest rate that was tried. If no
     learning rate is searched, the advice is the text ``elsewhere``.
 
-    If changes of another value made runs diverge soonest, the advice names this value, too. It is found by a
-    divergence model that is fitted to the trials; there, only runs that diverged within half the length of the
-    longest run count as diverged.
+    The advice may name a second value, whose changes best explain why some runs diverged early: before half the
+    length of the longest run. To find this value, a divergence model is fitted that counts only these early runs as
+    diverged.
     """
     diverged = [trial for trial in trials if trial.state == "diverged"]
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in diverged])

@@ -42,10 +42,11 @@ def pooled_noise(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | N
     a part of their noise is the same at all points, and more points do not average this part out. Therefore, if there
     are several seeds, the degrees of freedom are at most the number of seeds minus one.
 
-    A point whose losses differ much more than those of other points is left out, because such a point is at the
-    divergence boundary, where the spread is not noise. (Example: of four points with the same noise, three with two
-    runs and one with three, this rule leaves out one point in 150 cases.) The point with the most runs is never left
-    out if it has more than two runs: it is the start, which was repeated to measure the noise.
+    A point is left out if the losses of its runs differ much more than those of other points. Such a point is at the
+    divergence boundary, where the spread is not noise. (The rule rarely leaves out a point by mistake. Example: four
+    points with the same noise, three with two runs and one with three. Each of the three is left out with a
+    probability of 0.6%.) The point with the most runs is never left out if it has more than two runs: it is the
+    start, which was repeated to measure the noise.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in runs:

@@ -72,8 +72,16 @@ def coordinates(
     best: Array,
     optunas: Array,
 ) -> tuple[Coordinate, ...]:
-    """Return what the trials at ``points`` (n, D) with ``losses`` (n,) show about each value around ``best`` (D,).
-    The most important value comes first. ``optunas`` (D,) are Optuna's importances."""
+    """Return one :class:`Coordinate` for each searched value: its importance, its gain, and its equally good range.
+
+    The most important value comes first.
+
+    Args:
+        points: (n, D), the trials, with ``losses`` (n,).
+        floor: the noise floor, nats.
+        best: the best point (D,). Each value is changed from there while the others stay.
+        optunas: Optuna's importances (D,).
+    """
     tried = points[np.isfinite(losses)].T
     spread = now.along(best, tried)[0].std(1)
     shares = spread / (spread.sum() or 1.0)
@@ -152,8 +160,8 @@ def further_gain(
 
 
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
-    """Return the two values that bring the most of the predicted gain if only these two change, as (index, index,
-    share). The share is the part of the predicted gain that they bring, at most 1.
+    """Return the pair of values that brings the most of the predicted gain if only these two change: (index, index,
+    share). The share is the part of the predicted gain that the pair brings, at most 1.
 
     Only numbers are considered, not choices such as the optimizer. Return None if fewer than three numbers are
     searched, if there are fewer than ``PER_VALUE`` trials for each value, or if the gain is not above the noise.

@@ -2,19 +2,20 @@
 runs diverge.
 
 The surrogate is a Bayesian quadratic regression of the loss, fitted to all finished trials. A regression learns as
-much from a bad trial as from a good one, while a search that only asks whether a trial was the best so far learns one
-bit from each trial. The regression is
+much from a bad trial as from a good one. A search that only asks whether a trial was the best so far learns one bit
+from each trial. The regression is
 
     y = a + sum_i b_i x_i + sum_i h_ii x_i^2 / 2 + sum_{i<j} h_ij x_i x_j + error,
 
     b_i ~ N(0, h^2),   h_ii ~ N(h, h^2),   h_ij ~ N(0, (r h)^2),   error ~ N(0, noise^2 + (k (y - lowest))^2),
 
-where x_i is the distance of value i from the start point in steps (a step is the typical distance of an optimum), y
-the loss of a trial, h the typical curvature, noise the standard deviation of the loss between seeds, and lowest the
-lowest loss. This prior expects the optimum about one step from the start point along each value. In directions in
-which no trial has moved, the minimum stays at the start point. The interactions h_ij are fitted only if there are at
-most ``MOST_WITH_INTERACTIONS`` columns, because more columns have too many pairs for the trials of a search. r is
-8 / D^2 for D values, but at most 1/2. It falls with D because each pair then has fewer trials.
+where y is the loss of a trial, h the typical curvature, noise the standard deviation of the loss between seeds, and
+lowest the lowest loss. A number has one column x_i: its distance from the start point in steps (a step is the typical
+distance of an optimum). A choice, such as the optimizer, has one column x_i for each level but the start's: 0 or 1.
+This prior expects the optimum about one step from the start point along each column. In directions in which no trial
+has moved, the minimum stays at the start point. The interactions h_ij are fitted only if there are at most
+``MOST_WITH_INTERACTIONS`` columns, because more columns have too many pairs for the trials of a search. r is 8 / D^2
+for D columns, but at most 1/2. It falls with D because each pair then has fewer trials.
 
 The loss is quadratic only near the optimum, so a loss far above the lowest one says little about the optimum.
 Therefore the error grows with the difference from the lowest loss; k is ``MODEL_ERROR``. h maximises the evidence
@@ -108,8 +109,8 @@ class Prior:
 
     @classmethod
     def plain(cls, d: int) -> "Prior":
-        """Return the prior of a search of ``d`` columns without knowledge from before the search. It expects the
-        optimum about one step from the start point."""
+        """Return the prior for ``d`` columns that uses no knowledge from before the search. It expects the optimum
+        about one step from the start point."""
         size = _size(d)
         return cls(np.where(np.arange(size) // d == 1, 1.0, 0.0), np.eye(size))
 
@@ -119,7 +120,7 @@ class Surrogate:
     """The posterior distribution of a quadratic that predicts the loss, given the finished trials.
 
     The P coefficients of the quadratic (the terms are in :func:`_features`) have the mean ``_mean`` and the
-    covariance h^2 R (1 - V diag(1 - _left^2) V^T) R^T, where R is the root of the prior.
+    covariance h^2 R (1 - V diag(1 - s^2) V^T) R^T. R is ``_root``, V is ``_directions`` and s is ``_left``.
     """
 
     curvature: float  # the typical curvature h, loss per step squared
@@ -177,8 +178,8 @@ def _size(d: int) -> int:
 
 
 def interaction(d: int) -> float:
-    """Return the prior standard deviation of an interaction of two of ``d`` columns, divided by the typical
-    curvature."""
+    """Return r for ``d`` columns: the prior standard deviation of an interaction h_ij, divided by the typical
+    curvature h."""
     return min(0.5, 8 / d**2)
 
 
@@ -197,8 +198,8 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
 
     Args:
         noise: the standard deviation of the loss between seeds, 0 if it is unknown.
-        knowledge: priors from knowledge before the search. Of these and :meth:`Prior.plain`, the one with the highest
-            evidence is used.
+        knowledge: further priors, from knowledge before the search. The function compares them and
+            :meth:`Prior.plain`, and uses the prior with the highest evidence.
     """
     d = points.shape[1]
     spread = float(np.std(losses)) or noise or 1.0
@@ -208,7 +209,7 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
     constant = weights / np.linalg.norm(weights)
 
     def whitened(values: Array) -> Array:
-        """Divide each row by the standard deviation of its error, and project out the constant term a."""
+        """Divide each trial's row by the standard deviation of its error, and project out the constant term a."""
         scaled = (values.T * weights).T
         return np.asarray(scaled - np.multiply.outer(constant, constant @ scaled))
 
@@ -265,9 +266,10 @@ def fitted_noise(points: Array, losses: Array) -> float:
 class EarlierTrials:
     """The finished trials of an earlier search.
 
-    A column of ``points`` has the distances of one value from its value in the recipe of the new search. The first D
-    columns belong to the values of the new search, in octaves. The last E columns belong to the values that only the
-    earlier search varied, in steps (octaves divided by the typical distance of an optimum from the start point).
+    Each row of ``points`` is a trial, and each column is a searched value. An entry is the distance of the trial's
+    value from the value in the recipe of the new search. The first D columns are the values of the new search, in
+    octaves. The last E columns are the values that only the earlier search varied, in steps (octaves divided by the
+    typical distance of an optimum from the start point).
     """
 
     points: Array  # (n, D + E)
@@ -291,7 +293,8 @@ def prior_of_expectations(centre: Array, width: Array) -> Prior:
 
 
 def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:
-    """Return the priors that follow from the trials of an earlier search, one prior for each of ``DIFFERENCES``.
+    """Return priors made from the trials of an earlier search: one for each assumed difference between the searches
+    (``DIFFERENCES``).
 
     The trials are at ``columns`` (n, D + E), with ``losses`` (n,). The new search has only the first ``d`` = D
     columns. If ``noise`` is None, the noise is fitted to the lowest losses, because with a noise of 0 the priors

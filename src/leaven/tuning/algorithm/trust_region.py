@@ -6,7 +6,8 @@ arXiv 2512.22382). Two simple rules fail, too. A rule that accepts a noisy trial
 trials soon accepts no trial. A radius that shrinks with every failure soon reaches its minimum.
 
 A point assigns a number or a level to every searched hyperparameter. Hyperparameters with levels, such as the
-optimizer, are called choices. The search works as follows:
+optimizer, are called choices. Distances are in octaves: one octave doubles a multiplier. One step of a hyperparameter
+is ``scale`` octaves, the typical distance of an optimum from the start. The search works as follows:
 
 1. A surrogate (a quadratic regression of the loss) is fitted to all finished trials, and a model of the divergence
    boundary to all trials, finished and diverged (``surrogate.py``).
@@ -23,11 +24,12 @@ optimizer, are called choices. The search works as follows:
    keep the incumbent's level.
 5. Before any trial has finished there is no surrogate and no known boundary. Each divergence lowers the learning
    rates by a quarter of an octave and brings the proposals closer together; if no learning rate is searched,
-   proposals spread further out instead. The first trial that finishes replaces the start.
+   proposals spread further out instead. If the start diverged, the first trial that finishes takes its place as the
+   first incumbent.
 
-One step of a hyperparameter is ``scale`` octaves (one octave doubles a multiplier). ``Region`` takes and returns
-octaves. Proposals stay in a box around the start (``near``). The box always reaches at least one step beyond the
-incumbent, up to the bounds of the space. So the box grows while the best point lies at its edge.
+``Region`` takes and returns octaves. Proposals stay in a box around the start (``near``). The box always reaches at
+least one step beyond the incumbent, up to the bounds of the space. So the box grows while the best point lies at its
+edge.
 
 The noise is the standard deviation of the loss between seeds. All trials of a search share a seed, and with it the
 init and the data order, so their losses vary by less than the noise. But an improvement that holds for one seed only
@@ -63,7 +65,7 @@ from leaven.tuning.study_document import PRUNED, Dimension, StudyTrial
 Array = NDArray[np.float64]
 
 TRUST = 1.0  # steps along each value from the incumbent, within which the surrogate is minimised
-RADIUS = 0.5  # the random move of a proposal, as a share of the difference of the two minima in point 3
+RADIUS = 0.5  # the random move of a proposal, as a share of the difference of the two minima in item 3
 WIDEST = 1.2  # the largest such share while all trials diverge
 DESIGNED = 5  # if at most so many values are searched, each of them is first moved alone
 DESIGN = 0.8, 1.2  # steps: the range of these first moves
@@ -83,11 +85,13 @@ Ran = TypeVar("Ran", bound=StudyTrial)
 class Axes:
     """The searched hyperparameters: the bounds, scale and start of each, by name.
 
-    A point (a setting of all D hyperparameters) has two forms. Stores and objectives use ``params``, Optuna's word: a
-    dict of log2 multipliers by name; a choice has the index of its level. The search algorithm uses ``octaves``: an
-    array (D,) of differences from the start point, in the order of the names. For a choice, the difference is the
-    index of the level minus the index of the start's level, modulo the number of levels. ``tuning/point.py`` converts
-    a point to a recipe.
+    A point (a setting of all D hyperparameters) has two forms; ``tuning/point.py`` converts a point to a recipe:
+
+    - ``params`` (Optuna's word), in stores and objectives: a dict by name. An entry is a log2 multiplier or, for a
+      choice, the index of its level.
+    - ``octaves``, in the search algorithm: an array (D,) of differences from the start point, in the order of the
+      names. For a choice, the difference is the index of the level minus the index of the start's level, modulo the
+      number of levels.
     """
 
     limits: Mapping[str, tuple[float, float] | range]  # (lowest, highest) log2 multiplier; range(n) for a choice
@@ -174,15 +178,17 @@ class Axes:
         return self.rounded(found)
 
     def rounded(self, params: Mapping[str, float]) -> dict[str, float]:
-        """Return ``params`` with the values that a trial uses: whole numbers are rounded."""
+        """Return ``params`` as a trial uses them: a value that must be a whole number is rounded."""
         return {name: self.whole[name].rounded(x) if name in self.whole else x for name, x in params.items()}
 
     def not_in(self, tried: Sequence[Mapping[str, float]], params: Mapping[str, float]) -> list[dict[str, float]]:
         """Return ``[params]`` if ``params`` is not in ``tried``, else the nearest points that are not in ``tried``.
 
-        The distance of two points is the number of steps between them; a step changes one whole number by 1, or one
-        choice. The result is empty if all points are in ``tried``. It is always ``[params]`` if no value is a whole
-        number, or if a value is neither a whole number nor a choice.
+        The distance of two points is the number of changes that lead from one to the other. A change moves one whole
+        number by 1, or switches one choice to another level. The result is empty if all points are in ``tried``.
+
+        This works only if each value is a whole number or a choice, and at least one is a whole number. In all other
+        spaces, the result is ``[params]``.
         """
         if not self.whole or any(
             not levels and name not in self.whole for name, levels in zip(self.limits, self.levels, strict=True)
@@ -322,8 +328,8 @@ class Region:
         """Return the best level of each choice (a value that is not a number), (D,). Entries of numbers are 0.
 
         To compare the levels of one choice, all numbers are set as in the incumbent, and all other choices as in the
-        start. The level with the lowest ``quadratic`` is best. With ``unseen_first``, levels that have never been run
-        come first.
+        start. The level with the lowest value of ``quadratic`` is best. With ``unseen_first``, a level that has never
+        been run is preferred to all levels that have been run.
         """
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         here = np.where(self.features.level == 0, self.features.of(self.incumbent), 0.0)
@@ -405,8 +411,8 @@ def region(
 
 
 def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
-    """Return the trust region after ``tried`` trials that all diverged, or before the first trial: see point 5 at the
-    top of this file."""
+    """Return the trust region after ``tried`` trials that all diverged, or before the first trial (``tried`` is 0).
+    Item 5 in the docstring of this file explains it."""
     (low, high), rates = axes.ends, learning_rates(list(axes.limits))
     lowered = np.clip(-DOWN * tried * rates, low, high)
     features = Features(lowered, axes.scale, axes.levels)
@@ -417,7 +423,10 @@ def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
 
 
 def radius_of(axes: Axes, losses: Array) -> float:
-    """Return the ``radius`` of the trust region after trials with ``losses`` (n,)."""
+    """Return the size of the random moves (``Region.radius``) after trials with ``losses`` (n,).
+
+    It is ``RADIUS`` once a trial has finished. Before that, it depends on the number of divergences.
+    """
     if np.isfinite(without_outliers(losses)).any():
         return RADIUS
     tried, closer = len(losses), learning_rates(list(axes.limits)).any()

@@ -8,9 +8,9 @@ ends:
 - Complete: the command ends with exit code 0 and has reported a loss.
 - Diverged: a loss is NaN or infinite, or the output matches the pattern ``diverged``. The command is ended at once.
 - Pruned: its losses are too far behind those of the best trial. The command is ended.
-- Failed: the command ends with another exit code, reports no loss, or takes longer than ``timeout_seconds``, twice.
-  There is no second attempt if the start of the search fails before any run has a result: then the command itself is
-  wrong, and the search ends.
+- Failed: both attempts at the run failed. An attempt fails if the command ends with another exit code, reports no
+  loss, or takes longer than ``timeout_seconds``. If an attempt at the start point fails before any run has a result,
+  there is no second attempt: the command itself is probably wrong, so the search ends.
 """
 
 import math
@@ -121,10 +121,10 @@ class CommandTrainer:
         return outcome
 
     def _wait_for(self, output: BinaryIO) -> None:
-        """Lock the file ``output``, after the command of an earlier attempt has ended.
+        """Wait until the command of an earlier attempt has ended, and lock the file ``output``.
 
-        Each command inherits the lock. So the command of an earlier attempt, which may still run if leaven was
-        killed, holds the lock until it ends.
+        If leaven was killed, the command of an earlier attempt may still run. It then holds the lock until it ends,
+        because every command inherits the lock.
         """
         import fcntl  # not available on Windows
 
@@ -216,7 +216,11 @@ def write_inputs(
 
 
 def _with_each_choice(space: SearchSpace) -> Iterator[dict[str, float]]:
-    """Yield points with every level of every choice: the start, and the start with one choice changed."""
+    """Yield the start point and, for each categorical value, one point for each of its other levels.
+
+    In these points only this one value differs from the start. Numeric values stay at the start. Example: if the
+    optimizer is "adamw" or "lion" and the search starts at "adamw", yield the start and the start with "lion".
+    """
     start = dict.fromkeys(space.paths, 0.0)
     yield start
     for dimension in space.dimensions:

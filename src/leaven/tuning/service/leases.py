@@ -1,6 +1,6 @@
 """Find out which of the commands that share a study are still alive. A command is one running search.
 
-The id of a command consists of its machine, its process and a number, because one process may run several searches.
+The id of a command consists of its machine, its process and a number (one process may run several searches).
 If the process runs on this machine, the operating system knows whether it is alive. For commands on other machines
 there are heartbeats: every command regularly writes the time of its own clock into the store. A command on another
 machine counts as dead if its heartbeat has not changed for ``lease_seconds``. This machine measures these seconds
@@ -33,8 +33,13 @@ _here: set[str] = set()  # ids of running searches of this process
 
 
 def node(pid: int, number: int = 0) -> str:
-    """Return the id of a command that runs in the process ``pid`` of this machine:
-    ``host:machine:pid:start:number``."""
+    """Return the id of a command that runs in the process ``pid`` of this machine: ``HOST:MACHINE:PID:START:NUMBER``.
+
+    - HOST is the host name. It only makes the id readable.
+    - MACHINE identifies the machine or container and, on Linux, its current boot (:func:`_machine`).
+    - START is the start time of the process (:func:`_started`), because a later process may get the same pid.
+    - NUMBER is ``number``, the index of the search among the searches of the process, from 0.
+    """
     return f"{socket.gethostname()}:{_machine()}:{pid}:{_started(pid)}:{number}"
 
 
@@ -53,7 +58,11 @@ def gone(owner: str) -> bool:
 
 class Leases:
     """A context manager that sends this command's heartbeat from a thread and watches the heartbeats of other
-    commands. ``clocks`` has the last heartbeat of each of them: Unix time by its own clock, seconds."""
+    commands.
+
+    ``clocks`` maps the id of each other command to its last heartbeat. A heartbeat is the Unix time in seconds by
+    that command's own clock.
+    """
 
     def __init__(
         self, store: BaseStorage, study: int, seconds: float, clock: Callable[[], float] = time.monotonic
@@ -79,9 +88,9 @@ class Leases:
     def dead(self, owners: set[str]) -> set[str]:
         """Return the ids in ``owners`` that belong to dead commands.
 
-        A command on another machine is dead if its heartbeat has not changed for the lease time. To measure this
-        time, call this method regularly. Each call adds the time since the last call, but at most a quarter of the
-        lease time.
+        A command on another machine is dead if its heartbeat has not changed for the lease time. Call this method
+        regularly, because it measures this time: if a heartbeat has not changed since the last call, the call adds
+        the time between the two calls, but at most a quarter of the lease time.
         """
         # At most a quarter, so that a pause of this process or of the store does not make other commands count as
         # dead.
@@ -108,8 +117,11 @@ class Leases:
 
 @cache
 def _machine() -> str:
-    """Return an id of the machine, or of the container, in which this process runs. On Linux it consists of the ids
-    of the boot and of the process namespace."""
+    """Return an id of the machine or container in which this process runs.
+
+    On Linux the id consists of the boot id, which is new after each boot, and the id of the process namespace, which
+    differs between containers.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -118,9 +130,10 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process in 1/100 s, or "" if the process has ended.
+    """Return the start time of a process as a text, in 1/100 s, or "" if the process has ended.
 
-    The start time distinguishes a process from a later process with the same pid.
+    The start time distinguishes a process from a later process with the same pid. It counts from the boot on Linux,
+    and from 1970 on other systems.
     """
     try:
         # On Linux, psutil adds the boot time, which changes when the clock is set. Subtract it again.

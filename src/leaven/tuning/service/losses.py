@@ -71,14 +71,14 @@ def _of_rows(source: LossSource, where: Path) -> Losses:
             continue
         if source.step is not None and not (isinstance(step, int | float) and math.isfinite(step)):
             raise InputError(
-                f"{where}: a line with {source.key} has the step {source.step} = {step!r:.60}, not a number; name "
-                f"another one of {', '.join(list(row)[:MOST_NAMES])} with loss.step"
+                f"{where}: a line with {source.key} has the step {source.step} = {step!r:.60}, not a number; set "
+                f"loss.step to another key of this line: {', '.join(list(row)[:MOST_NAMES])}"
             )
         try:
             yield step if step is None else int(step), float(loss)
         except (TypeError, ValueError, OverflowError):
             raise InputError(
-                f"{where}: {source.key} is {loss!r:.60}, not a number; name another key with loss.key"
+                f"{where}: {source.key} is {loss!r:.60}, not a number; set loss.key to the key of the loss"
             ) from None
 
 

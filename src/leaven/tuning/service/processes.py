@@ -101,9 +101,10 @@ def end(leaders: Iterable[int], token: str) -> None:
 
 
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
-    """Return the processes of the commands whose first processes are ``leaders``, and all their children.
+    """Return all processes of the commands with the process ids ``leaders``, and all children of these processes.
 
-    A process belongs to a command if it is in the command's session, or if its environment has the command's mark.
+    A process belongs to a command if it is in the command's session, or if its environment variable ``MARK`` is
+    ``TOKEN.PID`` with this ``token`` and the process id of the command.
     """
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():

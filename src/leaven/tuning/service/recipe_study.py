@@ -64,8 +64,10 @@ def check_request(
 
 
 def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
-    """Return the space without the values that a study with these ``durations`` cannot search. For a grid search, the
-    space is also limited to its first box."""
+    """Return the space without the values that a study with these ``durations`` cannot search.
+
+    For a grid search, ranges are also limited to the box in which other searches begin.
+    """
     if durations:
         space = space.without(BATCH, "each of the --durations must be a whole number of batches")
         space = space.without(TOKENS, "--durations sets the run lengths").without(DECAY, "--durations needs wsd")

@@ -55,11 +55,11 @@ class SeededSampler(BaseSampler):
     Each proposal has its own random seed, made from the seed of the search and the index of the proposal. So several
     commands of one search draw different proposals, and a resumed search does not repeat its proposals.
 
-    CMA-ES begins with the same start and the same width as a trust-region search, and stays near the start without a
-    box. So its box does not grow: it covers the whole space and is symmetric around the start. CMA-ES uses a diagonal
-    covariance, because a few hundred trials do not determine a full covariance in 90 dimensions. CMA-ES cannot sample
-    a choice (a value with a list of levels). So each proposal takes the level of the best trial with probability 1/2,
-    and otherwise a random level.
+    CMA-ES begins with the same start and the same width as a trust-region search. It does not need a box to stay near
+    the start. So its box does not grow: it covers the whole space and is symmetric around the start. CMA-ES uses a
+    diagonal covariance, because a few hundred trials do not determine a full covariance in 90 dimensions. CMA-ES
+    cannot sample a choice (a value with a list of levels). So each proposal takes the level of the best trial with
+    probability 1/2, and otherwise a random level.
 
     A grid search uses this sampler for random points after all points of the grid have run (``search_plan.py``).
     """

@@ -82,7 +82,8 @@ Objectives = Callable[[Sequence[Proposal]], Sequence[float | Outcome]]  # the pr
 class SearchLoop:
     """Runs the trials of a plan in threads, and writes their results to the store.
 
-    A thread runs ``stack`` trials at once, or fewer if the plan gives no further run before a running trial ends.
+    A thread runs ``stack`` trials at once. It runs fewer if the plan can give further runs only after a running trial
+    has ended.
 
         with SearchLoop(...) as loop:
             for event in loop:
@@ -90,8 +91,8 @@ class SearchLoop:
 
     An event is the :class:`Proposal` of a trial that has started, or a list of the numbers of trials that have ended.
     The events end when the plan is complete and no command is running a trial, or when ``stop`` has returned true and
-    the trials of this command have ended. Then ``runs`` has all runs of the study. If an exception ends the context,
-    the trials that are running are released, so that they run again later.
+    the trials of this command have ended. After the last event, ``runs`` has all runs of the study. If an exception
+    ends the context, the trials that are running are released, so that they run again later.
     """
 
     def __init__(  # noqa: PLR0917 - one of each
@@ -170,8 +171,10 @@ class SearchLoop:
         return len(first_attempts(trials))
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
-        """Create the trial of a request and collect it for the next free thread, which starts once it has ``stack``
-        trials. Return None if another command runs the trial."""
+        """Create the trial of a request and return its proposal. Return None if another command runs the trial.
+
+        Proposals are collected: once there are ``stack`` of them, a free thread starts them all.
+        """
         if (created := self._stored.create(request, self._leases.node, self._sampler)) is None:
             return None
         number, point = created

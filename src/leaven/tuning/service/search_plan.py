@@ -241,9 +241,13 @@ class SearchPlan:
     def next(self, runs: Sequence[Evaluation], turn: int, now: float) -> TrialRequest | None:
         """Return the next run, or None if the search is complete or must wait for a running trial.
 
-        A search in which no run has completed ends early: after ``DIVERGENCES`` (100) runs that diverged or were
-        pruned, or after ``DEATHS`` (8) runs whose processes died if no run has a result. ``turn`` is the number of
-        runs that have been started, retries not counted. It is used in the name of a proposal and as its random seed.
+        A search in which no run has completed ends early in two cases:
+
+        - ``DIVERGENCES`` (100) runs have diverged or were pruned.
+        - ``DEATHS`` (8) runs have failed because their processes died, and no run has diverged or was pruned.
+
+        ``turn`` is the number of runs that have been started, without retries. It is the number in the name of a
+        proposal and its random seed.
         """
         states = [run.state for run in runs]
         if "waiting" in states:
@@ -419,9 +423,9 @@ class SearchPlan:
     def ended_early(self, runs: Sequence[Evaluation], now: float) -> bool:
         """Return whether a completed search stopped early because several rounds gained less than the noise.
 
-        This is so if there was budget for another run of the search, and a point that had not been run. The final
-        runs of this budget are not counted, because they come after the search. Do not call this for a search that
-        the user stopped.
+        A search stopped early if there was budget for another run of it, and a point that had not been run. The final
+        runs do not count as used budget, because they come after the search. Do not call this for a search that the
+        user stopped.
         """
         left = self._room([run for run in runs if run.final_of != self.budget.label], now)
         return left and bool(self.axes.not_in(_searched(runs), self.axes.start))
@@ -448,7 +452,7 @@ def _searched(runs: Sequence[Evaluation]) -> list[Params]:
 
 
 def _fresh(others: Sequence[Evaluation], point: Params, count: int) -> list[int]:
-    """Return the ``count`` lowest seeds, from 1, with which ``point`` has not been run among the runs ``others``."""
+    """Return the ``count`` lowest seeds, from 1, that no run of ``point`` in ``others`` has used."""
     had = {0} | _seeds(others, point)
     return list(itertools.islice((k for k in itertools.count(1) if k not in had), count))
 

@@ -82,7 +82,7 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(StudyTrial):
-    """A run of a search. The fields of :class:`StudyTrial` are those of its last trial, but ``values`` is empty."""
+    """A run of a search. The inherited fields are those of the run's last trial, but ``values`` is empty."""
 
     params: Params  # log2 multipliers; a whole number has the multiplier of its rounded value
     origin: int  # number of the run's first trial
@@ -237,7 +237,8 @@ class StoredStudy:
         """Mark a trial as failed, unless it has ended already.
 
         Args:
-            released: whether this command gives the trial up. Then it does not count as a trial whose process died.
+            released: whether this command gives the trial up. If so, the trial does not count as one whose process
+                died.
             ended: the last heartbeat of the trial's owner, if the owner ran on another machine: Unix time.
         """
         with suppress(UpdateFinishedTrialError):
@@ -284,8 +285,8 @@ def runs_of(
 
 
 def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) -> Evaluation:
-    """Return the run whose first trial is ``origin`` and whose last trial is ``last``. ``deaths`` of its processes
-    died."""
+    """Return the run whose first trial is ``origin`` and whose last trial is ``last``. ``deaths`` is the number of
+    its trials whose process died."""
     ran, state, loss = last.user_attrs, "running", None
     if last.state is TrialState.FAIL:
         state = "failed" if deaths >= LIVES else "waiting"
@@ -328,7 +329,8 @@ def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes)
 
 
 def _digest_of(trial: FrozenTrial, state: TrialState, values: Sequence[float]) -> str:
-    """Return the digest of a trial that ends, or has ended, in this state with these values (its loss)."""
+    """Return the digest of a trial that ends, or has ended. ``state`` and ``values`` (its loss) are those at its
+    end."""
     attributes = {key: value for key, value in trial.user_attrs.items() if key not in {DIGEST, LAST_BEAT}}
     losses = [loss + 0.0 for loss in values]  # SQLite stores -0.0 as 0.0
     return _digest([trial.number, state.name, losses, trial.params, attributes])
@@ -349,7 +351,7 @@ def jobs_of(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
 
 
 def first_attempts(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
-    """Return the trial of each job that is not a retry, by the job's name, in the order of their numbers."""
+    """Return the trials that are not retries, by the name of their job. The order is that of the trial numbers."""
     return {job: trial for job, trial in jobs_of(trials).items() if not job.startswith("retry:")}
 
 
@@ -390,7 +392,7 @@ def join_study(
 
     Args:
         what: the name of the study in messages.
-        instead: what to do if the study has other settings, in messages.
+        instead: what the user can do if the study has other settings, such as "give it another name".
         own_noise: whether the user gave ``noise``, which must then equal the noise of the stored study. If false, a
             stored study that was created with the trials of an earlier study keeps its noise.
         recipe: the recipe that all commands on the study must share.

@@ -147,7 +147,8 @@ def _database(url: "URL") -> BaseStorage:
     from sqlalchemy.orm import Session
 
     class Database(RDBStorage):
-        """Optuna's RDBStorage. If Optuna itself retries the creation of a trial, it gets the trial that exists."""
+        """Optuna's RDBStorage. If Optuna itself retries the creation of a trial, it does not create a second one: it
+        gets the trial that exists already."""
 
         def _get_prepared_new_trial(
             self, study_id: int, template_trial: FrozenTrial | None, session: Session
@@ -217,8 +218,8 @@ def _away(error: Exception) -> bool:
 def _damaged(error: Exception) -> bool:
     """Return whether an error means that the content of a database cannot be read.
 
-    SQLite reports a damaged page as a plain DatabaseError, and a damaged schema as an OperationalError. A damaged
-    cell is an error of SQLAlchemy or Optuna when they convert it, for example to JSON.
+    The error is a plain DatabaseError if a page is damaged, and an OperationalError if the schema is damaged. If a
+    cell is damaged, SQLAlchemy or Optuna cannot convert it (for example from JSON): a LookupError or a ValueError.
     """
     from sqlalchemy.exc import DatabaseError, OperationalError
 
@@ -281,7 +282,8 @@ class Journal(JournalFileBackend):
     """Optuna's journal in a file, which stays readable after an interrupted write.
 
     If a killed process or a full disk has left an incomplete line at the end, the next write removes this line. A
-    write to a missing file is an error and does not create the file, because its disk may only be unmounted.
+    write to a missing file is an error. It does not create the file, because the old file may be on a disk that is
+    not mounted at the moment.
     """
 
     def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:

@@ -6,9 +6,9 @@ run is one training of a point with one seed. A trial is an attempt at a run: if
 retries the run.
 
 1. **cli/tune.py** reads the recipe and makes the search space: which values are searched, and how far (``space.py``).
-   :class:`BaseStudy` checks the arguments. When its context is entered, it opens the store of all trials, which is an
-   Optuna journal in the folder, or a database (``stores.py``). It joins the study in the store, or creates it
-   (**stored_study.py**).
+   :class:`BaseStudy` checks the arguments. When its context is entered, it opens the store of all trials
+   (``stores.py``): an Optuna journal in the folder, or a database. Then it joins the study in the store, or creates
+   the study (**stored_study.py**).
 2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used. The loop asks the
    plan (**search_plan.py**) for the next run: the start, a proposal of the search (**algorithm/trust_region.py**) or
    the best points again. :class:`TrialTrainer` (**recipe_study.py**) trains the run in a worker process
@@ -25,7 +25,8 @@ retries the run.
    the start are run with more seeds, which confirm the gain.
 5. The runs with fresh seeds choose the answer (**algorithm/answer.py**). The answer is the start unless the best
    point gains more than the noise. The reported loss is the mean of the confirmation runs or, without them, of the
-   runs that chose the point. The 95% interval is mean +- t x noise / sqrt(runs). Without fresh seeds there is none.
+   runs that chose the point. Its 95% interval is mean +- t x noise / sqrt(runs). A loss without fresh seeds has no
+   interval.
 6. :meth:`BaseStudy.state` makes the study's document (``study_document.py``) from the trials.
 7. :meth:`BaseStudy.save` writes the document, study.json, when trials end. Once the search has ended, it also writes
    best.toml and fewest.toml, with a reason for every searched value. The folder also contains the recipe at the start
@@ -231,8 +232,8 @@ class BaseStudy(ABC):
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
     def _store_lost(self, ended: set[int], lost: set[int]) -> InputError:
-        """Return the error for a store that does not have the trials ``lost`` out of the trials ``ended`` in
-        study.json. If both are empty, the store does not have the study itself."""
+        """Return the error for a store that has lost trials. ``ended`` are the numbers of the trials in study.json,
+        and ``lost`` those that the store lacks. If both are empty, the store lacks the study itself."""
         results, missing = f"the results of {len(ended)} trials", "none of them"
         if not ended:
             results, missing = "a study", "no study of this name"

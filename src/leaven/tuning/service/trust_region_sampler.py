@@ -43,8 +43,8 @@ class TrustRegionSampler(BaseSampler):
     - A trial has diverged if its value is infinite or beyond +-1e50. A failed trial counts as diverged, too, because
       Optuna does not store whether the objective returned nan or raised an exception. While all trials diverge,
       parameters named ``lr`` or ``*.lr`` are lowered.
-    - The value of a pruned trial is its last reported value, moved into the range of the worse half of the completed
-      trials if it is outside.
+    - The value of a pruned trial is its last reported value, limited to the values of the worse half of the completed
+      trials: at best their median, at worst the worst of them.
     - Parameters that only some trials have, or whose range changes, begin at the start, and are then drawn at random.
     - A sampler does not know the number of trials. So, unlike :func:`leaven.tuning.search`, it uses no trials to
       measure the noise or to confirm the best point with other seeds.
@@ -170,8 +170,11 @@ class AxisOfDistribution:
         return cls(name, distribution, (low / unit, high / unit), unit)
 
     def start(self, given: Mapping[str, Any], first: Mapping[str, Any]) -> float:
-        """Return where the search starts on this axis: at the ``given`` value, else at the value of the ``first``
-        trial, else in the middle of the range or at the first choice."""
+        """Return where the search starts on this axis: at the ``given`` value, if there is one.
+
+        Without a given value, it starts at the value of the ``first`` trial. If the first trial has no value either,
+        it starts in the middle of the range, or at the first choice.
+        """
         if self.name not in given:
             middle = 0.0 if isinstance(self.limits, range) else sum(self.limits) / 2
             return self.at(first[self.name]) if self.name in first else self.at(self.value(middle))
