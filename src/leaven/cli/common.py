@@ -44,7 +44,7 @@ ShareOption = Annotated[
         min=0.01,
         max=1,
         metavar="SHARE",
-        help="Lowest acceptable speed at the start of a batch ramp, as a share of the full speed (0 to 1).",
+        help="Lowest acceptable speed at the start of a batch ramp, as a share of the full-batch speed (0 to 1).",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
@@ -123,9 +123,12 @@ def require_alone(context: typer.Context, option: str, others: str) -> None:
 
 
 def require_new(path: Path, force: bool | None = None) -> None:
-    """Raise InputError if a path is a folder, its folder is missing, or the file exists and ``force`` is not true.
+    """Check that ``path`` can be written as a new file, or overwritten. Devices may be written to.
 
-    ``force`` is the value of ``--force``, or None for a command without this option. Devices may exist.
+    ``force`` is the value of ``--force``, or None for a command without this option.
+
+    Raises:
+        InputError: if ``path`` is a folder, its parent folder is missing, or it is a file and ``force`` is not true.
     """
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the name of a file")

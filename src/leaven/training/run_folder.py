@@ -231,8 +231,11 @@ class RunFolder:
         return None
 
     def check_text(self, fingerprint: str, saved: str | None = None) -> None:
-        """Raise InputError if the run has started on a text with another fingerprint. ``saved`` is the fingerprint in
-        a checkpoint of the run, which is compared if events.jsonl has none."""
+        """Raise InputError if the run was started on another text, that is, on one with another ``fingerprint``.
+
+        The fingerprint of the run's own text is in events.jsonl. If it is not there, the fingerprint in a checkpoint
+        of the run, ``saved``, is used. If both are missing, nothing is compared.
+        """
         before = next((event["text"] for event in self.events() if "text" in event), saved or fingerprint)
         if before != fingerprint:
             raise InputError(
