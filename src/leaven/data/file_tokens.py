@@ -51,7 +51,7 @@ class BlockChecksums:
 
 
 def checksums_fit(checksums: Any, n_bytes: int) -> bool:
-    """Return whether a value has the form of :meth:`BlockChecksums.hexdigest` of a file with ``n_bytes`` bytes."""
+    """Return whether ``checksums`` is text of the form that :class:`BlockChecksums` gives for ``n_bytes`` bytes."""
     digits = 8 * -(-n_bytes // BLOCK)
     return isinstance(checksums, str) and len(checksums) == digits and set(checksums) <= set("0123456789abcdef")
 
@@ -62,7 +62,7 @@ class FileTokens:
     Args:
         count: number of token ids.
         offset: position of the first id in the file, bytes.
-        checksums: from :class:`BlockChecksums`; None if they are not known. Then nothing is compared.
+        checksums: of the blocks, from :class:`BlockChecksums`. If None, nothing is compared.
         advice: what to do about a damaged file, in messages.
     """
 
@@ -86,7 +86,7 @@ class FileTokens:
         return self._count
 
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
-        """Return token ids.
+        """Return the token ids in a slice.
 
         Raises:
             InputError: if the file is truncated, cannot be read, or differs from its checksums.
@@ -113,7 +113,7 @@ class FileTokens:
         return np.frombuffer(raw[first - begin : last - begin], self.dtype)
 
     def fits(self, checksums: Any) -> bool:
-        """Return whether a value has the form of the checksums of these ids."""
+        """Return whether ``checksums`` is text of the right form and length for these token ids."""
         return checksums_fit(checksums, self._bytes)
 
     def with_checksums(self, checksums: str) -> "FileTokens":
@@ -166,7 +166,7 @@ class ArrayTokens:
         return len(self.ids)
 
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
-        """Return a copy of token ids.
+        """Return a copy of the token ids in a slice.
 
         Raises:
             InputError: if a file has been truncated.
@@ -191,7 +191,7 @@ def _open(tokens: FileTokens) -> _OpenFile:
 
 
 def read_at(descriptor: int, size: int, position: int) -> bytes:
-    """Return ``size`` bytes of an open file, or fewer if it ends before."""
+    """Return ``size`` bytes of an open file from ``position`` on, or fewer at the end of the file."""
     parts: list[bytes] = []
     while size:
         if hasattr(os, "pread"):

@@ -139,8 +139,8 @@ def prepare(
             end_of_text = encoder.end_of_text if end_of_text is None else end_of_text
             if texts and end_of_text != encoder.end_of_text:
                 raise InputError(
-                    f"end_of_text {end_of_text:,} is not that of data.tokenizer, {encoder.end_of_text:,}, which ends "
-                    "the documents of text; remove end_of_text from [data], or give another tokenizer"
+                    f"end_of_text {end_of_text:,} differs from {encoder.end_of_text:,}, the end-of-text token of "
+                    "data.tokenizer; remove end_of_text from [data], or give another tokenizer"
                 )
             meter = Meter(progress, "encoding", sum(corpus.n_bytes for corpus in corpora))
             for corpus in corpora:
@@ -246,7 +246,10 @@ def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
 
 
 def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
-    """Return the tokenizer whose hash is in the file ``name``, or None if either is missing or damaged."""
+    """Return the tokenizer whose hash is in the file ``name``.
+
+    Return None if this file or the tokenizer is missing or damaged.
+    """
     from tokenizers import Tokenizer
 
     try:
