@@ -135,9 +135,10 @@ def calibration(
     processor model) and dtype. Predictions are computed again with the current planner. ``step_seconds`` is the
     uncorrected time of a step, which is copied to the result.
 
-    - Similar runs have ``params`` parameters within a factor of 4, and the same layout features as ``layout``: kinds
-      of parallelism, recomputation and compilation. If there are any, only they are used.
-    - Otherwise all runs within a factor of 16 are used. In much smaller models, kernel launches dominate.
+    - If there are similar runs, only they are used. In a similar run, the number of parameters is within a factor of
+      4 of ``params``, and the layout has the same features: kinds of parallelism, recomputation and compilation.
+    - Otherwise all runs are used whose number of parameters is within a factor of 16. In much smaller models, kernel
+      launches dominate.
     - The weight of a run is 1 / (1 + log2 of the ratio of parameters + number of layout features that differ).
     """
     found, device = [], processor() if accelerator == "cpu" else None

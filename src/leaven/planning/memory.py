@@ -185,7 +185,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
 
 
 def _units(blocks: tuple[BlockTable, ...], layout: Layout, code: TrainingCode) -> tuple[float, float]:
-    """Return the number of parameters on a rank of the largest FSDP unit, and of the largest two consecutive units.
+    """Return, for one rank, the parameters of the largest FSDP unit, and of the largest two neighbour units together.
 
     A unit is a block. If ``code.units`` is 2, a block has two units: its attention and its MLP.
     """
@@ -205,7 +205,7 @@ def _units(blocks: tuple[BlockTable, ...], layout: Layout, code: TrainingCode) -
 
 
 def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> tuple[float, float, float]:
-    """Return the fields ``stays``, ``once`` and ``freed`` of :class:`_States`."""
+    """Return ``stays``, ``once`` and ``freed`` of :class:`_States`: activation memory in bytes per token."""
     t, last = layout.tp, stage == layout.pp - 1
     stretch = t if code.sequence_parallel else 1
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
@@ -240,9 +240,10 @@ def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16
 
 @cache
 def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
-    """Return the pipeline ranks that may need the most memory: the first, the last, and others with different blocks.
+    """Return the pipeline ranks that may need the most memory.
 
-    Of ranks with the same blocks, the earliest has the most micro-batches in flight.
+    These are the first and the last rank. Of the other ranks, those with the same blocks form a group, and the
+    earliest rank of each group is returned, because it has the most micro-batches in flight.
     """
     firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
     return (0, *({*firsts.values(), pp - 1} - {0}))

@@ -95,7 +95,10 @@ def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
 
 
 def _turns(layout: Layout, rank: int, micro_batches: int, last_first: bool) -> Iterator[tuple[int, int]]:
-    """Yield (stage, micro-batch) for a rank's forward passes or, with ``last_first``, backward passes, in order."""
+    """Yield (stage, micro-batch) for the forward passes of a rank, in order.
+
+    With ``last_first``, yield the backward passes instead.
+    """
     p, v = layout.pp, layout.stages_per_rank
     together = p if v > 1 else micro_batches
     for first in range(0, micro_batches, together):

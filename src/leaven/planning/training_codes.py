@@ -93,7 +93,7 @@ class TrainingCode:
         return hash(tuple(vars(self)[name] for name in self.__dataclass_fields__))
 
     def averaging(self, averages: bool) -> "TrainingCode":
-        """Return the training code with an fp32 average of the weights, if ``averages``."""
+        """Return the training code, which also stores an fp32 average of the weights if ``averages`` is true."""
         return replace(self, average=4) if averages else self
 
     def tensors_only(self) -> "TrainingCode":
@@ -113,7 +113,7 @@ class TrainingCode:
         )
 
     def with_muon(self, ns_steps: int) -> "TrainingCode":
-        """Return the training code with leaven's Muon, or unchanged if ``ns_steps`` is 0."""
+        """Return the training code with leaven's Muon. If ``ns_steps`` is 0, the training code is unchanged."""
         return replace(self.with_moments("muon"), ns_steps=ns_steps) if ns_steps else self
 
 
