@@ -152,7 +152,7 @@ class SizeOptions(CheckOptions):
         typer.Option(
             min=0.5,
             max=1,
-            help="With module:factory, alpha of the rule, which multiplies residual branches by depth^-alpha.",
+            help="With module:factory, alpha of the rule. Residual branches are multiplied by depth^-alpha.",
             show_default="1",
         ),
     ] = None

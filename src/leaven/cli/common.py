@@ -66,7 +66,7 @@ DeviceOption = Annotated[str | None, device_option("the best of this machine")]
 
 
 def parsed_option(parse: Callable[[str], Any], metavar: str, help: str, default: str | bool = True) -> Any:
-    """Return an option whose value is ``parse(text)``, with the text ``default`` in ``--help``."""
+    """Return an option whose value is ``parse(text)``. ``default`` is the text of the default value in ``--help``."""
 
     def parser(text: str) -> Any:
         try:

@@ -203,8 +203,8 @@ def _refuse_two_sources(texts: Mapping[str, Sequence[TextPart]]) -> None:
         for path in {part.path.resolve() for part in parts if isinstance(part, File)}:
             if path in owner:
                 raise InputError(
-                    f"{path} belongs to two sources, {owner[path]!r} and {source!r}, so that its documents could be "
-                    "trained on and validated; change the patterns so that each file belongs to one source"
+                    f"{path} belongs to two sources, {owner[path]!r} and {source!r}, so a document could be used "
+                    "for both training and validation; change the patterns so that each file belongs to one source"
                 )
             owner[path] = source
 

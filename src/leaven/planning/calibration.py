@@ -78,7 +78,7 @@ class CalibrationRecord(BaseModel):
 def predicted(
     model: ModelShape, how: Arrangement, accelerator: str, compute: str, *, ns_steps: int = 0, averages: bool = False
 ) -> StepCost | None:
-    """Return the planned time and memory of a step that leaven trains, or None if the step cannot be planned.
+    """Return the planned time and memory of a step of leaven's trainer, or None if the step cannot be planned.
 
     If ``ns_steps`` is above 0, the optimizer is Muon with this number of Newton-Schulz iterations.
 

@@ -40,7 +40,7 @@ _TRIED = 64
 
 
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
-    """Compare the chosen layout with the best layout that has the values ``asked``, such as ``pp=8,zero=1``.
+    """Compare the chosen layout with the best layout that has the requested values, such as ``pp=8,zero=1``.
 
     Raises:
         InputError: if ``asked`` is empty, or has an unknown key or a wrong value.
@@ -104,7 +104,7 @@ def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
 
 
 def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
-    """Return why no layout of the model on the cluster can have the values ``fixed``, or None if one may exist."""
+    """Return why no layout of the job can have the values ``fixed``, or None if such a layout may exist."""
     tp, pp, cp, ep = (fixed.get(key, 1) for key in ("tp", "pp", "cp", "ep"))
     ranks = tp * pp * cp * fixed.get("dp", 1)
     refusal = shape_refusal(job.model, Layout(dp=ep, tp=tp, pp=pp, cp=cp, ep=ep))

@@ -84,8 +84,8 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """Return a number of GPUs per node that fills all nodes: the largest divisor of ``gpus`` from ``node`` / 2 to
-    ``node``. If there is none, return ``node``. For example, 12 GPUs in nodes of up to 8 are two nodes of 6."""
+    """Return a number of GPUs per node that fills all nodes: the largest divisor of ``gpus`` between ``node`` / 2
+    and ``node``. If there is none, return ``node``. For example, 12 GPUs in nodes of up to 8 are two nodes of 6."""
     if gpus <= node:
         return node
     return next((each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0), node)

@@ -106,7 +106,7 @@ class Job:
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """An arrangement that is possible for a job. Its memory and time are computed when they are first read."""
+    """A possible arrangement for a job. Its memory and time are computed when they are first used."""
 
     job: Job
     arrangement: Arrangement

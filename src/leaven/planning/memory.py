@@ -79,8 +79,8 @@ class _States:
 def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16) -> Memory:
     """Return the memory of one rank of a pipeline stage.
 
-    Of the logits and the temporary memory of a block's backward pass (gradients, their exchange, gathered weights),
-    only the larger counts, because they never exist at the same time.
+    Two parts never exist at the same time, so only the larger of them counts: the logits, and the temporary memory of
+    a block's backward pass (gradients, their exchange, gathered weights).
     """
     table, layout = blueprint(model), how.layout
     rank = _states(table, layout, stage, code)

@@ -176,11 +176,11 @@ class ClusterPlan:
 def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None, moments: Moments | None = None) -> ClusterPlan:
     """Plan a recipe on a cluster such as ``64xH100-80GB``, in the best layout or in one such as ``tp=8,pp=12``.
 
-    ``moments`` is the optimizer whose states are counted, by default that of the recipe. leaven itself does not train
-    with ``adam-8bit``.
+    ``moments`` is the optimizer whose states are counted, by default the recipe's optimizer. leaven itself does not
+    train with ``adam-8bit``.
 
     Raises:
-        InputError: as :func:`plan`, or if the accelerator's speed in the recipe's dtype is unknown.
+        InputError: in the same cases as :func:`plan`, or if the accelerator's speed in the recipe's dtype is unknown.
     """
     job = _job(recipe, gpus, moments)
     return plan(job, recipe.data.tokens, layout)

@@ -165,7 +165,7 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
     """Return the points to list: ``start``, and one point each for the full batch divided by 1, 2, 4, ....
 
-    This point is the smallest of ``starts`` that is not below the divided batch.
+    For each divisor, this is the smallest of ``starts`` that is not below the divided batch.
     """
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]

@@ -116,10 +116,10 @@ def simulate(
 ) -> Timeline:
     """Return the passes of a step with their times.
 
-    ``forward`` and ``backward`` have the time of a pass through each stage, in any unit. ``weight`` is the part of
-    ``backward`` that computes the gradients of weights. By default it equals ``forward``, because both have products
-    of the same size. For the first stage the whole backward pass counts as ``weight``, as in
-    torch, because nothing needs gradients of tokens.
+    ``forward`` and ``backward`` contain the time of one pass through each stage, in any unit. ``weight`` is the part
+    of ``backward`` that computes the gradients of weights. By default, it equals ``forward``, because both have
+    products of the same size. For the first stage, the whole backward pass counts as ``weight``, as in torch, because
+    nothing needs gradients of tokens.
     """
     weight = [backward[0], *(weight or forward)[1:]]
     p, stages = layout.pp, layout.pp * layout.stages_per_rank

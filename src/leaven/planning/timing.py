@@ -284,7 +284,7 @@ def _data_parallel(
     hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
 
     def over(collective: Callable[..., float], of_each: float) -> float:
-        """Return the seconds of a collective over all blocks and experts, with ``of_each`` bytes per parameter."""
+        """Return the seconds of a collective on the parameters of all blocks, at ``of_each`` bytes per parameter."""
         of_blocks = collective(of_each * blocks, sharers, tp, accelerator, messages)
         of_experts = collective(of_each * held.experts, expert_sharers, tp * ep, accelerator, messages)
         return of_blocks + (of_experts if held.experts else 0.0)

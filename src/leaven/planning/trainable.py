@@ -45,7 +45,7 @@ def resized(recipe: Recipe, processes: int) -> Recipe:
 
 
 def _require_ranks(recipe: Recipe, processes: int) -> None:
-    """Raise InputError if the layout does not have ``processes`` ranks; the message names similar layouts."""
+    """Raise InputError if the layout does not have ``processes`` ranks. The message says what to change."""
     layout = recipe.layout
     if layout.ranks == processes:
         return

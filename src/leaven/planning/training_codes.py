@@ -154,7 +154,7 @@ def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]
 def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[StateRow]:
     """Return one row of bytes for each kind of state (weights, gradients, moments, ...), before sharding over ranks.
 
-    ``matrices`` is how many of the ``params`` parameters are in matrices of blocks, for which Muon stores less.
+    ``matrices`` is the number of parameters in the matrices of the blocks. For these, Muon stores less.
 
     In fp32 with Adam a parameter needs 4 + 4 + 8 = 16 bytes, so 7B parameters need 112 GB. In bf16 with fp32 master
     weights it needs 2 + 2 + 4 + 8 = 16 bytes, too.

@@ -26,7 +26,7 @@ SILENT = 120.0  # seconds; a run is called running if a file has changed within 
 
 @dataclass(frozen=True)
 class Found:
-    """The folder of a run, study, check or demo. It lies in a root, a folder that was given to ``leaven serve``."""
+    """The folder of a run, study, check or demo. It is in a root: a folder that the user gave to ``leaven serve``."""
 
     root: int  # index of the root, in the order given to ``leaven serve``
     folder: Path
