@@ -147,7 +147,7 @@ def write_text(path: Path | str, text: str) -> None:
     """Replace a file atomically: after a crash it contains the old text or the new text.
 
     Raises:
-        InputError: if the file cannot be written, or is a link, which may lead anywhere. The old file is unchanged.
+        InputError: if the file cannot be written, or if ``path`` is a link. The old file is unchanged.
     """
     path = Path(path)
     try:

@@ -115,7 +115,10 @@ TokensOption = Annotated[
 
 
 def require_alone(context: typer.Context, option: str, others: str) -> None:
-    """Raise InputError if the user typed ``option`` together with one of ``others``, as in ``"params tokens"``."""
+    """Raise InputError if the user typed ``option`` together with one of ``others``.
+
+    ``others`` has the names of parameters, separated by spaces, for example ``"params tokens"``.
+    """
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))
         if param.name in others.split() and source is not None and source.name == "COMMANDLINE":

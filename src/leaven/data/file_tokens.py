@@ -1,9 +1,9 @@
 """Read token ids from files, a slice at a time, and compare each block of a file with its checksum when the block is
 first read.
 
-Files are read with ``pread`` and not memory-mapped: if a file is truncated or its disk fails during training, this is
-an error with a message, and not a signal (SIGBUS) that ends the process. Arrow files are mapped by the package
-``datasets``; their sizes are compared before each read.
+Files are read with ``pread`` and not memory-mapped. If a file is truncated or its disk fails during training, the
+user gets an error message. With a memory map, a signal (SIGBUS) would end the process. Arrow files are an exception:
+the package ``datasets`` maps them, and their sizes are compared before each read.
 """
 
 import os
@@ -57,7 +57,7 @@ def checksums_fit(checksums: Any, n_bytes: int) -> bool:
 
 
 class FileTokens:
-    """The token ids in a file, or in a part of it, which can be indexed with slices of step 1.
+    """The token ids in a file, or in a part of a file. Index them with slices of step 1.
 
     Args:
         count: number of token ids.
@@ -153,7 +153,7 @@ class MappedFile:
 
 @dataclass(frozen=True, eq=False)
 class ArrayTokens:
-    """The token ids in an array, which can be indexed with slices."""
+    """The token ids in an array. Index them with slices."""
 
     ids: NDArray[Any]
     files: tuple[MappedFile, ...]  # the files that are mapped into the array; none if it is in memory

@@ -42,7 +42,7 @@ ADVICE = "remove it and run the same command again, which writes it again from t
 
 
 class ShardedTokens:
-    """Concatenated shards, which can be indexed with slices of step 1."""
+    """The tokens of several shards, one shard after the other. Index them with slices of step 1."""
 
     def __init__(self, shards: Sequence[Tokens]) -> None:
         self.shards = shards

@@ -218,7 +218,8 @@ def _tokenizer(
 ) -> tuple[Path, Encoder]:
     """Return the path of a tokenizer in the cache, and its encoder.
 
-    The tokenizer is ``given`` or, if that is None, one trained on ``corpora`` now or before.
+    It is the tokenizer ``given``. If that is None, a tokenizer is trained on ``corpora``. A tokenizer that was
+    trained on the same text before is reused.
     """
     if given is not None:
         return _keep(folder, given)

@@ -254,8 +254,9 @@ def activation_parts(
 ) -> dict[str, float]:
     """Return the bytes of one rank's activations by operator; their sum is ``activations`` of :func:`stage_memory`.
 
-    With recomputation, the key ``kept`` replaces the operators of the blocks. The key ``elsewhere`` has all other
-    activations: outside the blocks, sent to the next stage, or temporary during a backward pass.
+    With recomputation, operators of blocks are not listed. Instead, the key ``kept`` has all activations that the
+    blocks store. The key ``elsewhere`` has all other activations: outside the blocks, sent to the next stage, or
+    temporary during a backward pass.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp

@@ -55,7 +55,7 @@ class RampThroughput:
     def step(self, sequences: int) -> tuple[Arrangement, float]:
         """Return the fastest arrangement for a batch of ``sequences`` sequences, and its seconds per step.
 
-        The micro-batch is at most that of the full batch. The rank with the most sequences sets the time.
+        The micro-batch is not larger than at the full batch. The rank with the most sequences determines the time.
         """
         if sequences not in self._steps:
             layout, most = self.full.layout, self.full.micro_batch
@@ -114,8 +114,8 @@ def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) ->
     """Plan a batch ramp that starts at the smallest batch with at least ``share`` of the full batch's throughput.
 
     ``full`` is the arrangement at the full batch. As in Megatron, all increments are equal. There are at most 64, and
-    each adds the same number of sequences on every rank. The ramp is as long as that in ``job.batch``, or 3% of the
-    run if there is none.
+    each adds the same number of sequences on every rank. If ``job.batch`` already has a ramp, the planned ramp has
+    the same length. Otherwise its length is 3% of the run.
     """
     throughput, seq_len = RampThroughput(job, full), job.model.seq_len
     sequences, dp = job.batch.tokens // seq_len, full.layout.dp

@@ -28,7 +28,7 @@ def processor() -> str:
 
 
 def this_machine() -> Accelerator:
-    """Return the processors of this machine as one accelerator, whose speeds are guesses per core (AVX2)."""
+    """Return the processors of this machine as one accelerator. Its speeds are guesses per core (AVX2)."""
     from psutil import virtual_memory  # slow to import
 
     cores = os.cpu_count() or 1

@@ -93,7 +93,7 @@ class TrainingCode:
         return hash(tuple(vars(self)[name] for name in self.__dataclass_fields__))
 
     def averaging(self, averages: bool) -> "TrainingCode":
-        """Return the training code, which also stores an fp32 average of the weights if ``averages`` is true."""
+        """Return the training code. If ``averages`` is true, it also stores an fp32 average of the weights."""
         return replace(self, average=4) if averages else self
 
     def tensors_only(self) -> "TrainingCode":
