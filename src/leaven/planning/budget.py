@@ -166,10 +166,7 @@ class _Speeds:
     planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # speeds by number of parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the best model size by the scaling law ``law``.
-
-        ``size`` is the law itself: a function that returns the best number of parameters for a number of FLOPs.
-        """
+        """Return the best model size by the scaling law ``law``; ``size`` maps FLOPs to the law's best parameters."""
         # Start from the speed of the last planned size, or from the usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus
