@@ -42,7 +42,7 @@ MOST_SECONDS = 600.0  # by default, the size is quick if the full size is estima
 
 @dataclass(frozen=True)
 class Size:
-    """What a demo trains. `SIZES` has one for each value of ``--size``."""
+    """The widths, learning rates and seeds of a demo. `SIZES` has one entry for each value of ``--size``."""
 
     widths: tuple[int, ...]  # from the smallest (the base) to the largest
     lrs: tuple[float, ...]
@@ -132,10 +132,10 @@ def run_demo(
 
 
 def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument | None:
-    """Return the document that an earlier call wrote into this folder, or None if there is none.
+    """Return the document that an earlier call wrote into this folder, or None if the demo is new.
 
     Raises:
-        InputError: if the folder contains other files, a demo with another size or text, or one without its runs.
+        InputError: if the folder contains other files, a demo with another size or text, or a demo without its runs.
     """
     if (folder / "demo.json").exists():
         before = read_demo(folder)

@@ -21,7 +21,7 @@ def _masked(found: re.Match[str]) -> str:
 
 
 def shown(text: str) -> str:
-    """Return text of others without passwords of URLs and databases, and without control characters.
+    """Return text that is safe to print: without passwords (in URLs and logins of databases) and control characters.
 
     A control character becomes an escape such as ``\\u001b``, which TOML and JSON read.
     """
@@ -37,7 +37,7 @@ class InputError(ValueError):
 
 
 class Settled(InputError):
-    """An input error that every process of a run raises with the same message.
+    """An input error on which all processes of a run have agreed: each raises it with the same message.
 
     Only the first process prints the message.
     """

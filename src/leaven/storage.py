@@ -43,7 +43,7 @@ def open_file(path: Path | str) -> BinaryIO:
     """Open a regular file for reading.
 
     Raises:
-        OSError: if there is no such file, or the path is something else, such as a pipe, which might never answer.
+        OSError: if there is no regular file at this path. Other kinds, such as pipes, may never answer.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     mode = os.fstat(descriptor).st_mode
@@ -80,7 +80,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     link to a file.
 
     Raises:
-        OSError: also if nobody reads the pipe, because writing would wait without end.
+        OSError: if the file cannot be written, or if ``path`` is a pipe that nobody reads, which would wait forever.
     """
     if _is_device(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | getattr(os, "O_NONBLOCK", 0))
@@ -104,7 +104,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _is_device(path: Path) -> bool:
-    """Return whether a path names a device, a pipe, or by a link such as /dev/stdout an open file of this process."""
+    """Return whether a path is a device, a pipe, or a link such as /dev/stdout to an open file of this process."""
     if path.is_symlink() and any(path.absolute().is_relative_to(folder) for folder in ("/dev", "/proc")):
         return True
     return path.exists() and not (path.is_file() or path.is_dir())
@@ -147,7 +147,7 @@ def write_text(path: Path | str, text: str) -> None:
     """Replace a file atomically: after a crash it contains the old text or the new text.
 
     Raises:
-        InputError: if the file cannot be written, or is a link, which may lead anywhere. The old file is unchanged.
+        InputError: if the file cannot be written, or if ``path`` is a link. The old file is unchanged.
     """
     path = Path(path)
     try:
@@ -162,7 +162,9 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def require_page(path: Path) -> None:
-    """Check that writing an HTML page to ``path`` would overwrite at most a page. Devices and pipes are allowed.
+    """Check that an HTML page may be written to ``path``.
+
+    It may overwrite an HTML page or an empty file, but no other file. Devices and pipes are allowed.
 
     Raises:
         InputError: if the file there is not a page, or if the path is in the folder of a run or study and does not
@@ -197,10 +199,14 @@ def write_page(path: Path, html: str) -> None:
 
 
 def require_folder_name(path: Path) -> None:
-    """Raise InputError if the path of a new folder is a URL or contains the password of a database, which the name of
-    the folder would show."""
+    """Raise InputError if the path of a new folder is a URL or contains the login of a database.
+
+    The name of the folder would show the password.
+    """
     if _ADDRESS.search(path.as_posix()):
-        raise InputError("a URL or the login of a database, where a folder is written; give the path of a folder")
+        raise InputError(
+            "the path of the folder is a URL or the login of a database; give the path of a folder on this machine"
+        )
 
 
 def make_folder(path: Path) -> None:
@@ -334,7 +340,7 @@ def _end(file: FileIO) -> int:
 
 
 def _torn(file: FileIO) -> bytes:
-    """Return the incomplete last line of a file: the bytes after the last newline."""
+    """Return the bytes after the last newline of a file: an incomplete line, or b"" if the file is complete."""
     tail, start = b"", _end(file)
     while start and b"\n" not in tail:
         size = min(start, 2**16)

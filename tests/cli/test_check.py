@@ -57,9 +57,7 @@ def test_a_failed_coordinate_check_prints_what_repairs_or_shows_the_fault(
     monkeypatch.chdir(tmp_path)
     row = VerdictRow(module="mlp", axis="width", slope=1.0, limit=0.1, passed=False, undecided=undecided, beyond=0.9)
     settings = {"seeds": 1, "rule": rule}
-    failed = verdict(
-        "coordinates", "tiny", "size", [row], curves=[], settings=settings, advice="Give more: --seeds 3"
-    )
+    failed = verdict("coordinates", "tiny", "size", [row], curves=[], settings=settings, options=["--seeds 3"])
     monkeypatch.setattr(CoordinateCheck, "run", lambda check, progress: failed)
     code, out, _ = leaven("check", "coordinates", tiny_file, *options)
     printed = [line.removeprefix("next").strip() for line in out.splitlines() if line.startswith("next")]

@@ -195,12 +195,12 @@ def test_files_that_are_trained_on_cannot_be_validated_on(tmp_path: Path, prepar
         nanogpt(tmp_path / name, texts)
     source = f"{tmp_path}/train*.bin"
     for validation, of in (("train.bin", "train.bin"), ("copy.bin", "train2.bin"), ("*2.bin", "train2.bin")):
-        with refused(f"in validation has the ids of {tmp_path}/{of} in the source; give other files", "remove"):
+        with refused(f"in validation has the same ids as {tmp_path}/{of} in the source; give other files", "remove"):
             prepare(one(source, validation=f"{tmp_path}/{validation}"))
     (tmp_path / "link.bin").symlink_to("train2.bin")
     trained = {"source": f"{tmp_path}/train.bin", "validation": nanogpt(tmp_path / "val.bin", TEXTS[:8])}
     for other, validation in (("link.bin", "train.bin"), ("link.bin", "copy.bin"), ("train2.bin", "link.bin")):
-        with refused(f"{tmp_path}/{validation} in validation has the ids of {tmp_path}/"):
+        with refused(f"{tmp_path}/{validation} in validation has the same ids as {tmp_path}/"):
             prepare([trained, *one(f"{tmp_path}/{other}", validation=f"{tmp_path}/{validation}")])
     (tmp_path / "again.bin").hardlink_to(tmp_path / "train.bin")
     for again in ("again.bin", "copy2.bin"):
@@ -209,11 +209,11 @@ def test_files_that_are_trained_on_cannot_be_validated_on(tmp_path: Path, prepar
             prepare([*one(f"{tmp_path}/{again}"), trained])
     # A link to a file without a link to its index has other ends of documents.
     (tmp_path / "ids.bin").symlink_to(megatron(tmp_path / "indexed.bin", TEXTS[:9]))
-    with refused(f"{tmp_path}/ids.bin in validation has the ids of {tmp_path}/indexed.bin"):
+    with refused(f"{tmp_path}/ids.bin in validation has the same ids as {tmp_path}/indexed.bin"):
         prepare(one(f"{tmp_path}/indexed.bin", validation=f"{tmp_path}/ids.bin"))
     set_ = hugging_face(tmp_path / "set", TEXTS)
     (tmp_path / "sets").symlink_to(tmp_path)
-    with refused("sets/set:train in validation has the ids of", "/set:train in the source"):
+    with refused("sets/set:train in validation has the same ids as", "/set:train in the source"):
         prepare(one(set_, validation=f"hf://{tmp_path}/sets/set"))
     twice = prepare([*one(f"{tmp_path}/train*.bin"), *one(f"{tmp_path}/link.bin")])  # the same part is held out
     assert len(twice.sources) == 2

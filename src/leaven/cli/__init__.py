@@ -187,7 +187,7 @@ def error_message(error: BaseException) -> str | None:
 
 
 def _message_of_system(error: OSError) -> str | None:
-    """Return what an error of the file system means for the user, or None for a bug or a fault of the machine."""
+    """Return the message for a file error that the user can fix, such as a full disk, or None for other errors."""
     if error.errno in _DISK_FULL:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}; free some space and run the same command again; finished work is kept"
@@ -197,7 +197,7 @@ def _message_of_system(error: OSError) -> str | None:
 
 
 def bug_message(error: BaseException) -> str:
-    """Return a message about a bug, after writing its traceback to a file that only this user can read."""
+    """Write a bug's traceback to a file that only this user can read, and return a message that names the file."""
     what = f"a bug in leaven: {type(error).__name__}: {f'{error}'[:200]}"
     about = (
         f"leaven {__version__}, Python {platform.python_version()}, {platform.platform()}\n"

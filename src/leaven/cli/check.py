@@ -80,9 +80,9 @@ def coordinates(
 ) -> None:
     """Check that activations and their updates keep their size as width and depth grow (coordinate check).
 
-    The check keeps the recipe's scaling rule and ratio of d_ff to d_model. The rule scales from the smallest width
-    and depth. The check changes the initial weights, so that activations of its small models change with width and
-    depth as those of large models do.
+    The check keeps two things of the recipe: the scaling rule, and the ratio of d_ff to d_model. The smallest width
+    and depth are the base size of the rule. The check changes the initial weights, so that the activations of its
+    small models depend on width and depth in the same way as those of large models.
     """
     from leaven.verification.coordinates import CoordinateCheck
 
@@ -108,9 +108,10 @@ def gradients(
 ) -> None:
     """Check that Adam's eps scales with the gradients, and that every parameter is updated.
 
-    Without training, also check how the rule changes the optimizer's settings with width, depth, batch size and run
-    length. These combinations must not change: lr x eps x (number of weights), lr x weight decay x steps, and the
-    half-lives of the betas as shares of the run. The lr must grow as the square root of the batch size.
+    The check also computes, without training, how the rule changes the optimizer's settings with width, depth, batch
+    size and run length. Three combinations must not change: lr x eps x (number of weights), lr x weight decay x
+    steps, and the half-lives of the betas as shares of the run. The lr must grow as the square root of the batch
+    size.
     """
     from leaven.verification.gradients import GradientCheck
 
@@ -144,7 +145,8 @@ def memory(
     """Compare the planned memory of a rank with the memory of two simulated training steps.
 
     The simulation runs the real model, layout and optimizer on this machine's CPU, with tensors that have shapes but
-    no data. The memory between steps may differ by 2%, and the peak by 5%.
+    no data. The check passes if plan and simulation differ by at most 2% between the steps, and by at most 5% at the
+    peak.
     """
     from leaven.verification.memory import arrangement, check_memory, ranks_to_check, rehearsal, with_layout
 
@@ -177,8 +179,8 @@ def transfer(
 
     Or check runs that you have trained, for any hyperparameter. Each row of LOGS is a run. Its columns are loss, lr
     (or the column of --value), at least one of width, depth, batch and tokens, and optionally seed. The loss of a
-    diverged run is nan. LOGS may also be a folder with the run folders of leaven, TensorBoard or W&B (offline). The
-    names of the run folders then contain the size, value and seed, e.g. width256-lr0.004-seed1.
+    diverged run is nan. LOGS may also be a folder with the run folders of leaven, TensorBoard or W&B (offline). In
+    this case, the name of each run folder must contain the size, value and seed, e.g. width256-lr0.004-seed1.
     """
     if logs := options.logs(context, "value loss"):
         from leaven.verification.logged_runs import transfer_of_runs
@@ -200,7 +202,7 @@ def collapse(
         typer.Option(
             min=0,
             metavar="NATS",
-            help="The irreducible loss, if you know it, e.g. from a scaling law. Else it is fitted.",
+            help="The irreducible loss, if you know it, e.g. from a scaling law. By default, it is fitted.",
         ),
     ] = None,
     loss: LossOption = "loss",
@@ -209,8 +211,9 @@ def collapse(
 
     The check trains the recipe at each size, with the same number of steps and of tokens per parameter. Or check the
     curves of runs that you have trained: LOGS is a file, or a folder with files or with the run folders of leaven,
-    TensorBoard or W&B (offline). A row of a file has the columns loss, and tokens or step. The size (width, depth or
-    batch) and the seed of a run are also columns; or each run has its own file, in one subfolder for each size.
+    TensorBoard or W&B (offline). The columns of a file are loss, and tokens or step. A file with several runs also
+    has columns for the size (width, depth or batch) and the seed. Otherwise each run has its own file, and each size
+    its own subfolder.
     """
     from leaven.verification.collapse import collapse, collapse_of_family
     from leaven.verification.logged_runs import curves_of

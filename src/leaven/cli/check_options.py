@@ -99,7 +99,7 @@ class CheckOptions:
         """Return the recipe, or the text ``module:factory``.
 
         Raises:
-            InputError: if an option does not apply to what is returned.
+            InputError: if an option applies only to recipes and this is a factory, or the other way round.
         """
         if ":" in self.subject and not Path(self.subject).exists():
             if self.overrides:
@@ -118,7 +118,10 @@ class CheckOptions:
         return load_recipe(Path(self.subject), self.overrides)
 
     def finish(self, document: CheckDocument, *more: str, following: Sequence[str] = ()) -> None:
-        """Print a check's result and the lines ``more``, write its HTML page, and exit with code 1 if it failed."""
+        """Print a check's result and the lines ``more``, write its HTML page, and exit with code 1 if it failed.
+
+        ``following`` are the commands to suggest if the check passed.
+        """
         from leaven.cli import next_commands
         from leaven.views.check_page import check_page
 
@@ -149,7 +152,7 @@ class SizeOptions(CheckOptions):
         typer.Option(
             min=0.5,
             max=1,
-            help="With module:factory, alpha of the rule, which multiplies residual branches by depth^-alpha.",
+            help="With module:factory, alpha of the rule. Residual branches are multiplied by depth^-alpha.",
             show_default="1",
         ),
     ] = None
@@ -192,13 +195,16 @@ class RecipeRunOptions(CheckOptions):
     ] = None
 
     def models(self, scale: "RunScale | None") -> "tuple[ModelFamily, RunScale]":
-        """Return the model at any size, and its base size: ``scale``, or the recipe's own size."""
+        """Return the recipe's model family, which makes the model at any size, and the base size.
+
+        The base size is ``scale``, or by default the size of the recipe's model.
+        """
         from leaven.verification.model_instance import RunScale
         from leaven.verification.recipe_family import recipe_models
 
         recipe = self.read()
         if isinstance(recipe, str):
-            raise InputError(f"this check cannot change the values inside {recipe}; give a recipe file instead")
+            raise InputError(f"this check does not support module:factory ({recipe}); give a recipe file instead")
         return recipe_models(recipe, prepare_text), scale or RunScale(recipe.model.d_model, recipe.model.n_layers)
 
     def sweep(
@@ -278,9 +284,9 @@ class LoggedRunOptions(RunOptions):
     ] = None  # type: ignore[assignment]  # :meth:`logs` requires it unless results are read
 
     def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
-        """Return the path of the results of runs, or None if the check trains runs.
+        """Return the path of the user's logs (results of finished runs), or None if the check trains runs.
 
-        ``only_logs`` contains the names of parameters that apply only to results.
+        ``only_logs`` contains the names of the parameters that apply only to logs.
 
         Raises:
             InputError: if an option does not apply, or the check trains runs and --run or --scales is missing.

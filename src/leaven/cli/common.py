@@ -44,7 +44,7 @@ ShareOption = Annotated[
         min=0.01,
         max=1,
         metavar="SHARE",
-        help="Lowest acceptable speed at the start of a batch ramp, as a share of the full speed (0 to 1).",
+        help="Lowest acceptable speed at the start of a batch ramp, as a share of the full-batch speed (0 to 1).",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
@@ -66,7 +66,7 @@ DeviceOption = Annotated[str | None, device_option("the best of this machine")]
 
 
 def parsed_option(parse: Callable[[str], Any], metavar: str, help: str, default: str | bool = True) -> Any:
-    """Return an option whose value is ``parse(text)``, with the text ``default`` in ``--help``."""
+    """Return an option whose value is ``parse(text)``. ``default`` is the text of the default value in ``--help``."""
 
     def parser(text: str) -> Any:
         try:
@@ -115,7 +115,10 @@ TokensOption = Annotated[
 
 
 def require_alone(context: typer.Context, option: str, others: str) -> None:
-    """Raise InputError if the user typed ``option`` together with one of ``others``, as in ``"params tokens"``."""
+    """Raise InputError if the user typed ``option`` together with one of ``others``.
+
+    ``others`` has the names of parameters, separated by spaces, for example ``"params tokens"``.
+    """
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))
         if param.name in others.split() and source is not None and source.name == "COMMANDLINE":
@@ -123,9 +126,12 @@ def require_alone(context: typer.Context, option: str, others: str) -> None:
 
 
 def require_new(path: Path, force: bool | None = None) -> None:
-    """Raise InputError if a path is a folder, its folder is missing, or the file exists and ``force`` is not true.
+    """Check that ``path`` can be written as a new file, or overwritten. Devices may be written to.
 
-    ``force`` is the value of ``--force``, or None for a command without this option. Devices may exist.
+    ``force`` is the value of ``--force``, or None for a command without this option.
+
+    Raises:
+        InputError: if ``path`` is a folder, its parent folder is missing, or it is a file and ``force`` is not true.
     """
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the name of a file")

@@ -36,7 +36,7 @@ def config(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Number of processes of the run, which the file does not contain."),
+        typer.Option(min=1, metavar="N", help="Number of processes of the run. FILE does not contain this number."),
     ] = None,
     json_output: JsonOption = False,
 ) -> None:

@@ -16,7 +16,8 @@ def laws(
     params: Annotated[
         int | None,
         count_option(
-            "Size of the model, embeddings included, e.g. 7B. Of a mixture of experts, count what a token uses."
+            "Size of the model, embeddings included, e.g. 7B. For a mixture of experts, count only the parameters "
+            "that a token uses."
         ),
     ] = None,
     tokens: Annotated[int | None, count_option("Length of the run in tokens, e.g. 2T.")] = None,

@@ -171,7 +171,11 @@ def new(
 
 
 def _mixture(context: typer.Context, experts: int | None, active: int | None) -> tuple[int, int] | None:
-    """Return --experts and --active, or None for a dense model, after checking that both are given."""
+    """Return the numbers of --experts and --active, or None for a dense model.
+
+    Raises:
+        InputError: if only one of the two is given, or they cannot be combined with another option.
+    """
     if experts is None and active is None:
         return None
     if experts is None or active is None:
@@ -182,7 +186,7 @@ def _mixture(context: typer.Context, experts: int | None, active: int | None) ->
 
 
 def _require_no_proxy(path: Path) -> None:
-    """Raise InputError if ``path`` exists, because leaven would take this file for the new recipe's proxy."""
+    """Raise InputError if the file ``path`` exists, because leaven would mistake it for the new recipe's proxy."""
     if path.exists():
         raise InputError(f"{path} exists, but the new recipe has no proxy; remove that file, or give another name")
 

@@ -27,13 +27,19 @@ PROXY, TUNED = "-proxy", "-tuned"
 
 
 def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands after ``recipes check`` passed, for a tuned recipe with ``check coordinates`` first."""
+    """Return the commands to suggest after ``recipes check`` passed.
+
+    For a tuned recipe, the first one is ``check coordinates``.
+    """
     check = [_line("check", "coordinates", path, sets=overrides)] if path.stem.endswith(TUNED) else []
     return [*check, *after_coordinates(path, recipe, overrides)]
 
 
 def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands after ``check coordinates`` passed: tune the proxy. If it is tuned or missing, train."""
+    """Return the commands to suggest after ``check coordinates`` passed.
+
+    They tune the proxy. If the proxy is already tuned, or the recipe has none, they train the recipe.
+    """
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
         return tune(path, recipe, read_recipe(target) if target.exists() else None, overrides)
@@ -43,15 +49,19 @@ def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> l
 
 
 def after_findings(changes: Mapping[str, Any]) -> list[str]:
-    """Return the command that checks a recipe again with ``changes``, if there are any."""
+    """Return the command that checks a recipe again with ``changes`` as ``--set`` options; none without changes."""
     options = [word for path, to in changes.items() for word in ("--set", f"{path}={written(to)}")]
     return [again(*options)] if options else []
 
 
 def after_failed_check(check: CheckDocument, run: Path | None, page: Path | None) -> list[str]:
-    """Return the command after ``leaven check`` failed: check again with more runs or another rule, or show charts.
+    """Return the command to suggest after a failed check. It is one of:
 
-    ``run`` is the folder of the check's runs, and ``page`` the HTML page that was written, if there are any.
+    - the same check with more runs, if there are too few runs to decide;
+    - the same check with the rule complete-d-p, if the recipe's rule may be at fault;
+    - a command that writes a page with charts, unless the user has already asked for the page.
+
+    ``run`` is the folder of the check's runs, or None. ``page`` is the HTML page that was written, or None.
     """
     failed = [row for row in check.rows if row.passed is False and not row.undecided]
     if not failed and check.options:
@@ -68,9 +78,10 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
-    """Return the commands after a study: transfer the best values to the target. Without a target, train with them.
+    """Return the commands to suggest after a study.
 
-    ``command`` is the shell command with the best values, if the study ran a command.
+    They transfer the best values to the target. Without a target, they train with the best values. ``command`` is the
+    user's shell command with the best values, if the study ran such a command instead of leaven's trainer.
     """
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
@@ -83,9 +94,10 @@ def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
 
 
 def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
-    """Return the commands after ``transfer`` and ``import config``: check and train the recipe, or first write it.
+    """Return the commands to suggest after ``transfer`` and ``import config``: check the new recipe, and train it.
 
-    ``output`` is the written file. If it is None, the same command writes the recipe to the file ``name``.
+    ``output`` is the recipe file. If it is None, no file was written. The suggestion is then to run the same command
+    again, and to write the recipe to the file ``name``.
     """
     if output is None:
         return [again("-o", str(_free(name)))]
@@ -93,10 +105,11 @@ def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
 
 
 def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Sequence[str]) -> list[str]:
-    """Return the commands after the plan of a recipe: train it in the planned layout, or tune it if it is a proxy.
+    """Return the commands to suggest after the plan of a recipe.
 
-    If the recipe has a proxy that is not tuned yet, the commands that tune it come first. With ``overrides`` they are
-    left out, because the proxy was made for the recipe without ``overrides``.
+    They train the recipe in the planned layout. If the recipe is a proxy, they tune it. If the recipe has a proxy
+    that is not tuned yet, the commands that tune the proxy come first. With ``overrides`` these are left out, because
+    the proxy was made for the recipe without ``overrides``.
     """
     if not found.memory.fits or found.layout["cp"] > 1 or found.layout["ep"] > 1:
         return []
@@ -125,15 +138,18 @@ def after_plan_of_run(id: str, cluster: str) -> list[str]:
 
 
 def after_budget(found: BudgetDocument) -> list[str]:
-    """Return the command after ``plan --budget``: write a recipe for the middle of the listed sizes."""
+    """Return the command to suggest after ``plan --budget``: write a recipe for the middle of the listed sizes."""
     middle = found.rows[len(found.rows) // 2]
     params, tokens = (format_quantity(count).replace(" ", "") for count in (middle.params, middle.tokens))
     return [f"leaven new {params}.toml --params {params} --tokens {tokens} --gpus {found.cluster}"]
 
 
 def after_train(run: Path, recipe: Recipe) -> list[str]:
-    """Return the commands after a finished run: write a report, and if possible sample text and export the weights.
-    A run on token ids may have no tokenizer, which both need."""
+    """Return the commands to suggest after a finished run: write a report, sample text and export the weights.
+
+    The last two need a tokenizer, and are left out for a run on token ids that has none. The export is also left out
+    if no export format supports the run's architecture.
+    """
     from leaven.interop.architectures import ARCHITECTURES
 
     commands = [_line("report", run, "-o", run / "report.html")]
@@ -152,9 +168,9 @@ def after_export_weights(folder: Path) -> list[str]:
 
 
 def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
-    """Return the commands after ``export config``: import the configuration again, if leaven can read it.
+    """Return the commands to suggest after ``export config``: import the configuration, if leaven can read it.
 
-    leaven does not run torchtitan's Python file; it reads the JSON file that torchtitan saves when it trains.
+    leaven does not run torchtitan's Python file. It reads the JSON file that torchtitan saves when it trains.
     """
     if to not in ("transformers", "megatron", "torchtitan"):
         return []
@@ -176,9 +192,10 @@ def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """Return the command that tunes a proxy with as many trials as pay off for the target.
+    """Return the command that tunes a proxy.
 
-    If a trial is too large for this machine, ``leaven plan`` for a cluster comes first.
+    With a target, the number of trials is the largest that is worth its cost for the target. If a trial is too large
+    for this machine, ``leaven plan`` for a cluster comes first.
     """
     trials: tuple[object, ...] = ()
     name = proxy.name.removesuffix(PROXY)
@@ -193,7 +210,10 @@ def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] =
 
 
 def after_new(path: Path, proxy: Recipe | None, target: Recipe, cluster: Cluster | None = None) -> list[str]:
-    """Return the commands after ``leaven new``: tune the proxy, if there is one, and train the target or plan it."""
+    """Return the commands to suggest after ``leaven new``.
+
+    They tune the proxy, if there is one. Then they train the target, or plan it if it is too large for this machine.
+    """
     if proxy is None:
         return [_line("recipes", "check", path), *train(path, target, cluster=cluster)]
     tuned = beside(path, TUNED)
@@ -207,7 +227,7 @@ def after_new(path: Path, proxy: Recipe | None, target: Recipe, cluster: Cluster
 
 
 def _proxy_to_tune(path: Path) -> Recipe | None:
-    """Return the proxy of the target at ``path``, or None if there is none or it is tuned."""
+    """Return the proxy of the target at ``path``, or None if there is no proxy or it has been tuned already."""
     proxy = beside(path, PROXY)
     return read_recipe(proxy) if proxy.exists() and not beside(path, TUNED).exists() else None
 
@@ -227,8 +247,10 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
 
 
 def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
-    """Return the cluster on which to plan a recipe: the one for which it was made, or one of the same GPUs as that of
-    ``target``, the recipe for which ``recipe`` is tuned. If neither is known, return one of H100s as an example.
+    """Return the cluster on which to plan a recipe.
+
+    It is the cluster for which the recipe was made. If that is unknown and ``recipe`` is the proxy of ``target``, it
+    is a cluster of the target's GPUs. If these are unknown too, it is a cluster of H100s, as an example.
     """
     if known := known_cluster(recipe):
         return known.cluster
@@ -239,7 +261,7 @@ def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
 
 
 def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
-    """Return the line that says why the commands ``following`` name their hardware, or no line."""
+    """Return a line that says why the commands ``following`` name their cluster, or [] if the reason is not known."""
     plans = [command for command in following if command.startswith("leaven plan ")]
     known = known_cluster(recipe) if plans else None
     return [f"{'hardware':<{LABEL}}{known.reason}"] if known and f" --gpus {known.cluster}" in plans[0] else []
@@ -251,7 +273,7 @@ def again(*words: str) -> str:
 
 
 def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("leaven",)) -> str:
-    """Return a shell command; ``sets`` are the values of ``--set``."""
+    """Return a shell command: ``start``, then ``words``, then ``--set`` for each of ``sets``."""
     options = [word for change in sets for word in ("--set", change)]
     return shlex.join([*start, *map(str, words), *options])
 
@@ -265,7 +287,11 @@ def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) 
 
 
 def _run_name(recipe: Path) -> str:
-    """Return the name of a recipe's run folder: that of its file, or of the study if it is a study's best recipe."""
+    """Return the name of a recipe's run folder.
+
+    It is the file name of the recipe without its ending, or the name of the study if the file is a study's best.toml
+    or fewest.toml.
+    """
     best = recipe.name in {"best.toml", "fewest.toml"} and (recipe.parent / "study.json").exists()
     return recipe.resolve().parent.name if best else recipe.stem
 

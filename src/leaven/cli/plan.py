@@ -85,8 +85,8 @@ def plan(
     moments: Annotated[
         Moments | None,
         typer.Option(
-            help="Count memory for the states of this optimizer, by default that of the recipe. leaven itself does "
-            "not train with adam-8bit."
+            help="Count memory for the states of this optimizer, by default the recipe's optimizer. leaven itself "
+            "does not train with adam-8bit."
         ),
     ] = None,
     measure: Annotated[

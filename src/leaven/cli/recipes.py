@@ -109,13 +109,16 @@ def nearest_runs(
     kind: Annotated[
         Kind,
         typer.Option(
-            help="Only runs of models of this kind. For dense and vlm, a recipe with experts has the size of the "
-            "parameters that a token uses."
+            help="Only runs of models of this kind. The size of a recipe with experts is the number of all "
+            "parameters for moe, and the number of parameters that a token uses for dense and vlm."
         ),
     ] = "dense",
     factor: Annotated[
         float,
-        typer.Option(help="Only runs whose models are at most this many times larger or smaller, if there are any."),
+        typer.Option(
+            help="Only runs whose models are at most this many times larger or smaller. If there are none, runs of "
+            "any size."
+        ),
     ] = 4.0,
     limit: Annotated[int, typer.Option(min=1, help="How many runs to list.")] = 5,
     json_output: JsonOption = False,

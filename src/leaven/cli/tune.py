@@ -248,7 +248,7 @@ def _command(
 
 
 def _devices(workers: int | None, command: "Command | None") -> tuple[str, ...]:
-    """Return the GPUs of each worker. The result is empty if leaven assigns none, so that each worker may use all."""
+    """Return the GPUs of each worker. If leaven assigns no GPUs, return (): every worker may then use all GPUs."""
     from leaven.planning.this_machine import devices_here, devices_of_workers
 
     if command is not None and command.devices:
@@ -273,7 +273,7 @@ def _usual_workers() -> int:
 def _at_once(searched: "Space", durations: Sequence[int], trials: int | None, stack: int | None, gpus: int) -> int:
     """Return how many trials a worker trains at once, and print the reason.
 
-    ``gpus`` is the number of GPUs if leaven is to choose the number of trials, otherwise 0.
+    If ``gpus`` (the number of GPUs) is not 0, leaven chooses the number. If ``gpus`` is 0, ``stack`` is used.
     """
     from leaven.training.device import default_device, free_memory
     from leaven.tuning.service.recipe_study import stack_size
@@ -297,7 +297,10 @@ def _study_of_recipe(
     gpus: int,
     given: dict[str, Any],
 ) -> "Study":
-    """Return the study in which leaven's own trainer trains a recipe. Its text is prepared if necessary."""
+    """Return the study in which leaven's own trainer trains a recipe.
+
+    The recipe's text is tokenised first, if its tokens are not in the cache.
+    """
     from leaven.tuning.service.recipe_study import Study, check_request
 
     recipe = searched.recipe
@@ -335,8 +338,9 @@ def _with_laws(space: "Space") -> "Space":
 def _as_of_stacks(space: "Space", stack: int) -> "tuple[Space, int]":
     """Return the search space of a study with --stack, and how many trials a worker trains at once.
 
-    It does not contain batch size, duration and dropout, because all trials of a stack have one batch size, one
-    duration and no dropout. If a stack cannot train the study, the space is unchanged, and the reason is printed.
+    A worker trains a stack of trials as one batched model. Therefore all its trials have one batch size, one duration
+    and no dropout, and the search space does not contain these three values. If this is impossible for the study, the
+    space is unchanged, and the reason is printed.
     """
     from leaven.training.device import default_device
     from leaven.tuning.point import BATCH, DROPOUT, TOKENS

@@ -203,7 +203,7 @@ def open_corpora(
 
 
 def surveys_file(folder: Path, source: str, *options: str) -> Path:
-    """Return the file of a cache folder in which the surveys of a source are kept."""
+    """Return the path of the cache file for the surveys of a source (counts and hashes of its documents)."""
     at = source if source.startswith(SCHEME) else os.path.abspath(source)
     return folder / f"{blake2b(_encoded(' '.join([at, *options])), digest_size=16).hexdigest()}.json"
 
@@ -218,9 +218,9 @@ def cached_surveys(
     """Return the survey of each part. Surveys of unchanged parts come from the cache file ``path``.
 
     Args:
-        survey: makes the survey of a part, a data class.
-        restored: returns the survey of a part with the values in the cache, or None if the part must be read again.
-            It may raise KeyError or TypeError if the values are damaged.
+        survey: a function that reads a part and returns its survey (a data class).
+        restored: a function that makes a survey from a part and its cached values. It returns None if the part must
+            be read again. It may raise KeyError or TypeError if the cached values are damaged.
     """
     known: dict[str, Any] = {}
     if path is not None:
@@ -250,8 +250,10 @@ def cached_surveys(
 def _valid(
     part: AnyPart, entry: Any, stamp: FileStamp | None, restored: Callable[[AnyPart, Any], AnySurvey | None]
 ) -> AnySurvey | None:
-    """Return the survey in a cache entry. Return None, so that the part is read again, if the part has changed, or if
-    the entry is damaged."""
+    """Return the survey in a cache entry.
+
+    Return None if the part must be read again, because it has changed or the cache entry is damaged.
+    """
     try:
         return restored(part, entry["survey"]) if stamp is not None and entry["stamp"] == stamp else None
     except (KeyError, TypeError):
@@ -311,7 +313,7 @@ def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> st
 
 
 def _add(digest: Any, place: str, raw: bytes) -> None:
-    """Update the hash ``digest`` with a document: its line or row, and its text."""
+    """Add a document to the hash ``digest``: its line or row number, and its text."""
     digest.update(f"{len(place)} {len(raw)} {place}".encode())
     digest.update(raw)
 

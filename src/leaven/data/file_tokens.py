@@ -1,9 +1,9 @@
 """Read token ids from files, a slice at a time, and compare each block of a file with its checksum when the block is
 first read.
 
-Files are read with ``pread`` and not memory-mapped: if a file is truncated or its disk fails during training, this is
-an error with a message, and not a signal (SIGBUS) that ends the process. Arrow files are mapped by the package
-``datasets``; their sizes are compared before each read.
+Files are read with ``pread`` and not memory-mapped. If a file is truncated or its disk fails during training, the
+user gets an error message. With a memory map, a signal (SIGBUS) would end the process. Arrow files are an exception:
+the package ``datasets`` maps them, and their sizes are compared before each read.
 """
 
 import os
@@ -51,18 +51,18 @@ class BlockChecksums:
 
 
 def checksums_fit(checksums: Any, n_bytes: int) -> bool:
-    """Return whether a value has the form of :meth:`BlockChecksums.hexdigest` of a file with ``n_bytes`` bytes."""
+    """Return whether ``checksums`` is text of the form that :class:`BlockChecksums` gives for ``n_bytes`` bytes."""
     digits = 8 * -(-n_bytes // BLOCK)
     return isinstance(checksums, str) and len(checksums) == digits and set(checksums) <= set("0123456789abcdef")
 
 
 class FileTokens:
-    """The token ids in a file, or in a part of it, which can be indexed with slices of step 1.
+    """The token ids in a file, or in a part of a file. Index them with slices of step 1.
 
     Args:
         count: number of token ids.
         offset: position of the first id in the file, bytes.
-        checksums: from :class:`BlockChecksums`; None if they are not known. Then nothing is compared.
+        checksums: of the blocks, from :class:`BlockChecksums`. If None, nothing is compared.
         advice: what to do about a damaged file, in messages.
     """
 
@@ -86,7 +86,7 @@ class FileTokens:
         return self._count
 
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
-        """Return token ids.
+        """Return the token ids in a slice.
 
         Raises:
             InputError: if the file is truncated, cannot be read, or differs from its checksums.
@@ -113,7 +113,7 @@ class FileTokens:
         return np.frombuffer(raw[first - begin : last - begin], self.dtype)
 
     def fits(self, checksums: Any) -> bool:
-        """Return whether a value has the form of the checksums of these ids."""
+        """Return whether ``checksums`` is text of the right form and length for these token ids."""
         return checksums_fit(checksums, self._bytes)
 
     def with_checksums(self, checksums: str) -> "FileTokens":
@@ -153,7 +153,7 @@ class MappedFile:
 
 @dataclass(frozen=True, eq=False)
 class ArrayTokens:
-    """The token ids in an array, which can be indexed with slices."""
+    """The token ids in an array. Index them with slices."""
 
     ids: NDArray[Any]
     files: tuple[MappedFile, ...]  # the files that are mapped into the array; none if it is in memory
@@ -166,7 +166,7 @@ class ArrayTokens:
         return len(self.ids)
 
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
-        """Return a copy of token ids.
+        """Return a copy of the token ids in a slice.
 
         Raises:
             InputError: if a file has been truncated.
@@ -191,7 +191,7 @@ def _open(tokens: FileTokens) -> _OpenFile:
 
 
 def read_at(descriptor: int, size: int, position: int) -> bytes:
-    """Return ``size`` bytes of an open file, or fewer if it ends before."""
+    """Return ``size`` bytes of an open file from ``position`` on, or fewer at the end of the file."""
     parts: list[bytes] = []
     while size:
         if hasattr(os, "pread"):

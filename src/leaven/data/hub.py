@@ -96,8 +96,11 @@ class HubTokens(_Split):
 
 
 def _mapped_files(table: Any) -> list[tuple[int, tuple[MappedFile, ...]]]:
-    """Return the parts of a table of the package ``datasets``, from first to last: the number of rows of a part, and
-    the files that are mapped into memory for it (none if its rows were not read from a file)."""
+    """Return the parts of a table of the package ``datasets``, from first to last, as pairs.
+
+    A pair is the number of rows of the part, and the files that are mapped into memory for these rows. There are no
+    files if the rows were not read from a file.
+    """
     found = []
     for blocks in getattr(table, "blocks", [[table]]):  # of a concatenation; several blocks have other columns
         paths = [block.path for block in blocks if hasattr(block, "path")]
@@ -154,7 +157,7 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
 
 
 def _holds_lists(schema: Any, column: str, *tests: str) -> bool:
-    """Return whether a column has lists of values that pass one of the ``tests`` of pyarrow.types."""
+    """Return whether a column has lists whose values pass one of ``tests`` (names of functions in pyarrow.types)."""
     from pyarrow import types
 
     kind = schema.field(column).type if column in schema.names else None

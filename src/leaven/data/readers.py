@@ -27,10 +27,10 @@ FileStamp = list[int | str]
 
 
 def file_stamp(path: Path) -> FileStamp | None:
-    """Return the stamp of a file.
+    """Return a stamp of a file: its size, times and inode, which change when the file is changed.
 
-    Return None if the file is missing, or if it changed less than `SETTLED_NS` ns ago. So soon after a change,
-    another change may leave the stamp the same.
+    Return None if the file is missing, or if it changed less than `SETTLED_NS` ns ago: another change so soon after
+    might give the same stamp.
     """
     try:
         found = path.stat()

@@ -5,10 +5,11 @@ Each file is written under a temporary name, synced and renamed. Then a line is 
 process that is killed loses only the shard that it was writing. ``index.json`` is written last: a folder without it
 is unfinished.
 
-At the start of a run, the size of each file is compared with the index, and the checksum of each file that is newer
-than the index. A damaged file whose time stamp is not newer is found when its damaged block is first read. An index
-without the checksums of all blocks is written again, after the checksums of the whole files were compared; so is an
-index whose shards do not have all documents of the text.
+At the start of a run, the size of each file is compared with the index. The checksum of a file is compared only if
+the file is newer than the index. Damage in an older file is found later, when the damaged block is first read.
+
+An index is written again in two cases: it has no checksums of blocks, or its shards do not have all documents of the
+text. Before that, the checksums of the whole files are compared.
 """
 
 import errno
@@ -41,7 +42,7 @@ ADVICE = "remove it and run the same command again, which writes it again from t
 
 
 class ShardedTokens:
-    """Concatenated shards, which can be indexed with slices of step 1."""
+    """The tokens of several shards, one shard after the other. Index them with slices of step 1."""
 
     def __init__(self, shards: Sequence[Tokens]) -> None:
         self.shards = shards
@@ -71,10 +72,10 @@ class ShardedTokens:
 
 @dataclass(frozen=True)
 class TokenRange:
-    """Some of the tokens of a shard, which are read when the part is indexed."""
+    """A range of the tokens of a shard. The tokens are read only when the range is indexed."""
 
     tokens: Tokens  # the shard
-    start: int  # position of the first token of the part
+    start: int  # position of the first token of the range
     stop: int  # position after the last one
 
     def __len__(self) -> int:
@@ -143,8 +144,8 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any], *, read_only: bool = False) -> Shards | None:
     """Open the shards in a folder. Return None if the folder is unfinished or damaged.
 
-    An index of an older version has no checksums of blocks. It counts as unfinished, except if the folder is
-    ``read_only``: then the checksums of the whole files are compared, and those of blocks are computed.
+    An index of an older version has no checksums of blocks. It normally counts as unfinished. But if the folder is
+    ``read_only``, the checksums of the whole files are compared instead, and the checksums of blocks are computed.
     """
     path = folder / "index.json"
     try:
@@ -267,13 +268,16 @@ def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
 
 
 def _entry(record: ShardRecord) -> dict[str, Any]:
-    """Return the JSON of a record. The checksums of blocks have their own key, which older versions ignore."""
+    """Return the index entry of a shard. Checksums of blocks have their own key, which older versions ignore."""
     files = {split: {key: value for key, value in asdict(record[split]).items() if key != BLOCKS} for split in SPLITS}
     return files | {BLOCKS: {split: record[split].blocks for split in SPLITS}}
 
 
 def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
-    """Return the record in an entry. Raise KeyError, TypeError or ValueError if the entry is damaged."""
+    """Return the record of a shard from its entry in the index.
+
+    Raise KeyError, TypeError or ValueError if the entry is damaged.
+    """
     blocks = entry[BLOCKS] if BLOCKS in entry else dict.fromkeys(SPLITS, "")
     record = {split: ShardFile(**entry[split], blocks=blocks[split]) for split in SPLITS}
     for file in record.values():
@@ -284,7 +288,10 @@ def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
 
 
 def _with_blocks(folder: Path, shard: int, record: ShardRecord) -> ShardRecord:
-    """Return the record of a shard with the checksums of blocks. The caller has compared those of the whole files."""
+    """Return the record of a shard with the checksums of its blocks, which are computed if they are missing.
+
+    The caller must have compared the checksums of the whole files.
+    """
 
     def complete(split: str) -> ShardFile:
         if record[split].blocks or not record[split].tokens:
@@ -332,7 +339,7 @@ def _checksum(file: Path) -> str:
 
 
 def _fingerprint(folder: Path, records: list[ShardRecord], dtype: np.dtype[Any]) -> str:
-    """Return a hash of the tokens of both splits, as 32-bit numbers. It does not depend on the cuts into shards."""
+    """Return a hash of the tokens of both splits, as 32-bit numbers. It does not depend on the shard sizes."""
     of_splits = blake2b(digest_size=16)
     for split in SPLITS:
         content = blake2b(digest_size=16)

@@ -55,8 +55,8 @@ def source_parts(source: DataSource) -> SourceParts:
     ``b/c.txt`` for the file ``/a/b/c.txt`` and the pattern ``/a/*/*.txt``.
 
     Raises:
-        InputError: if there is no such source, or it contains files of another format, or ``validation`` is given and
-            the source or ``validation`` is text.
+        InputError: if the source does not exist or has files of another format. Also if ``validation`` is given, and
+            the source or ``validation`` is text instead of token ids.
     """
     found = _parts(source)
     if source.validation is None:

@@ -70,8 +70,8 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """A mixture of several streams. Of the first n samples, each stream contributes its share of n, give or take at
-    most one sample."""
+    """A mixture of several streams. Of the first n samples, each stream contributes its share of n, with a difference
+    of at most one sample."""
 
     streams: tuple[Stream, ...]  # all with the same seq_len
     proportions: tuple[Fraction, ...]  # share of each stream; the shares add up to 1
@@ -138,8 +138,9 @@ def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray
 
 
 def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-    """Return windows that are spread evenly over the tokens, [N, T + 1]: as many as ``limit_tokens`` targets allow,
-    and at least one.
+    """Return windows that are spread evenly over the tokens, [N, T + 1].
+
+    There are as many windows as fit into ``limit_tokens`` targets, but at least one.
 
     Raises:
         InputError: if the tokens do not fill one window.

@@ -1,6 +1,6 @@
 """Open files of token ids that other programs wrote. The ids are read in place and never copied.
 
-- Megatron-LM: ``NAME.bin`` with ``NAME.idx`` beside it, which has the dtype, the sequences and the documents
+- Megatron-LM: ``NAME.bin``, and beside it the index ``NAME.idx`` with the dtype, the sequences and the documents
   (`megatron/core/datasets/indexed_dataset.py`);
 - llm.c: a ``.bin`` file with a header of 256 32-bit integers: a magic number, a version and the number of tokens
   (`dev/data/data_common.py`);
@@ -210,7 +210,8 @@ def _tokens(path: Path, dtype: np.dtype[Any], offset: int = 0) -> FileTokens:
 def arrow_tokens(chunks: list[Any], files: Sequence[tuple[MappedFile, ...]]) -> MappedTokens:
     """Return the token ids in a column of lists, which is given as Arrow arrays. Each row is a document.
 
-    If `BLOCKS` rows or more all have the same length, except for the last, they are blocks of a longer text.
+    But if there are at least `BLOCKS` rows, and all except the last have the same length, the rows are blocks of a
+    longer text.
 
     Args:
         files: for each of the arrays, the files that are mapped into it.

@@ -77,10 +77,12 @@ def uses(parts: SourceParts) -> Iterator[tuple[TokenPart, str]]:
 
 
 def refuse_two_uses(used: Iterable[tuple[Hashable, TokenPart, str]]) -> None:
-    """Check that no ids are used for both training and validation. ``used`` contains (identity of ids, part, use).
+    """Check that the same token ids are not used in two different ways, such as for training and for validation.
+
+    ``used`` contains (identity, part, use). Parts with the same ids have the same identity.
 
     Raises:
-        InputError: if they are.
+        InputError: if two parts with the same ids have different uses.
     """
     first: dict[Hashable, dict[str, TokenPart]] = {}
     for identity, part, use in used:
@@ -89,8 +91,8 @@ def refuse_two_uses(used: Iterable[tuple[Hashable, TokenPart, str]]) -> None:
         if len(found) > 1 and "validation" in found:
             trained = next(part for use, part in found.items() if use != "validation")
             raise InputError(
-                f"{found['validation'].name} in validation has the ids of {trained.name} in the source; give other "
-                "files, or remove validation to hold out a part of the source"
+                f"{found['validation'].name} in validation has the same ids as {trained.name} in the source; "
+                "give other files, or remove validation to hold out a part of the source"
             )
         if len(found) > 1:
             raise InputError(
@@ -112,10 +114,11 @@ class TokenReader:
     def shards(self, sources: Sequence[tuple[DataSource, SourceParts]]) -> list[Shards]:
         """Return the tokens of each source.
 
-        With ``source.validation``, all of the source is used for training, and no source may validate on a part of
-        it. Otherwise the last `VALIDATION_SHARE` of each stretch (`STRETCHES`) is held out. If the ends of documents
-        are known, from the files or by the id ``end_of_text``, the held-out part consists of whole documents. Only a
-        document that is longer than the held-out part is cut.
+        With ``source.validation``, all of the source is used for training, and no other source may use a part of it
+        for validation. Otherwise each file is divided into up to `STRETCHES` stretches, and the last
+        `VALIDATION_SHARE` of each stretch is held out for validation. If the ends of documents are known, from the
+        files or by the id ``end_of_text``, the held-out part consists of whole documents. Only a document that is
+        longer than the held-out part is cut.
 
         If the files of a source say where documents end, but do not contain ``end_of_text``, this id is added after
         each document.
@@ -260,7 +263,7 @@ def _restored(mapped: MappedTokens, values: Any) -> TokenSurvey | None:
 
 
 def _verified(mapped: MappedTokens, survey: TokenSurvey) -> MappedTokens:
-    """Return the token ids of a file with the checksums of its blocks."""
+    """Return the token ids of a file with the checksums of its blocks, so that reading finds damaged blocks."""
     arrays = (ids.with_checksums(survey.blocks) if isinstance(ids, FileTokens) else ids for ids in mapped.arrays)
     return replace(mapped, arrays=tuple(arrays))
 

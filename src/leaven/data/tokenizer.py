@@ -188,7 +188,11 @@ def pieces(document: TextDocument) -> Iterator[TextPiece]:
 
 
 def _without_long_words(text: str) -> Iterator[str]:
-    """Yield the parts of a text, which is cut where a run is longer than `LONGEST_WORD`."""
+    """Yield a text in parts, so that no part has a very long word.
+
+    The text is cut only inside runs of more than `LONGEST_WORD` characters that are all white space, or all other
+    characters.
+    """
     # Looking for runs takes as long as encoding. Every long run contains one of these short stretches.
     short = LONGEST_WORD // 2
     stretches = (text[at : at + short] for at in range(0, len(text) - short + 1, short))

@@ -139,8 +139,8 @@ def prepare(
             end_of_text = encoder.end_of_text if end_of_text is None else end_of_text
             if texts and end_of_text != encoder.end_of_text:
                 raise InputError(
-                    f"end_of_text {end_of_text:,} is not that of data.tokenizer, {encoder.end_of_text:,}, which ends "
-                    "the documents of text; remove end_of_text from [data], or give another tokenizer"
+                    f"end_of_text {end_of_text:,} differs from {encoder.end_of_text:,}, the end-of-text token of "
+                    "data.tokenizer; remove end_of_text from [data], or give another tokenizer"
                 )
             meter = Meter(progress, "encoding", sum(corpus.n_bytes for corpus in corpora))
             for corpus in corpora:
@@ -203,8 +203,8 @@ def _refuse_two_sources(texts: Mapping[str, Sequence[TextPart]]) -> None:
         for path in {part.path.resolve() for part in parts if isinstance(part, File)}:
             if path in owner:
                 raise InputError(
-                    f"{path} belongs to two sources, {owner[path]!r} and {source!r}, so that its documents could be "
-                    "trained on and validated; change the patterns so that each file belongs to one source"
+                    f"{path} belongs to two sources, {owner[path]!r} and {source!r}, so a document could be used "
+                    "for both training and validation; change the patterns so that each file belongs to one source"
                 )
             owner[path] = source
 
@@ -218,7 +218,8 @@ def _tokenizer(
 ) -> tuple[Path, Encoder]:
     """Return the path of a tokenizer in the cache, and its encoder.
 
-    The tokenizer is ``given`` or, if that is None, one trained on ``corpora`` now or before.
+    It is the tokenizer ``given``. If that is None, a tokenizer is trained on ``corpora``. A tokenizer that was
+    trained on the same text before is reused.
     """
     if given is not None:
         return _keep(folder, given)
@@ -246,7 +247,10 @@ def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
 
 
 def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
-    """Return the tokenizer whose hash is in the file ``name``, or None if either is missing or damaged."""
+    """Return the tokenizer whose hash is in the file ``name``.
+
+    Return None if this file or the tokenizer is missing or damaged.
+    """
     from tokenizers import Tokenizer
 
     try:

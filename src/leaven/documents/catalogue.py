@@ -158,7 +158,10 @@ class NumberSource(Entry):
 
 
 class AcceleratorRow(Document, schema="accelerator/1"):
-    """The published numbers of an accelerator. ``leaven hardware`` prints a list, ``leaven hardware NAME`` one."""
+    """The published numbers of an accelerator.
+
+    ``leaven hardware`` prints a list of these, and ``leaven hardware NAME`` prints one.
+    """
 
     name: str
     peak_tflops: dict[str, float | None]  # peak speed without sparsity, by dtype

@@ -40,9 +40,10 @@ class Totals(Entry):
 
 
 class WorthRow(Entry):
-    """The gain of a study, translated into the training tokens that would lower the loss as much.
+    """How many times as many training tokens would lower the loss as much as a study did.
 
-    Only a fraction of the gain may survive the transfer to a larger run. Each row assumes another fraction.
+    Only a fraction of the study's gain may survive the transfer to a larger run. Each row assumes a different
+    fraction.
     """
 
     share: float  # fraction of the gain that is assumed to survive, from 0 to 1
@@ -177,7 +178,7 @@ class LossRow(Entry):
 
 
 def _spelled(value: Any) -> str:
-    """Return a value nearly as it is in a recipe: texts have no quotes."""
+    """Return a value as text, as in a recipe, but with no quotes around strings."""
     match value:
         case bool():
             return "true" if value else "false"

@@ -64,7 +64,10 @@ class Accelerator:
         return dict(self.peaks).get(dtype)
 
     def matmul(self, dtype: Dtype) -> float | None:
-        """Return the TFLOP/s of the fastest measured matmul, else 80% of the peak, or None if both are unknown."""
+        """Return the TFLOP/s of the fastest measured matmul in a dtype.
+
+        If no matmul was measured, return 80% of the peak, or None if the peak is unknown too.
+        """
         peak = self.peak(dtype)
         return dict(self.matmuls).get(dtype, None if peak is None else peak * _USUAL_MATMUL_SHARE)
 

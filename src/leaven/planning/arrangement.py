@@ -52,7 +52,7 @@ class Arrangement:
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> "Arrangement":
-        """Return the arrangement from a document that :meth:`to_json` returned."""
+        """Return the arrangement from the dict that :meth:`to_json` returned."""
         layout = {name: document[name] for name in Layout.model_fields}
         return cls(Layout.model_validate(layout), document["micro_batch"], document["grad_accumulation"])
 
@@ -107,8 +107,8 @@ def parse_keys(text: str) -> dict[str, Any]:
 def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -> tuple[Layout, int | None]:
     """Return the layout and the micro-batch size (or None) of text such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``.
 
-    A missing ``compile`` gets the value of the argument. A missing ``dp`` gets gpus / (tp x pp x cp), if ``gpus`` is
-    given and divisible. Other missing keys get their defaults.
+    If ``compile`` is not in the text, the argument ``compile`` is used. If ``dp`` is not in the text and ``gpus`` is
+    given, dp is gpus / (tp x pp x cp), if this is a whole number. Other missing keys get their defaults.
 
     Raises:
         InputError: if a key is unknown, a value is wrong, or two values cannot be combined.
@@ -133,7 +133,7 @@ def listed(values: Iterable[object]) -> str:
 
 
 def written(layout: Layout) -> str:
-    """Return a layout as text that ``--layout`` accepts, such as ``dp=4,tp=8``, without default values."""
+    """Return a layout as text that ``--layout`` accepts, such as ``dp=4,tp=8``. Default values are left out."""
     values = layout.model_dump(exclude_defaults=True)
     return ",".join(f"{key}={str(values[key]).lower()}" for key in _KEYS if key in values)
 

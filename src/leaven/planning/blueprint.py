@@ -2,8 +2,9 @@
 
 A :class:`Blueprint` can also describe models that leaven cannot build: with experts, latent attention, or widths that
 change from layer to layer. It is made from a :class:`ModelShape` or from the architecture of a published run. Each
-:class:`Matmul` in a table says how tensor parallelism splits the product, how many copies of the product exist (one
-for each expert), and how many of these copies a token uses. So the planner has the same code for all models.
+:class:`Matmul` in a table says how tensor parallelism splits its matrix. If the matrix belongs to routed experts,
+every expert has its own matrix of this shape; the :class:`Matmul` says how many there are, and how many a token uses.
+So the planner has the same code for all models.
 """
 
 from collections import Counter
@@ -27,8 +28,8 @@ class Matmul:
     n: int
     split: Split  # tensor parallelism splits the outputs (column), the inputs (row, then all-reduce), or nothing
     bias: bool = False
-    stored: int = 1  # number of copies: one for each routed expert
-    passed: int = 1  # number of copies that a token uses
+    stored: int = 1  # number of matrices of this shape: one for each routed expert
+    passed: int = 1  # number of these matrices that a token uses
 
     @property
     def routed(self) -> bool:
@@ -37,22 +38,25 @@ class Matmul:
 
     @property
     def size(self) -> int:
-        """The number of weights in all copies of the matrix together."""
+        """The number of weights of the matrix. For routed experts, this is the sum over all experts."""
         return self.stored * self.k * self.n
 
     @property
     def flops(self) -> int:
-        """The FLOPs of this product in a forward pass, per token."""
+        """The FLOPs per token in a forward pass. For routed experts, this is the sum over those that a token uses."""
         return 2 * self.passed * self.k * self.n
 
     def on_rank(self, tp: int) -> tuple[int, int]:
-        """Return (k, n) of the part on one tensor-parallel rank; a size that ``tp`` does not divide is rounded up."""
+        """Return (k, n) of the part of the matrix on one tensor-parallel rank.
+
+        A size that ``tp`` does not divide is rounded up.
+        """
         return -(-self.k // (tp if self.split == "row" else 1)), -(-self.n // (tp if self.split == "column" else 1))
 
 
 @dataclass(frozen=True)
 class Core:
-    """The core of attention: scores, softmax and the weighted sum of values; not the projections."""
+    """The core of attention: scores, softmax and the weighted sum of values. Projections are not included."""
 
     heads: int
     kv_heads: int
@@ -61,10 +65,11 @@ class Core:
     window: int | None = None  # keys that a query attends to, including that of its own position; None: all
 
     def flops(self, seq_len: int, attention: Attention = "full") -> float:
-        """Return the FLOPs of a forward pass per token, for queries times keys and for probabilities times values.
+        """Return the FLOPs per token, in a forward pass, of queries times keys and of probabilities times values.
 
-        With ``causal``, a query attends to the keys up to its own position, which are half of all keys on average. A
-        window of w keys counts as w keys, and with ``causal`` as w - w^2 / (2 seq_len), the average.
+        With full attention, a query attends to all keys, or to w keys in a window of w keys. With ``causal``, a query
+        attends only to the keys up to its own position: on average to half of all keys. In a window, the average is w
+        - w^2 / (2 T) keys, where T is ``seq_len``.
         """
         window = min(self.window or seq_len, seq_len)
         keys = window if attention == "full" else window - window * window / (2 * seq_len)
@@ -117,12 +122,12 @@ class BlockTable:
 
     @cached_property
     def whole(self) -> int:
-        """The number of parameters that every tensor-parallel rank stores in full, without routed experts."""
+        """The number of parameters that every tensor-parallel rank stores in full. Routed experts are not counted."""
         return self.vectors + sum(row.size for row in self.matmuls if not row.routed and row.split == "none")
 
     @cached_property
     def cut(self) -> int:
-        """The number of parameters that tensor-parallel ranks split, without routed experts."""
+        """The number of parameters that tensor-parallel ranks split among them. Routed experts are not counted."""
         return self.params - self.experts - self.whole
 
 
@@ -208,7 +213,11 @@ def attention_rows(
 def mlp_rows(
     name: str, d: int, width: int, *, gated: bool, bias: bool = False, stored: int = 1, passed: int = 1
 ) -> list[Matmul]:
-    """Return the matrix products of an MLP, or of ``stored`` experts of which a token uses ``passed``."""
+    """Return the matrix products of an MLP, or of all experts of a layer.
+
+    Every expert is an MLP. ``stored`` is the number of experts, and ``passed`` the number of experts that a token
+    uses.
+    """
     inputs = ("gate", "in") if gated else ("in",)
     return [
         *(Matmul(f"{name}.{side}", d, width, "column", bias, stored, passed) for side in inputs),
@@ -217,8 +226,11 @@ def mlp_rows(
 
 
 def expert_rows(d: int, width: int, experts: tuple[int, int], shared: int, *, gated: bool) -> list[Matmul]:
-    """Return the matrix products of a mixture of experts: the router, the routed experts, and the shared experts as
-    one wider MLP. ``experts`` are the numbers of routed experts in a layer and of those that a token uses."""
+    """Return the matrix products of a mixture of experts: the router, the routed experts and the shared experts.
+
+    ``experts`` has two numbers: the routed experts in a layer, and the routed experts that a token uses. ``shared``
+    is the number of shared experts, which are counted as one wider MLP.
+    """
     stored, passed = experts
     return [
         Matmul("mlp.router", d, stored, "none"),

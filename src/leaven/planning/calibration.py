@@ -78,7 +78,7 @@ class CalibrationRecord(BaseModel):
 def predicted(
     model: ModelShape, how: Arrangement, accelerator: str, compute: str, *, ns_steps: int = 0, averages: bool = False
 ) -> StepCost | None:
-    """Return the planned time and memory of a step that leaven trains, or None if the step cannot be planned.
+    """Return the planned time and memory of a step of leaven's trainer, or None if the step cannot be planned.
 
     If ``ns_steps`` is above 0, the optimizer is Muon with this number of Newton-Schulz iterations.
 
@@ -135,9 +135,10 @@ def calibration(
     processor model) and dtype. Predictions are computed again with the current planner. ``step_seconds`` is the
     uncorrected time of a step, which is copied to the result.
 
-    - Similar runs have ``params`` parameters within a factor of 4, and the same layout features as ``layout``: kinds
-      of parallelism, recomputation and compilation. If there are any, only they are used.
-    - Otherwise all runs within a factor of 16 are used. In much smaller models, kernel launches dominate.
+    - If there are similar runs, only they are used. In a similar run, the number of parameters is within a factor of
+      4 of ``params``, and the layout has the same features: kinds of parallelism, recomputation and compilation.
+    - Otherwise all runs are used whose number of parameters is within a factor of 16. In much smaller models, kernel
+      launches dominate.
     - The weight of a run is 1 / (1 + log2 of the ratio of parameters + number of layout features that differ).
     """
     found, device = [], processor() if accelerator == "cpu" else None

@@ -17,8 +17,8 @@ LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
 def bandwidth(ranks: int, stride: int, accelerator: Accelerator) -> float:
     """Return the bandwidth that a collective reaches on one rank of a group, in bytes/s.
 
-    The limit is the link between GPUs, such as NVLink. Across nodes, the limit may also be the NICs, of which the
-    group has one for each of its ranks in a node.
+    The limit is the link between GPUs, such as NVLink. If the group spans several nodes, the limit may also be the
+    network: in each node, the group uses one NIC for each of its ranks there.
     """
     gb_s = accelerator.link_gb_s
     if ranks * stride > accelerator.node_size:
@@ -76,7 +76,8 @@ def all_to_all(size: float, ranks: int, stride: int, accelerator: Accelerator) -
 def hop(size: float, span: int, accelerator: Accelerator) -> float:
     """Return the seconds that a rank needs to send ``size`` bytes to other ranks of its group.
 
-    ``span`` is ranks in the group x stride. If it is more than the GPUs of a node, the bytes go over the network.
+    ``span`` is (number of ranks in the group) x stride. If it is larger than the number of GPUs in a node, the bytes
+    go over the network.
     """
     across = span > accelerator.node_size
     gb_s = accelerator.network_gb_s if across else accelerator.link_gb_s

@@ -26,7 +26,7 @@ PARTS = {
 
 
 def part_name(part: str, ep: int = 1) -> str:
-    """Return the name of a part of a step in messages; ``ep`` is the number of expert-parallel ranks."""
+    """Return the name that messages use for a part of a step. ``ep`` is the number of expert-parallel ranks."""
     return "exchange in blocks" if part == "tensor_parallel" and ep > 1 else PARTS[part]
 
 
@@ -40,7 +40,7 @@ _TRIED = 64
 
 
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
-    """Compare the chosen layout with the best layout that has the values ``asked``, such as ``pp=8,zero=1``.
+    """Compare the chosen layout with the best layout that has the requested values, such as ``pp=8,zero=1``.
 
     Raises:
         InputError: if ``asked`` is empty, or has an unknown key or a wrong value.
@@ -86,7 +86,10 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return a note about requested values that the search never tries or that leaven cannot train, or ""."""
+    """Return a note about the requested values that the search never tries, or that leaven cannot train.
+
+    Return "" if there are no such values.
+    """
     zero = fixed.get("zero", 0)
     left_out = {
         "tensor parallelism across nodes": fixed.get("tp", 1) > job.cluster.accelerator.node_size,
@@ -101,7 +104,7 @@ def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
 
 
 def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
-    """Return why no layout of the model on the cluster can have the values ``fixed``, or None if one may exist."""
+    """Return why no layout of the job can have the values ``fixed``, or None if such a layout may exist."""
     tp, pp, cp, ep = (fixed.get(key, 1) for key in ("tp", "pp", "cp", "ep"))
     ranks = tp * pp * cp * fixed.get("dp", 1)
     refusal = shape_refusal(job.model, Layout(dp=ep, tp=tp, pp=pp, cp=cp, ep=ep))
@@ -137,7 +140,10 @@ def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, .
 
 
 def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
-    """Return the nearest lower and higher number in ``values``, or all other words if ``own`` is a word."""
+    """Return the values next to ``own``: the nearest lower and the nearest higher number in ``values``.
+
+    If ``own`` is text, such as ``full``, return all other values.
+    """
     if isinstance(own, str):
         return [value for value in values if value != own]
     lower, higher = [n for n in values if n < own], [n for n in values if n > own]
@@ -145,7 +151,10 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the keys whose values differ from ``own``, except ``key``, dp, compile and keys without effect."""
+    """Return the keys, with their values, in which ``layout`` differs from ``own``.
+
+    Left out are ``key`` itself, dp, compile, and keys that have no effect in ``layout``.
+    """
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]
@@ -165,7 +174,7 @@ def _slower(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
 
 
 def _reason(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
-    """Return a text about the part of a step that takes the most seconds more than in the chosen layout."""
+    """Return why a layout is slower than the chosen one: the part of a step whose time grows the most."""
     more = {part: seconds - vars(chosen.time)[part] for part, seconds in vars(found.time).items()}
     part = max(more, key=more.__getitem__)
     share = vars(found.time)[part] / found.time.step
@@ -237,7 +246,10 @@ def any_fits(job: Job) -> bool:
 
 
 def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
-    """Return a cluster of ``gpus`` GPUs of the same kind, with the node size if the user wrote one."""
+    """Return a cluster of ``gpus`` GPUs of the same kind.
+
+    If the user gave the node size, as in ``8x8xH100-80GB``, the node size stays the same.
+    """
     name = cluster.accelerator.name
     if name in accelerators() and str(cluster) == f"{cluster.gpus}x{name}":
         nodes = parse_cluster(f"{gpus}x{name}").accelerator.node_size
@@ -246,10 +258,10 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _fewer_gpus(job: Job) -> int | None:
-    """Return the largest number of GPUs below that of the cluster on which some layout fits, or None.
+    """Return the largest number of GPUs, smaller than that of the cluster, on which some layout fits, or None.
 
-    Numbers dp x tp x pp are tried for which dp divides the batch, the model allows tp, and every pipeline stage has
-    at least one layer and one micro-batch.
+    Only numbers dp x tp x pp are tried for which dp divides the batch, the model allows tp, and every pipeline stage
+    has at least one layer and one micro-batch.
     """
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)

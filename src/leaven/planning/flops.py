@@ -29,7 +29,7 @@ class ForwardFlops:
 
 @cache
 def forward_flops(model: Model, attention: Attention = "full") -> ForwardFlops:
-    """Return the FLOPs of one forward pass per token; with ``causal``, only half of attention counts."""
+    """Return the FLOPs of one forward pass per token; with ``causal``, attention counts only half."""
     table = blueprint(model)
     return ForwardFlops(
         matrices=sum(count * row.flops for block, count in table.kinds for row in block.matmuls),

@@ -85,8 +85,8 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """Return a number of GPUs per node that fills all nodes: the largest divisor of ``gpus`` from ``node`` / 2 to
-    ``node``. If there is none, return ``node``. For example, 12 GPUs in nodes of up to 8 are two nodes of 6."""
+    """Return a number of GPUs per node that fills all nodes: the largest divisor of ``gpus`` between ``node`` / 2
+    and ``node``. If there is none, return ``node``. For example, 12 GPUs in nodes of up to 8 are two nodes of 6."""
     if gpus <= node:
         return node
     return next((each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0), node)
@@ -116,9 +116,10 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def known_device(name: str) -> Accelerator | None:
-    """Return the accelerator for a name that a driver reports, such as ``NVIDIA H100 80GB HBM3``, or None.
+    """Return the accelerator that a driver calls ``name``, for example ``NVIDIA H100 80GB HBM3``.
 
-    Of several accelerators that match, the first with the memory size in the name is preferred.
+    If several accelerators match, prefer the first one whose memory size is in the name. If none matches, return
+    None.
     """
     words = set(_words(name))
     if words & {"LAPTOP", "MOBILE", "MAX"}:  # slower boards of the same name
@@ -140,7 +141,10 @@ def _words(name: str) -> list[str]:
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Return whether an accelerator's name ``own`` contains all words ``wanted``, also joined as in ``RTX4090``."""
+    """Return whether an accelerator's name ``own`` contains all words of ``wanted``.
+
+    Words of ``own`` may be joined in ``wanted``: ``RTX4090`` matches ``RTX 4090``.
+    """
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
     return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)
@@ -159,9 +163,10 @@ def trainable_here(recipe: Recipe) -> bool:
 
 
 def estimated_gpus(recipe: Recipe, gpu: Accelerator) -> int:
-    """Estimate how many of these GPUs can store a model and train it within a month: a power of two.
+    """Estimate how many GPUs of this kind can store a model and train it within a month.
 
-    The number is higher than that of the sequences in a batch only if the model needs the memory.
+    The result is a power of two. It is larger than the number of sequences in a batch only if the memory requires
+    that.
     """
     for_memory = recipe.model.params * _BYTES_PER_PARAMETER / (_MEMORY_SHARE * gpu.memory_gib * 2**30)
     flops_per_second = _MFU * gpu.peak_tflops * 1e12

@@ -78,7 +78,7 @@ class Job:
         ramp would not fill the pipeline are left out.
 
         Raises:
-            InputError: if the batch cannot be split evenly over the ranks or does not fill the pipeline.
+            InputError: if the batch cannot be split evenly over the ranks, or cannot fill the pipeline.
         """
         seq_len, given = self.model.seq_len, self.micro_batch
         sequences = self.batch.tokens // seq_len
@@ -106,7 +106,7 @@ class Job:
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """An arrangement that is possible for a job. Its memory and time are computed when they are first read."""
+    """A possible arrangement for a job. Its memory and time are computed when they are first used."""
 
     job: Job
     arrangement: Arrangement
@@ -126,7 +126,7 @@ class LayoutCandidate:
 
     @property
     def trained(self) -> bool:
-        """Whether leaven can train the arrangement, which needs cp = 1."""
+        """Whether leaven can train the arrangement. leaven cannot train with context parallelism (cp above 1)."""
         return self.arrangement.layout.cp == 1
 
     def row(self) -> CandidateRow:
@@ -146,19 +146,19 @@ class Exploration:
 
     @property
     def misfits(self) -> tuple[LayoutCandidate, ...]:
-        """The members of ``too_large`` that could be chosen if they fitted into memory."""
+        """The layouts in ``too_large`` that might be chosen if they fitted into memory."""
         return tuple(each for each in self.too_large if each.trained or not self.job.by_leaven)
 
     @cached_property
     def choices(self) -> tuple[LayoutCandidate, ...]:
-        """The members of ``fitting`` that may be chosen: with ``job.by_leaven``, those that leaven can train."""
+        """The layouts in ``fitting`` that may be chosen. If ``job.by_leaven``, leaven must be able to train them."""
         if not self.job.by_leaven:
             return self.fitting
         return tuple(ranked([candidate for candidate in self.fitting if candidate.trained]))
 
     @cached_property
     def layouts(self) -> tuple[LayoutCandidate, ...]:
-        """The members of ``choices`` with the best micro-batch of each layout, the best first."""
+        """For each layout, the member of ``choices`` with the best micro-batch size. The best layout comes first."""
         best: dict[Layout, LayoutCandidate] = {}
         for candidate in self.choices:
             best.setdefault(candidate.arrangement.layout, candidate)
@@ -175,7 +175,10 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The best layout that leaven cannot train, if it is over 2% faster than all that it can train, else None."""
+        """The best layout that leaven cannot train, if it is worth a note, or None.
+
+        It is worth a note if it is over 2% faster than the best layout that leaven can train.
+        """
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None
@@ -277,9 +280,9 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
 def ranked(candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """Return the candidates sorted by speed, the fastest first.
 
-    Among times that are equal within about 1%, the first differing criterion decides: leaven can train the layout,
-    the pipeline has enough micro-batches, lower ZeRO stage, smaller dp_replicate x stages_per_rank, larger
-    micro-batch (up to 8,192 tokens), less memory.
+    If the times of two candidates are equal within about 1%, these criteria decide, the most important first: leaven
+    can train the layout, the pipeline has enough micro-batches, lower ZeRO stage, smaller dp_replicate x
+    stages_per_rank, larger micro-batch (up to 8,192 tokens), less memory.
     """
     fastest = min((candidate.time.step for candidate in candidates), default=0.0)
 

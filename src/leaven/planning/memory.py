@@ -79,8 +79,8 @@ class _States:
 def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16) -> Memory:
     """Return the memory of one rank of a pipeline stage.
 
-    Of the logits and the temporary memory of a block's backward pass (gradients, their exchange, gathered weights),
-    only the larger counts, because they never exist at the same time.
+    Two parts never exist at the same time, so only the larger of them counts: the logits, and the temporary memory of
+    a block's backward pass (gradients, their exchange, gathered weights).
     """
     table, layout = blueprint(model), how.layout
     rank = _states(table, layout, stage, code)
@@ -185,7 +185,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
 
 
 def _units(blocks: tuple[BlockTable, ...], layout: Layout, code: TrainingCode) -> tuple[float, float]:
-    """Return the number of parameters on a rank of the largest FSDP unit, and of the largest two consecutive units.
+    """Return, for one rank, the parameters of the largest FSDP unit, and of the largest two neighbour units together.
 
     A unit is a block. If ``code.units`` is 2, a block has two units: its attention and its MLP.
     """
@@ -205,7 +205,7 @@ def _units(blocks: tuple[BlockTable, ...], layout: Layout, code: TrainingCode) -
 
 
 def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> tuple[float, float, float]:
-    """Return the fields ``stays``, ``once`` and ``freed`` of :class:`_States`."""
+    """Return ``stays``, ``once`` and ``freed`` of :class:`_States`: activation memory in bytes per token."""
     t, last = layout.tp, stage == layout.pp - 1
     stretch = t if code.sequence_parallel else 1
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
@@ -240,9 +240,10 @@ def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16
 
 @cache
 def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
-    """Return the pipeline ranks that may need the most memory: the first, the last, and others with different blocks.
+    """Return the pipeline ranks that may need the most memory.
 
-    Of ranks with the same blocks, the earliest has the most micro-batches in flight.
+    These are the first and the last rank. Of the other ranks, those with the same blocks form a group, and the
+    earliest rank of each group is returned, because it has the most micro-batches in flight.
     """
     firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
     return (0, *({*firsts.values(), pp - 1} - {0}))
@@ -253,8 +254,9 @@ def activation_parts(
 ) -> dict[str, float]:
     """Return the bytes of one rank's activations by operator; their sum is ``activations`` of :func:`stage_memory`.
 
-    With recomputation, the key ``kept`` replaces the operators of the blocks. The key ``elsewhere`` has all other
-    activations: outside the blocks, sent to the next stage, or temporary during a backward pass.
+    With recomputation, operators of blocks are not listed. Instead, the key ``kept`` has all activations that the
+    blocks store. The key ``elsewhere`` has all other activations: outside the blocks, sent to the next stage, or
+    temporary during a backward pass.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp

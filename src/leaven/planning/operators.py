@@ -70,8 +70,8 @@ def matmul_seconds(
 ) -> float:
     """Return the seconds of ``count`` products (m, k) x (k, n) in one launch; ``mnk`` is (m, n, k).
 
-    It is the longer of two times: to compute the tiles, in whole waves of one tile per multiprocessor, and to read
-    and write the matrices once (2 bytes per element).
+    The result is the longer of two times: the time to compute the tiles, in whole waves of one tile per
+    multiprocessor, and the time to read and write the matrices once (2 bytes per element).
     """
     m, n, k = mnk
     own = None if dtype == "bf16" else accelerator.matmul(dtype)
@@ -113,7 +113,7 @@ def block_operators(
 
 
 def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
-    """Group the products of a block that have the same input, such as query, key and value, or gate and in."""
+    """Return the matrix products of a block in groups with the same input, such as query, key and value."""
     groups: dict[tuple[object, ...], tuple[Matmul, ...]] = {}
     for row in block.matmuls:
         key = (row.name.partition(".")[0], row.k, row.split, row.stored)
@@ -192,11 +192,11 @@ def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: T
 
 
 def _sorting(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> list[Operator]:
-    """Return the copies of tokens for their experts as one operator, or nothing in a block without experts.
+    """Return the copying of tokens to and from their experts as one operator, or [] in a block without experts.
 
-    A copy of a token for each of its experts is written, and the outputs of the experts are read and summed. With
-    expert parallelism, the rows are sorted once more on the ranks of the experts, before and after the experts. The
-    backward pass does the same with gradients.
+    Every token is copied once for each of its experts. The outputs of the experts are read and summed. With expert
+    parallelism, the ranks of the experts sort the rows once more, before and after the experts. The backward pass
+    does the same with gradients.
     """
     copies = max((row.passed for row in block.matmuls if row.routed), default=0)
     if not copies:

@@ -62,7 +62,10 @@ class ClusterPlan:
 
     @cached_property
     def chosen(self) -> LayoutCandidate:
-        """The planned layout with its fastest micro-batch that fits, or else the one that needs the least memory."""
+        """The planned layout with its micro-batch size: the fastest size that fits into memory.
+
+        If the user gave a layout and no size fits, it is the size that needs the least memory.
+        """
         if self.layout is None:
             if not self.exploration.layouts:
                 raise no_layout(self.exploration)
@@ -173,11 +176,11 @@ class ClusterPlan:
 def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None, moments: Moments | None = None) -> ClusterPlan:
     """Plan a recipe on a cluster such as ``64xH100-80GB``, in the best layout or in one such as ``tp=8,pp=12``.
 
-    ``moments`` is the optimizer whose states are counted, by default that of the recipe. leaven itself does not train
-    with ``adam-8bit``.
+    ``moments`` is the optimizer whose states are counted, by default the recipe's optimizer. leaven itself does not
+    train with ``adam-8bit``.
 
     Raises:
-        InputError: as :func:`plan`, or if the accelerator's speed in the recipe's dtype is unknown.
+        InputError: in the same cases as :func:`plan`, or if the accelerator's speed in the recipe's dtype is unknown.
     """
     job = _job(recipe, gpus, moments)
     return plan(job, recipe.data.tokens, layout)
@@ -191,10 +194,11 @@ def _job(recipe: Recipe, gpus: str, moments: Moments | None = None) -> Job:
 
 
 def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
-    """Return a small cluster of these GPUs on which the recipe fits, as ``COUNTxNAME``.
+    """Return a small cluster of GPUs of the kind ``gpu`` on which the recipe fits, as ``COUNTxNAME``.
 
-    The number of GPUs is the number of ranks of the recipe's layout, if it has several. Otherwise it is the smallest
-    power of two, from :func:`leaven.planning.hardware.estimated_gpus` on, with which some layout fits into memory.
+    If the recipe's layout has several ranks, there is one GPU for each rank. Otherwise the number of GPUs is a power
+    of two: the smallest with which some layout fits into memory, starting from
+    :func:`leaven.planning.hardware.estimated_gpus`.
     """
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{gpu.name}"

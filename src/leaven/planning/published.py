@@ -80,8 +80,8 @@ def known_cluster(recipe: Recipe) -> KnownCluster | None:
 def _sequences(batch_tokens: int, seq_len: int) -> int:
     """Return the number of sequences in a batch whose published number of tokens is rounded.
 
-    It is a multiple of the largest power of two that changes it by at most 5%: 16M tokens in sequences of 8,192
-    become 2,048 sequences.
+    The exact number is rounded to a multiple of a power of two: of the largest that changes it by at most 5%. For
+    example, 16M tokens in sequences of 8,192 become 2,048 sequences.
     """
     count = batch_tokens / seq_len
     if count == int(count):

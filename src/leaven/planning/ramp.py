@@ -55,7 +55,7 @@ class RampThroughput:
     def step(self, sequences: int) -> tuple[Arrangement, float]:
         """Return the fastest arrangement for a batch of ``sequences`` sequences, and its seconds per step.
 
-        The micro-batch is at most that of the full batch. The rank with the most sequences sets the time.
+        The micro-batch is not larger than at the full batch. The rank with the most sequences determines the time.
         """
         if sequences not in self._steps:
             layout, most = self.full.layout, self.full.micro_batch
@@ -93,7 +93,7 @@ class RampThroughput:
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
         """Return the cost of a ramp of ``over_tokens`` tokens.
 
-        ``increment`` is the growth of the batch at each step, in tokens; None for a ramp of unequal steps.
+        ``increment`` is the number of tokens by which the batch grows each time, or None if this number changes.
         """
         job, steps = self.job, _steps(sizes, over_tokens)
         seconds = self.run_seconds(sizes, over_tokens)
@@ -114,8 +114,8 @@ def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) ->
     """Plan a batch ramp that starts at the smallest batch with at least ``share`` of the full batch's throughput.
 
     ``full`` is the arrangement at the full batch. As in Megatron, all increments are equal. There are at most 64, and
-    each adds the same number of sequences on every rank. The ramp is as long as that in ``job.batch``, or 3% of the
-    run if there is none.
+    each adds the same number of sequences on every rank. If ``job.batch`` already has a ramp, the planned ramp has
+    the same length. Otherwise its length is 3% of the run.
     """
     throughput, seq_len = RampThroughput(job, full), job.model.seq_len
     sequences, dp = job.batch.tokens // seq_len, full.layout.dp
@@ -152,10 +152,10 @@ def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) ->
 
 
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
-    """Return the smallest increment that divides the batch into at most 64 increments; all numbers are in sequences.
+    """Return the smallest increment that divides the batch into at most 64 increments. All numbers are in sequences.
 
-    It is a multiple of dp x micro-batch if the batch is a multiple of that and at least eight times as large,
-    otherwise a multiple of dp.
+    The increment is a multiple of dp. It is also a multiple of dp x micro-batch, if the batch is such a multiple and
+    at least eight times as large.
     """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
@@ -163,7 +163,10 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return ``start``, and the smallest of ``starts`` at or above each of 1, 1/2, 1/4, ... of the full batch."""
+    """Return the points to list: ``start``, and one point each for the full batch divided by 1, 2, 4, ....
+
+    For each divisor, this is the smallest of ``starts`` that is not below the divided batch.
+    """
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)
@@ -224,7 +227,8 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     """Propose a batch ramp in stages, whose batch size is at most ``multiple`` x the noise scale.
 
     The batch size doubles from stage to stage, up to the full batch. Each stage begins when ``multiple`` x the noise
-    scale reaches its batch size. If no batch size is allowed at the start of training, the first is one sequence.
+    scale reaches the batch size of the stage. If even the smallest batch is above this limit at the start of
+    training, the first stage uses it: one sequence.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len

@@ -55,7 +55,7 @@ class Timeline:
         return 1 - busy / (self.end * len(self.ranks))
 
     def in_flight(self, rank: int) -> int:
-        """Return the largest number of a rank's forward passes that wait for their backward pass at the same time."""
+        """Return how many forward passes of a rank wait for their backward pass at the same time, at most."""
         most = now = 0
         for each in self.ranks[rank]:
             now += {"forward": 1, "backward": -1, "input": 0, "weight": -1}[each.kind]
@@ -95,7 +95,10 @@ def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
 
 
 def _turns(layout: Layout, rank: int, micro_batches: int, last_first: bool) -> Iterator[tuple[int, int]]:
-    """Yield (stage, micro-batch) for a rank's forward passes or, with ``last_first``, backward passes, in order."""
+    """Yield (stage, micro-batch) for the forward passes of a rank, in order.
+
+    With ``last_first``, yield the backward passes instead.
+    """
     p, v = layout.pp, layout.stages_per_rank
     together = p if v > 1 else micro_batches
     for first in range(0, micro_batches, together):
@@ -113,10 +116,10 @@ def simulate(
 ) -> Timeline:
     """Return the passes of a step with their times.
 
-    ``forward`` and ``backward`` have the time of a pass through each stage, in any unit. ``weight`` is the part of
-    ``backward`` that computes the gradients of weights. By default it equals ``forward``, because both have products
-    of the same size. For the first stage the whole backward pass counts as ``weight``, as in
-    torch, because nothing needs gradients of tokens.
+    ``forward`` and ``backward`` contain the time of one pass through each stage, in any unit. ``weight`` is the part
+    of ``backward`` that computes the gradients of weights. By default, it equals ``forward``, because both have
+    products of the same size. For the first stage, the whole backward pass counts as ``weight``, as in torch, because
+    nothing needs gradients of tokens.
     """
     weight = [backward[0], *(weight or forward)[1:]]
     p, stages = layout.pp, layout.pp * layout.stages_per_rank

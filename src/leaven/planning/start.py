@@ -62,7 +62,7 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
 
 
 def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
-    """Return the recipes, in which the target has the fastest layout that fits on the cluster.
+    """Return the recipes, after giving the target the fastest layout that fits on the cluster.
 
     Raises:
         InputError: if nothing fits or no layout divides the batch.
@@ -137,10 +137,10 @@ def _proxy(started: StarterRecipes) -> Recipe | None:
 
 
 def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) -> StarterRecipes:
-    """Return the recipes, with the planned GPU-hours of all trials in the step about the proxy.
+    """Return the recipes, with the planned GPU-hours of all tuning trials added to the reasons for the proxy.
 
-    The hours are those of `leaven plan` on the smallest cluster of these GPUs for the proxy. They are left out if
-    there is no plan, or if they are less than 1, as for a proxy that a CPU can train.
+    The hours are planned on the smallest cluster of GPUs of the kind ``gpu`` on which the proxy fits. They are left
+    out if there is no plan, or if they are less than 1, for example because the proxy is small enough for a CPU.
     """
     tuning = started.tuning
     assert tuning.proxy

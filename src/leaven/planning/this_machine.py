@@ -28,7 +28,7 @@ def processor() -> str:
 
 
 def this_machine() -> Accelerator:
-    """Return the processors of this machine as one accelerator, whose speeds are guesses per core (AVX2)."""
+    """Return the processors of this machine as one accelerator. Its speeds are guesses per core (AVX2)."""
     from psutil import virtual_memory  # slow to import
 
     cores = os.cpu_count() or 1
@@ -52,8 +52,10 @@ def this_machine() -> Accelerator:
 
 
 def devices_here() -> tuple[str, ...]:
-    """Return the names of the GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``. As in CUDA, names from
-    -1 on are ignored."""
+    """Return the names of the GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``.
+
+    As in CUDA, the list ends before the first negative name, such as -1.
+    """
     if (visible := os.environ.get(VISIBLE)) is not None:
         names = takewhile(lambda name: not name.startswith("-"), map(str.strip, visible.split(",")))
         return tuple(dict.fromkeys(name for name in names if name))
@@ -64,7 +66,7 @@ def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:
     """Return the GPUs of every worker, as in ``CUDA_VISIBLE_DEVICES``. A worker has ``each`` GPUs of its own.
 
     Args:
-        workers: the number of workers; None: as many as the GPUs are enough for.
+        workers: the number of workers. If None, there are as many workers as the GPUs allow.
 
     Raises:
         InputError: if this process has too few GPUs.

@@ -171,7 +171,11 @@ def _tokens(table: Blueprint, how: Arrangement) -> int:
 
 @cache
 def _largest(table: Blueprint, layout: Layout, code: TrainingCode) -> tuple[int, int, RankParameters]:
-    """Return the most blocks of a pipeline rank, the blocks of the last rank, and the most parameters of a rank."""
+    """Return three facts about pipeline ranks.
+
+    They are the largest number of blocks on a rank, the number of blocks on the last rank, and the parameters of the
+    rank that has the most parameters.
+    """
     layers = stage_layers(table, layout.pp * layout.stages_per_rank, code.balance)
     blocks = [sum(layers[rank :: layout.pp]) for rank in range(layout.pp)]
     parameters = [rank_parameters(table, layout, rank, code) for rank in reversed(range(layout.pp))]
@@ -259,8 +263,9 @@ def _data_parallel(
 ) -> float:
     """Return the seconds per step of data-parallel communication that does not overlap with compute.
 
-    ``held`` has the parameters of the pipeline rank with the most, and ``most`` the largest number of blocks of a
-    rank. ``forward`` and ``backward`` are the seconds of one micro-batch through the blocks of the slowest rank.
+    ``held`` has the parameters of the pipeline rank that has the most parameters. ``most`` is the largest number of
+    blocks on a rank. ``forward`` and ``backward`` are the seconds of one micro-batch through the blocks of the
+    slowest rank.
     """
     layout, m, ranks = how.layout, how.grad_accumulation, how.layout.dp * how.layout.cp
     if ranks == 1:
@@ -279,7 +284,7 @@ def _data_parallel(
     hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
 
     def over(collective: Callable[..., float], of_each: float) -> float:
-        """Return the seconds of a collective over all blocks and experts, with ``of_each`` bytes per parameter."""
+        """Return the seconds of a collective on the parameters of all blocks, at ``of_each`` bytes per parameter."""
         of_blocks = collective(of_each * blocks, sharers, tp, accelerator, messages)
         of_experts = collective(of_each * held.experts, expert_sharers, tp * ep, accelerator, messages)
         return of_blocks + (of_experts if held.experts else 0.0)

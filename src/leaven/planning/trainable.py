@@ -45,7 +45,7 @@ def resized(recipe: Recipe, processes: int) -> Recipe:
 
 
 def _require_ranks(recipe: Recipe, processes: int) -> None:
-    """Raise InputError if the layout does not have ``processes`` ranks; the message names similar layouts."""
+    """Raise InputError if the layout does not have ``processes`` ranks. The message says what to change."""
     layout = recipe.layout
     if layout.ranks == processes:
         return
@@ -73,7 +73,8 @@ def _require_ranks(recipe: Recipe, processes: int) -> None:
 def _noise_refusal(recipe: Recipe) -> str | None:
     """Return why the gradient noise scale cannot be measured, or None if it can.
 
-    It compares the gradients of the first micro-batch and of the whole batch, both summed over all processes.
+    The measurement compares the gradients of the first micro-batch with those of the whole batch. Both are summed
+    over all processes.
     """
     if recipe.stability.noise_scale_every_tokens is None:
         return None

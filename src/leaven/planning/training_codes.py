@@ -93,7 +93,7 @@ class TrainingCode:
         return hash(tuple(vars(self)[name] for name in self.__dataclass_fields__))
 
     def averaging(self, averages: bool) -> "TrainingCode":
-        """Return the training code with an fp32 average of the weights, if ``averages``."""
+        """Return the training code. If ``averages`` is true, it also stores an fp32 average of the weights."""
         return replace(self, average=4) if averages else self
 
     def tensors_only(self) -> "TrainingCode":
@@ -113,7 +113,7 @@ class TrainingCode:
         )
 
     def with_muon(self, ns_steps: int) -> "TrainingCode":
-        """Return the training code with leaven's Muon, or unchanged if ``ns_steps`` is 0."""
+        """Return the training code with leaven's Muon. If ``ns_steps`` is 0, the training code is unchanged."""
         return replace(self.with_moments("muon"), ns_steps=ns_steps) if ns_steps else self
 
 
@@ -154,7 +154,7 @@ def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]
 def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[StateRow]:
     """Return one row of bytes for each kind of state (weights, gradients, moments, ...), before sharding over ranks.
 
-    ``matrices`` is how many of the ``params`` parameters are in matrices of blocks, for which Muon stores less.
+    ``matrices`` is the number of parameters in the matrices of the blocks. For these, Muon stores less.
 
     In fp32 with Adam a parameter needs 4 + 4 + 8 = 16 bytes, so 7B parameters need 112 GB. In bf16 with fp32 master
     weights it needs 2 + 2 + 4 + 8 = 16 bytes, too.

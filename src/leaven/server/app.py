@@ -68,7 +68,7 @@ def application(roots: list[Path], token: str) -> Starlette:
 
 
 class TokenRequired:
-    """ASGI middleware that refuses requests without the token, and for host names except 127.0.0.1 and localhost.
+    """ASGI middleware that refuses a request if it has no token, or if its host is not 127.0.0.1 or localhost.
 
     The first request has the token in its address, and later requests have it in a cookie. The host name is checked
     to prevent DNS rebinding.

@@ -26,7 +26,7 @@ SILENT = 120.0  # seconds; a run is called running if a file has changed within 
 
 @dataclass(frozen=True)
 class Found:
-    """The folder of a run, study, check or demo. It lies in a root, a folder that was given to ``leaven serve``."""
+    """The folder of a run, study, check or demo. It is in a root: a folder that the user gave to ``leaven serve``."""
 
     root: int  # index of the root, in the order given to ``leaven serve``
     folder: Path
@@ -53,7 +53,10 @@ class Found:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of a run or study, or None. Of a study, it is the best recipe, or at first the starting one."""
+        """The recipe of a run or study, or None.
+
+        The recipe of a study is its best recipe. Until there is one, it is the recipe from which the study started.
+        """
         for name in ("recipe.toml", "best.toml", "centre.toml"):
             if (self.folder / name).is_file():
                 return read_recipe(self.folder / name)
@@ -99,7 +102,10 @@ def tag(found: list[Found]) -> str:
 
 
 def row(found: Found, now: float) -> FolderRow:
-    """Return the row of a folder. ``now`` is the current Unix time, by which a run is running or silent."""
+    """Return the row of a folder. ``now`` is the current Unix time.
+
+    A run, study or demo counts as running only if a file was changed shortly before ``now``.
+    """
     try:
         view = read_folder(found.folder)
     except (InputError, OSError) as error:

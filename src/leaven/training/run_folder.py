@@ -239,9 +239,11 @@ class RunFolder:
         return None
 
     def check_text(self, fingerprint: str, saved: str | None = None) -> None:
-        """Raise InputError if the run has started on a different text. Texts are compared by their fingerprints. If
-        events.jsonl has none, ``fingerprint`` is compared with ``saved``, the fingerprint in a checkpoint of the
-        run."""
+        """Raise InputError if the run was started on another text, that is, on one with another ``fingerprint``.
+
+        The fingerprint of the run's own text is in events.jsonl. If it is not there, the fingerprint in a checkpoint
+        of the run, ``saved``, is used. If both are missing, nothing is compared.
+        """
         before = next((event["text"] for event in self.events() if "text" in event), saved or fingerprint)
         if before != fingerprint:
             raise InputError(
