@@ -417,7 +417,9 @@ def test_runs_of_tensorboard_and_wandb(tmp_path: Path) -> None:
         transfer_of_runs(tmp_path / "tb")
     with SummaryWriter(tmp_path / "tb" / "width64" / "lr=1_seed-1") as writer:
         writer.add_scalar("val/loss", 3.0, 10)
-    with pytest.raises(InputError, match="lr=1_seed-1 ends at step 10, and .* at 20; finish or remove it, or if it"):
+    with pytest.raises(
+        InputError, match="lr=1_seed-1 ends at step 10, and .* at 20; finish or remove the shorter run, or if it"
+    ):
         transfer_of_runs(tmp_path / "tb", loss="val/loss")
     shutil.rmtree(tmp_path / "tb" / "width64" / "lr=1_seed-1")
     curves = curves_of(tmp_path / "tb", loss="val/loss")

@@ -319,12 +319,12 @@ class Classifier:
         for site in self.model.sites:
             if site.layer is not None and (site.stack, site.layer) not in ended:
                 raise InputError(
-                    f"{site.name}: its block contains no matrix of an attention or an MLP; leaven.parametrize supports "
+                    f"{site.name}: its block contains no matrix of attention or an MLP; leaven.parametrize supports "
                     "only blocks with attention or an MLP"
                 )
 
     def _check_branch(self, name: str, matrices: Mapping[str, list[ParameterSite]]) -> None:
-        """Raise InputError if not exactly one matrix ends the branch, or if the sizes of MLP matrices do not match."""
+        """Raise InputError if not exactly one matrix ends a branch, or if the sizes of MLP matrices do not match."""
         out = f"{name}.out"
         first, ends = next(iter(matrices.values()))[0], matrices.get(out, [])
         if out not in BRANCH_ENDS:

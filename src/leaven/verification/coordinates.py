@@ -113,7 +113,7 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     and of these, three quarters come before the middle block's MLP at depth 2, but about one half at depth 16."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes of other size checks and, if width and depth vary, one more.
+        """Return the axes of every size check and, if both width and depth vary, an additional axis.
 
         The additional axis compares the smallest and the largest width at the largest depth. It finds errors of a
         rule that show only if width and depth both grow.
@@ -125,7 +125,10 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         return (*axes, SizeAxis("width", far, f" at depth {max(self.depths)}"))
 
     def record(self, instance: ModelInstance) -> dict[str, ActivationRecord]:
-        """Train a model for some steps on its first batch. Return, by label, the outputs before and after."""
+        """Train a model for some steps on its first batch. Return its records by label.
+
+        A record compares the outputs before the first step with those after the last step.
+        """
         instance.scale_lr(self.lr_factor)
         trained = {name: weight for name, weight in instance.model.named_parameters() if weight.requires_grad}
         before = {name: weight.detach().clone() for name, weight in trained.items()}
@@ -154,10 +157,10 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         }
 
     def value(self, measured: ActivationRecord, part: str, axis: SizeAxis) -> float:
-        """Return the RMS of a module's output at the start or the end of the training, or of its change (``part``).
+        """Return the RMS of a module's output (``part`` "start" or "end" of the training), or of its "change".
 
-        Over width, this is the RMS over all layers. Over depth, it is the RMS in one layer: the middle one, or the
-        last one for a container such as a block.
+        On the axis width, it is the RMS over all layers. On the axis depth, it is the RMS in one layer: in the last
+        one for a container such as a block, otherwise in the middle one.
         """
         values = measured.squares[part]
         if axis.name == "depth":
@@ -201,7 +204,7 @@ def _squares(calls: Tensor) -> tuple[float, ...]:
 
 
 def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:
-    """Return why a module fails without a look at its slopes, or "" if the slopes can be judged."""
+    """Return why a module fails, whatever its slopes are. Return "" if the slopes can be judged."""
     if any(math.isnan(value) for values in means.values() for value in values):
         return NOT_FINITE
     if any(line.stuck for line in lines):
@@ -215,7 +218,7 @@ def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRec
 def _allowed(
     axis: SizeAxis, module: str, lines: Sequence[ActivationRecord], quantity: str, alpha: float
 ) -> tuple[float, float]:
-    """Return the lowest and the highest slope that a right rule gives. The top of this file explains them."""
+    """Return the lowest and the highest slope under a correct rule, which the top of this file explains."""
     if axis.name == "width":
         # Attention logits are sums over the head dimension, so they only fall if it grows.
         logits = module.endswith(LOGITS)

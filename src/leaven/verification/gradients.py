@@ -196,7 +196,10 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
 
 def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the RMS of tensors by label. ``values`` has a tensor, or None to leave it out, by parameter name."""
+    """Return, for each label, the RMS over all its tensors.
+
+    ``values`` maps names of parameters to tensors, such as gradients. A parameter with the value None is left out.
+    """
     sums: dict[str, tuple[float, int]] = {}
     for name, tensor in values.items():
         label = instance.label(name)
@@ -207,7 +210,7 @@ def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[s
 
 
 def _failure(records: Sequence[GradientRecord]) -> str:
-    """Return why a parameter fails without a look at its exponents, or "" if the exponents can be judged."""
+    """Return why a parameter fails, whatever its exponents are. Return "" if the exponents can be judged."""
     if not all(record.moved for record in records):
         return f"never changes{WHY_NO_CHANGE}"
     named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}

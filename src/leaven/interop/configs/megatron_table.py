@@ -63,8 +63,8 @@ def bridge_provider(path: str | Path = TABLE) -> Any:
 def prepare(config: Any, model_chunks: Iterable[nn.Module], path: str | Path = TABLE) -> dict[Any, dict[str, Any]]:
     """Draw the initial values of a model, and return the ``config_overrides`` for its optimizer.
 
-    ``config`` is the OptimizerConfig. The lr of every parameter falls to the same share of its peak: ``config.min_lr``
-    / ``config.lr``.
+    ``config`` is the OptimizerConfig. The lr of every parameter falls to the same share of its peak, which is
+    ``config.min_lr / config.lr``.
 
     Raises:
         ValueError: if the table belongs to another model, or a parameter is not stored as a whole tensor.
