@@ -17,7 +17,7 @@ The deviation at x is the left side minus the right side, divided by the fall of
 (:data:`FROM`). The check judges the largest deviation after this part. The authors fit L0 to the final losses of many
 sizes, but the final losses of two or three sizes do not determine L0. So unless the user gives L0, the check takes
 the L0, from 0 to the lowest final loss, for which the sum of squared deviations is least. On three of four families
-of the authors' own curves, both ways give the same L0 within 2% (docs/log.md). If the lengths of the runs are not
+of the authors' own curves, this L0 is within 2% of the authors' L0 (docs/log.md). If the lengths of the runs are not
 compute-optimal, curves may be equal with a fitted L0 that is not the irreducible loss.
 
 Curves are averaged over intervals of the run, because the loss of one step is noisy; L(T) is the average over the

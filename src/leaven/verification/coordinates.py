@@ -7,7 +7,7 @@ This check also judges the *change* of the output since the first step. A wrong 
 shows later in the output, which at first is mostly its initial value.
 
 Below, N is the width, L is the depth (the number of blocks) and d is the head dimension. The scaling rule multiplies
-each residual branch by L^-alpha. Under a right rule, only these outputs may fall with the size of the model:
+each residual branch by L^-alpha. Under a correct rule, only these outputs may fall with the size of the model:
 
 - Over width, outputs of a fixed size that are sums over the width: the logits, and query . key divided by a growing
   d. At the start, the terms of the sum have independent signs, so the sum falls as N^-1/2. Training adds a part of
@@ -58,7 +58,7 @@ LIMITS = {
 later output and its change, the limit is ``early`` up to ``STEPS`` steps, and ``late`` after more steps.
 
 A wrong power in a rule changes the slope by 0.5 or 1. Errors that were planted in a rule gave slopes of 0.33 or more.
-Under right rules, measured with a dozen recipes on text (docs/log.md), slopes over width were at most 0.12. Over
+Under correct rules, measured with a dozen recipes on text (docs/log.md), slopes over width were at most 0.12. Over
 depth they were at most 0.08 at the start, and 0.19 after three steps. More seeds or larger sizes do not reduce these
 slopes: a part of what a block adds to the stream is independent of the other blocks, and falls as L^-1/2. After more
 steps, shallow models fit the batch through their attention. For some steps, the slope of the attention's output over
@@ -113,7 +113,7 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     and of these, three quarters come before the middle block's MLP at depth 2, but about one half at depth 16."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes of every size check and, if both width and depth vary, an additional axis.
+        """Return the axes that all size checks have and, if both width and depth vary, an additional axis.
 
         The additional axis compares the smallest and the largest width at the largest depth. It finds errors of a
         rule that show only if width and depth both grow.

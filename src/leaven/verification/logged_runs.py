@@ -416,9 +416,7 @@ def _rows_of_own_runs(folders: Sequence[Path], value: str) -> list[LoggedRow]:
         for key in path.split("."):
             found = found.get(key) if isinstance(found, dict) else None
         if not isinstance(found, int | float):
-            raise InputError(
-                f"--value {value}: {path} is not a number in the recipe of {run.path}; give lr, for example"
-            )
+            raise InputError(f"--value {value}: {path} is not a number in the recipe of {run.path}; give e.g. lr")
         columns = {value: found, "seed": recipe.data.seed, "loss": _final_loss(run)}
         rows.append(LoggedRow(str(run.path), columns | {axis: getattr(scale, axis) for axis in varied or ["width"]}))
     return rows

@@ -17,8 +17,8 @@ class Exponent:
 
     what: str  # what changes with this exponent
     value: float
-    low: float  # lowest exponent under a right rule
-    high: float  # highest exponent under a right rule
+    low: float  # lowest exponent under a correct rule
+    high: float  # highest exponent under a correct rule
     limit: float  # how far outside this range the exponent may be
 
     @property

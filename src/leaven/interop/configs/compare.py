@@ -1,7 +1,7 @@
 """Compares a recipe's parameter table with the settings that another trainer would use.
 
-A target is a trainer to which recipes are exported. The comparison finds what an export does not preserve: each
-parameter setting that the target would give another value than the recipe (:class:`ParameterSettings`).
+A target is a trainer to which recipes are exported. The comparison finds what an export does not preserve: settings
+of parameters (:class:`ParameterSettings`) that would have another value in the target than in the recipe.
 
 Equivalent settings do not count as different. A matrix whose output is multiplied by c trains like a matrix that is c
 times as large, with c times the lr, eps / c and decay / c (decay / c^2 for ``adam``, where the decay is part of the
@@ -146,7 +146,7 @@ def compare(
     *,
     plain: bool,
 ) -> tuple[list[LossRow], int]:
-    """Return what an export does not preserve, as rows, and the number of differences.
+    """Return (rows, number of differences): what an export does not preserve.
 
     A row has a setting, such as the lr, its value in the recipe and its value in the target. Modules with the same
     two values share a row, but each of these modules counts as a difference.
