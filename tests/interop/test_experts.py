@@ -295,7 +295,7 @@ def test_a_norm_behind_all_experts_has_their_multiplier_once(stacked: bool) -> N
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_norm_of_the_sum_over_experts_that_cannot_have_the_multiplier_is_refused(stacked: bool) -> None:
     models = [Mixture(width, 3, stacked=stacked, norm=None) for width in (64, 32)]
-    with pytest.raises(InputError, match="would have no effect: a norm after it undoes it"):
+    with pytest.raises(InputError, match="would have no effect: a norm after the branch cancels"):
         leaven.parametrize(models[0], base=models[1], hyperparameters=TUNED)
 
 

@@ -158,7 +158,7 @@ def test_a_norm_that_undoes_a_multiplier_and_cannot_have_it_is_refused(together:
         model.norm, model.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
         return model
 
-    with pytest.raises(InputError, match="would have no effect: a norm after it undoes it"):
+    with pytest.raises(InputError, match="would have no effect: a norm after the branch cancels"):
         leaven.parametrize(build(64, 3), base=build(32, 2), hyperparameters=TUNED, head_ratio=1.0)
 
 

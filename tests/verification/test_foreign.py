@@ -132,7 +132,7 @@ def test_a_module_with_another_name_at_another_depth_is_refused(here: Path, leav
     code, _, err = leaven("check", check, "their_model:flat", *SIZES)
     assert code == 2
     assert (
-        "the smallest model has a parameter 3, but the model of width 32 and depth 4 has not; put the blocks" in err
+        "the smallest model has a parameter 3, but the model of width 32 and depth 4 does not; put the blocks" in err
     )
     code, out, _ = leaven(
         "check", check, "their_model:flat", *SIZES, "--depths", "2"

@@ -64,8 +64,10 @@ class Stored:
 
     @property
     def of_router_bias(self) -> bool:
-        """Return whether this is the bias that a router adds to the scores of experts. transformers keeps it in
-        fp32."""
+        """Return whether this tensor is a router's bias on the scores of experts.
+
+        transformers keeps such biases in fp32.
+        """
         return next(iter(self.parts)).endswith("router.bias")
 
     @property
@@ -150,7 +152,7 @@ class Architecture:
         return found | ({"experts": None} if bool(self.experts) != bool(shape.experts) else {})
 
     def _values(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the values of a shape by key. None is replaced by "none" for keys that have ``words``."""
+        """Return the values of a shape by key. For the keys in ``words``, the text "none" stands for None."""
         values = shape_values(shape)
         return values | {key: "none" for key in self.words if values[key] is None}
 
@@ -180,11 +182,11 @@ class Architecture:
         return {"architectures": [self.name], "model_type": self.model_type} | written | self.required
 
     def factors(self, shape: ModelShape, config: Config) -> dict[str, float]:
-        """Return the factors in: leaven's weight = factor x (stored weight + offset), by leaven's name.
+        """Return a factor for each weight, by leaven's name: leaven's weight = factor x (stored weight + offset).
 
-        They replace factors that the architecture has on the output of the embedding and on the logits, because
-        leaven's model has no such factors. If the embedding also computes the logits, the final norm gets the factor
-        on the logits / the factor on the embedding. Factors of 1 are left out.
+        Some architectures multiply the output of the embedding, or the logits, by a constant. leaven's model has no
+        such constants, so its weights contain them. If the embedding also computes the logits, the final norm gets
+        the constant on the logits divided by that on the embedding. A weight without an entry has the factor 1.
         """
         embedding = math.sqrt(shape.d_model) if self.scaled_embedding else 1.0
         logits = float(self.given(config)[self.logit_scale]) if self.logit_scale else 1.0
@@ -194,8 +196,11 @@ class Architecture:
         return {name: factor for name, factor in ({"embedding.weight": embedding} | readout).items() if factor != 1}
 
     def offsets(self, shape: ModelShape) -> dict[str, float]:
-        """Return the offsets in: leaven's weight = factor x (stored weight + offset), by leaven's name. Offsets of 0
-        are left out."""
+        """Return an offset for each weight, by leaven's name: leaven's weight = factor x (stored weight + offset).
+
+        A gain has the offset 1 if the architecture's norms multiply by 1 + weight. A weight without an entry has the
+        offset 0.
+        """
         return {each.name: 1.0 for each in shape.parameters() if self.offset_gains and each.role in GAINS}
 
     def given(self, config: Config) -> Config:
@@ -314,7 +319,10 @@ class Architecture:
         return {"rope_theta": float(theta), "rotary_fraction": float(fraction)}
 
     def tensors(self, shape: ModelShape) -> Iterator[Stored]:
-        """Yield the tensors of a checkpoint, including biases that this architecture always has."""
+        """Yield the tensors of a checkpoint.
+
+        They include biases if this architecture always has them, even if ``shape`` has none.
+        """
         if True in self.holds.get("bias", ()):
             shape = shape.model_copy(update={"bias": True})
         places: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -350,8 +358,9 @@ class Architecture:
     def parameters(self, shape: ModelShape) -> Iterator[Stored]:
         """Yield the trainable parameters of the model in memory.
 
-        transformers 5 has two tensors for the matrices of a layer's experts. The first has the gate and the input of
-        expert 0, then the gate and the input of expert 1, and so on. The second has the last matrices.
+        transformers 5 has two tensors for the matrices of a layer's experts. The first contains the gate matrix and
+        the input matrix of expert 0, then those of expert 1, and so on. The second contains the last matrix of each
+        expert.
         """
         for stored in self.tensors(shape):
             if stored.expert is None and not stored.of_router_bias:
@@ -368,8 +377,10 @@ class Architecture:
 
 
 def shape_values(shape: ModelShape) -> dict[str, Any]:
-    """Return the values of a shape by key, such as ``d_model`` or ``experts.number``, without those that change only
-    the training."""
+    """Return the values of a shape by key, such as ``d_model`` or ``experts.number``.
+
+    The keys in :data:`TRAINING_ONLY` are left out.
+    """
     values = shape.added_defaults() | shape.model_dump()
     if shape.attention_bias == ("all" if shape.bias else "none"):
         values["attention_bias"] = None
@@ -379,7 +390,7 @@ def shape_values(shape: ModelShape) -> dict[str, Any]:
 
 
 def changed(shape: ModelShape, changes: Mapping[str, Any]) -> ModelShape:
-    """Return a shape with other values at some keys, which may be ``experts.KEY``."""
+    """Return a copy of a shape with the values in ``changes``. A key of the experts is written ``experts.KEY``."""
     values = shape.model_dump()
     for key, value in changes.items():
         set_path(values, key, value)
@@ -387,7 +398,7 @@ def changed(shape: ModelShape, changes: Mapping[str, Any]) -> ModelShape:
 
 
 def _field(key: str) -> Any:
-    """Return the field of a key of [model]."""
+    """Return the pydantic field of a key of [model], such as ``d_model`` or ``experts.number``."""
     experts = key.startswith("experts.")
     return (Experts if experts else ModelShape).model_fields[key.removeprefix("experts.")]
 
@@ -401,7 +412,10 @@ def _layer_types(layers: int, global_every: int) -> list[str]:
 
 
 def _set_global_layers(values: dict[str, Any]) -> None:
-    """Replace the list of the layers' types by the number n, if every n-th layer ignores the sliding window."""
+    """Replace the list of layer types in ``global_every`` by n, where every n-th layer ignores the sliding window.
+
+    If all layers ignore the window, or none does, ``global_every`` is removed. If all do, ``window`` is removed, too.
+    """
     layers = values["n_layers"]
     types = values.pop("global_every", None) or _layer_types(layers, 2)  # the default of Gemma 2
     every = next((n for n in range(layers + 1) if types[:layers] == _layer_types(layers, n)), None)
@@ -443,7 +457,10 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 
 
 def _with_like(table: Config, known: Mapping[str, Config]) -> Config:
-    """Return the table of an architecture with the entries of the architecture ``like``, except those ``without``."""
+    """Return the table of an architecture, completed with entries of another architecture.
+
+    The key ``like`` names the other architecture. The key ``without`` lists entries that are not taken from it.
+    """
     base, without = known.get(table.pop("like", ""), {}), table.pop("without", ())
     inner = {
         name: {
@@ -470,7 +487,7 @@ _FUSED = {
 
 
 def module_names() -> Mapping[str, set[str]]:
-    """Return the names of each module in other codes: ``o_proj`` and others for leaven's ``attention.out``."""
+    """Return, for each of leaven's modules, its names in other codes, such as ``o_proj`` for ``attention.out``."""
     names = {module: set(several) for module, several in _TABLE["names"].items()}
     for architecture in ARCHITECTURES:
         for module, path in [*architecture.block.items(), *architecture.ends.items()]:
@@ -482,9 +499,9 @@ def module_names() -> Mapping[str, set[str]]:
 def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
     """Return the architecture that represents a model shape with the fewest changes, and the changes.
 
-    The changes map keys of the shape to new values. A model without biases can be stored with biases of 0. If the
-    stored model will be ``trained``, these biases count as a change, because training changes the zeros.
-    Changes of the structure of a block weigh more than others.
+    The changes map keys of the shape to new values. A change of the structure of a block counts more than others. A
+    model without biases can be stored with biases of 0. If the stored model will be ``trained``, these biases count
+    as a change, because training changes the zeros.
     """
     changes = []
     for architecture in ARCHITECTURES:

@@ -134,10 +134,11 @@ def rescale_attention(
 ) -> list[LogitScale]:
     """Return the new scale of query . key of each attention module, as (module, attribute, new value).
 
-    The new scale is ``factor`` x (scale of the base) / sqrt(``head``), where ``head`` is the ratio of the head
-    dimensions. The scale of the base counts because the scale may be a constant of the configuration (Gemma 2). If
-    scales differ between layers, the new scale of a layer is ``factor`` times its current scale. If ``factor`` is 1,
-    the list is empty. The function does not change the model; the caller sets the attributes.
+    The new scale is ``factor`` x (scale of the base) / sqrt(``head``), where ``head`` is the head dimension of the
+    model / that of the base. It is computed from the base, because the model's own scale may be a constant that does
+    not follow the head dimension (Gemma 2). If scales differ between layers, the new scale of a layer is ``factor`` x
+    its current scale. If ``factor`` is 1, the list is empty. The function does not change the model; the caller sets
+    the attributes.
 
     Raises:
         InputError: if not every block has an attention module with an attribute for its scale.
@@ -353,8 +354,11 @@ def _require_scalable(module: nn.Module, offset: set[nn.Parameter]) -> None:
 def _queries(
     attention: nn.Module, path: str, modules: Mapping[nn.Parameter, str], factor: float
 ) -> Iterator[tuple[nn.Module, nn.Parameter, float | Tensor]]:
-    """Yield (module, parameter, factor) for the parameters that take a factor on the attention logits: those of the
-    query norm, or the query matrix. In a fused matrix the factor is a vector, 1 for keys and values."""
+    """Yield (module, parameter, factor) for the parameters into which a factor on the attention logits is folded.
+
+    They are the parameters of the query norm or, if there is none, of the query matrix. If query, key and value are
+    one matrix, the yielded factor is a vector: ``factor`` for queries, and 1 for keys and values.
+    """
     inside: dict[str, list[nn.Module]] = {}
     for module in attention.modules():
         for parameter in module.parameters(recurse=False):

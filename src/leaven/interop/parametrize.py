@@ -108,8 +108,9 @@ def parametrize(
       norms on outputs are ``norm.attention_out`` and ``norm.mlp_out``.
     - The routed experts of a block are in a module named ``experts``: a list of MLPs, or a tensor (experts, fan out,
       fan in) for each matrix, transposed if the module's attribute ``is_transposed`` is true. The router is a matrix
-      ``gate`` or ``router`` beside this module. The base has as many experts. The coefficient of a balance loss is
-      not scaled: under a rule for depth, multiply it by depth^-alpha, or take the mean over the layers (alpha = 1).
+      ``gate`` or ``router`` beside this module. ``base`` must have the same number of experts. The coefficient of a
+      balance loss is not scaled. If the rule scales with depth, multiply the coefficient by depth^-alpha yourself; at
+      alpha = 1, you can take the mean of the loss over the layers instead.
     - Remove factors that the model's own code derives from its width, such as 1 / width on the logits: they are not
       detected. One factor may stay: a factor on the embedding that is an attribute of the embedding's module, as in
       Gemma. Init std, lr, eps and decay of the embedding then compensate for the larger factor (and so does the
@@ -314,7 +315,10 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
 
 
 def _positive(name: str, size: str, value: Any) -> float:
-    """Return the value of a ratio. ``size`` is the quantity whose ratio it is, for the message."""
+    """Return a ratio as a float, after checking that it is above 0.
+
+    In the error message, ``name`` is the argument, and ``size`` is what the ratio compares, such as "head dimension".
+    """
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
         raise InputError(
@@ -325,7 +329,7 @@ def _positive(name: str, size: str, value: Any) -> float:
 
 
 def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratios:
-    """Return the ratios of width and depth, which the two models show, with the given ratios of batch and tokens."""
+    """Return four ratios: width and depth are computed from the two models, batch and tokens are from ``given``."""
     if not isinstance(given, Ratios):
         raise InputError(f"parametrize: ratios is {given!r:.60}; give leaven.Ratios(batch=..., tokens=...)")
     stated = {axis: _positive(f"ratios.{axis}", axis, value) for axis, value in vars(given).items()}
@@ -359,7 +363,10 @@ def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping
 
 @torch.no_grad()
 def _initialise(structure: ModelStructure, rows: list[ParameterRow], seed: int) -> None:
-    """Fill the trainable parameters with initial values. A sharded parameter gets its part of the whole's values."""
+    """Fill the trainable parameters with initial values.
+
+    A shard of a parameter gets the same values that this part of the whole tensor would get.
+    """
     parameters = {site.name: site.parameter for site in structure.sites}
     trained = [row for row in rows if parameters[row.name].requires_grad]
     for row in trained:

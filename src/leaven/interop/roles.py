@@ -103,7 +103,7 @@ class Classifier:
             if of_model != of_base:
                 raise InputError(
                     f"{'.'.join(beside)}: the model has {of_model} experts and the base has {of_base}; no rule "
-                    "covers this, so give a base with as many"
+                    "covers this, so give a base with the same number"
                 )
 
     def classify(self) -> dict[str, Parameter]:
@@ -302,7 +302,10 @@ class Classifier:
     # or one tensor with the last matrices of all.
 
     def _check_branches(self, classified: Mapping[str, Parameter]) -> None:
-        """Require that each block has a branch, and each branch one matrix that writes to the residual stream."""
+        """Raise InputError if a block has no branch, or if a branch does not have exactly one matrix that ends it.
+
+        The matrix that ends a branch writes to the residual stream.
+        """
         branches: dict[tuple[str, int, str, tuple[str, ...]], dict[str, list[ParameterSite]]] = {}
         for site in self.model.sites:
             found = classified[site.name]
@@ -316,12 +319,12 @@ class Classifier:
         for site in self.model.sites:
             if site.layer is not None and (site.stack, site.layer) not in ended:
                 raise InputError(
-                    f"{site.name}: its block has no branch with a last matrix, on which a multiplier could act; "
-                    "leaven.parametrize supports only blocks of attention and MLP"
+                    f"{site.name}: its block contains no matrix of attention or an MLP; leaven.parametrize supports "
+                    "only blocks with attention or an MLP"
                 )
 
     def _check_branch(self, name: str, matrices: Mapping[str, list[ParameterSite]]) -> None:
-        """Require that exactly one matrix ends a branch, and that the matrices of an MLP fit each other."""
+        """Raise InputError if not exactly one matrix ends a branch, or if the sizes of MLP matrices do not match."""
         out = f"{name}.out"
         first, ends = next(iter(matrices.values()))[0], matrices.get(out, [])
         if out not in BRANCH_ENDS:
@@ -343,7 +346,10 @@ class Classifier:
                     )
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
-        """Raise InputError with the advice to classify the parameter: as one of ``modules``, else with a role."""
+        """Raise InputError, which advises to classify the parameter.
+
+        The message suggests the names in ``modules`` or, if there are none, the roles that fit the parameter.
+        """
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
         hint = f"classify it, e.g. {option}={{{site.name!r}: {may_be[0]!r}}}{others}" if may_be else _NO_RULE

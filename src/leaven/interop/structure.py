@@ -208,9 +208,10 @@ def logit_scales(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def labelled(model: nn.Module, labels: Mapping[str, str]) -> dict[tuple[str, int, str], nn.Module]:
-    """Return modules inside blocks, by (path of the list of blocks, number of the block, name).
+    """Return the modules with certain labels, by (path of the list of blocks, number of the block, name).
 
-    ``labels`` maps the label of each module to its name. A label is a path with "*" in place of the block's number.
+    A label is a module's path with "*" in place of the block's number, such as ``layers.*.mlp``. ``labels`` maps
+    labels to the names in the keys of the result. Only modules inside blocks are returned.
     """
     stacks, found = _stacks(model), {}
     for path, module in model.named_modules():
@@ -226,7 +227,7 @@ def label_of(model: nn.Module, path: str) -> str:
 
 
 def _first(module: nn.Module, names: tuple[str, ...], kind: type) -> tuple[nn.Module, str] | None:
-    """Return (module, name) for the first of the attributes ``names`` with a value of type ``kind``, or None."""
+    """Return (module, name) for the first name in ``names`` that is an attribute of type ``kind``, or None."""
     return next(((module, name) for name in names if isinstance(vars(module).get(name), kind)), None)
 
 

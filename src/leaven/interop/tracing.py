@@ -1,4 +1,7 @@
-"""Finds norms on the outputs of residual branches, and norms whose gain is 1 + weight, by running copies."""
+"""Finds two kinds of norms in a model: norms on the outputs of residual branches, and norms whose gain is 1 + weight.
+
+To find them, it runs copies of the model and of single norms on random values.
+"""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -16,11 +19,11 @@ TOKENS = 4  # number of tokens in the sequence on which a model is run
 def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, str]:
     """Return the paths of modules that normalise the output of a residual branch, each with the name of the branch.
 
-    A multiplier before such a module would have no effect. For each branch, a copy of the model is run twice: with
-    random values in place of the outputs of the branch's last matrices, and with four times these values. For a norm
-    on the output of the branch, the second input is exactly four times as large, and the output is the same. For a
-    norm before a branch, the second input is not exactly four times as large, because the residual stream in it has
-    not grown by 4.
+    A multiplier before such a module would have no effect. For each branch, a copy of the model is run twice. In the
+    first run, random values replace the outputs of the branch's last matrices. In the second run, four times these
+    values replace them. A norm on the output of the branch then gets an input that is exactly four times as large,
+    and returns the same output. The input of a norm before a branch does not become exactly four times as large,
+    because it also contains other parts of the residual stream, such as the embedding.
 
     Args:
         model: a small model of the family.
@@ -62,8 +65,8 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) 
             if (fourfold[last][1].double() - after).norm() <= 1e-3 * after.norm():
                 raise InputError(
                     f"{first[0]} ends a branch, but a multiplier of {' and '.join(branches)} would have no effect: a "
-                    "norm after it undoes it, but is not a module of its own; normalise the output of each branch "
-                    "with a module, such as nn.RMSNorm"
+                    "norm after the branch cancels the multiplier, but is not a module of its own; normalise the "
+                    "output of each branch with a module, such as nn.RMSNorm"
                 )
     return found
 

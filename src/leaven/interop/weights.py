@@ -135,7 +135,10 @@ def write_huggingface(
 def _factors(
     architecture: Architecture, shape: ModelShape, table: ParameterTable, config: Config
 ) -> dict[str, float]:
-    """Return the factors in: stored weight = factor x leaven's weight - offset, by leaven's name."""
+    """Return a factor for each weight, by leaven's name: stored weight = factor x leaven's weight - offset.
+
+    A weight without an entry has the factor 1.
+    """
     factors = dict(folding(shape, table))
     for name, factor in architecture.factors(shape, config).items():
         factors[name] = factors.get(name, 1.0) / factor
@@ -187,10 +190,10 @@ def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
 
 
 def _by_entry(name: str, part: Tensor, rows: int, columns: int) -> Tensor:
-    """Return a parameter with the entries of each head in another order: written as a table, which is transposed.
+    """Return a parameter with the entries of each head in another order.
 
-    With 2 rows, entries i and i + d_head / 2 of a head become entries 2i and 2i + 1. With 2 columns, the reverse.
-    Example with 2 rows: a b c d -> a c b d.
+    The entries of a head are written into a table row by row, and read column by column. With 2 rows, a b c d becomes
+    a c b d: entries i and i + d_head / 2 become entries 2i and 2i + 1. With 2 columns, the order changes back.
     """
     dim = part.ndim - 1 if ".norm." in name else 0  # a gain is (d_head) or (heads, d_head)
     table = part.reshape(*part.shape[:dim], -1, rows, columns, *part.shape[dim + 1 :])
@@ -383,9 +386,9 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
 
 
 def router_biases(shape: ModelShape, folder: Path) -> Tensor:
-    """Return the biases that the routers of the model in a folder add to the scores of experts, (layers, experts).
+    """Return the biases that the routers add to the scores of experts, for the model in a folder.
 
-    Layers without experts have rows of 0.
+    The shape is (layers, experts). Layers without experts have rows of 0.
     """
     assert shape.experts is not None
     plain = require_start(shape, folder)

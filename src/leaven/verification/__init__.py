@@ -8,7 +8,7 @@ that carry them out are on the right::
     transfer, duration,       sweep(family, ...), equivalence(family, ...), collapse_of_family(family, ...)
     batch, decay, init,           -> family.trial(setting) -> RunStore.run -> losses or curves of all seeds
     equivalence, collapse
-    transfer, collapse        transfer_of_runs(path), collapse(curves_of(path)): of runs that are trained already
+    transfer, collapse        transfer_of_runs(path), collapse(curves_of(path)): for runs that are already trained
     memory                    check_memory(recipe, ranks) -> dry_run(recipe, rank)
 
 The check ``memory`` returns a MemoryCheckDocument. All other checks return a CheckDocument (verdict.py).

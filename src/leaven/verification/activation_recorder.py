@@ -44,16 +44,17 @@ def tensor_of(output: Any) -> Tensor | None:
 class ActivationRecorder(TorchFunctionMode):
     """A context manager that records samples of every module's output; :meth:`take` returns them.
 
-    ``label`` maps the name of a module to the label under which its output is recorded, or to None for no record.
-    Outputs with the same label, from several layers or calls, are stacked in the order in which they were computed.
+    ``label`` maps the name of a module to the label under which its output is recorded. If ``label`` returns None,
+    the output is not recorded. Outputs with the same label, from several layers or calls, are stacked in the order in
+    which they were computed.
     If a container module returns the output of its last child unchanged, this output is recorded only once.
 
     Two kinds of outputs are not recorded:
 
     - In a parametrized model, the outputs of modules inside blocks that contain the last matrix of a branch, such as
       a sum over experts. The branch multiplier is already part of these outputs.
-    - The outputs of modules inside a module ``experts``. Their rows are tokens that a router has chosen, so after a
-      step they are other tokens.
+    - The outputs of modules inside a module ``experts``. Their rows are the tokens that a router sends there, and
+      after a training step it may send other tokens.
 
     After a forward pass, the recorder has these attributes:
 

@@ -36,7 +36,7 @@ BytesByPart = Counter[str]
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context manager that records the memory of tensors that are created inside the context.
 
-    It records parameters, and tensors of the class ``of``. Each tensor has a part: its use, such as weights or
+    Only parameters and tensors of the class ``of`` are recorded. Each tensor belongs to a part, such as weights or
     gradients. :meth:`within` sets the part of new tensors, and :meth:`mark` the part of existing tensors. The tracker
     recognises some parts by the operation that creates the tensor: weights gathered from other ranks, weights cast to
     another dtype, and buffers for communication or for measuring an update. All other tensors count as activations.

@@ -27,7 +27,7 @@ HELD_OUT = 1_000_000
 def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
     """Return a function from (seed, step) to a batch of ``count`` sequences from a text.
 
-    For the seed `HELD_OUT` they are from the validation split, and for other seeds from the training split.
+    The sequences are from the training split or, for the seed `HELD_OUT`, from the validation split.
     """
 
     def batch(seed: int, step: int) -> TokenBatch:

@@ -17,14 +17,14 @@ The deviation at x is the left side minus the right side, divided by the fall of
 (:data:`FROM`). The check judges the largest deviation after this part. The authors fit L0 to the final losses of many
 sizes, but the final losses of two or three sizes do not determine L0. So unless the user gives L0, the check takes
 the L0, from 0 to the lowest final loss, for which the sum of squared deviations is least. On three of four families
-of the authors' own curves, both ways give the same L0 within 2% (docs/log.md). If the lengths of the runs are not
+of the authors' own curves, this L0 is within 2% of the authors' L0 (docs/log.md). If the lengths of the runs are not
 compute-optimal, curves may be equal with a fitted L0 that is not the irreducible loss.
 
 Curves are averaged over intervals of the run, because the loss of one step is noisy; L(T) is the average over the
 last interval. A bootstrap over seeds gives a band around the deviations, which contains the true deviations at all x
-with 95% probability. If a size has only one run, the bootstrap draws from the noise within its curve, which has no
-differences between seeds. The check passes if the band is within :data:`LIMIT` everywhere. It fails if the whole
-band is beyond the limit at some x, and otherwise it is undecided.
+with 95% probability. If a size has only one run, the bootstrap draws from the noise within the curve of this run. The
+band then does not contain the differences between seeds. The check passes if the band is within :data:`LIMIT`
+everywhere. It fails if the whole band is beyond the limit at some x. Otherwise it is undecided.
 """
 
 import math
@@ -198,10 +198,10 @@ def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
 
 
 def deviations(curves: Array, irreducible: Array) -> Array:
-    """Return the deviations of curves from the first one, as shares of their own fall after :data:`FROM`.
+    """Return the deviations of curves from the first curve, which the top of this file defines.
 
-    ``curves`` has the shape (..., sizes, intervals), ``irreducible`` (...), and the result (..., sizes - 1, compared
-    intervals).
+    Each deviation is a share of the fall of its own curve after :data:`FROM`. ``curves`` has the shape (..., sizes,
+    intervals), ``irreducible`` has the shape (...), and the result (..., sizes - 1, compared intervals).
     """
     ends = curves[..., -1:]
     falls = curves[..., int(FROM * curves.shape[-1]) :] - ends
@@ -245,9 +245,11 @@ def _interval_means(points: Points, count: int) -> Array:
 def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Array | None:
     """Return bootstrap samples of the mean curve of each size, an array of shape (draws, sizes, intervals).
 
-    Seeds are drawn with replacement. For a single run, the noise in each interval is drawn from its blocks
-    (:func:`_blocks`). If a single run has too few points for blocks, return None. Deviations from the mean are scaled
-    up: n values minus their mean are too small by sqrt((n - 1) / n), and n blocks minus a line by sqrt((n - 2) / n).
+    Seeds are drawn with replacement. If a size has a single run, the noise in each interval is drawn from the blocks
+    of the interval (:func:`_blocks`). If the run has too few points for blocks, return None.
+
+    The drawn deviations are scaled up, because a fit makes them too small: n values minus their mean by the factor
+    sqrt((n - 1) / n), and n blocks minus a fitted line by the factor sqrt((n - 2) / n).
     """
     random, drawn = np.random.default_rng(0), []
     for several, means in zip(runs, by_seed, strict=True):
@@ -283,7 +285,10 @@ def _blocks(points: Points, count: int) -> Array | None:
 
 
 def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: float, by_seed: Array) -> VerdictRow:
-    """Return the row of a size. Its deviations are ``errors`` +- ``band`` at ``shares`` of the run."""
+    """Return the row that judges a size. At each share of the run in ``shares``, the deviation is in ``errors``.
+
+    The confidence band is from each deviation - ``band`` to the deviation + ``band``.
+    """
     worst = int(np.abs(errors).argmax())
     largest = float(abs(errors[worst]))
     low, high = max(largest - band, 0.0), largest + band

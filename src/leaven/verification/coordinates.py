@@ -7,7 +7,7 @@ This check also judges the *change* of the output since the first step. A wrong 
 shows later in the output, which at first is mostly its initial value.
 
 Below, N is the width, L is the depth (the number of blocks) and d is the head dimension. The scaling rule multiplies
-each residual branch by L^-alpha. Under a right rule, only these outputs may fall with the size of the model:
+each residual branch by L^-alpha. Under a correct rule, only these outputs may fall with the size of the model:
 
 - Over width, outputs of a fixed size that are sums over the width: the logits, and query . key divided by a growing
   d. At the start, the terms of the sum have independent signs, so the sum falls as N^-1/2. Training adds a part of
@@ -58,7 +58,7 @@ LIMITS = {
 later output and its change, the limit is ``early`` up to ``STEPS`` steps, and ``late`` after more steps.
 
 A wrong power in a rule changes the slope by 0.5 or 1. Errors that were planted in a rule gave slopes of 0.33 or more.
-Under right rules, measured with a dozen recipes on text (docs/log.md), slopes over width were at most 0.12. Over
+Under correct rules, measured with a dozen recipes on text (docs/log.md), slopes over width were at most 0.12. Over
 depth they were at most 0.08 at the start, and 0.19 after three steps. More seeds or larger sizes do not reduce these
 slopes: a part of what a block adds to the stream is independent of the other blocks, and falls as L^-1/2. After more
 steps, shallow models fit the batch through their attention. For some steps, the slope of the attention's output over
@@ -113,7 +113,7 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     and of these, three quarters come before the middle block's MLP at depth 2, but about one half at depth 16."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes of other size checks and, if width and depth vary, one more.
+        """Return the axes that all size checks have and, if both width and depth vary, an additional axis.
 
         The additional axis compares the smallest and the largest width at the largest depth. It finds errors of a
         rule that show only if width and depth both grow.
@@ -125,7 +125,10 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         return (*axes, SizeAxis("width", far, f" at depth {max(self.depths)}"))
 
     def record(self, instance: ModelInstance) -> dict[str, ActivationRecord]:
-        """Train a model for some steps on its first batch. Return, by label, the outputs before and after."""
+        """Train a model for some steps on its first batch. Return its records by label.
+
+        A record compares the outputs before the first step with those after the last step.
+        """
         instance.scale_lr(self.lr_factor)
         trained = {name: weight for name, weight in instance.model.named_parameters() if weight.requires_grad}
         before = {name: weight.detach().clone() for name, weight in trained.items()}
@@ -154,10 +157,10 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         }
 
     def value(self, measured: ActivationRecord, part: str, axis: SizeAxis) -> float:
-        """Return the RMS of a module's output at the start or the end of the training, or of its change (``part``).
+        """Return the RMS of a module's output (``part`` "start" or "end" of the training), or of its "change".
 
-        Over width, this is the RMS over all layers. Over depth, it is the RMS in one layer: the middle one, or the
-        last one for a container such as a block.
+        On the axis width, it is the RMS over all layers. On the axis depth, it is the RMS in one layer: in the last
+        one for a container such as a block, otherwise in the middle one.
         """
         values = measured.squares[part]
         if axis.name == "depth":
@@ -201,7 +204,7 @@ def _squares(calls: Tensor) -> tuple[float, ...]:
 
 
 def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:
-    """Return why a module fails without a look at its slopes, or "" if the slopes can be judged."""
+    """Return why a module fails, whatever its slopes are. Return "" if the slopes can be judged."""
     if any(math.isnan(value) for values in means.values() for value in values):
         return NOT_FINITE
     if any(line.stuck for line in lines):
@@ -215,7 +218,7 @@ def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRec
 def _allowed(
     axis: SizeAxis, module: str, lines: Sequence[ActivationRecord], quantity: str, alpha: float
 ) -> tuple[float, float]:
-    """Return the lowest and the highest slope that a right rule gives. The top of this file explains them."""
+    """Return the lowest and the highest slope under a correct rule, which the top of this file explains."""
     if axis.name == "width":
         # Attention logits are sums over the head dimension, so they only fall if it grows.
         logits = module.endswith(LOGITS)

@@ -43,9 +43,9 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
     """Return the memory that one rank of a recipe's layout uses in a training step.
 
     The second step is measured, because the optimizer creates its state in the first step. The model is not compiled.
-    ``device`` is the device on which the recipe is to be trained. On "cpu", attention is computed block by block, and
-    the loss of fewer tokens at a time. Call this function only once in a process, and only if the process has no
-    process group.
+    ``device`` is the device on which the recipe is to be trained. Training on "cpu" uses memory differently: it
+    computes attention block by block, and the loss of fewer tokens at a time. Call this function only once in a
+    process, and only if the process has no process group.
     """
     layout, group = recipe.layout, SINGLE_PROCESS
     if layout.ranks > 1:
@@ -128,7 +128,7 @@ class NoText:
 
 
 def _even(sizes: Tensor, total: int) -> list[int]:
-    """Return as many sizes as ``sizes`` has, as equal as possible, whose sum is ``total``."""
+    """Return ``len(sizes)`` whole numbers that are as equal as possible and have the sum ``total``."""
     count = len(sizes)
     return [total * (place + 1) // count - total * place // count for place in range(count)]
 

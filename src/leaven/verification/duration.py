@@ -6,12 +6,13 @@ runs with the recipe's own lr show what the rule gains. In one group of them, al
 the rule; in the other, none does.
 
 The rule is derived for gradients that are mostly noise. To test this assumption, the check also trains with twice the
-batch on the same tokens, under the batch rule, at the best lr for the recipe's own duration. According to McCandlish
-et al. 2018 (arXiv 1812.06162, equation 2.11), the tokens needed to reach a given loss are proportional to 1 + x,
-where x is the batch divided by the critical batch. So a doubled batch needs (1 + 2x) / (1 + x) times the tokens. The
-log2 of this ratio, in octaves (doublings) of tokens, is 0 if gradients are only noise, 1 if only the number of steps
-counts, and 0.585 at the critical batch. To measure it, the check divides the rise of the loss from doubling the batch
-by the drop of the loss from doubling the tokens, which the sweep measures.
+batch on the same tokens, under the batch rule. The lr is the best lr for the recipe's own duration. According to
+McCandlish et al. 2018 (arXiv 1812.06162, equation 2.11), the tokens needed to reach a given loss are proportional to
+1 + x, where x is the batch divided by the critical batch. So a doubled batch needs (1 + 2x) / (1 + x) times the
+tokens. The log2 of this ratio is the cost of doubling the batch, in octaves (doublings) of tokens. It is 0 if
+gradients are only noise, 1 if only the number of steps counts, and 0.585 at the critical batch. To measure it, the
+check divides the rise of the loss from doubling the batch by the drop of the loss from doubling the tokens. The sweep
+measures this drop.
 """
 
 import math
@@ -127,7 +128,8 @@ def _regime(
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
     """Return rows that compare longer runs under the rule with control runs of the same length.
 
-    A control run keeps the lr of the short run, or all its hyperparameters.
+    There are two groups of control runs. The first group keeps the lr of the short run, and the second group keeps
+    all its hyperparameters.
     """
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     settings = {}

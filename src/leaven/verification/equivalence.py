@@ -23,7 +23,7 @@ from leaven.verification.verdict import curve, verdict
 
 LEAST_STEPS = 200
 """The least number of steps of the run with the largest batch. With fewer steps, the loss depends mainly on the
-number of steps: with 64, the loss under the right rule changed by 1.8 nats at 1/4 of the batch."""
+number of steps: with 64, the loss under the correct rule changed by 1.8 nats at 1/4 of the batch."""
 
 TOLERANCE = 0.02
 """The allowed difference of the loss, as a share of log(vocabulary) - loss: the improvement over a uniform guess.

@@ -6,9 +6,9 @@
         return model, groups                          # groups for torch.optim.AdamW, or an optimizer
 
 The parameters ``seed`` and ``ratios`` are optional. The factory may return a third value, the function ``batch(seed,
-step) -> (inputs, targets)``. docs/concepts/checks.md describes all three, and how a model is trained. The result of a
-training run is the mean loss on held-out text. A run has diverged if this loss is more than 1 nat above that of a
-uniform guess.
+step) -> (inputs, targets)``. docs/concepts/checks.md describes the parameters, the returned values, and how a model
+is trained. The result of a training run is the mean loss on held-out text. A run has diverged if this loss is more
+than 1 nat above that of a uniform guess.
 """
 
 import importlib
@@ -83,7 +83,7 @@ class ForeignFamily:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
     def value(self, quantity: Quantity) -> float:
-        """Return 1, because an lr is a multiple of the factory's own lr here."""
+        """Return 1, which stands for the factory's own lr: for a factory, lrs are multiples of it."""
         if quantity != "lr":
             raise InputError(
                 f"{self.name}: this check changes {quantity}, which is unknown for a factory; give a recipe file"
@@ -91,7 +91,7 @@ class ForeignFamily:
         return 1.0
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """Return 0, because a value is a multiple of the factory's own, which the factory scales by ``ratios``."""
+        """Return 0, because the factory itself scales its hyperparameters, with ``ratios``."""
         return 0.0
 
     def params(self, scale: RunScale) -> int:
@@ -106,8 +106,8 @@ class ForeignFamily:
     def trial(self, setting: RunSetting) -> "ForeignTrial":
         """Return the training run of a setting.
 
-        The key under which the result is saved depends on the initial model. So after a change of the factory, no
-        result from before is used.
+        The key under which the result is saved depends on the initial model. So a result that was saved before the
+        factory changed is not used.
         """
         scale = setting.scale
         if scale.batch * self.sequences % 1:
@@ -230,8 +230,8 @@ def foreign(
 
     ``entry`` is ``module:factory``; the module is imported from the working directory, as with ``python -m``. One
     model is built at ``scale`` to find the size of the vocabulary. If the factory returns batches, models are trained
-    on them. Otherwise they are trained on the text of ``source``, which ``prepare`` tokenises. ``source`` is written
-    as ``data.source`` in a recipe, or is :data:`MADE_UP`.
+    on them. Otherwise they are trained on the text of ``source``, which ``prepare`` tokenises. ``source`` has the
+    form of ``data.source`` in a recipe, or is :data:`MADE_UP` for synthetic text.
 
     Raises:
         InputError: if the module or function does not exist, its result has a wrong form, or the model's
@@ -307,5 +307,5 @@ def _factory(entry: str) -> Callable[..., Any]:
     except AttributeError:
         raise InputError(f"{entry}: {module} has no {name}; give module:factory") from None
     if not callable(factory):
-        raise InputError(f"{entry} is not a function; as module:factory, give a function of width and depth")
+        raise InputError(f"{entry} is not a function; give module:factory with a function of width and depth")
     return factory

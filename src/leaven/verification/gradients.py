@@ -58,8 +58,8 @@ from leaven.verification.verdict import Exponent
 START_LIMIT, END_LIMIT = 0.15, 0.25
 """The limits on the difference between the exponent of the gradient and that of eps, at the start and at the end.
 
-Under right rules, at widths 64 to 512 and depths 2 to 32, the difference was at most 0.14 at the start. The limit at
-the end is larger, because models of different width have learnt different amounts by then: after 20 steps, the
+Under correct rules, at widths 64 to 512 and depths 2 to 32, the difference was at most 0.14 at the start. The limit
+at the end is larger, because models of different width have learnt different amounts by then: after 20 steps, the
 exponent of a gradient was -0.77, and that of eps -1.
 """
 
@@ -196,7 +196,10 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
 
 def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the RMS of tensors by label. ``values`` has a tensor, or None to leave it out, by parameter name."""
+    """Return, for each label, the RMS over all its tensors.
+
+    ``values`` maps names of parameters to tensors, such as gradients. A parameter with the value None is left out.
+    """
     sums: dict[str, tuple[float, int]] = {}
     for name, tensor in values.items():
         label = instance.label(name)
@@ -207,7 +210,7 @@ def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[s
 
 
 def _failure(records: Sequence[GradientRecord]) -> str:
-    """Return why a parameter fails without a look at its exponents, or "" if the exponents can be judged."""
+    """Return why a parameter fails, whatever its exponents are. Return "" if the exponents can be judged."""
     if not all(record.moved for record in records):
         return f"never changes{WHY_NO_CHANGE}"
     named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}

@@ -59,9 +59,9 @@ Combinations = dict[str, list[dict[str, float]]]
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:
     """Return ``lr x eps x entries`` and the other combinations of a model's optimizer settings, for each parameter.
 
-    ``n_layers`` is the number of blocks of the model. ``steps`` is the number of steps of the run / that of the run
-    at the smallest scale. Parameters whose group has no eps are left out, unless Muon updates them. Muon has neither
-    eps nor betas, so combinations with them are 0.
+    ``n_layers`` is the number of blocks of the model. ``steps`` is the number of steps of the run divided by that of
+    the run at the smallest scale. A parameter whose group has no eps is left out, unless Muon updates it. Muon has
+    neither eps nor betas, so for its parameters the combinations with eps or a beta are 0.
     """
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int, bool]]] = {}
@@ -92,7 +92,7 @@ def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> 
 
 
 def numbers(name: str) -> int:
-    """Return how many parts of a name or label are numbers: 1 for ``layers.3.mlp``."""
+    """Return how many dot-separated parts of a name or label are numbers: 1 for ``layers.3.mlp``."""
     return sum(part.isdigit() for part in name.split("."))
 
 
@@ -157,10 +157,10 @@ def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[Scal
 def _exponents(
     column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
-    """Return the exponent with which a combination changes in each layer; ``ratio`` is larger / smaller size.
+    """Return, for each layer, the exponent with which a combination changes from a small to a large scale.
 
-    If the models have different numbers of layers, only the first and the last layers are compared. An exponent is
-    infinite if the combination is 0 at one scale only.
+    ``ratio`` is the larger size / the smaller size. If the models have different numbers of layers, only the first
+    and the last layers are compared. An exponent is infinite if the combination is 0 at one scale only.
     """
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]
@@ -175,7 +175,7 @@ def _exponents(
 
 
 def _allowed(column: str, axis: str, alpha: float) -> tuple[float, float]:
-    """Return the lowest and the highest right exponent."""
+    """Return the lowest and the highest exponent under a correct rule."""
     if column == "lr":
         return (0.5, 0.5) if axis == "batch" else (-0.5, 0.0)
     return (alpha - 1 if column == "lr x decay x steps" and axis in {"depth", "both"} else 0.0), 0.0

@@ -108,8 +108,8 @@ def _is_one_run(path: Path) -> bool:
 def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
     """Return the points of a run that was logged by TensorBoard or W&B, as rows with the columns step and loss.
 
-    The names of the run's folders below ``root`` may give more columns: those in ``columns``. For example,
-    ``width64/lr0.01`` gives width and lr.
+    If the names of the folders below ``root`` contain a name in ``columns`` with a number, the rows have this column,
+    too. For example, the folders ``width64/lr0.01`` give the columns width and lr.
     """
     if path.is_dir():
         events = sorted(file for file in path.iterdir() if EVENTS in file.name)
@@ -132,7 +132,10 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
 
 
 def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
-    """Return the rows of a file or logged run. Their column "loss" has the values of the column named by ``loss``."""
+    """Return the rows of a file or logged run.
+
+    ``loss`` is the name of the column with the losses in the file. In the returned rows, this column is "loss".
+    """
     if _is_one_run(path):
         return _rows_of_curve(path, root, loss, columns)
     rows = read_rows(path)
@@ -185,7 +188,7 @@ def read_rows(path: Path) -> list[LoggedRow]:
 
 
 def scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
-    """Return the size of a row as a scale, whose batch and tokens are the numbers in the row and not ratios."""
+    """Return the size of a row. Its ``batch`` and ``tokens`` are the numbers in the row, not ratios to a recipe."""
     values = {axis: row.above_0(axis) for axis in axes}
     for axis in {"width", "depth"} & values.keys():
         if values[axis] % 1:
@@ -206,7 +209,7 @@ def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> Check
     ``value`` is the name of a hyperparameter, or a path in the recipe.
 
     Raises:
-        InputError: if a column is missing or contains no numbers, if there are fewer than two sizes or, at a size,
+        InputError: if a column is missing or contains no numbers, if there are fewer than two sizes, if a size has
             fewer than three values without a diverged run, or if run folders cannot be compared.
     """
     value = value.strip()
@@ -275,10 +278,10 @@ def _runs_by_size(
 
 
 def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
-    """Check that all runs of a size end at the same step. ``ends`` are the last points of the runs.
+    """Raise InputError if a run ends at an earlier step than another run of the same size.
 
-    A run may end earlier if its last loss is not finite. Nothing is checked if the swept ``value`` is a size, such as
-    the batch, because it may change the number of steps.
+    ``ends`` are the last points of the runs. A run whose last loss is not finite may end earlier. Nothing is checked
+    if the swept ``value`` is a size, such as the batch, because then runs may differ in their number of steps.
     """
     if value in AXES:
         return
@@ -288,7 +291,7 @@ def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
         if math.isfinite(end.loss()) and end.number("step") < last.number("step"):
             raise InputError(
                 f"{end.place} ends at step {end.number('step'):g}, and {last.place} at {last.number('step'):g}; "
-                "finish or remove it, or if it diverged, log nan"
+                "finish or remove the shorter run, or if it diverged, log nan as its last loss"
             )
 
 
@@ -330,7 +333,7 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
         (some, one), (others, other), *_ = sized.items()
         raise InputError(
             f"{one} has the size columns {', '.join(some) or 'none'}, and {other} {', '.join(others) or 'none'}; "
-            "give all files the same"
+            "give all files the same size columns"
         )
     if len(found) > 1 and (unnamed := [name for name in found if not re.search(r"\d", name)]):
         raise InputError(
@@ -363,7 +366,7 @@ def _points(rows: Sequence[LoggedRow], time: str) -> Points:
 
 
 def _by_numbers(name: str) -> list[str | float]:
-    """Return a sort key for a name, by which numbers in names are compared as numbers: 900k comes before 1b."""
+    """Return a sort key for a name that compares the numbers in names by their values: 900k comes before 1b."""
     texts = re.split(r"(\d+(?:\.\d+)?(?:e\d+)?)(?:([kmbt])(?![a-z]))?", name.lower())
     numbers = [float(number) * UNITS[unit or ""] for number, unit in zip(texts[1::3], texts[2::3], strict=True)]
     return [part for pair in zip(texts[::3], [*numbers, 0.0], strict=True) for part in pair]
@@ -379,7 +382,11 @@ def _own_runs(path: Path, loss: str) -> list[Path]:
 
 
 def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, Recipe, RunFolder]]:
-    """Return the size, recipe and folder of each run. The batch and tokens of a size are tokens here, not ratios."""
+    """Return the size, recipe and folder of each run.
+
+    The batch and the tokens of a size are numbers of tokens here, not ratios. ``free`` are the keys of a recipe in
+    which runs of the same size may differ.
+    """
     found = []
     firsts: dict[RunScale, tuple[Path, Recipe]] = {}
     for folder in folders:
@@ -390,8 +397,8 @@ def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, 
         if changed := [change for change in changes_of(other, recipe) if change[0] not in free]:
             key, theirs, own = changed[0]
             raise InputError(
-                f"{key} is {theirs} in {first} and {own} in {folder}; runs of one size may differ in "
-                f"{' and '.join(free)} alone; move one of them to another folder"
+                f"{key} is {theirs} in {first} and {own} in {folder}, but runs of one size may differ only in "
+                f"{' and '.join(free)}; move one of the two runs to another folder"
             )
         found.append((scale, recipe, run))
     return found
@@ -409,7 +416,7 @@ def _rows_of_own_runs(folders: Sequence[Path], value: str) -> list[LoggedRow]:
         for key in path.split("."):
             found = found.get(key) if isinstance(found, dict) else None
         if not isinstance(found, int | float):
-            raise InputError(f"--value {value}: {run.path} has no number {path} in its recipe; e.g. give lr")
+            raise InputError(f"--value {value}: {path} is not a number in the recipe of {run.path}; give e.g. lr")
         columns = {value: found, "seed": recipe.data.seed, "loss": _final_loss(run)}
         rows.append(LoggedRow(str(run.path), columns | {axis: getattr(scale, axis) for axis in varied or ["width"]}))
     return rows

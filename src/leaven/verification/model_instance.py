@@ -43,7 +43,10 @@ class RunSetting:
 
     @property
     def ruled_scale(self) -> RunScale:
-        """The scale for which the rule computes hyperparameters. Without ``ruled``, its batch and tokens are 1."""
+        """The scale for which the rule computes hyperparameters.
+
+        If ``ruled`` is false, it has the batch and tokens of the recipe or factory: both ratios are 1.
+        """
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 
 
@@ -109,11 +112,11 @@ def _lists_blocks(module: nn.Module) -> bool:
 
 
 def own_labels(model: nn.Module) -> Callable[[str], str]:
-    """Return the function that maps a name in leaven's own transformer to its label.
+    """Return the function that maps the name of a module or parameter of leaven's own transformer to its label.
 
-    This is the label of :func:`block_labels` without ``layers.``, with two exceptions. A block has the label
-    "residual", because it returns the residual stream. The model has the label "unembedding", because it returns the
-    logits.
+    The label is that of :func:`block_labels` without "layers.". For example, ``layers.3.mlp.in.weight`` has the label
+    ``mlp.in``. There are two exceptions. The label of a block is "residual", because a block returns the residual
+    stream. The label of the whole model is "unembedding", because the model returns the logits.
     """
     plain, named = block_labels(model), {"output": "unembedding", "layers": "residual"}
 

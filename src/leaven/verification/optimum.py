@@ -35,9 +35,10 @@ class LossGrid:
 
     @classmethod
     def of(cls, losses: Mapping[float, Mapping[Hashable, float] | Sequence[float]]) -> "LossGrid":
-        """Return the grid for the losses at each value: by seed, or as a list for the seeds 0, 1, 2 and so on.
+        """Return the grid for ``losses``, which maps each value of the hyperparameter to the losses of its runs.
 
-        The loss of a diverged run must be NaN or infinite.
+        The losses of a value are a mapping by seed, or a list for the seeds 0, 1, 2 and so on. The loss of a diverged
+        run must be NaN or infinite.
         """
         runs: dict[float, Mapping[Hashable, float]] = {
             value: of if isinstance(of, Mapping) else {seed: loss for seed, loss in enumerate(of)}
@@ -50,7 +51,7 @@ class LossGrid:
 
     @property
     def has_optimum(self) -> bool:
-        """Whether there are enough values for a parabola."""
+        """Whether the best value can be estimated: the fit of a parabola needs `POINTS` values in ``octaves``."""
         return len(self.octaves) >= POINTS
 
     @property
@@ -68,17 +69,20 @@ class LossGrid:
 
     @property
     def edge(self) -> int:
-        """-1 if the lowest mean loss is at the first value of the grid, 1 if at the last, 0 if at a value between.
+        """Where the lowest mean loss is: -1 at the first value of the grid, 1 at the last value, 0 between them.
 
-        At the first or last value, the optimum may be outside the grid.
+        If it is at the first or last value, the optimum may be outside the grid.
         """
         place = int(self.means.argmin())
         return -(place == 0) + (place == len(self.octaves) - 1)
 
     @property
     def following(self) -> float:
-        """The value to try next if the lowest mean loss is at an edge: one step beyond the edge, or halfway (in log2)
-        to the nearest diverged value beyond it."""
+        """The value to try next if the lowest mean loss is at an edge of the grid.
+
+        It is one step beyond the edge. If a value beyond the edge diverged, it is halfway (in log2) between the edge
+        and the nearest such value.
+        """
         last, before = self.octaves[[0, 1] if self.edge < 0 else [-1, -2]].tolist()
         there = [octave for octave in self.diverged.tolist() if (octave - last) * self.edge > 0]
         nearest = min(there, key=lambda octave: abs(octave - last), default=None)
@@ -148,7 +152,7 @@ class Estimate:
 class _Runs:
     """A least-squares fit to the N runs of a grid: loss = effect of the value + effect of the seed + noise.
 
-    It has effects of seeds if it is ``paired`` and the runs determine these effects.
+    The effects of seeds are fitted only if ``paired`` is true and the runs determine them. Otherwise they are 0.
     """
 
     value: NDArray[np.int64]  # (N,), index of the value of each run
@@ -176,8 +180,10 @@ class _Runs:
         return cls(value, inverse[: len(runs)], fitted[: len(runs)], noise, len(losses) - columns.shape[1])
 
     def pools(self) -> list[Array]:
-        """Return, for each value, the residuals from which a bootstrap draws: its own, or if it has fewer than two,
-        those of all values."""
+        """Return, for each value, the residuals from which a bootstrap draws.
+
+        They are the residuals of the value's own runs. If there are fewer than two, they are those of all values.
+        """
         known = np.isfinite(self.noise)
         own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]
         return [pool if len(pool) > 1 else self.noise[known] for pool in own]
@@ -188,13 +194,17 @@ def estimate(
 ) -> Estimate:
     """Return ``of(grids)`` with its 95% bootstrap interval over seeds.
 
-    For each value of the hyperparameter, the bootstrap draws with replacement as many deviations of losses from their
-    mean as the value has runs. A value with one run draws from the deviations at all values. The deviations are
-    scaled up twice. With n seeds they are too small by the factor sqrt((n - 1) / n). And because few runs show the
-    noise only roughly, they are multiplied by the 97.5% quantile of Student's t / that of the normal distribution.
+    A deviation is the loss of a run minus the mean loss at its value of the hyperparameter. For a value with k runs,
+    the bootstrap draws k of its deviations with replacement. For a value with one run, it draws from the deviations
+    at all values. The deviations are scaled up for two reasons:
 
-    ``paired``: ``of`` depends only on differences of losses within each grid. Then the effect of a seed, which is the
-    same at all values, is not noise. It is removed from the deviations if every seed has runs at several values.
+    - With n seeds they are too small by the factor sqrt((n - 1) / n).
+    - A few runs show the noise only roughly. So the deviations are multiplied by the 97.5% quantile of Student's t,
+      divided by that of the normal distribution.
+
+    Set ``paired`` if ``of`` depends only on differences of losses within each grid. Then the effect of a seed, which
+    is the same at all values, is not noise. It is removed from the deviations if every seed has runs at several
+    values.
     """
     value = float(of(grids))
     fits = [_Runs.of(grid.runs, paired=paired) for grid in grids]
@@ -217,10 +227,10 @@ def estimate(
 
 
 def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
-    """Return the (shift, regret) between two scales, which sweep.py explains.
+    """Return (shift, regret) for the losses at two scales. The top of sweep.py explains why both are needed.
 
     The shift is the distance in octaves from the best value of ``base`` to that of ``target``. The regret is the loss
-    at ``target`` with the base's best value, minus the lowest loss there, in nats.
+    at ``target`` with the base's best value, minus the lowest loss at ``target``, in nats.
     """
 
     def regret(grids: Sequence[LossGrid]) -> Array:

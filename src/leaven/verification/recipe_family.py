@@ -115,7 +115,7 @@ class RecipeTrial:
 
     @property
     def key(self) -> str:
-        """A hash of everything in the recipe that affects the loss, so not of names and reasons."""
+        """A hash of everything in the recipe that affects the loss. Names and reasons do not change it."""
         document = self.recipe.model_dump(mode="json", exclude=NOT_NUMBERS)
         return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
 

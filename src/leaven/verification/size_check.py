@@ -93,8 +93,8 @@ class SizeCheck(ABC, Generic[Measured]):
     ) -> Self:
         """Return the check of a recipe, or of a user's factory function ``module:factory``.
 
-        The arguments are the options of ``leaven check coordinates``; ``options`` are steps, seeds and lr_factor. By
-        default, the four widths are from about 64 to 512, and fit the recipe.
+        The arguments are the options of ``leaven check coordinates``; ``options`` are steps, seeds and lr_factor. If
+        ``widths`` is None, the check uses four widths that fit the recipe, from about 64 to about 512.
 
         Raises:
             InputError: if there are fewer than two sizes, or a size does not fit the recipe or factory.
@@ -160,7 +160,11 @@ class SizeCheck(ABC, Generic[Measured]):
     def _measure(self, scale: RunScale, seed: int, labels: set[str]) -> Mapping[str, Measured]:
         """Train a model and return its measurements.
 
-        ``labels`` are those of the parameters of the first model, which fills this set. Later models must have them.
+        ``labels`` is empty for the first model, and its parameters' labels are added to it. A later model must have a
+        parameter for each of these labels.
+
+        Raises:
+            InputError: if a later model has no parameter for a label.
         """
         instance = self.family.build(scale, seed)
         found = {str(instance.label(name)) for name, _ in instance.model.named_parameters()}
@@ -169,7 +173,7 @@ class SizeCheck(ABC, Generic[Measured]):
         if missing := labels - found:
             raise InputError(
                 f"{self.family.name}: the smallest model has a parameter {min(missing)}, but the model of width "
-                f"{scale.width} and depth {scale.depth} has not; put the blocks, and nothing else, into an "
+                f"{scale.width} and depth {scale.depth} does not; put the blocks, and nothing else, into an "
                 "nn.ModuleList or nn.Sequential, so that other modules keep their names"
             )
         return self.record(instance)
@@ -178,8 +182,8 @@ class SizeCheck(ABC, Generic[Measured]):
         """Run the check. ``on_model`` is called with the number of finished sizes and the number of all sizes.
 
         Raises:
-            InputError: if the family cannot build a model of one of the check's widths and depths, or a parameter
-                has another name there.
+            InputError: if the family cannot build a model of one of the check's widths and depths, or if the
+                parameters of such a model do not have the names of those of the smallest model.
         """
         axes = self.axes()
         curves: list[VerdictCurve] = []

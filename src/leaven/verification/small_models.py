@@ -37,9 +37,9 @@ LARGEST_GROUP = 8
 
 
 def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
-    """Return the recipe with a model of about width 64, and a text such as "d_head 128 -> 64" for each other change.
+    """Return the recipe with a model of about width 64, and texts such as "d_head 128 -> 64".
 
-    Other changes are those of proportions, vocabulary and sequence length.
+    There is a text for each change of the vocabulary, the sequence length or a proportion of the model.
     """
     shape = _fitted(recipe.model)
     sizes: dict[str, Any] = {"seq_len": min(shape.seq_len, SEQ_LEN)}
@@ -125,8 +125,8 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
     - The unembedding starts at RMS 1/width. With a larger one, the first gradient of the final norm's gain would be
       of order 1/width^2, and the logits would hardly change in the first steps. If embedding and unembedding are
       tied, a multiplier makes the logits smaller instead (:meth:`SmallModels.table`).
-    - Routers start at RMS 1/width, too. Larger logits of the experts would fall towards 0 with the width, and so
-      change the weights with which experts are added.
+    - Routers start at RMS 1/width, too. If they started larger, the logits of the experts would fall towards 0 as the
+      width grows. Then the weights in the sum of the experts' outputs would depend on the width.
     """
     try:
         recipe.model.scaled(width, depth)
@@ -159,11 +159,11 @@ class SmallModels(RecipeFamily):
         return scaling.alpha if "alpha" in RULES[scaling.rule].residual.text else 1.0
 
     def table(self, recipe: Recipe) -> ParameterTable:
-        """Return the parameter table of this family's recipe at some scale.
+        """Return the parameter table of ``recipe``, this family's recipe at some scale.
 
-        A tied matrix, both embedding and unembedding, cannot start at RMS 1 and at RMS 1/width. So it starts at RMS
-        1, and its multiplier for the logits is divided by the width of the recipe's base. The base is the same at
-        every scale, so no exponent changes.
+        A tied matrix is both embedding and unembedding, so it cannot start at RMS 1 and also at RMS 1/width. It
+        starts at RMS 1, and its multiplier for the logits is divided by the width of the recipe's base. The base is
+        the same at every scale, so no exponent changes.
         """
         table = parameter_table(recipe)
         rows = tuple(

@@ -25,9 +25,11 @@ A value with a diverged run is left out at that scale, because it has no finite 
 base diverges at another scale, the check fails.
 
 If the best value of a scale is at the edge of its grid, the grid is extended by one step, or halfway to a value
-beyond the edge that diverged. This is repeated up to :data:`EXTENSIONS` times. If the best value of the base is then
-still at the edge, the check is undecided, and the other scales are not trained. If that of another scale is, the
-check fails if the base's best value already costs too much there; otherwise it is undecided.
+beyond the edge that diverged. This is repeated up to :data:`EXTENSIONS` times. If the best value is then still at the
+edge, the result depends on the scale:
+
+- At the base, the check is undecided, and the other scales are not trained.
+- At another scale, the check fails if the base's best value already costs too much there. Otherwise it is undecided.
 """
 
 import math
@@ -88,8 +90,11 @@ def sweep(
     """Run or resume a sweep. Return its document and the losses at each scale that was trained.
 
     ``family`` makes the models. The first of the ``scales`` is the base, with which the others are compared. If the
-    base has no best value inside its grid, the others are not trained. ``grid`` contains values of a recipe before
-    scaling, or multiples of a factory's value. By default, the grid is around the value of the recipe or factory.
+    base has no best value inside its grid, the others are not trained.
+
+    ``grid`` has the values of the hyperparameter that are tried. For a recipe, they are values as written in the
+    recipe, which the rule then scales. For a factory, they are multiples of the factory's own value. The default grid
+    is around the value of the recipe or factory.
 
     Raises:
         InputError: if there are fewer than two scales or fewer than three values, if the family has no model at a
@@ -130,9 +135,9 @@ def compare(
 ) -> CheckDocument:
     """Return the document that compares the best values at the other scales with that of the base, the first scale.
 
-    ``names`` has a short name of each scale, the base first, and ``losses`` the scales that were trained. ``ruled``
-    has the exponents with which the rule scales the value over the batch and tokens. ``settings`` are the settings in
-    the document, at least rule and unit.
+    ``names`` has a short name of each scale, the base first. ``losses`` has only the scales that were trained.
+    ``ruled`` has the exponents with which the rule scales the value over the batch and tokens. ``settings`` becomes
+    the field ``settings`` of the document, and must contain rule and unit.
     """
     base, *others = names
     return verdict(
@@ -154,7 +159,10 @@ def compare(
 
 
 def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
-    """Return a short name of each scale, such as ``64x4`` or ``tokens x2``, which contains what differs."""
+    """Return a short name of each scale, such as ``64x4`` or ``tokens x2``.
+
+    It contains only what differs between the scales.
+    """
 
     def label(scale: RunScale) -> str:
         parts = [f"{scale.width}x{scale.depth}"] if len({(s.width, s.depth) for s in scales}) > 1 else []
@@ -190,7 +198,10 @@ def extended(
     store: RunStore,
     seeds: int,
 ) -> tuple[dict[RunScale, list[float]], dict[RunScale, LossGrid]]:
-    """Train on the grid of each scale, and extend grids with the best value at an edge. Return (grids, losses)."""
+    """Train on the grid of each scale. Return (grids, losses).
+
+    A grid whose best value is at an edge is extended beyond this edge and trained again.
+    """
     extending = {scale: list(grid) for scale, grid in grids.items()}
     losses = losses_of(family, quantity, extending, store, seeds)
     for _ in range(EXTENSIONS):

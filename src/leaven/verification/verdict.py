@@ -13,12 +13,12 @@ from leaven.documents.checks import CheckDocument, VerdictCurve, VerdictRow
 
 @dataclass(frozen=True)
 class Exponent:
-    """A measured exponent, and the range of exponents that a right rule gives."""
+    """A measured exponent, and the range of exponents that a correct rule gives."""
 
     what: str  # what changes with this exponent
     value: float
-    low: float  # lowest exponent under a right rule
-    high: float  # highest exponent under a right rule
+    low: float  # lowest exponent under a correct rule
+    high: float  # highest exponent under a correct rule
     limit: float  # how far outside this range the exponent may be
 
     @property
@@ -28,15 +28,16 @@ class Exponent:
 
     @property
     def beyond(self) -> float:
-        """The distance from the range, less the limit. The check fails if this is above 0."""
+        """The distance from the range minus the limit. The check fails if this is above 0."""
         return self.outside - self.limit
 
 
 def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow], **more: Any) -> CheckDocument:
     """Return the document of a check. ``more`` are its other fields, such as curves and settings.
 
-    The check passes if at least one row passed, and no row failed or is undecided. The field ``fault`` is the module
-    of the failed row that is farthest beyond its limit; if no row failed, of the undecided row that is.
+    The check passes if at least one row passed, and no row failed or is undecided. The field ``fault`` names the
+    module of the failed row that is farthest beyond its limit. If no row failed, it is chosen among the undecided
+    rows.
     """
     failed = [row for row in rows if row.passed is False]
     return CheckDocument(

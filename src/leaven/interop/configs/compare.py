@@ -1,7 +1,7 @@
 """Compares a recipe's parameter table with the settings that another trainer would use.
 
-A target is a trainer to which recipes are exported. A loss is a value that is lost in the export: a difference
-between the recipe's table and the settings that the target would give a parameter (:class:`ParameterSettings`).
+A target is a trainer to which recipes are exported. The comparison finds what an export does not preserve: settings
+of parameters (:class:`ParameterSettings`) that would have another value in the target than in the recipe.
 
 Equivalent settings do not count as different. A matrix whose output is multiplied by c trains like a matrix that is c
 times as large, with c times the lr, eps / c and decay / c (decay / c^2 for ``adam``, where the decay is part of the
@@ -43,11 +43,11 @@ class ParameterSettings:
     multiplier: float = 1.0  # constant factor on the output of the matrix
 
     def folded(self, factor: float, decoupled: bool) -> "ParameterSettings":
-        """Return the settings that replace a constant factor on the output of this parameter.
+        """Return the settings with which a parameter trains the same after a multiplier is folded into it.
 
-        A parameter q = ``factor`` x p with the new settings, whose output is not multiplied, trains like p with the
-        old settings, whose output is multiplied by ``factor``. ``decoupled`` is true for the decoupled weight decay
-        of AdamW, and false if decay is part of the gradient.
+        Before, the output of the parameter p is multiplied by ``factor``. After, the parameter is ``factor`` x p, and
+        its output is not multiplied. ``decoupled`` is true for the decoupled weight decay of AdamW, and false if
+        decay is part of the gradient.
         """
         return replace(
             self,
@@ -91,7 +91,10 @@ class ResolvedRecipe:
 
     @cached_property
     def hidden(self) -> ParameterSettings:
-        """The most common settings of the matrices in the blocks, for targets with one value for all parameters."""
+        """The settings that most matrices in the blocks have.
+
+        A target that has one lr (or eps, ...) for all parameters gets the value in these settings.
+        """
         counts = Counter(self.rows[row.name] for row in self.table.rows if row.role is Role.HIDDEN_WEIGHT)
         return counts.most_common(1)[0][0]
 
@@ -110,8 +113,8 @@ class ResolvedRecipe:
     def micro_batch(self) -> int:
         """The number of sequences in one forward pass of a data-parallel rank.
 
-        This number is at most the recipe's micro-batch (1 for ``auto``). It divides the number of sequences that a
-        rank processes per step, for every batch size of the run.
+        It is the largest number up to the recipe's micro-batch that divides the sequences of a rank in every step,
+        also if the batch size changes in the run. If the micro-batch is ``auto``, it is 1.
 
         Raises:
             InputError: if a batch does not divide over the data-parallel ranks.
@@ -143,15 +146,15 @@ def compare(
     *,
     plain: bool,
 ) -> tuple[list[LossRow], int]:
-    """Return the losses of an export and the number of differences between the recipe and the target.
+    """Return (rows, number of differences): what an export does not preserve.
 
-    A loss is a quantity, such as the lr, with its values in the recipe and in the target. Modules that have the same
-    values are in one loss, but each of them counts as a difference.
+    A row has a setting, such as the lr, its value in the recipe and its value in the target. Modules with the same
+    two values share a row, but each of these modules counts as a difference.
 
     Args:
         given: the target's settings by parameter. Parameters that the target does not have are not compared.
         attention_scale: the target's factor on query . key; None if that factor is folded into the weights.
-        reasons: why the target loses a quantity, by quantity.
+        reasons: by setting, why the target cannot have the recipe's value.
         plain: whether the target's model has no multipliers. It is then compared with ``run.plain``, an equivalent of
             the recipe's model that also has no multipliers.
     """
@@ -204,17 +207,17 @@ def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str,
 
 
 def as_written(value: Any) -> Any:
-    """Return a value of a recipe. If it is a table, return those of its settings that are not the defaults."""
+    """Return a value of a recipe as a user writes it: a table without the keys that have their default values."""
     return value.model_dump(exclude_defaults=True) if isinstance(value, Part) else value
 
 
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[LossRow]]:
-    """Return a model shape that a target supports, and one row for each value that is lost because it was replaced.
+    """Return a model shape that a target supports, and a row for each value that had to be replaced.
 
-    ``holds`` maps keys of ``[model]`` to lists of the values that the target supports. A value that is not in its
-    list is replaced by the first of the list. ``["any"]`` stands for all values, "d_model" for a ``d_attention`` of
-    None. For a key of :meth:`ModelShape.added_defaults` that is not in ``holds``, a target supports only the default.
-    If ``holds`` is empty, the target does not describe models, and nothing is replaced.
+    ``holds`` maps a key of ``[model]`` to the list of values that the target supports. If the recipe's value is not
+    in the list, the first value of the list replaces it. The list ``["any"]`` allows every value. In the list of
+    ``d_attention``, "d_model" stands for None. The keys of :meth:`ModelShape.added_defaults` that are not in
+    ``holds`` get their default. If ``holds`` is empty, the target does not describe models, and nothing is replaced.
     """
     changes = {
         key: default

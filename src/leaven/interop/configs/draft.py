@@ -69,9 +69,9 @@ class Draft:
     ) -> None:
         """Set the hyperparameters and the multipliers of modules from the settings of each parameter of ``shape``.
 
-        Each hyperparameter has the value of most matrices in the blocks. Modules with other values get multipliers.
-        If the value of a module changes over the blocks, the value of the first block is used, and a line in
-        ``unread`` says so. ``init_why`` is the reason for the initial values, ``why`` for the optimizer settings.
+        Each hyperparameter gets the value that most matrices in the blocks have. A module with another value gets a
+        multiplier. If the value of a module differs between blocks, the value of the first block is used, and a line
+        in ``unread`` says so. ``init_why`` is the reason for the initial values, ``why`` for the optimizer settings.
         """
         parameters = list(shape.parameters())
         matrices = [each for each in parameters if each.role.is_matrix]
@@ -171,9 +171,10 @@ class Settings:
     - ``kind``: "count" (a whole number), "number", "word" (a string), "switch" (on or off) or "table";
     - ``min``: the smallest count;
     - ``default``: the trainer's default; a count or number without a default must be given;
-    - ``path``: the key of a recipe that has the same meaning;
+    - ``path``: the recipe key with the same meaning as the setting;
     - ``values``: the recipe's value for each possible word, or the recipe's two values for off and on;
-    - ``optional``: if true, a setting that is not given leaves ``path`` unset, in place of the trainer's default.
+    - ``optional``: if true, and the setting is not given, ``path`` stays unset. Otherwise ``path`` then gets the
+      trainer's default.
     """
 
     origin: str  # the imported file, for messages
@@ -220,12 +221,15 @@ class Settings:
         return int(number)
 
     def label(self, name: str) -> str:
-        """Return the name of a setting with its file, for messages."""
+        """Return the file and the name of a setting, for messages: ``train.sh: --lr``."""
         return f"{self.origin}: {self.prefix}{name}"
 
     def choice(self, name: str, known: Mapping[str, str] | Sequence[bool]) -> Any:
-        """Return the recipe's value for the value of a setting. ``known`` maps one to the other. For a switch it is
-        the pair of the recipe's values for (off, on)."""
+        """Return the recipe's value that corresponds to the value of a setting.
+
+        ``known`` maps the setting's values to the recipe's. For a switch, ``known`` is a pair: the recipe's value if
+        the switch is off, and its value if the switch is on.
+        """
         if not isinstance(known, Mapping):
             return known[self[name]]
         if self[name] not in known:
@@ -290,7 +294,10 @@ def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 
 def _of_nearest(key: str, shape: ModelShape, tokens: int) -> tuple[float, str]:
-    """Return a value of the published run that is nearest in size and has this value, and the name of the run."""
+    """Return the value ``key`` of a published run, and the name of the run.
+
+    It is the run nearest in size, among the published runs for which ``key`` is known.
+    """
     for run, _ in nearest(shape.params_active, tokens, limit=99):
         if (value := getattr(run, key)) is not None:
             return value, f"{run.id}, the published run nearest in size"

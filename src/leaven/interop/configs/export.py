@@ -3,9 +3,10 @@
 A target is a trainer to which recipes are exported. The file ``targets/NAME.toml`` lists the model shapes that a
 target supports, the target's names for schedules, and the Jinja templates of the exported files.
 
-A loss is a value of the recipe that the target cannot represent. Some losses are listed in the target's file or in
-``targets/common.toml``. Other losses are found by comparing the recipe's model shape with the supported shapes, and
-the recipe's parameter table with the settings that the target would give each parameter (:mod:`.per_parameter`).
+``Export.losses`` lists what an export does not preserve: the values of the recipe that the target cannot represent.
+Some of them are written in the target's file or in ``targets/common.toml``. The others are found by comparing the
+recipe's model shape with the supported shapes, and the recipe's parameter table with the settings that the target
+would give each parameter (:mod:`.per_parameter`).
 """
 
 import json
@@ -51,17 +52,17 @@ class Target:
     token_schedule: bool = False  # whether the target's schedule counts tokens, as leaven's does
     # the target's words for leaven's, for templates
     names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    lost: Sequence[Mapping[str, str]] = ()  # losses, written as in targets/common.toml
+    lost: Sequence[Mapping[str, str]] = ()  # values that are lost, written as in targets/common.toml
     notes: Sequence[Mapping[str, str]] = ()  # notes, written as in targets/common.toml
 
 
 @dataclass(frozen=True)
 class Export:
-    """The result of an export: files, notes, and losses (values that the target cannot represent)."""
+    """The result of an export."""
 
     files: Mapping[str, str]  # text by file name; "" is the name if the target has a single file
-    losses: list[LossRow]
-    notes: list[str]  # remarks that are not losses
+    losses: list[LossRow]  # values of the recipe that the target cannot represent
+    notes: list[str]  # other remarks for the user
 
 
 @cache
@@ -188,7 +189,10 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
 
 
 def _texts(rows: Iterable[Mapping[str, str]], known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rows (losses or notes) whose condition ``when`` is true, with templates and expressions evaluated."""
+    """Yield the rows of a target's file whose condition ``when`` is true, with templates and expressions evaluated.
+
+    A row is a note, or a value that is lost in the export.
+    """
 
     def evaluated(expression: str) -> Any:
         return environment("").compile_expression(expression)(**known)

@@ -309,7 +309,10 @@ def _schedule(given: Settings, length: int, draft: Draft) -> None:
 
 
 def _layout(given: Settings, draft: Draft, ranks: int | None) -> None:
-    """Set the layout, except for the degrees that :meth:`Settings.copy_to` has copied."""
+    """Set the keys of the layout that follow from several flags or from ``ranks``.
+
+    :meth:`Settings.copy_to` has already set the degrees tp, pp, cp and ep.
+    """
     if "use-megatron-fsdp" in given:
         zero = SHARDING.get(given["data-parallel-sharding-strategy"], 0)
         draft.set("layout.zero", zero, given.why("data-parallel-sharding-strategy"))
@@ -351,8 +354,8 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
     """Return the flags in a shell script or a list of flags, each with the words after its last occurrence.
 
     The parser supports comments, backslashes, quotes, arrays (``ARGS=( ... )``) and variables that the file itself
-    sets. It does not run commands. A word with the output of a command, or with a variable that the file does not
-    set, contains a $.
+    sets. It does not run commands. So a word that needs the output of a command, or a variable that the file does not
+    set, still contains a $ in the result.
 
     Raises:
         InputError: if a quote is not closed, or there is no flag.

@@ -7,10 +7,10 @@ Put this file and parameters.json beside pretrain_gpt.py, and add two lines befo
 
 In Megatron-Bridge, set the field optimizer_config_override_provider of its ConfigContainer to bridge_provider().
 
-Start it with the flags of args.sh. The initial values replace those of --init-method-std, before a checkpoint is
-loaded. They depend on the seed of the recipe, the parameter's name and the tensor-parallel rank. This file was
-written for commit d98e8a6 of Megatron-LM (August 2026) and needs a version whose get_megatron_optimizer has the
-argument config_overrides.
+Start the training with the flags of args.sh. The initial values replace those of --init-method-std, before a
+checkpoint is loaded. They depend on the seed of the recipe, the parameter's name and the tensor-parallel rank. This
+file was written for commit d98e8a6 of Megatron-LM (August 2026) and needs a version whose get_megatron_optimizer has
+the argument config_overrides.
 """
 
 import functools
@@ -36,7 +36,7 @@ _NORMS = {
 
 
 def install(path: str | Path = TABLE) -> None:
-    """Let Megatron's training make its optimizer with the table at ``path``."""
+    """Change Megatron's training so that it uses the table at ``path`` when it builds its optimizer."""
     from megatron.training import training
 
     make = training.get_megatron_optimizer
@@ -49,7 +49,7 @@ def install(path: str | Path = TABLE) -> None:
 
 
 def bridge_provider(path: str | Path = TABLE) -> Any:
-    """Return Megatron-Bridge's provider of overrides for the table at ``path``."""
+    """Return an OptimizerConfigOverrideProvider of Megatron-Bridge that uses the table at ``path``."""
     from megatron.bridge.training.config import OptimizerConfigOverrideProvider
 
     class TableProvider(OptimizerConfigOverrideProvider):  # type: ignore[misc]
@@ -63,7 +63,8 @@ def bridge_provider(path: str | Path = TABLE) -> Any:
 def prepare(config: Any, model_chunks: Iterable[nn.Module], path: str | Path = TABLE) -> dict[Any, dict[str, Any]]:
     """Draw the initial values of a model, and return the ``config_overrides`` for its optimizer.
 
-    ``config`` is the OptimizerConfig; the final lr of every parameter is the same share of its peak as there.
+    ``config`` is the OptimizerConfig. The lr of every parameter falls to the same share of its peak, which is
+    ``config.min_lr / config.lr``.
 
     Raises:
         ValueError: if the table belongs to another model, or a parameter is not stored as a whole tensor.

@@ -109,10 +109,10 @@ def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
 
 
 def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for Megatron with a module that sets every parameter, without multipliers.
+    """Yield the only candidate for Megatron with leaven_table.py, which sets the values of each parameter.
 
-    Query, key and value are one matrix, and so are gate and input of a gated MLP. Each part of such a matrix has its
-    own initial std. For all other settings, the matrix has the settings of its first part.
+    The model has no multipliers. Query, key and value are one matrix, and so are gate and input of a gated MLP. Each
+    part of such a matrix has its own initial std. All other settings are those of the first part, such as the query.
 
     Raises:
         InputError: if the layout shards parameters, which the module cannot set.
@@ -181,7 +181,7 @@ def _alike(
 
 
 def deepspeed(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for DeepSpeed, without settings of parameters.
+    """Yield the only candidate for DeepSpeed, which has no settings for single parameters.
 
     The user's program defines the model, its initial values and its parameter groups.
     """
@@ -248,8 +248,9 @@ def _by_pattern(
 ) -> list[tuple[str, tuple[float, ...]]]:
     """Return (regular expression, values) for each group; the first expression that matches a name gives its values.
 
-    ``groups`` maps the values of a group to its names. The names lack ``end``, which all of them have in common.
-    ``blocks`` is the path of the list of blocks.
+    ``groups`` maps the values of a group to the names of its parameters. All full names end in the same text, such as
+    ".weight". In ``groups`` this ending is missing, and ``end`` is a regular expression for it. ``blocks`` is the
+    path of the list of blocks.
     """
     most = max(groups, key=lambda values: len(groups[values]))
     patterns = [
@@ -307,8 +308,8 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
 def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for NeMo Automodel: factors on lr and decay for each pattern of parameters' names.
 
-    All parameters have the betas and eps of most matrices. The tensors are those of transformers, with the initial
-    values that prepare.py writes.
+    All parameters get the betas and eps that most matrices have. The tensors have the names of transformers, and
+    prepare.py writes their initial values.
     """
     assert architecture is not None
     _require_dense(shape, "automodel")
@@ -338,11 +339,11 @@ def _require_dense(shape: ModelShape, target: str) -> None:
 def _by_tensor(
     run: ResolvedRecipe, tensors: Iterable[Stored], shape: ModelShape, architecture: Architecture
 ) -> tuple[dict[str, ParameterSettings], dict[str, dict[str, Any]]]:
-    """Return two mappings for a model of these tensors.
+    """Return two mappings for a model that stores its parameters as ``tensors``.
 
-    The first has the settings that each of leaven's parameters would get. The second has the entry of each tensor in
-    parameters.json, with values for the stored tensor: leaven's parameter / factor - offset
-    (:meth:`Architecture.factors`).
+    The first maps each of leaven's parameters to the settings that it would get. The second maps each tensor to its
+    entry in parameters.json. The values of an entry are for the stored tensor, which is leaven's parameter / factor -
+    offset (:meth:`Architecture.factors`).
     """
     factors, offsets = architecture.factors(shape, architecture.config(shape)), architecture.offsets(shape)
     # Biases that the recipe does not have start at 0.

@@ -5,7 +5,7 @@ optimizer = prepare(model, "parameters.json")
 scheduler = schedule(optimizer, "parameters.json")
 Trainer(model, arguments, train_dataset=..., optimizers=(optimizer, scheduler))
 
-For a trainer that reads weights from a folder, `python prepare.py FOLDER` writes the initial ones.
+For a trainer that reads its initial weights from a folder, `python prepare.py FOLDER` writes them.
 """
 
 import json
@@ -51,7 +51,10 @@ def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
 
 
 def schedule(optimizer: torch.optim.Optimizer, path: str | Path) -> LambdaLR:
-    """Return the recipe's schedule, which multiplies the lr of each group. A step has the lr of its last token."""
+    """Return the recipe's schedule, which multiplies the lr of each group.
+
+    The factor of a step is the factor of the schedule at the last token of the step.
+    """
     values = json.loads(Path(path).read_text(encoding="utf-8"))["schedule"]
     return LambdaLR(optimizer, lambda step: _factor((step + 1) * values["batch_tokens"], **values))
 
