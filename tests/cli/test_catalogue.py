@@ -8,6 +8,7 @@ import pytest
 from tests.cli.conftest import Verb, document
 
 from leaven.catalogue.laws import LAWS
+from leaven.planning.accelerators import accelerators
 from leaven.recipe.files import read_recipe, write_recipe
 
 EXAMPLE = Path(__file__).parents[2] / "examples/350m.toml"
@@ -127,3 +128,21 @@ def test_laws_of_the_blocks_use_the_count_without_embeddings(leaven: Verb) -> No
     assert "124 M without embeddings (taken as all parameters" in " ".join(leaven("laws", *size)[1].split())
     changed = [leaven("laws", *size, *more, "--json")[1] for more in ((), ("--params-non-embedding", "85M"))]
     assert changed[0] != changed[1]
+
+
+def test_the_list_of_accelerators_marks_unverified_numbers(
+    leaven: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LEAVEN_ACCELERATORS", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    code, out, _ = leaven("hardware")
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert code == 0
+    assert set(accelerators()) <= lines.keys()
+    assert "*" not in lines["H100-SXM-80GB"]
+    assert lines["A800-SXM-80GB"].count("*") == 7  # all seven numbers; nobody measured a matmul
+
+
+def test_only_the_speed_of_an_unmeasured_matmul_is_assumed(leaven: Verb) -> None:
+    assert "bf16 794.5 · fp8 1402.6 · 80% of the peak\n" in leaven("hardware", "H100-SXM-80GB")[1]
+    assert "none known · 80% of the peak is assumed" in leaven("hardware", "H100-PCIe-80GB")[1]
