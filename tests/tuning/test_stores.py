@@ -315,7 +315,7 @@ def without_psycopg(path: Path) -> None:
     [
         (is_text, "{}", "not a journal of Optuna"),
         (has_other_records, "{}", "not a journal of Optuna"),
-        (has_a_damaged_trial, "{}", "damaged, or not a journal of Optuna; restore it"),
+        (has_a_damaged_trial, "{}", "a line is missing or was changed; restore"),
         (is_database, "{}", "an SQLite database; give sqlite:////"),
         (is_damaged, "{}", "line 2 is damaged; restore the file from a backup, or keep .* head -n 1"),
         (os.mkfifo, "{}", "a pipe or a device, not a regular file"),
