@@ -1,5 +1,6 @@
 """Checks of a recipe against the published runs: planted faults are found, and each suggestion fixes its fault."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,8 +8,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.catalogue.published import published
 
-from leaven.catalogue.findings import CHECKS, Case, FindingRow, find, findings, repair
-from leaven.catalogue.runs import load_runs
+from leaven.catalogue.findings import CHECKS, Case, FindingRow, find, findings, quantities, repair
+from leaven.catalogue.neighbours import Neighbours
+from leaven.catalogue.runs import find_run, load_runs
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import adamw_rows, parameter_table
 from leaven.scaling.tested_ranges import warnings
@@ -135,6 +137,16 @@ PLANTED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("vocabulary", "note", {"model__vocab_size": 32_769}, {}),
     ("sequence length", "outside", {"model__seq_len": 256}, {"model__seq_len": 4096}),
 ]  # fmt: skip
+
+
+def test_the_nearest_run_may_be_a_mixture_and_is_compared_by_what_a_token_uses() -> None:
+    """OLMoE has 6.9 B parameters, of which a token uses 1.28 B: fewer than 6 B."""
+    near = Neighbours(6_000_000_000, (find_run("olmoe-1b-7b"),), experts=True)
+    case: Any = SimpleNamespace(params=near.params, neighbours=(), size=SimpleNamespace(near=near))
+    (check,) = [check for check in CHECKS if check.name == "size"]
+    found = quantities.size(check, case)
+    assert found is not None
+    assert found.facts == {"nearest": "olmoe-1b-7b", "side": "smaller", "apart": pytest.approx(4.69, rel=0.01)}
 
 
 @pytest.mark.parametrize(("check", "severity", "fault", "sound"), PLANTED, ids=lambda value: str(value)[:60])

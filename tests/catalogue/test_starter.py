@@ -272,8 +272,12 @@ def test_warm_up_and_cooldown_of_a_reference_are_repeated() -> None:
         new(B, 2 * B, reference="olmo2-7b", proxy=None)
 
 
-def test_an_untuned_recipe_has_the_values_of_leaven_new_for_its_size_and_batch() -> None:
-    new = starter(StarterRequest("wheat", 300_000_000, 6_000_000_000, proxy=0)).target
+@pytest.mark.parametrize(("params", "experts"), [(300_000_000, None), (7 * B, (64, 8)), (47 * B, (8, 1))])
+def test_an_untuned_recipe_has_the_values_of_leaven_new_for_its_size_and_batch(
+    params: int, experts: tuple[int, int] | None
+) -> None:
+    """For a mixture of experts, the size is what a token uses in the chosen shape, not an estimate."""
+    new = starter(StarterRequest("wheat", params, 20 * params, proxy=0, experts=experts)).target
     plain = new.replace({"hyperparameters": {"lr": 1.0, "init_std": 1.0}, "schedule": {}})
     assert untuned(plain).hyperparameters == new.hyperparameters
     assert untuned(plain).schedule == new.schedule
@@ -324,6 +328,19 @@ def test_published_experts_vote_on_experts() -> None:
     large = starter(StarterRequest("wheat", 600 * B, 10 * T, experts=(256, 8), proxy=0)).target.model
     assert large.experts is not None
     assert (large.experts.shared, large.experts.dense_layers) == (1, 3)  # GLM-4.5, DeepSeek-V3
+
+
+@pytest.mark.parametrize(
+    ("params", "experts"), [(47 * B, (8, 2)), (47 * B, (8, 1)), (B, (8, 2)), (40 * 10**6, (16, 2))]
+)
+def test_fine_experts_do_not_decide_for_few_large_experts(params: int, experts: tuple[int, int]) -> None:
+    """Mixtral's shape: all published mixtures with shared experts use 6 or 8 of at least 64."""
+    target = starter(StarterRequest("wheat", params, 20 * params, experts=experts, proxy=0)).target
+    model = target.model
+    assert model.experts is not None
+    assert (model.experts.shared, model.experts.dense_layers, model.experts.router) == (0, 0, "softmax")
+    assert "deepseek" in target.why["model.experts.shared"]
+    assert "deepseek" in target.why["model.experts.dense_layers"]
 
 
 @pytest.mark.parametrize(("params", "experts"), [(40 * 10**6, (16, 1)), (7 * B, (64, 8)), (47 * B, (8, 2))])

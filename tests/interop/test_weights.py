@@ -495,7 +495,7 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
         (
             "gemma 2",
             {"query_pre_attn_scalar": 9},
-            "head_dim = 8, query_pre_attn_scalar = 9: leaven has a single value",
+            "query_pre_attn_scalar = 9: leaven divides attention scores by sqrt(head_dim), not by ",
         ),
         (
             "gemma 2",

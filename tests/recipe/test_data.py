@@ -2,6 +2,7 @@ import pytest
 
 from leaven.errors import InputError
 from leaven.recipe.files import parse_recipe, render
+from leaven.recipe.recipe import Recipe
 
 SEVERAL = """source = [  # mixed
     { source = "web/*.parquet", weight = 3 },
@@ -50,3 +51,12 @@ def test_wrong_sources_are_refused_in_one_line(tiny_text: str, given: str, messa
     with pytest.raises(InputError) as caught:
         parse_recipe(tiny_text, "x.toml", [f"data.source={given}"])
     assert message in str(caught.value)
+
+
+def test_replace_leaves_its_arguments_unchanged(tiny: Recipe) -> None:
+    experts = {"number": 4, "active": 2, "d_expert": 32}
+    changes = {"model.experts": experts, "model.experts.balance": "both"}
+    changed = tiny.replace({"model.d_ff": 64} | changes)
+    assert changed.model.experts is not None
+    assert changed.model.experts.balance == "both"
+    assert experts == {"number": 4, "active": 2, "d_expert": 32}

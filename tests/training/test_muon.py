@@ -1,6 +1,7 @@
 """Muon: equal to torch.optim.Muon bit by bit, close to the singular value decomposition, and unchanged by a skipped
 step."""
 
+import copy
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,36 @@ def test_steps_are_those_of_torch_to_the_last_bit(settings: Muon, adjust: str) -
         muon.step()
         torchs.step()
         assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "deepcopy"])
+def test_a_resume_and_a_copy_take_the_same_steps(how: str) -> None:
+    """The settings of Muon that only the constructor knows are copied, too."""
+
+    def built() -> tuple[list[nn.Parameter], MuonWithAdamW]:
+        matrix, gain = parameters = [nn.Parameter(drawn(shape, 0)) for shape in ((8, 24), (8,))]
+        muon = {"params": [matrix], "param_names": ["0"], "momentum": 0.9, "match": 0.2, "weight_decay": 0.1}
+        groups = [muon, {"params": [gain], "param_names": ["1"]}]
+        return parameters, MuonWithAdamW(groups, lr=0.02, nesterov=False, ns_steps=3)
+
+    def train(parameters: list[nn.Parameter], optimizer: MuonWithAdamW, steps: range) -> None:
+        for step in steps:
+            for number, parameter in enumerate(parameters):
+                parameter.grad = drawn(tuple(parameter.shape), 10 * step + number)
+            optimizer.step()
+
+    parameters, optimizer = built()
+    train(parameters, optimizer, range(2))
+    if how == "deepcopy":
+        others, other = copy.deepcopy((parameters, optimizer))
+    else:
+        others, other = built()
+        for mine, theirs in zip(others, parameters, strict=True):
+            mine.data.copy_(theirs)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(parameters, optimizer, range(2, 4))
+    train(others, other, range(2, 4))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(others, parameters, strict=True))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -26,6 +26,9 @@ NEAREST = 3
 EDGE = 1.5
 """If fewer than `NEAREST` lineages are near, farther runs vote, too. Weights then fall to 0 at this factor beyond the
 farthest run that votes: if this run is 10 times larger than the model, at 15 times the model's size."""
+ALIKE = 2.0
+"""A mixture of experts votes on shared experts and on layers without experts only if its number / active and active
+are within this factor of the model's. 64 experts with 6 active say nothing about 8 with 2, as in Mixtral."""
 LEAST_WEIGHT = 1e-6
 """Smallest weight of a vote; it is not 0, so that a single vote still counts."""
 # Weight of log2(tokens) in a distance, in which log2(parameters) has weight 1. It is small, because published values
@@ -243,13 +246,25 @@ class Neighbours:
         return [f"{id}: {'; '.join(self.table[id].lr_sources)}" for id in ids if id in self.table]
 
 
-def mixtures(params: int) -> Neighbours:
+def mixtures(params: int, alike: tuple[int, int] | None = None) -> Neighbours:
     """Return the published mixtures of experts that are nearest in size to a model, with any optimizer.
 
     A token uses ``params`` parameters of the model. Its experts get their shape from these runs.
+
+    ``alike`` is the number of experts in a layer, and how many of them a token uses (active). If it is given, a
+    mixture is returned only if its active and its number / active are both within a factor of `ALIKE`. There may be
+    none.
     """
-    runs = sorted((run for run in load_runs() if run.kind == "moe"), key=lambda run: size_ratio(run, params))
-    return Neighbours(params, tuple(first_of_each(runs)), experts=True)
+
+    def fits(run: PublishedRun) -> bool:
+        number, active = run.arch.n_experts, run.arch.experts_per_token
+        if alike is None or not (number and active):
+            return alike is None
+        return max(ratio(number / active, alike[0] / alike[1]), ratio(active, alike[1])) <= ALIKE
+
+    runs = (run for run in load_runs() if run.kind == "moe" and fits(run))
+    nearest_first = sorted(runs, key=lambda run: size_ratio(run, params))
+    return Neighbours(params, tuple(first_of_each(nearest_first)), experts=True)
 
 
 def neighbours(

@@ -95,6 +95,8 @@ class Architecture:
     defaults: Config  # values of keys that are missing in config.json
     ends: Mapping[str, str]  # paths of leaven's modules outside the blocks, by leaven's name
     block: Mapping[str, str]  # paths of leaven's modules inside a block, by leaven's name
+    # by key of [model]: what leaven cannot do if its keys of config.json have different values, for messages
+    limits: Mapping[str, str] = field(default_factory=dict)
     experts: Mapping[str, str] = field(default_factory=dict)  # paths of router and experts; {} is the expert's number
     router_bias: str | None = None  # path of the biases that a router adds to the scores of experts, if it has any
     # by key of [model] and leaven's value: the values in config.json, such as activation: {swiglu: [silu, swish]}. An
@@ -247,9 +249,8 @@ class Architecture:
             stated = {theirs: given[theirs] for theirs in several if theirs in given}
             if len(stated) > 1 and len(set(stated.values())) > 1:
                 listed = ", ".join(f"{key} = {value!r}" for key, value in stated.items())
-                raise InputError(
-                    f"config.json: {listed}: leaven has a single value for these keys ({ours}); make them equal"
-                )
+                limit = self.limits.get(ours, f"leaven has a single value for these keys ({ours})")
+                raise InputError(f"config.json: {listed}: {limit}, so leaven cannot represent this model")
             if stated:
                 values[ours] = next(iter(stated.values()))
         if values.get("window", 0) >= values["seq_len"]:  # a window of a sequence or more changes nothing

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -316,11 +317,11 @@ class Recipe(Part):
 
 
 def set_path(document: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a dotted path (:func:`split_path`) in nested dicts. Missing dicts are created."""
+    """Set a copy of the value at a dotted path (:func:`split_path`) in nested dicts. Missing dicts are created."""
     keys = split_path(path)
     for key in keys[:-1]:
         document = document.setdefault(key, {})
-    document[keys[-1]] = value
+    document[keys[-1]] = deepcopy(value)  # a later path may set a value inside it
 
 
 def split_path(path: str) -> list[str]:

@@ -74,6 +74,19 @@ class MuonWithAdamW(torch.optim.AdamW):
         stated = next(iter(self._of_muon), {})
         self.nesterov, self.ns_steps = stated.get("nesterov", nesterov), stated.get("ns_steps", ns_steps)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle needs: the state of AdamW, and the attributes that this class adds."""
+        added = ("dtype", "on_whole", "nesterov", "ns_steps")
+        return super().__getstate__() | {name: getattr(self, name) for name in added}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a checkpoint or of a copy. Adam gets only its own groups, because it expects the number
+        of steps in the state of each parameter, which Muon does not count."""
+        everything = state["param_groups"]
+        of_adam = [group for group in everything if "match" not in group]
+        super().__setstate__(state | {"param_groups": of_adam})  # type: ignore[no-untyped-call]
+        self.param_groups = everything
+
     @property
     def _of_muon(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if "match" in group]

@@ -346,6 +346,15 @@ def test_config_json_with_and_without_training_arguments(tmp_path: Path) -> None
         assert found.unread == ("label_smoothing_factor",)
 
 
+def test_a_mixture_of_experts_is_compared_with_mixtures(tmp_path: Path) -> None:
+    """The config of OLMoE 1B-7B, of which a token uses 1.28 B parameters."""
+    config = {"model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16,
+              "num_experts": 64, "num_experts_per_tok": 8, "num_key_value_heads": 16}  # fmt: skip
+    why = from_transformers.read(folder(tmp_path, config), "x").recipe.why
+    for path in ("hyperparameters.lr", "schedule.warmup_tokens"):
+        assert "olmoe-1b-7b" in why[path]
+
+
 def test_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
     folder(tmp_path, CONFIG)
     log = [{"learning_rate": 0.0, "step": 1}, {"learning_rate": 3e-4, "step": 2}, {"eval_loss": 1.0, "step": 2}]

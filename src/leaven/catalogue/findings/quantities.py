@@ -31,8 +31,8 @@ def size(check: Check, case: Case) -> Check | None:
     """Report that no published run is near the recipe's size."""
     if case.neighbours:
         return None
-    nearest = case.runs[0]
-    side = "larger" if nearest.params_total > case.params else "smaller"
+    nearest = min(case.size.near.ranked, key=lambda run: size_ratio(run, case.params))
+    side = "larger" if nearest.params_active > case.params else "smaller"
     facts = {"nearest": nearest.id, "apart": size_ratio(nearest, case.params), "side": side}
     return replace(check, value=float(case.params), runs=[nearest], facts=facts)
 

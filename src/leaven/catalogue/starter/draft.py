@@ -90,7 +90,7 @@ def used_params(params: int, experts: tuple[int, int] | None) -> int:
     number, active = experts
     near = mixtures(round(3 * params / (1 + 2 * number / active)))  # first guess: ratio 8/3, no shared experts
     ratio: float = widths_of_experts(near).value
-    votes = near.most("model.experts.shared")
+    votes = mixtures(near.params, experts).most("model.experts.shared")
     shared: int = votes.value if votes else 0
     return round(params * (4 + 3 * ratio) / (4 + 3 * ratio * (number + shared) / (active + shared)))
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 from leaven.catalogue.laws import batches, evaluate
-from leaven.catalogue.neighbours import Neighbours, Votes, first_of_each, middle, mixtures, neighbours
+from leaven.catalogue.neighbours import ALIKE, Neighbours, Votes, first_of_each, middle, mixtures, neighbours
 from leaven.catalogue.runs import PublishedRun, load_runs
 from leaven.catalogue.starter.draft import StarterDraft, StarterRequest, widths_of_experts
 from leaven.catalogue.terms import terms
@@ -50,6 +50,7 @@ _ROUND = ((4_096, 1_024), (2_048, 512), (1_024, 256), (512, 128), (256, 64), (12
 _STACK = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "qk_norm": True, "bias": False}
 _CHOICES = (*_STACK, "embedding_norm", "rope_theta", "dropout")
 _HEADS = ("d_head", "n_heads", "n_kv_heads")
+_VOTED = ("shared", "dense_layers")  # values of the experts that similar published mixtures decide
 _SIZES = ("n_layers", "d_model", *_HEADS, "d_ff", "vocab_size", "tied_embeddings", "seq_len")
 
 
@@ -148,18 +149,17 @@ def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
 def _experts_of(request: StarterRequest) -> dict[str, Any] | None:
     """Return the fields of :class:`Experts` except d_expert, or None for a dense model.
 
-    The numbers of experts are as requested. Shared experts and dense layers are as in most of the nearest published
-    mixtures of experts.
+    The numbers of experts are as requested. Shared experts and dense layers are as in most of the nearest similar
+    mixtures of experts. If no published mixture is similar, no experts are shared and all layers have experts.
     """
     if request.experts is None:
         return None
     number, active = request.experts
-    near = mixtures(request.params_active)
-    shared, dense = near.most("model.experts.shared"), near.most("model.experts.dense_layers")
-    assert shared
-    assert dense
-    made = {"number": number, "active": active, "normalise": active > 1, "shared": shared.value}
-    return made | {"dense_layers": dense.value, "router": "sigmoid" if shared.value else "softmax"}
+    near = mixtures(request.params_active, request.experts)
+    votes = {name: near.most(f"model.experts.{name}") for name in _VOTED}
+    made = {name: most.value if most else 0 for name, most in votes.items()}
+    router = "sigmoid" if made["shared"] else "softmax"
+    return made | {"number": number, "active": active, "normalise": active > 1, "router": router}
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
@@ -377,9 +377,11 @@ def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours,
     }
     for name in _SIZES:
         draft.decide(f"model.{name}", getattr(model, name), **facts)
-    for name in ("number", "active", "d_expert", "shared", "dense_layers") if model.experts else ():
+    alike = mixtures(request.params_active, request.experts)
+    for name in ("number", "active", "d_expert", *_VOTED) if model.experts else ():
         path = f"model.experts.{name}"
-        draft.decide(path, getattr(model.experts, name), **facts, votes=experts.most(path))
+        votes, others = alike.most(path), experts.values(path)
+        draft.decide(path, getattr(model.experts, name), **facts, votes=votes, others=others, factor=ALIKE)
     if model.experts and model.experts.shared:
         draft.decide("model.experts.router", model.experts.router)
     if model.experts and not model.experts.normalise:

@@ -67,8 +67,11 @@ def starter(request: StarterRequest) -> StarterRecipes:
     model = choose_shape(request, near)
     off = model.params / request.params - 1
     draft.step("size", params=request.params, model=model, off=off, far=abs(off) > 0.03)
+    of_shape = near
+    if request.experts:  # the shape shows how many parameters a token uses, which was only estimated before
+        near = neighbours(model.params_active, request.tokens, reference=run, experts=True)
     _neighbours_step(draft, near)
-    decide_shape(draft, request, near, model)
+    decide_shape(draft, request, of_shape, model)
     if request.tokens < LEAST_SEQUENCES * model.seq_len:
         raise InputError(
             f"--tokens {format_quantity(request.tokens)}: fewer than {LEAST_SEQUENCES:,} sequences of "

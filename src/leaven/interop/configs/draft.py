@@ -297,8 +297,13 @@ def _of_nearest(key: str, shape: ModelShape, tokens: int) -> tuple[float, str]:
     """Return the value ``key`` of a published run, and the name of the run.
 
     It is the run nearest in size, among the published runs for which ``key`` is known.
+
+    For a mixture of experts, the size is the number of parameters that a token uses. Published mixtures of experts
+    within a factor of 4 of this size come first, then dense runs.
     """
-    for run, _ in nearest(shape.params_active, tokens, limit=99):
+    experts = bool(shape.experts)
+    counted = ", counted by the parameters that a token uses" if experts else ""
+    for run, _ in nearest(shape.params_active, tokens, kind="moe" if experts else "dense", used=experts):
         if (value := getattr(run, key)) is not None:
-            return value, f"{run.id}, the published run nearest in size"
+            return value, f"{run.id}, the published run nearest in size{counted}"
     raise AssertionError(f"no published run has {key}")
