@@ -682,8 +682,8 @@ def test_tensorboard_and_wandb_are_read(tmp_path: Path) -> None:
     first, second = b"\0" * (32768 - 7 - 7 - 3), b"end"
     headers = [struct.pack("<IHB", zlib.crc32(b"\1" + content), len(content), 1) for content in (first, second)]
     log = b":W&B" + bytes(3) + headers[0] + first + bytes(3)
-    assert list(log_records(log + headers[1] + second, "x")) == [first, second]
-    assert list(log_records(log + headers[1] + second[:2], "x")) == [first]  # being written
+    assert list(log_records(log + headers[1] + second, "x")) == [(7, first), (32768, second)]
+    assert list(log_records(log + headers[1] + second[:2], "x")) == [(7, first)]  # being written
     with pytest.raises(InputError, match="x is damaged at byte 32,768"):
         list(log_records(log + headers[1] + b"And", "x"))
     assert read_losses(nested, folder, complete=False) == ((0, 0.0), (10, 1.0), (20, 2.0))
@@ -693,9 +693,70 @@ def test_tensorboard_and_wandb_are_read(tmp_path: Path) -> None:
     header = struct.pack("<IHB", zlib.crc32(b"\1" + record), len(record), 1)
     (tmp_path / "deep.wandb").write_bytes(b":W&B" + bytes(3) + header + record)
     with pytest.raises(
-        InputError, match=r"deep.wandb has a record that cannot be read \(a value is nested too deeply\)"
+        InputError, match=r"deep.wandb is damaged at byte 7: the record .* \(a value is nested too deep"
     ):
         list(wandb_rows(tmp_path / "deep.wandb"))
+
+
+def wandb_log(*records: bytes) -> bytes:
+    """Return the file of an offline run of W&B with records that fit into one block."""
+    headers = [struct.pack("<IHB", zlib.crc32(b"\1" + record), len(record), 1) for record in records]
+    return b":W&B" + bytes(3) + b"".join(header + record for header, record in zip(headers, records, strict=True))
+
+
+def wandb_row(**values: bytes) -> bytes:
+    """Return a record with a row of the history. ``values`` are texts in JSON."""
+
+    def field(number: int, content: bytes) -> bytes:
+        tag, size = number << 3 | 2, len(content)
+        return b"".join(bytes([each & 127 | 128, each >> 7]) for each in (tag, size)) + content
+
+    return field(2, b"".join(field(1, field(1, key.encode()) + field(16, value)) for key, value in values.items()))
+
+
+LARGE = b"1" + b"0" * 400  # beyond a float
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "error"),
+    [
+        ("wandb", wandb_log(b"\xff" * 30), "a.wandb is damaged at byte 7: .*a number has more than 10 bytes"),
+        ("wandb", wandb_log(b"\x12\xff\xff\x7fx"), "a field is longer than its record"),
+        ("wandb", wandb_log(b"\x12\xff"), "it ends within a number"),
+        ("wandb", wandb_log(wandb_row(_step=b"1", loss=LARGE)), "loss is 10+, not a number"),
+        ("wandb", wandb_log(wandb_row(_step=LARGE, loss=b"3")), "the step _step = 10+, not a number; correct what"),
+        ("wandb", wandb_log(wandb_row(_step=b"NaN", loss=b"3")), "the step _step = nan, not a number"),
+        ("jsonl", b'{"loss": %s, "at": 1}\n' % LARGE, "loss is 10+, not a number"),
+        ("jsonl", b'{"loss": 3, "at": %s}\n' % LARGE, "the step at = 10+, not a number; set loss.step to another"),
+        ("pattern", b"step %s loss 3\n" % (LARGE * 20), "has the step 10+, which is too large"),
+    ],
+    ids=["varint", "field", "cut", "loss", "step", "step nan", "loss of jsonl", "step of jsonl", "step in text"],
+)
+def test_a_damaged_log_is_an_error_of_one_line(tmp_path: Path, kind: str, content: bytes, error: str) -> None:
+    loss = {
+        "wandb": {"wandb": "x", "key": "loss"},
+        "jsonl": {"jsonl": "x", "key": "loss", "step": "at"},
+        "pattern": {"pattern": "step {step} loss {loss}"},
+    }[kind]
+    file = tmp_path / "a.wandb"
+    file.write_bytes(content)
+    source = Command.model_validate({"command": "x", "loss": loss}).loss
+    with pytest.raises(InputError, match=error):
+        read_losses(source, tmp_path if kind == "wandb" else file, complete=True)
+    if "damaged" in error:  # it may still be written
+        assert read_losses(source, tmp_path, complete=False) == ()
+
+
+def test_a_trial_with_a_damaged_log_fails_and_the_study_goes_on(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "bad").write_bytes(wandb_log(b"\xff" * 30))
+    (tmp_path / "good").write_bytes(wandb_log(wandb_row(_step=b"1", loss=b"3")))
+    name = "$(test {lr} = 0.1 && echo good || echo bad)"
+    command = f"cp {tmp_path}/{name} {{out}}/a.wandb; : {{seed}}"
+    file = write(command, "loss = {wandb = '{out}', key = 'loss'}\n", ONE)
+    code, printed = tune(file, "--study", "study", "--trials", 2, "--noise", 0.01, "--method", "random")
+    assert code == 0, printed
+    assert [trial.state for trial in document().trials] == ["complete", "failed"]
+    assert "trial 1 reported a loss that cannot be read: " in printed
 
 
 QUOTABLE = "[space]\nopt = {choices = ['adamw', 'lion-8.bit']}\nn = {start = 1e-5, low = 1e-6, high = 1}\n"

@@ -3,8 +3,9 @@
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,6 +167,9 @@ REFUSED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "text": (changed(loss="high"), "row 1: loss is 'high', which is not a number; the loss of a diverged run is nan"),
     "empty": (changed(loss=""), "row 1 has no loss; write a number, or remove the row"),
     "lr 0": (changed(lr=0), "row 1: lr is 0; give a number above 0"),
+    "a huge lr": (changed(lr=1e300), "row 1: lr is 1e+300; give a number from 1e-100 to 1e+100"),
+    "a huge width": (changed(width="1" + "0" * 20), "row 1: width is 1e+20; give a number of at most 1,000,000,000,"),
+    "a width beyond a float": (changed(width="1" + "0" * 400), "row 1: width is inf; give a number above 0"),
     "half a width": (changed(width=64.5), "row 1: width is 64.5; give a whole number"),
     "twice": (changed(seed=1), "row 2 repeats the size, lr and seed of an earlier row; remove one"),
     "all diverged": (
@@ -447,3 +451,67 @@ def test_the_loss_may_have_another_name(tmp_path: Path) -> None:
     for check in (transfer_of_runs, curves_of):
         with pytest.raises(InputError, match="which have one loss; remove --loss val"):
             check(tmp_path / "own", loss="val")
+
+
+def test_an_integer_beyond_a_float_is_infinite(tmp_path: Path) -> None:
+    large = [run | {"loss": 10**400} if run["width"] == 64 else run for run in rows({64: -6.0, 128: -6.0})]
+    with pytest.raises(InputError, match="width 64 has 0 values of lr without a diverged run"):
+        transfer_of_runs(write(tmp_path / "runs.jsonl", large))
+    with pytest.raises(InputError, match="row 1: step is inf; give a number of at least 0"):
+        curves_of(write(tmp_path / "curve.jsonl", [{"step": 10**400, "loss": 3.0}]))
+
+
+def tensorboard_record(content: bytes, size: int | None = None) -> bytes:
+    from tensorboard.summary.writer.record_writer import masked_crc32c
+
+    header = (len(content) if size is None else size).to_bytes(8, "little")
+    sums = [masked_crc32c(part).to_bytes(4, "little") for part in (header, content)]
+    return header + sums[0] + content + sums[1]
+
+
+def tensorboard_event(step: int = 1, shape: Sequence[int] = (), **tensor: Any) -> bytes:
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    event = Event(step=step)
+    value = event.summary.value.add(tag="loss")
+    value.tensor.dtype = tensor.pop("dtype", 1)
+    for size in shape:
+        value.tensor.tensor_shape.dim.add(size=size)
+    value.tensor.MergeFrom(type(value.tensor)(**tensor or {"float_val": [3.0]}))
+    return tensorboard_record(event.SerializeToString())
+
+
+EVENT = tensorboard_event
+DAMAGED: dict[str, tuple[Callable[[], bytes], str]] = {
+    "many elements": (lambda: EVENT(shape=[3 * 10**9]), r"loss is 'a tensor of shape \[3000000000\]', which"),
+    "negative": (lambda: EVENT(shape=[-5]), r"tfevents is damaged at byte 0: .* shape \[-5\]\); remove it"),
+    "resource": (lambda: EVENT(dtype=20), "tfevents is damaged at byte 0: .*a tensor of type 20"),
+    "type 99": (lambda: EVENT(dtype=99), "tfevents is damaged at byte 0: .*a tensor of type 99"),
+    "no type": (lambda: EVENT(dtype=0), "tfevents is damaged at byte 0: .*a tensor of type 0"),
+    "no text": (lambda: EVENT(dtype=7), "tfevents is damaged at byte 0: the record cannot be read"),
+    "odd size": (lambda: EVENT(tensor_content=b"abc"), "tfevents is damaged at byte 0: the record cannot be read"),
+    "no event": (lambda: tensorboard_record(b"\xff" * 9), "tfevents is damaged at byte 0: the record cannot be read"),
+    "checksum": (lambda: EVENT() + EVENT()[:-1] + b"x", r"tfevents is damaged at byte \d+: a checksum is wrong"),
+    "cut": (lambda: EVENT()[:-1], r"\(a.tfevents is cut within the record at byte 0\) has no column loss"),
+    "length": (
+        lambda: tensorboard_record(b"x", size=10**18),
+        r"\(a.tfevents is cut within the record at byte 0\) has no column loss",
+    ),
+    "back": (lambda: EVENT(2) + EVENT(1), "step 1 comes after 2, as if a second run began"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_tensorboard_files_are_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    content, message = DAMAGED[name]
+    (tmp_path / "width64-lr1").mkdir()
+    (tmp_path / "width64-lr1" / "a.tfevents").write_bytes(content())
+    for check in (transfer_of_runs, curves_of):
+        with pytest.raises(InputError, match=message):
+            check(tmp_path)
+
+
+def test_a_tensor_with_one_element_is_a_loss(tmp_path: Path) -> None:
+    (tmp_path / "64m").mkdir()
+    (tmp_path / "64m" / "a.tfevents").write_bytes(EVENT() + EVENT(2, [1, 1], float_val=[2.0]) + EVENT(3)[:-1])
+    assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}  # the third may still be written

@@ -1,112 +1,199 @@
 """Readers of the logs of other programs: TensorBoard event files, and offline runs of W&B (Weights & Biases).
 
-An incomplete last record is ignored, because another program may be writing the file.
+An incomplete last record is left out, because another program may be writing the file. The argument ``cut`` of the
+readers is then called with a text that says so.
 """
 
 import json
+import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from leaven import storage
 from leaven.errors import InputError
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.summary_pb2 import Summary
 
 _BLOCK, _HEADER = 32768, 7  # bytes of a block and of a record's header in a W&B file
 _FULL, _FIRST, _LAST = 1, 2, 4  # types of records in a W&B file
 
 
-def tensorboard_rows(file: Path, tag: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, {tag of the value: value}) for each value in a TensorBoard event file. If the tag of a value is
-    not ``tag``, yield None in place of the value."""
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+class LogDamaged(InputError):
+    """Raised when a log is damaged, or was still being written when it was copied or read."""
+
+    def __init__(self, file: Path | str, at: int, why: str) -> None:
+        super().__init__(f"{file} is damaged at byte {at:,}: {why}; remove it, or copy it again")
+
+
+def _ignore(_: str) -> None:
+    """Ignore that a log is cut."""
+
+
+def tensorboard_rows(
+    file: Path, tag: str, cut: Callable[[str], object] = _ignore
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (step, {tag of the value: value}) for each value in a TensorBoard event file.
+
+    If the tag of a value is not ``tag``, yield None in place of the value. A tensor that is no scalar gives a text.
+
+    Raises:
+        LogDamaged: if the file is damaged.
+    """
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    for at, record in _tensorboard_records(file, cut):
+        try:
+            event = Event.FromString(record)
+            rows = [
+                {value.tag: _scalar(value) if value.tag == tag else None}
+                for value in event.summary.value
+                if value.WhichOneof("value") in {"simple_value", "tensor"}
+            ]
+        except (DecodeError, ValueError) as error:
+            raise LogDamaged(file, at, f"the record cannot be read ({error})") from None
+        yield from ((event.step, row) for row in rows)
+
+
+def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[tuple[int, bytes]]:
+    """Yield (first byte, content) for each record of a TensorBoard event file.
+
+    A record is the length of its content in 8 bytes, the checksum of the length in 4 bytes, the content, and its
+    checksum in 4 bytes.
+    """
+    from tensorboard.summary.writer.record_writer import masked_crc32c
+
+    with storage.open_file(file) as log:
+        at, end = 0, os.fstat(log.fileno()).st_size
+        while at < end:
+            header = log.read(12)
+            if len(header) == 12 and masked_crc32c(header[:8]) != int.from_bytes(header[8:], "little"):
+                raise LogDamaged(file, at, "a checksum is wrong")
+            size = int.from_bytes(header[:8], "little")
+            if at + 12 + size + 4 > end:
+                cut(f"{file.name} is cut within the record at byte {at:,}")
+                return
+            content = log.read(size)
+            if masked_crc32c(content) != int.from_bytes(log.read(4), "little"):
+                raise LogDamaged(file, at, "a checksum is wrong")
+            yield at, content
+            at += 12 + size + 4
+
+
+def _scalar(value: "Summary.Value") -> Any:
+    """Return the number in a value. If the value is a tensor that is no scalar, return a text.
+
+    Raises:
+        ValueError: if the type or shape of the tensor is invalid.
+    """
     from tensorboard.util.tensor_util import make_ndarray
 
-    for event in EventFileLoader(str(file)).Load():
-        for value in event.summary.value:
-            if value.HasField("tensor"):
-                yield event.step, {value.tag: make_ndarray(value.tensor).tolist() if value.tag == tag else None}
+    if value.WhichOneof("value") == "simple_value":
+        return value.simple_value
+    shape = [dimension.size for dimension in value.tensor.tensor_shape.dim]
+    if any(size < 0 for size in shape):
+        raise ValueError(f"a tensor of shape {shape[:8]}")
+    # Only then, because a small record may give a shape that does not fit into memory.
+    if any(size != 1 for size in shape):
+        return f"a tensor of shape {shape[:8]}"
+    try:
+        return make_ndarray(value.tensor).item()
+    except (ArithmeticError, KeyError, TypeError):
+        raise ValueError(f"a tensor of type {value.tensor.dtype}") from None
 
 
-def wandb_rows(file: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+def wandb_rows(file: Path, cut: Callable[[str], object] = _ignore) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield (step, values by name) for each row of the history in the file of an offline run of W&B.
 
     Raises:
-        InputError: if the file is damaged.
+        LogDamaged: if the file is damaged.
     """
-    for record in log_records(storage.read(file), str(file)):
+    for at, record in log_records(storage.read(file), str(file), cut):
         try:
             histories = [_row(content) for field, content in _fields(record) if field == 2]  # Record.history
-        except (ValueError, IndexError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             why = "a value is nested too deeply" if isinstance(error, RecursionError) else str(error)
-            raise InputError(
-                f"{file} has a record that cannot be read ({why}); remove it, or copy it again"
-            ) from None
+            raise LogDamaged(file, at, f"the record cannot be read ({why})") from None
         for row in histories:
             yield row.get("_step"), row
 
 
-def _row(history: int | bytes) -> dict[str, Any]:
+def _row(history: int | memoryview) -> dict[str, Any]:
     """Return the values of a HistoryRecord by name."""
-    items = _fields(history) if isinstance(history, bytes) else ()
-    return dict(_item(item) for number, item in items if number == 1 and isinstance(item, bytes))
+    items = _fields(history) if isinstance(history, memoryview) else ()
+    return dict(_item(item) for number, item in items if number == 1 and isinstance(item, memoryview))
 
 
-def _item(item: bytes) -> tuple[str, Any]:
+def _item(item: memoryview) -> tuple[str, Any]:
     """Return the name and value of a HistoryItem. The name joins nested keys with dots."""
     keys, value = [], None
     for field, content in _fields(item):
-        if isinstance(content, bytes):
+        if isinstance(content, memoryview):
             if field == 16:  # value_json
-                value = json.loads(content)
+                value = json.loads(bytes(content))
             else:  # key or nested_key
-                keys.append(content.decode())
+                keys.append(str(content, "utf-8"))
     return ".".join(keys), value
 
 
-def log_records(log: bytes, name: str) -> Iterator[bytes]:
-    """Yield the records of a log in LevelDB's format, which W&B uses. ``name`` is the file name, for messages.
+def log_records(log: bytes, name: str, cut: Callable[[str], object] = _ignore) -> Iterator[tuple[int, memoryview]]:
+    """Yield (first byte, content) for each record of a log in LevelDB's format, which W&B uses.
 
-    Source: https://github.com/google/leveldb/blob/main/doc/log_format.md. W&B differs in two points: the file begins
-    with a header of 7 bytes, and the checksums are plain CRC-32.
+    ``name`` is the file name, for messages. Source:
+    https://github.com/google/leveldb/blob/main/doc/log_format.md. W&B differs in two points: the file begins with a
+    header of 7 bytes, and the checksums are plain CRC-32.
 
     Raises:
-        InputError: if a checksum is wrong.
+        LogDamaged: if a checksum is wrong.
     """
-    at, parts = _HEADER, b""
-    while at + _HEADER <= len(log):
+    at, first, parts = _HEADER, _HEADER, list[bytes]()
+    while at < len(log):
         if _BLOCK - at % _BLOCK < _HEADER:  # the rest of a block is padding
             at += _BLOCK - at % _BLOCK
             continue
-        checksum, size, kind = struct.unpack_from("<IHB", log, at)
-        at += _HEADER
-        content = log[at : at + size]
-        if len(content) < size:
-            return
+        header, begin = log[at : at + _HEADER], at + _HEADER
+        checksum, size, kind = struct.unpack("<IHB", header.ljust(_HEADER, b"\0"))
+        if begin + size > len(log):
+            break
+        content = log[begin : begin + size]
         if zlib.crc32(content, zlib.crc32(bytes([kind]))) != checksum:
-            raise InputError(f"{name} is damaged at byte {at - _HEADER:,}; remove it, or copy it again")
-        parts = content if kind in {_FULL, _FIRST} else parts + content
-        at += size
+            raise LogDamaged(name, at, "a checksum is wrong")
+        if kind in {_FULL, _FIRST}:
+            first, parts = at, []
+        parts.append(content)
+        at = begin + size
         if kind in {_FULL, _LAST}:
-            yield parts
+            yield first, memoryview(b"".join(parts))
+            first, parts = at, []
+    if at < len(log) or parts:
+        cut(f"{Path(name).name} is cut within the record at byte {first if parts else at:,}")
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """Yield (field number, content) for each field of a protobuf message.
 
     Source: https://protobuf.dev/programming-guides/encoding.
+
+    Raises:
+        ValueError: if the message is invalid.
     """
     at = 0
 
     def varint() -> int:
         nonlocal at
-        value = shift = 0
-        while True:
+        value = 0
+        for shift in range(0, 70, 7):  # 64 bits have at most 10 bytes
+            if at >= len(message):
+                raise ValueError("it ends within a number")
             byte = message[at]
-            at, value, shift = at + 1, value | (byte & 0x7F) << shift, shift + 7
+            at, value = at + 1, value | (byte & 0x7F) << shift
             if byte < 0x80:
                 return value
+        raise ValueError("a number has more than 10 bytes")
 
     while at < len(message):
         number, kind = divmod(varint(), 8)
@@ -114,5 +201,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
             yield number, varint()
             continue
         size = {1: 8, 5: 4}.get(kind) or varint()
+        if at + size > len(message):
+            raise ValueError("a field is longer than its record")
         yield number, message[at : at + size]
         at += size

@@ -33,6 +33,8 @@ UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 # A name and a number with an optional unit, as part of a folder's name.
 NAMED = r"([a-z]+(?:_[a-z]+)*)[=_-]?(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?:([kmbt])(?![a-z]))?"
 LARGEST_LOSS = 1e6  # a run with a larger loss has diverged
+LARGEST_NUMBER = 1e100  # the largest size or value of a hyperparameter; the smallest value is its inverse
+LARGEST_WIDTH = 10**15
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,20 @@ class LoggedRow:
             if isinstance(value, bool):
                 raise ValueError
             return float(value)
+        except OverflowError:  # an integer of JSON; in CSV, float() returns infinity for the same digits
+            return math.inf if value > 0 else -math.inf
         except (TypeError, ValueError):
             hint = "; the loss of a diverged run is nan" if column == "loss" else ""
-            raise InputError(f"{self.place}: {column} is {value!r}, which is not a number{hint}") from None
+            raise InputError(f"{self.place}: {column} is {value!r:.60}, which is not a number{hint}") from None
 
     def above_0(self, column: str) -> float:
         """Return a number above 0."""
         value = self.number(column)
         if not 0 < value < math.inf:
             raise InputError(f"{self.place}: {column} is {value:g}; give a number above 0")
+        if not 1 / LARGEST_NUMBER <= value <= LARGEST_NUMBER:
+            limits = f"{1 / LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}"
+            raise InputError(f"{self.place}: {column} is {value:g}; give a number from {limits}")
         return value
 
     def loss(self) -> float:
@@ -111,22 +118,24 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
     If the names of the folders below ``root`` contain a name in ``columns`` with a number, the rows have this column,
     too. For example, the folders ``width64/lr0.01`` give the columns width and lr.
     """
+    cut: list[str] = []
     if path.is_dir():
         events = sorted(file for file in path.iterdir() if EVENTS in file.name)
-        found = [row for file in events for row in tensorboard_rows(file, loss)]
+        found = [row for file in events for row in tensorboard_rows(file, loss, cut.append)]
     else:
-        found = list(wandb_rows(path))
+        found = list(wandb_rows(path, cut.append))
+    place = f"{path} ({'; '.join(cut)})" if cut else str(path)
     named = re.findall(NAMED, str(path.relative_to(root)).lower())
     known = {name: float(value) * UNITS[unit] for name, value, unit in named if name in columns}
     rows = [
-        LoggedRow(str(path), {**known, "step": step, "loss": row[loss]})
+        LoggedRow(place, {**known, "step": step, "loss": row[loss]})
         for step, row in found
         if row.get(loss) is not None
     ]
     if not rows:
         names = sorted({name for _, row in found for name in row})
         raise InputError(
-            f"{path} has no column {loss}; it has {', '.join(names) or 'no columns'}; name the loss with --loss"
+            f"{place} has no column {loss}; it has {', '.join(names) or 'no columns'}; name the loss with --loss"
         )
     return rows
 
@@ -193,6 +202,8 @@ def scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
     for axis in {"width", "depth"} & values.keys():
         if values[axis] % 1:
             raise InputError(f"{row.place}: {axis} is {values[axis]:g}; give a whole number")
+        if values[axis] > LARGEST_WIDTH:
+            raise InputError(f"{row.place}: {axis} is {values[axis]:g}; give a number of at most {LARGEST_WIDTH:,}")
         values[axis] = int(values[axis])
     return RunScale(**{"width": 1, "depth": 1} | values)  # type: ignore[arg-type]
 
@@ -254,8 +265,11 @@ def _runs_by_size(
         rows, logged = [], []
         for file in data_files(path):
             found_here = _rows(file, path, loss, {*AXES, value, "seed"})
-            rows += found_here[-1:] if _is_one_run(file) else found_here
-            logged += found_here[-1:] if _is_one_run(file) else []
+            if _is_one_run(file):
+                _points(found_here, "step")  # refuses steps that are not in the order of time
+                found_here = found_here[-1:]
+                logged += found_here
+            rows += found_here
         _refuse_unfinished(logged, value)
     columns = dict.fromkeys(column for row in rows for column in row.values)
     axes = [axis for axis in AXES if axis in columns and axis != value]

@@ -9,8 +9,8 @@ ends:
 - Diverged: a loss is NaN or infinite, or the output matches the pattern ``diverged``. The command is ended at once.
 - Pruned: its losses are too far behind those of the best trial. The command is ended.
 - Failed: both attempts at the run failed. An attempt fails if the command ends with another exit code, reports no
-  loss, or takes longer than ``timeout_seconds``. If an attempt at the start point fails before any run has a result,
-  there is no second attempt: the command itself is probably wrong, so the search ends.
+  loss or one that cannot be read, or takes longer than ``timeout_seconds``. If an attempt at the start point fails
+  before any run has a result, there is no second attempt: the command itself is probably wrong, so the search ends.
 """
 
 import math
@@ -155,7 +155,10 @@ class CommandTrainer:
                     return f"took longer than timeout_seconds = {command.timeout_seconds:g}"
                 if look < next_look:
                     continue
-            found = read_losses(command.loss, where, complete=code is not None)
+            try:
+                found = read_losses(command.loss, where, complete=code is not None)
+            except InputError as error:
+                return f"reported a loss that cannot be read: {error}"
             curve = tuple(sorted(found))  # by step: a resumed attempt may repeat steps of the earlier attempt
             ran = Outcome(
                 loss=found[-1][1] if found else math.nan,

@@ -10,11 +10,12 @@ from typing import Any
 from leaven import storage
 from leaven.errors import InputError
 from leaven.training.outcome import Curve
-from leaven.training.run_logs import tensorboard_rows, wandb_rows
+from leaven.training.run_logs import LogDamaged, tensorboard_rows, wandb_rows
 from leaven.tuning.command import LossSource
 
 Losses = Iterator[tuple[int | None, float]]  # (step, loss) in the order in which they were written
 MOST_NAMES = 20  # names of values that a message lists
+LARGEST_STEP = 2**63 - 1  # of the steps that a log reports
 
 
 def read_losses(source: LossSource, where: Path, *, complete: bool) -> Curve:
@@ -29,7 +30,8 @@ def read_losses(source: LossSource, where: Path, *, complete: bool) -> Curve:
         complete: whether the command has ended. If not, a last line without a line break is ignored.
 
     Raises:
-        InputError: if a loss or its step is not a number, or the file cannot be read after the command has ended.
+        InputError: if a loss or its step is not a number, or the file cannot be read or is damaged after the command
+            has ended.
     """
     if source.pattern is not None:
         found = _of_text(re.compile(source.expression, re.MULTILINE), where, complete)
@@ -45,6 +47,10 @@ def read_losses(source: LossSource, where: Path, *, complete: bool) -> Curve:
         if not complete:
             return ()
         raise InputError(f"{where}: {error.strerror}; correct the path of the losses in the command file") from None
+    except LogDamaged:
+        if not complete:  # another machine may see a part of the file before the rest
+            return ()
+        raise
     return tuple(curve.items())
 
 
@@ -60,19 +66,25 @@ def why_none(source: LossSource, where: Path) -> str:
 def _of_text(pattern: re.Pattern[str], file: Path, complete: bool) -> Losses:
     text = storage.read(file).decode(errors="replace").replace("\r", "\n") if file.is_file() else ""
     for found in pattern.finditer(text if complete else text[: text.rfind("\n") + 1]):
-        step = found.groupdict().get("step")
+        step = re.sub("[,_]", "", found.groupdict().get("step") or "")
+        if len(step) > len(str(LARGEST_STEP)):
+            raise InputError(f"{file}: a loss has the step {step:.60}, which is too large")
         if found["loss"] is not None:  # the pattern may have an alternative without a loss
-            yield int(re.sub("[,_]", "", step)) if step else None, float(found["loss"])
+            yield int(step) if step else None, float(found["loss"])
 
 
 def _of_rows(source: LossSource, where: Path) -> Losses:
     for step, row in _rows(source, where):
         if (loss := row.get(str(source.key))) is None:  # loggers write null for a value that a step does not have
             continue
-        if source.step is not None and not (isinstance(step, int | float) and math.isfinite(step)):
+        has_step = isinstance(step, int | float) and abs(step) <= LARGEST_STEP  # NaN is not
+        if not has_step and (source.step is not None or step is not None):
+            suggestion = "correct what the command logs"
+            if source.step is not None:
+                suggestion = f"set loss.step to another key of this line: {', '.join(list(row)[:MOST_NAMES])}"
             raise InputError(
-                f"{where}: a line with {source.key} has the step {source.step} = {step!r:.60}, not a number; set "
-                f"loss.step to another key of this line: {', '.join(list(row)[:MOST_NAMES])}"
+                f"{where}: a line with {source.key} has the step {source.step or '_step'} = {step!r:.60}, not a "
+                f"number; {suggestion}"
             )
         try:
             yield step if step is None else int(step), float(loss)
