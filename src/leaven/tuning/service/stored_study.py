@@ -24,6 +24,7 @@ number of commands on any machines can share a study, and the command that start
 import json
 import math
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -49,6 +50,7 @@ from leaven.tuning.algorithm.trust_region import RESULTS, Axes
 from leaven.tuning.study_document import PRUNED, StudyTrial
 
 ABOUT = "leaven:about"  # an attribute of a study: its settings (recipe, space, method and so on) by name
+ID = "id"  # the setting with the random id of a study, which is also in its study.json
 EXPECTED, EARLIER = "expected", "earlier"  # the settings with knowledge from before the search
 OPTIONS = {EXPECTED: "--prior (or expected)", EARLIER: "--from-study (or earlier)"}
 PATIENCE = 5.0  # seconds to wait for the settings of a study that another command has just created
@@ -132,6 +134,10 @@ class StoredStudy:
     @cached_property
     def id(self) -> int:
         return self.store.get_study_id_from_name(self.study.study_name)
+
+    @property
+    def random_id(self) -> str:
+        return random_id(self.study.user_attrs)
 
     @property
     def trials(self) -> list[FrozenTrial]:
@@ -415,7 +421,7 @@ def join_study(
     if axes.near:
         here["near"] = {key: list(both) for key, both in axes.near.items()}
     here |= shared
-    created = dict(here)
+    created = here | {ID: uuid.uuid4().hex}
     if axes.expected:
         created[EXPECTED] = {key: list(both) for key, both in axes.expected.items()}
     if axes.earlier is not None:
@@ -443,6 +449,12 @@ def join_study(
             raise InputError(f"{what} was created without {option}; leave this option out, or use another study")
     known = replace(axes, expected=expected, earlier=earlier)
     return StoredStudy(store, study, known, noise, what, digests)
+
+
+def random_id(attributes: Mapping[str, Any]) -> str:
+    """Return the random id in the user attributes of a study. It is empty in a study of an older version."""
+    settings = attributes.get(ABOUT)
+    return str(settings.get(ID, "")) if isinstance(settings, dict) else ""
 
 
 def _settings(study: optuna.Study, what: str) -> tuple[dict[str, Any], bool]:
