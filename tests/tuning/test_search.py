@@ -227,6 +227,13 @@ OF_TRIAL = r'\{[^\n]*"trial_id":3,'
             change_database("UPDATE study_directions SET direction = 'MAXIMIZE'"),
             "no longer minimises the loss: its direction was changed in its store",
         ),
+        *(
+            ("sqlite:///{}", change_database(statement), "store is damaged .*; restore it from a backup, or use")
+            for statement in (
+                "UPDATE trial_params SET distribution_json = '{}' WHERE trial_id = 4",
+                "UPDATE trial_values SET value_type = 'INF_POS'",
+            )
+        ),
         ("sqlite:///{}", change_database("DELETE FROM study_directions"), "its direction was changed|is damaged"),
     ],
 )

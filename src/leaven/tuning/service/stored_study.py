@@ -463,8 +463,6 @@ def join_study(
     if recipe is not None:
         created["recipe"] = recipe.model_dump(mode="json")
     study = _load_or_create(store, name, created | {DIGEST: _digest(created)}, what)
-    if store.get_study_directions(study._study_id) != [StudyDirection.MINIMIZE]:
-        raise InputError(f"{what} no longer minimises the loss: its direction was changed in its store; {RESTORE}")
     there, digests = _settings(study, what)
     try:
         stored, expected, earlier = _knowledge(there)
@@ -496,8 +494,10 @@ def _settings(study: optuna.Study, what: str) -> tuple[dict[str, Any], bool]:
     """Return the settings of a study, and whether they have a digest.
 
     Raises:
-        InputError: if the settings do not match their digest.
+        InputError: if the settings do not match their digest, or if the study does not minimise the loss.
     """
+    if study.directions != [StudyDirection.MINIMIZE]:
+        raise InputError(f"{what} no longer minimises the loss: its direction was changed in its store; {RESTORE}")
     found = study.user_attrs[ABOUT]
     digest = found.pop(DIGEST, None) if isinstance(found, dict) else ""
     if digest is not None and digest != _digest(found):
