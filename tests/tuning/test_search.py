@@ -168,7 +168,7 @@ def change_journal(old: str, new: str) -> Callable[[Path], None]:
 def change_database(statement: str) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         with closing(sqlite3.connect(path)) as database:
-            assert database.execute(statement).rowcount == 1
+            assert database.execute(statement).rowcount > 0
             database.commit()
 
     return change
@@ -202,6 +202,39 @@ OF_TRIAL = r'\{[^\n]*"trial_id":3,'
             "trial 3 of the stored study leaven was changed after it had ended; restore the store from a backup, or",
         ),
         ("sqlite:///{}", change_database("DELETE FROM trials WHERE number = 3"), "has lost trial 3; restore"),
+        *(
+            ("sqlite:///{}", change_database(f"UPDATE trials SET state = '{state}' WHERE number = 3"), message)
+            for state, message in (
+                ("FAIL", "trial 3 of .* was changed in its store: its state is FAIL, but it has a loss"),
+                ("RUNNING", "trial 3 of .* was changed in its store: its state is RUNNING, but it has a loss"),
+                ("WAITING", "trial 3 of .* was changed in its store: its state is WAITING, which leaven never"),
+                ("PRUNED", "trial 3 of .* was changed after it had ended"),
+            )
+        ),
+        ("{}", change_journal(rf'({OF_TRIAL}"state":)1', r"\g<1>3"), "its state is FAIL, but it has a loss"),
+        (
+            "sqlite:///{}",
+            change_database("DELETE FROM trial_values WHERE trial_id = 4"),
+            "trial 3 of .* was changed in its store: its state is COMPLETE, but it has no loss",
+        ),
+        (
+            "sqlite:///{}",
+            change_database("DELETE FROM trial_user_attributes"),
+            "trial 0 of .* was changed in its store: its attributes are missing",
+        ),
+        (
+            "sqlite:///{}",
+            change_database("UPDATE study_directions SET direction = 'MAXIMIZE'"),
+            "no longer minimises the loss: its direction was changed in its store",
+        ),
+        *(
+            ("sqlite:///{}", change_database(statement), "store is damaged .*; restore it from a backup, or use")
+            for statement in (
+                "UPDATE trial_params SET distribution_json = '{}' WHERE trial_id = 4",
+                "UPDATE trial_values SET value_type = 'INF_POS'",
+            )
+        ),
+        ("sqlite:///{}", change_database("DELETE FROM study_directions"), "its direction was changed|is damaged"),
     ],
 )
 def test_a_changed_or_deleted_value_of_a_store_is_noticed(

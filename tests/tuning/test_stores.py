@@ -20,7 +20,7 @@ from optuna.distributions import FloatDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.study import StudyDirection
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, TrialState, create_trial
 from optuna_dashboard import wsgi
 
 from leaven.errors import InputError
@@ -315,7 +315,7 @@ def without_psycopg(path: Path) -> None:
     [
         (is_text, "{}", "not a journal of Optuna"),
         (has_other_records, "{}", "not a journal of Optuna"),
-        (has_a_damaged_trial, "{}", "a line is missing or was changed; restore"),
+        (has_a_damaged_trial, "{}", "not a journal of Optuna, or a line is missing or was changed; restore"),
         (is_database, "{}", "an SQLite database; give sqlite:////"),
         (is_damaged, "{}", "line 2 is damaged; restore the file from a backup, or keep .* head -n 1"),
         (os.mkfifo, "{}", "a pipe or a device, not a regular file"),
@@ -365,6 +365,20 @@ def test_a_damaged_page_of_a_database_is_one_line(tmp_path: Path, page: int) -> 
 
     with pytest.raises(InputError, match=r"study\.db (is damaged|cannot be opened).*malformed") as refused:
         read()
+    assert "\n" not in str(refused.value)
+
+
+def test_the_rest_of_a_removed_trial_is_one_line(tmp_path: Path) -> None:
+    where = tmp_path / "study.db"
+    store, study = begun(f"sqlite:///{where}")
+    trial = create_trial(state=TrialState.RUNNING, params={"x": 0.5}, distributions={"x": FloatDistribution(0, 1)})
+    store.create_new_trial(study, trial)
+    store.remove_session()
+    with sqlite3.connect(where) as database:
+        database.execute("DELETE FROM trials")
+    database.close()
+    with pytest.raises(InputError, match=r"study\.db is damaged .*; restore it from a backup") as refused:
+        open_store(f"sqlite:///{where}").create_new_trial(study, trial)
     assert "\n" not in str(refused.value)
 
 

@@ -530,7 +530,7 @@ def test_damaged_settings_of_a_study_are_one_line(short: Recipe, tokens: TokenSe
         pass
     journal = tmp_path / "study" / "journal.log"
     journal.write_text(journal.read_text().replace('"seq_len"', '"seq_lem"'))
-    with pytest.raises(InputError, match="the settings of .* were changed in its store"), study:
+    with pytest.raises(InputError, match="the settings of .* were changed in its store; restore the store"), study:
         pass
 
 
@@ -601,6 +601,42 @@ def test_a_study_that_has_lost_its_trials_does_not_start_again(
     with pytest.raises(InputError, match=f"{said}.*restore the store"), study():
         pass
     assert tree(folder) == before
+
+
+def swap_the_journal(folder: Path, other: Path) -> None:
+    shutil.copy(other / "journal.log", folder / "journal.log")
+
+
+def write_as_an_older_version(folder: Path, other: Path) -> None:
+    """Write study.json without an id and with the losses of another study."""
+    document = json.loads((folder / "study.json").read_text())
+    del document["id"]
+    document["trials"][0]["loss"] += 1.0
+    (folder / "study.json").write_text(json.dumps(document))
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (swap_the_journal, "belongs to the study .*, but --study .* contains the study"),
+        (write_as_an_older_version, "has the loss .* for trial 0, but --study .* has"),
+    ],
+)
+def test_results_of_another_study_are_not_overwritten(
+    study: Callable[..., Study], tmp_path: Path, change: Callable[[Path, Path], None], said: str
+) -> None:
+    for copied in (True, False):
+        with study() as opened:
+            opened.run(2, 1)
+        if copied:
+            (tmp_path / "study").rename(tmp_path / "other")
+    change(tmp_path / "study", tmp_path / "other")
+    before = tree(tmp_path)
+    with pytest.raises(InputError, match=f"study.json {said}.*; give the store that belongs") as refused, study():
+        pass
+    assert "\n" not in str(refused.value)
+    assert tree(tmp_path) == before
 
 
 @pytest.mark.usefixtures("in_this_process")

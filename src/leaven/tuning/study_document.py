@@ -244,6 +244,7 @@ class StudyDocument(Answer):
     """A study: the answer of its search and all trials. ``best`` is None until a command has completed the search."""
 
     version: int = 1
+    id: str = ""  # the random id of the study, which is also in its store; empty in a study of an older version
     name: str
     method: str
     space: tuple[str, ...]  # paths of the searched values

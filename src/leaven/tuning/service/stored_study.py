@@ -18,12 +18,13 @@ number of commands on any machines can share a study, and the command that start
   finite loss so far. leaven itself counts the loss of a diverged run as infinite.
 - A trial with a result has a digest of its number, state, loss, point and user attributes, and the settings of the
   study have a digest, too. So a changed value or a deleted line of the store is noticed when trials are read. Studies
-  and trials of older versions have no digest and are not checked.
+  and trials of older versions have no digest and are not checked. A state that leaven does not write is refused, too.
 """
 
 import json
 import math
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -38,6 +39,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from leaven.errors import InputError
@@ -46,9 +48,11 @@ from leaven.training.outcome import Outcome, curve_of
 from leaven.training.run_folder import describe_changes
 from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.algorithm.trust_region import RESULTS, Axes
+from leaven.tuning.service.stores import TICKET
 from leaven.tuning.study_document import PRUNED, StudyTrial
 
 ABOUT = "leaven:about"  # an attribute of a study: its settings (recipe, space, method and so on) by name
+ID = "id"  # the setting with the random id of a study, which is also in its study.json
 EXPECTED, EARLIER = "expected", "earlier"  # the settings with knowledge from before the search
 OPTIONS = {EXPECTED: "--prior (or expected)", EARLIER: "--from-study (or earlier)"}
 PATIENCE = 5.0  # seconds to wait for the settings of a study that another command has just created
@@ -134,6 +138,10 @@ class StoredStudy:
         return self.store.get_study_id_from_name(self.study.study_name)
 
     @property
+    def random_id(self) -> str:
+        return random_id(self.study.user_attrs)
+
+    @property
     def trials(self) -> list[FrozenTrial]:
         """All trials of the study.
 
@@ -141,6 +149,9 @@ class StoredStudy:
             InputError: if a trial is missing, or was changed after it had ended.
         """
         trials = self.study.get_trials(deepcopy=False)
+        if any(_change_of(trial, self.digests) for trial in trials):
+            # PostgreSQL reads states before losses, so a trial that ends in between seems to run and to have a loss.
+            trials = self.study.get_trials(deepcopy=False)
         if missing := set(range(len(trials))) - {trial.number for trial in trials}:
             raise InputError(f"{self.what} has lost trial {min(missing)}; {RESTORE}")
         # The job search:N is created when there are at least N jobs. In a journal without the line that created a
@@ -149,9 +160,11 @@ class StoredStudy:
             if job.startswith("search:") and int(job.removeprefix("search:")) > count:
                 raise InputError(f"{self.what} has lost a trial before trial {trial.number}; {RESTORE}")
         for trial in trials:
+            if change := _change_of(trial, self.digests):
+                raise InputError(f"trial {trial.number} of {self.what} was changed in its store: {change}; {RESTORE}")
             if trial.state in WITH_RESULT and trial.number not in self._checked:
                 known = trial.user_attrs.get(DIGEST)
-                required = self.digests and OWNER in trial.user_attrs
+                required = self.digests and _ours(trial)
                 if (required or known is not None) and known != _digest_of(trial, trial.state, trial.values):
                     raise InputError(f"trial {trial.number} of {self.what} was changed after it had ended; {RESTORE}")
                 self._checked.add(trial.number)
@@ -328,11 +341,37 @@ def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes)
     )
 
 
-def _digest_of(trial: FrozenTrial, state: TrialState, values: Sequence[float]) -> str:
+def _ours(trial: FrozenTrial) -> bool:
+    """Return whether leaven created a trial, even if its user attributes were removed."""
+    return OWNER in trial.user_attrs or TICKET in trial.system_attrs
+
+
+def _change_of(trial: FrozenTrial, digests: bool) -> str:
+    """Return what shows that another program changed a trial of leaven in the store. The text is empty if nothing
+    does, and for trials of other programs.
+
+    leaven creates a trial as RUNNING, with an owner. It becomes COMPLETE or PRUNED together with a loss, or FAIL
+    without one. A digest alone shows nothing: a process may be killed after it has written the digest and before it
+    writes the state. ``digests`` is whether every trial with a result has a digest.
+    """
+    if not _ours(trial):
+        return ""
+    if digests and OWNER not in trial.user_attrs:
+        return "its attributes are missing"
+    if trial.state is TrialState.WAITING:
+        return "its state is WAITING, which leaven never writes"
+    if trial.state not in WITH_RESULT and trial.values is not None:
+        return f"its state is {trial.state.name}, but it has a loss"
+    if trial.state is TrialState.COMPLETE and trial.values is None:
+        return "its state is COMPLETE, but it has no loss"
+    return ""
+
+
+def _digest_of(trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> str:
     """Return the digest of a trial that ends, or has ended. ``state`` and ``values`` (its loss) are those at its
     end."""
     attributes = {key: value for key, value in trial.user_attrs.items() if key not in {DIGEST, LAST_BEAT}}
-    losses = [loss + 0.0 for loss in values]  # SQLite stores -0.0 as 0.0
+    losses = [loss + 0.0 for loss in values or ()]  # SQLite stores -0.0 as 0.0
     return _digest([trial.number, state.name, losses, trial.params, attributes])
 
 
@@ -415,7 +454,7 @@ def join_study(
     if axes.near:
         here["near"] = {key: list(both) for key, both in axes.near.items()}
     here |= shared
-    created = dict(here)
+    created = here | {ID: uuid.uuid4().hex}
     if axes.expected:
         created[EXPECTED] = {key: list(both) for key, both in axes.expected.items()}
     if axes.earlier is not None:
@@ -445,12 +484,20 @@ def join_study(
     return StoredStudy(store, study, known, noise, what, digests)
 
 
+def random_id(attributes: Mapping[str, Any]) -> str:
+    """Return the random id in the user attributes of a study. It is empty in a study of an older version."""
+    settings = attributes.get(ABOUT)
+    return str(settings.get(ID, "")) if isinstance(settings, dict) else ""
+
+
 def _settings(study: optuna.Study, what: str) -> tuple[dict[str, Any], bool]:
     """Return the settings of a study, and whether they have a digest.
 
     Raises:
-        InputError: if the settings do not match their digest.
+        InputError: if the settings do not match their digest, or if the study does not minimise the loss.
     """
+    if study.directions != [StudyDirection.MINIMIZE]:
+        raise InputError(f"{what} no longer minimises the loss: its direction was changed in its store; {RESTORE}")
     found = study.user_attrs[ABOUT]
     digest = found.pop(DIGEST, None) if isinstance(found, dict) else ""
     if digest is not None and digest != _digest(found):

@@ -15,7 +15,7 @@ import random
 import re
 import time
 import uuid
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partialmethod
@@ -231,6 +231,13 @@ def _damaged(error: Exception) -> bool:
     )
 
 
+def _clashes(error: Exception) -> bool:
+    """Return whether an error means that a new row contradicts the rows of a database."""
+    from sqlalchemy.exc import IntegrityError
+
+    return any(isinstance(cause, IntegrityError) for cause in _causes(error))
+
+
 def _reason(error: Exception) -> str:
     """Return the message of an error as one line. If a database driver caused the error, it is the driver's
     message."""
@@ -329,9 +336,7 @@ class _Waiting:
                 return call(again)
             except Exception as error:
                 if _damaged(error):
-                    raise InputError(
-                        f"{self._name} is damaged ({_reason(error)}); restore it from a backup, or use another study"
-                    ) from error
+                    raise self._damage(error) from error
                 if not _away(error):
                     raise
                 now = time.monotonic()
@@ -347,6 +352,19 @@ class _Waiting:
             time.sleep(min(left, pause * random.uniform(0.5, 1.5)))
             pause, again = min(2 * pause, LONGEST_PAUSE), True
 
+    def _damage(self, error: Exception) -> InputError:
+        return InputError(
+            f"{self._name} is damaged ({_reason(error)}); restore it from a backup, or use another study"
+        )
+
+    def get_all_trials(
+        self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
+    ) -> list[FrozenTrial]:
+        try:
+            return list(self._call("get_all_trials", study_id, deepcopy, states))
+        except (AssertionError, AttributeError, LookupError, TypeError) as error:  # Optuna cannot convert a cell
+            raise self._damage(error) from error
+
     def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
         template = create_trial(state=TrialState.RUNNING) if template_trial is None else copy(template_trial)
         ticket = str(uuid.uuid4())
@@ -359,7 +377,12 @@ class _Waiting:
                         return trial._trial_id
             return self._store.create_new_trial(study_id, template)
 
-        return int(self._until_done(create))
+        try:
+            return int(self._until_done(create))
+        except Exception as error:
+            if _clashes(error):  # a row of another trial was removed, and the rest of that trial is still there
+                raise self._damage(error) from error
+            raise
 
     def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
         def set_state(again: bool) -> bool:

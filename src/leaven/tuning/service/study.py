@@ -68,7 +68,7 @@ from leaven.tuning.service.search_plan import (
     check_search,
     known_runs,
 )
-from leaven.tuning.service.stored_study import join_study
+from leaven.tuning.service.stored_study import RESTORE, join_study, random_id
 from leaven.tuning.service.stores import StoreGone, exists, open_store
 from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
@@ -183,7 +183,8 @@ class BaseStudy(ABC):
 
     def __enter__(self) -> Self:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        ended, begun = self._ended_trials(), (self.out / "centre.toml").exists()
+        (saved_id, saved), begun = self._saved_results(), (self.out / "centre.toml").exists()
+        ended = set(saved)
         if begun and not exists(self._where):
             raise self._store_lost(ended, ended)
         if isinstance(self._where, Path):
@@ -194,6 +195,9 @@ class BaseStudy(ABC):
             raise InputError(f"{self._name} contains the study {others[0]}, not {name}; use another --study")
         if begun and name not in stored:
             raise self._store_lost(ended, ended)
+        stored_id = random_id(store.get_study_user_attrs(stored[name])) if saved_id else ""
+        if stored_id and saved_id != stored_id:
+            raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored_id}")
         there = store.get_all_trials(stored[name], deepcopy=False) if ended else []
         if lost := ended - {trial.number for trial in there if trial.state.is_finished()}:
             raise self._store_lost(ended, lost)
@@ -211,6 +215,7 @@ class BaseStudy(ABC):
             recipe=self.space.recipe if isinstance(self.space, Space) else None,
             shared=self._shared,
         )
+        self._compare_results(saved, compare_losses=not stored_id)
         self.space = self.space.knowing(self._stored.axes.expected, self._stored.axes.earlier)
         make_folder(self.out)
         if not (self.out / "centre.toml").exists():
@@ -220,16 +225,50 @@ class BaseStudy(ABC):
     def __exit__(self, *exception: object) -> None:
         self._stored.store.remove_session()
 
-    def _ended_trials(self) -> set[int]:
-        """Return the numbers of the ended trials in study.json, an empty set if the file is missing or damaged."""
+    def _saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
+        """Return the random id of the study in study.json, and (state, loss) of its ended trials by number. Both are
+        empty if the file is missing or damaged."""
         path = self.out / "study.json"
         try:
-            results = json.loads(read(path))["trials"]
-            return {trial["number"] for trial in results if trial["state"] not in UNDER_WAY}
-        except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
-            return set()
+            document = json.loads(read(path))
+            ended = [trial for trial in document["trials"] if trial["state"] not in UNDER_WAY]
+            return document.get("id", ""), {trial["number"]: (trial["state"], trial.get("loss")) for trial in ended}
+        except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return "", {}
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+
+    def _compare_results(self, saved: Mapping[int, tuple[str, float | None]], *, compare_losses: bool) -> None:
+        """Compare the results in study.json with those in the store.
+
+        Args:
+            saved: (state, loss) of the ended trials in study.json, by number.
+            compare_losses: whether the losses must be equal, too. It is false if ids show that study.json and the
+                store belong to the same study.
+
+        Raises:
+            InputError: if the store lacks a result that study.json has, or has another one.
+        """
+        runs = {run.number: run for run in self._stored.runs} if saved else {}
+        for number, (state, loss) in saved.items():
+            if number not in runs:  # a run that another trial continued
+                continue
+            run = runs[number]
+            if state != "failed" and not run.finished:
+                raise InputError(
+                    f"trial {number} of {self._name} has lost its result, which {self.out / 'study.json'} has; "
+                    f"{RESTORE}"
+                )
+            if compare_losses and run.loss != loss:
+                raise self._other_study(f"has the loss {loss} for trial {number}", f"has {run.loss}")
+
+    def _other_study(self, saved: str, stored: str) -> InputError:
+        """Return the error for a store and a study.json of different studies. ``saved`` and ``stored`` say what each
+        of them has."""
+        return InputError(
+            f"{self.out / 'study.json'} {saved}, but {self._name} {stored}; give the store that belongs to this "
+            "folder, restore the file that was replaced, or use another folder"
+        )
 
     def _store_lost(self, ended: set[int], lost: set[int]) -> InputError:
         """Return the error for a store that has lost trials. ``ended`` are the numbers of the trials in study.json,
@@ -238,7 +277,7 @@ class BaseStudy(ABC):
         if not ended:
             results, missing = "a study", "no study of this name"
         elif lost != ended:
-            missing = f"lost {len(lost)} of them"
+            missing = f"lost {len(lost)} of them, the first is trial {min(lost)}"
         return InputError(
             f"{self.out} has {results}, but the store of {self._name} has {missing}; restore the store, or use "
             "another folder"
@@ -370,6 +409,7 @@ class BaseStudy(ABC):
         trials = tuple(run.document(space.values(run.octaves or {})) for run in runs)
         return StudyDocument(
             **vars(found) | {"best": found.best if over else None, "trials": trials},
+            id=self._stored.random_id,
             name=self._stored.study.study_name,
             method=self.method,
             space=space.paths,
