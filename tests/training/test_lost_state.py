@@ -85,6 +85,22 @@ def test_a_run_of_which_little_is_left_does_not_start_again(
     assert files(folder) == before
 
 
+@pytest.mark.parametrize("left", ["metrics.jsonl", "plan.json", "tensorboard"])
+def test_the_first_event_alone_does_not_start_a_run_again(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, left: str
+) -> None:
+    folder, short = tmp_path / "run", recipe.replace({"data.tokens": 1_024})
+    train(short, tokens, folder, log_to=("tensorboard",))
+    rewrite(folder / "events.jsonl", lambda lines: lines[:1])
+    for path in folder.iterdir():
+        if path.name not in {"recipe.toml", "tokenizer.json", "events.jsonl", left}:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = files(folder)
+    with pytest.raises(InputError, match=rf"has no checkpoints, but {left}.* says that it has .*trained"):
+        train(short, tokens, folder)
+    assert files(folder) == before
+
+
 def test_a_restart_by_torchrun_does_not_start_again_if_the_folder_is_gone(
     recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +139,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(
     shutil.rmtree(run.checkpoints)
     rewrite(run.path / "events.jsonl", lambda lines: [line for line in lines if line["event"] == "start"])
     rewrite(run.path / "metrics.jsonl", lambda lines: lines[:3])
+    (run.checkpoints / ".tokens-000000000000000.x.tmp").mkdir(parents=True)  # left by the kill
     assert train(recipe, tokens, run.path).finished
     assert losses(run.path) == expected
 

@@ -37,6 +37,7 @@ from leaven.training.loop import Callback
 from leaven.training.rewind import Rewind, undone
 from leaven.training.run_folder import (
     IDENTITY,
+    UNFINISHED,
     WRONG_TYPES,
     checkpoint_name,
     checkpoints,
@@ -54,7 +55,6 @@ FORMAT, FORMAT_OF_MANY = 2, 3
 """The format number in ``state.json`` if one process wrote the checkpoint, and if several processes wrote it. The
 second format also lists the parts of each tensor."""
 _KINDS = ("model", "optimizer")
-UNFINISHED = ".tokens-*.tmp"
 # Keys of the state of a run's checkpoint:
 TEXT = "text"  # the fingerprint of the text
 EVENTS = "events"  # number and digest of the lines of events.jsonl

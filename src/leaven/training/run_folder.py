@@ -23,6 +23,7 @@ from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
 from leaven.training.line_digests import LinesDigest, digest, kept_metrics, lines_digest
 
 LOCK = ".lock"
+UNFINISHED = ".tokens-*.tmp"  # names of checkpoints that are being written, or were when the process was killed
 _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
 _EMPTY_CURVES = 512  # bytes; a TensorBoard file without a curve is smaller
 WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # raised by a JSON document that was changed
@@ -195,22 +196,39 @@ class RunFolder:
         """If a file shows that the run has saved a checkpoint, return a sentence with the name of the file and what
         it says. Otherwise return None.
 
-        An example is "events.jsonl says that it has trained 1,024 tokens". A run that is killed in its first steps
-        may have metrics, but neither a checkpoint nor an event that says so.
+        An example is "events.jsonl says that it has trained 1,024 tokens". A run that was killed in its first steps
+        may have metrics and curves without a checkpoint. It is known by the unfinished checkpoint in its folder.
         """
         events = self.events()
         saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]
         if saved:
             return f"{self._events.name} says that it has trained {saved[-1]:,} tokens"
-        if events:
-            return None
-        if lines := self.metrics():
-            return f"{self._metrics.name} says that it has trained {lines[-1]['step']:,} steps"
-        # The first event is written before the plan and before the first curve.
-        for file in (self.plan_file, *self.path.glob("tensorboard/*")):
-            if file.is_file() and (file == self.plan_file or file.stat().st_size > _EMPTY_CURVES):
+        first_save_failed = any(event["event"] == "checkpoint_failed" for event in events)
+        if not first_save_failed and not any(self.checkpoints.glob(UNFINISHED)):
+            if lines := self.metrics():
+                return f"{self._metrics.name} says that it has trained {lines[-1]['step']:,} steps"
+            if (file := self._trained_file(begun=bool(events))) is not None:
                 return f"{file.relative_to(self.path)} says that it has been trained"
         return "it had saved one before torchrun restarted it" if self._torchrun_has_trained() else None
+
+    def _trained_file(self, begun: bool) -> Path | None:
+        """Return plan.json or a TensorBoard file that shows that the run has trained, or None. ``begun`` says whether
+        events.jsonl has a line. Then only a plan.json with measured steps counts, because the first one is written
+        before the first step."""
+        if self.plan_file.is_file() and (not begun or self._measured_steps()):
+            return self.plan_file
+        if begun and self._metrics.is_file():
+            return None  # a run that starts again empties its metrics and keeps the curves of its first start
+        curves = (file for file in self.path.glob("tensorboard/*") if file.is_file())
+        return next((file for file in curves if file.stat().st_size > _EMPTY_CURVES), None)
+
+    def _measured_steps(self) -> bool:
+        """Return whether plan.json says that steps of the run were timed."""
+        try:
+            rows = (storage.json_object(storage.read(self.plan_file)) or {})["rows"]
+            return any(row["steps"] > 0 for row in rows)
+        except (OSError, *WRONG_TYPES):  # damaged or of an older version
+            return False
 
     def mark_trained(self) -> None:
         """Tell later restarts of this process by torchrun that the run has saved a checkpoint. Without torchrun, do
