@@ -109,7 +109,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         raise InputError(f"{run}: {problem}; give the folder of a run, the DIR of leaven train RECIPE --run DIR")
     recipe = folder.recipe()
     saved = folder.newest_saved() if tokens is None else None  # first, because a run may be writing another one
-    checkpoint, damaged = read_checkpoint(folder.checkpoints, rewinds_of(folder), tokens)
+    checkpoint, damaged = read_checkpoint(folder.checkpoints, rewinds_of(folder), tokens, recipe=recipe)
     if checkpoint is None:
         names = [path.name for path in damaged]
         there = ", ".join(f"{tokens_of(path):_}" for path in checkpoints(folder.checkpoints))

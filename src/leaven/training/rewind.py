@@ -134,7 +134,7 @@ class ManualRewind:
         from leaven.training.checkpoint import read_checkpoint  # imports this module, and torch
 
         to_here = Rewind(self.rewind_to, 0, 0)
-        found, _ = read_checkpoint(run.checkpoints, (*rewinds_of(run), to_here))
+        found, _ = read_checkpoint(run.checkpoints, (*rewinds_of(run), to_here), recipe=run.recipe())
         if found is None:
             there = ", ".join(format_quantity(tokens_of(path)) for path in checkpoints(run.checkpoints))
             raise InputError(
