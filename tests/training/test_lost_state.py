@@ -19,10 +19,10 @@ from leaven.errors import InputError
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import _fingerprint
-from leaven.training.load import load_run
+from leaven.training.load import load, load_run
 from leaven.training.metrics import Step
 from leaven.training.rewind import ManualRewind
-from leaven.training.run_folder import RunFolder, checkpoints, read_state, state_digest, tokens_of
+from leaven.training.run_folder import RECIPE, TOKENIZER, RunFolder, checkpoints, read_state, state_digest, tokens_of
 from leaven.training.trainer import train
 from leaven.views.folders import read_run
 
@@ -525,6 +525,46 @@ def test_a_shard_truncated_under_a_running_training_ends_it_with_one_line(recipe
     train(recipe, again, run.path)
     train(recipe, again, tmp_path / "whole")
     assert losses(run.path) == losses(tmp_path / "whole")
+
+
+def test_the_tokenizer_of_another_run_is_refused(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
+    before = run.tokenizer_file.read_text()
+    run.tokenizer_file.write_text(before + " ")
+    for read in (
+        lambda: train(recipe, tokens, run.path),
+        lambda: train(recipe, tokens, run.path, back=ManualRewind(4_096)),
+        lambda: load_run(run.path),
+    ):
+        with pytest.raises(InputError, match=r"tokenizer.json is not the tokenizer with which the run was trained"):
+            read()
+    assert "tokenizer.json is not the tokenizer" in read_run(run.path).gaps
+    run.tokenizer_file.write_text(before)
+    assert train(recipe, tokens, run.path).finished
+
+
+def test_a_recipe_that_was_changed_after_the_checkpoint_is_named(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet
+) -> None:
+    write_recipe(recipe.replace({"hyperparameters.lr": 0.5}), run.recipe_file)  # a rewind may change it
+    assert load_run(run.path).changed is None
+    write_recipe(recipe.replace({"model.norm_eps": 0.01}), run.recipe_file)
+    changed = load_run(run.path).changed
+    assert changed is not None
+    assert "recipe.toml was changed after the checkpoint was written" in changed
+    assert changed in read_run(run.path).gaps
+    with pytest.warns(UserWarning, match="recipe.toml was changed"):
+        load(run.path)
+    write_recipe(recipe, run.recipe_file)
+    assert read_run(run.path).gaps == ""
+    assert train(recipe.replace({"hyperparameters.lr": 0.005}), tokens, run.path, back=ManualRewind(4_096)).finished
+    assert load_run(run.path).changed is None
+
+
+def test_checkpoints_without_digests_of_recipe_and_tokenizer_are_read(run: RunFolder) -> None:
+    seal(checkpoints(run.checkpoints)[-1], lambda state: [state["state"].pop(key) for key in (RECIPE, TOKENIZER)])
+    run.tokenizer_file.write_text(run.tokenizer_file.read_text() + " ")
+    write_recipe(run.recipe().replace({"model.norm_eps": 0.01}), run.recipe_file)
+    assert load_run(run.path).changed is None
 
 
 def outside(state: dict[str, Any]) -> None:

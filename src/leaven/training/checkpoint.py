@@ -40,11 +40,14 @@ from leaven.training.loop import Callback
 from leaven.training.rewind import Rewind, undone
 from leaven.training.run_folder import (
     IDENTITY,
+    RECIPE,
+    TOKENIZER,
     UNFINISHED,
     WRONG_TYPES,
     checkpoint_name,
     checkpoints,
     read_state,
+    recipe_digest,
     state_digest,
     tokens_of,
 )
@@ -465,6 +468,7 @@ class Checkpoints(Callback):
             group=trainer.group,
         )
         self._saved_step = -1
+        self._tokenizer = trainer.run.tokenizer_digest()
 
     def after_step(self, step: "Step") -> None:
         self.log_outcome(wait=False)
@@ -479,6 +483,9 @@ class Checkpoints(Callback):
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
         state[TEXT] = self.trainer.tokens.fingerprint
         state[IDENTITY] = self.trainer.identity
+        state[RECIPE] = recipe_digest(training.recipe)
+        if self._tokenizer is not None:
+            state[TOKENIZER] = self._tokenizer
         state[EVENTS] = asdict(self.trainer.run.events_digest())
         self._manager.save(training.checkpoint(state), self.trainer.spikes.good_tokens)
         self._saved_step = training.progress.step

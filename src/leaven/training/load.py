@@ -43,6 +43,7 @@ class LoadedRun:
     tokenizer: "Tokenizer"
     tokens: int  # number of tokens trained up to the checkpoint
     skipped: Mapping[str, str]  # names of newer checkpoints, and what each is: "damaged" or "missing"
+    changed: str | None = None  # a sentence that says that recipe.toml was changed after the checkpoint was written
     averaged: bool = False  # whether ``weights`` are the averaged weights
     # The biases with which the routers choose experts, (layers, experts); None unless experts are balanced by biases.
     # These are the biases of the last step, even if ``weights`` are averages.
@@ -81,6 +82,8 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
     loaded = load_run(run, tokens)
     for name, why in loaded.skipped.items():
         warnings.warn(f"checkpoint {name} of {run} is {why}; the checkpoint before it is used", stacklevel=2)
+    if loaded.changed is not None:
+        warnings.warn(loaded.changed, stacklevel=2)
     return loaded.model, loaded.tokenizer
 
 
@@ -123,6 +126,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
             why = "no checkpoint yet; leaven train writes one at the start of a run"
         raise InputError(f"{run}: {why}")
     folder.check_identity(checkpoint.state.get(IDENTITY))
+    folder.check_tokenizer(checkpoint.state)
     missing = missing_checkpoint(saved, checkpoint.progress.tokens)
     if averaged and not any(name.startswith(f"{AVERAGE}.") for name in checkpoint.optimizer):
         if recipe.average is None:
@@ -152,6 +156,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         tokenizer=tokenizer,
         tokens=checkpoint.progress.tokens,
         skipped=({missing: "missing"} if missing else {}) | {path.name: "damaged" for path in damaged},
+        changed=folder.changed_recipe(recipe, checkpoint.state),
         averaged=averaged,
         router_bias_LE=checkpoint.optimizer.get(BIASES),
     )

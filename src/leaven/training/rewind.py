@@ -142,4 +142,5 @@ class ManualRewind:
                 + (f"there are checkpoints at {there} tokens" if there else "the run folder has none")
             )
         run.check_identity(found.state.get(IDENTITY))
+        run.check_tokenizer(found.state)
         return found.progress.tokens
