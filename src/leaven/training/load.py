@@ -126,7 +126,6 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
             why = "no checkpoint yet; leaven train writes one at the start of a run"
         raise InputError(f"{run}: {why}")
     folder.check_identity(checkpoint.state.get(IDENTITY))
-    folder.check_tokenizer(checkpoint.state)
     missing = missing_checkpoint(saved, checkpoint.progress.tokens)
     if averaged and not any(name.startswith(f"{AVERAGE}.") for name in checkpoint.optimizer):
         if recipe.average is None:
@@ -148,6 +147,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
     except Exception as error:  # tokenizers raises no narrower class
         why = f"damaged ({error}); replace it by the tokenizer.json that the run was trained with"
         raise InputError(f"{folder.tokenizer_file}: {why}") from None
+    folder.check_tokenizer(checkpoint.state)
     return LoadedRun(
         folder=folder,
         recipe=recipe,
