@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tests.training.conftest import losses
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.training.load import load_run
+from leaven.training.checkpoint import _fingerprint
+from leaven.training.load import load, load_run
 from leaven.training.metrics import Step
 from leaven.training.rewind import ManualRewind
-from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
+from leaven.training.run_folder import RECIPE, TOKENIZER, RunFolder, checkpoints, read_state, state_digest, tokens_of
 from leaven.training.trainer import train
 from leaven.views.folders import read_run
 
@@ -85,6 +88,22 @@ def test_a_run_of_which_little_is_left_does_not_start_again(
     assert files(folder) == before
 
 
+@pytest.mark.parametrize("left", ["metrics.jsonl", "plan.json", "tensorboard"])
+def test_the_first_event_alone_does_not_start_a_run_again(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, left: str
+) -> None:
+    folder, short = tmp_path / "run", recipe.replace({"data.tokens": 1_024})
+    train(short, tokens, folder, log_to=("tensorboard",))
+    rewrite(folder / "events.jsonl", lambda lines: lines[:1])
+    for path in folder.iterdir():
+        if path.name not in {"recipe.toml", "tokenizer.json", "events.jsonl", left}:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = files(folder)
+    with pytest.raises(InputError, match=rf"has no checkpoints, but {left}.* says that it has .*trained"):
+        train(short, tokens, folder)
+    assert files(folder) == before
+
+
 def test_a_restart_by_torchrun_does_not_start_again_if_the_folder_is_gone(
     recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +142,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(
     shutil.rmtree(run.checkpoints)
     rewrite(run.path / "events.jsonl", lambda lines: [line for line in lines if line["event"] == "start"])
     rewrite(run.path / "metrics.jsonl", lambda lines: lines[:3])
+    (run.checkpoints / ".tokens-000000000000000.x.tmp").mkdir(parents=True)  # left by the kill
     assert train(recipe, tokens, run.path).finished
     assert losses(run.path) == expected
 
@@ -505,3 +525,166 @@ def test_a_shard_truncated_under_a_running_training_ends_it_with_one_line(recipe
     train(recipe, again, run.path)
     train(recipe, again, tmp_path / "whole")
     assert losses(run.path) == losses(tmp_path / "whole")
+
+
+def test_the_tokenizer_of_another_run_is_refused(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
+    before = run.tokenizer_file.read_text()
+    run.tokenizer_file.write_text(before + " ")
+    for read in (
+        lambda: train(recipe, tokens, run.path),
+        lambda: train(recipe, tokens, run.path, back=ManualRewind(4_096)),
+        lambda: load_run(run.path),
+    ):
+        with pytest.raises(InputError, match=r"tokenizer.json is not the tokenizer with which the run was trained"):
+            read()
+    assert "tokenizer.json is not the tokenizer" in read_run(run.path).gaps
+    run.tokenizer_file.write_text(before)
+    assert train(recipe, tokens, run.path).finished
+
+
+def test_a_recipe_that_was_changed_after_the_checkpoint_is_named(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet
+) -> None:
+    write_recipe(recipe.replace({"hyperparameters.lr": 0.5}), run.recipe_file)  # a rewind may change it
+    assert load_run(run.path).changed is None
+    write_recipe(recipe.replace({"model.norm_eps": 0.01}), run.recipe_file)
+    changed = load_run(run.path).changed
+    assert changed is not None
+    assert "recipe.toml was changed after the checkpoint was written" in changed
+    assert changed in read_run(run.path).gaps
+    with pytest.warns(UserWarning, match="recipe.toml was changed"):
+        load(run.path)
+    write_recipe(recipe, run.recipe_file)
+    assert read_run(run.path).gaps == ""
+    assert train(recipe.replace({"hyperparameters.lr": 0.005}), tokens, run.path, back=ManualRewind(4_096)).finished
+    assert load_run(run.path).changed is None
+
+
+def test_checkpoints_without_digests_of_recipe_and_tokenizer_are_read(run: RunFolder) -> None:
+    seal(checkpoints(run.checkpoints)[-1], lambda state: [state["state"].pop(key) for key in (RECIPE, TOKENIZER)])
+    run.tokenizer_file.write_text(run.tokenizer_file.read_text() + " ")
+    write_recipe(run.recipe().replace({"model.norm_eps": 0.01}), run.recipe_file)
+    assert load_run(run.path).changed is None
+
+
+def outside(state: dict[str, Any]) -> None:
+    state["tensors"]["model"]["embedding.weight"]["blocks"][0][0] = "/dev/zero"
+
+
+def pipe(state: dict[str, Any]) -> None:
+    state["tensors"]["model"]["embedding.weight"]["blocks"][0][0] = "pipe"
+
+
+def listed_outside(state: dict[str, Any]) -> None:
+    state["files"]["../../metrics.jsonl"] = {"bytes": 0, "blake2b": ""}
+
+
+def no_blocks(state: dict[str, Any]) -> None:
+    state["tensors"]["model"]["embedding.weight"]["blocks"] = []
+
+
+def no_dtype(state: dict[str, Any]) -> None:
+    state["tensors"]["model"]["embedding.weight"]["dtype"] = "load"
+
+
+def huge(state: dict[str, Any]) -> None:
+    state["tensors"]["model"]["embedding.weight"] |= {"shape": [10**7, 10**4], "blocks": []}
+
+
+def no_seconds(state: dict[str, Any]) -> None:
+    state["seconds"] = "x"
+
+
+def no_text(state: dict[str, Any]) -> None:
+    state["state"]["run"] = []
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def missing(tensors: Tensors) -> None:
+    del tensors["embedding.weight"]
+
+
+def extra(tensors: Tensors) -> None:
+    tensors["more"] = torch.zeros(3)
+
+
+def smaller(tensors: Tensors) -> None:
+    tensors["embedding.weight"] = tensors["embedding.weight"][:7].contiguous()
+
+
+def integers(tensors: Tensors) -> None:
+    tensors["embedding.weight"] = tensors["embedding.weight"].to(torch.int64)
+
+
+def eight_bits(tensors: Tensors) -> None:
+    tensors["embedding.weight"] = tensors["embedding.weight"].to(torch.float8_e4m3fn)
+
+
+def no_moment(tensors: Tensors) -> None:
+    del tensors["exp_avg.embedding.weight"]
+
+
+def seal(
+    checkpoint: Path,
+    change: "Callable[[dict[str, Any]], None]" = lambda state: None,
+) -> None:
+    """Write the digests of a checkpoint again, after its files were changed, in the format of several processes."""
+    state = read_state(checkpoint)
+    state["files"] = {name: _fingerprint(checkpoint / name) for name in state["files"]}
+    tensors: dict[str, Any] = {}
+    for kind in ("model", "optimizer"):
+        read = load_file(checkpoint / f"{kind}.safetensors")
+        tensors[kind] = {
+            name: {
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+                "blocks": [[f"{kind}.safetensors", [0] * tensor.dim(), list(tensor.shape)]],
+            }
+            for name, tensor in read.items()
+        }
+    state |= {"format": 3, "tensors": tensors}
+    change(state)
+    (checkpoint / "state.json").write_text(json.dumps(state | {"blake2b": state_digest(state)}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [outside, pipe, listed_outside, no_blocks, no_dtype, huge, no_seconds, no_text],
+    ids=lambda f: f.__name__,
+)
+def test_a_sealed_checkpoint_with_a_wrong_state_is_damaged(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, change: "Callable[[dict[str, Any]], None]"
+) -> None:
+    newest = checkpoints(run.checkpoints)[-1]
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(newest / "pipe")
+    seal(newest)
+    assert load_run(run.path).tokens == tokens_of(newest)
+    seal(newest, change)
+    assert load_run(run.path).skipped == {newest.name: "damaged"}
+    assert train(recipe, tokens, run.path).finished
+    assert newest.with_name(f"damaged-{newest.name}").exists()
+
+
+@pytest.mark.parametrize(
+    "change", [missing, extra, smaller, integers, eight_bits, no_moment], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("format_of_many", [False, True])
+def test_a_sealed_checkpoint_with_other_tensors_is_damaged(
+    run: RunFolder,
+    recipe: Recipe,
+    tokens: TokenSet,
+    change: "Callable[[Tensors], None]",
+    format_of_many: bool,
+) -> None:
+    newest = checkpoints(run.checkpoints)[-1]
+    file = newest / ("optimizer.safetensors" if change is no_moment else "model.safetensors")
+    changed = load_file(file)
+    change(changed)
+    save_file(changed, file)
+    seal(newest, (lambda state: None) if format_of_many else (lambda state: state.pop("tensors")))
+    assert load_run(run.path).skipped == {newest.name: "damaged"}
+    assert train(recipe, tokens, run.path).finished
+    assert newest.with_name(f"damaged-{newest.name}").exists()

@@ -12,6 +12,7 @@ them are kept.
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,16 +32,22 @@ from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.errors import InputError
+from leaven.recipe.recipe import Recipe
 from leaven.storage import place_folder, share, sync_file
+from leaven.training.average import AVERAGE
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
 from leaven.training.loop import Callback
 from leaven.training.rewind import Rewind, undone
 from leaven.training.run_folder import (
     IDENTITY,
+    RECIPE,
+    TOKENIZER,
+    UNFINISHED,
     WRONG_TYPES,
     checkpoint_name,
     checkpoints,
     read_state,
+    recipe_digest,
     state_digest,
     tokens_of,
 )
@@ -54,7 +61,7 @@ FORMAT, FORMAT_OF_MANY = 2, 3
 """The format number in ``state.json`` if one process wrote the checkpoint, and if several processes wrote it. The
 second format also lists the parts of each tensor."""
 _KINDS = ("model", "optimizer")
-UNFINISHED = ".tokens-*.tmp"
+_ADAM, _MUON = ("step", "exp_avg", "exp_avg_sq"), "momentum_buffer"
 # Keys of the state of a run's checkpoint:
 TEXT = "text"  # the fingerprint of the text
 EVENTS = "events"  # number and digest of the lines of events.jsonl
@@ -209,10 +216,15 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
 
 
 def read_checkpoint(
-    folder: Path, rewinds: Sequence[Rewind] = (), tokens: int | None = None, group: ProcessGroup = SINGLE_PROCESS
+    folder: Path,
+    rewinds: Sequence[Rewind] = (),
+    tokens: int | None = None,
+    group: ProcessGroup = SINGLE_PROCESS,
+    recipe: Recipe | None = None,
 ) -> tuple[Checkpoint | None, list[Path]]:
     """Find the newest undamaged checkpoint. Return it, or None if there is none. Also return the paths of the damaged
-    checkpoints that are newer. With ``tokens``, consider only the checkpoint at that token count.
+    checkpoints that are newer. With ``tokens``, consider only the checkpoint at that token count. With ``recipe``, a
+    checkpoint without exactly the parameters of this recipe is damaged.
 
     ``rewinds`` are the run's returns to earlier checkpoints. Checkpoints that a rewind has undone are ignored: they
     were saved before the rewind, at a higher token count than the one to which it returned. All processes of a group
@@ -227,7 +239,7 @@ def read_checkpoint(
         if tokens is not None and tokens_of(candidate) != tokens:
             continue
         try:
-            found, unreadable = _read(candidate, group), None
+            found, unreadable = _read(candidate, group, recipe), None
         except (FileNotFoundError, NotADirectoryError, SafetensorError, *WRONG_TYPES):
             found, unreadable = None, None
         except OSError as error:
@@ -243,9 +255,13 @@ def read_checkpoint(
     return None, damaged
 
 
-def _read(folder: Path, group: ProcessGroup) -> Checkpoint:
+def _read(folder: Path, group: ProcessGroup, recipe: Recipe | None) -> Checkpoint:
     state = read_state(folder)
-    for name in sorted(state["files"])[group.rank :: group.size]:
+    files = sorted(state["files"])
+    if any(Path(name).name != name for name in files):
+        raise ValueError(f"{folder} lists a file that is outside")
+    mine = files[group.rank :: group.size]
+    for name in mine:
         if _fingerprint(folder / name) != state["files"][name]:
             raise ValueError(f"{folder / name} is damaged")
     if "tensors" in state:
@@ -255,9 +271,48 @@ def _read(folder: Path, group: ProcessGroup) -> Checkpoint:
         )
     else:
         model, optimizer = (Tensors.of_file(folder / f"{kind}.safetensors") for kind in _KINDS)
+    for tensors in (model, optimizer):
+        tensors.require_whole(files, mine)
+    if recipe is not None:
+        _require_parameters(model, optimizer, recipe)
     progress = Progress(state["step"], state["tokens"], state["seconds"])
     rewinds = tuple(Rewind(**rewind) for rewind in state["rewinds"])
+    _require_types(progress, rewinds, state["state"])
     return Checkpoint(progress, model, optimizer, state["state"], rewinds)
+
+
+def _require_parameters(model: Tensors, optimizer: Tensors, recipe: Recipe) -> None:
+    """Raise ValueError unless ``model`` has exactly the parameters of a recipe, and ``optimizer`` has the moments and
+    averages of all of them or of none."""
+    shapes = {parameter.name: parameter.shape for parameter in recipe.model.parameters()}
+    model.require(shapes)
+    if len(model) != len(shapes):
+        raise ValueError(f"{', '.join({*model} - {*shapes})}: not in the recipe")
+    if any(f"{kind}.{name}" in optimizer for kind in (*_ADAM, _MUON) for name in shapes):
+        for name, shape in shapes.items():
+            muon = f"{_MUON}.{name}" in optimizer
+            kinds = (_MUON,) if muon else _ADAM
+            optimizer.require({f"{kind}.{name}": () if kind == "step" else shape for kind in kinds})
+    averages = {f"{AVERAGE}.{name}": shape for name, shape in shapes.items()}
+    if any(name in optimizer for name in averages):
+        optimizer.require(averages)
+
+
+def _require_types(progress: Progress, rewinds: Sequence[Rewind], state: Any) -> None:
+    """Raise ValueError if a value of state.json has a wrong type."""
+    counts = [progress.step, progress.tokens]
+    seconds: list[Any] = [progress.seconds]
+    for rewind in rewinds:
+        for name, value in asdict(rewind).items():
+            (seconds if name == "lr" else counts).append(value)
+    right = (
+        all(type(count) is int for count in counts)
+        and all(type(number) in {int, float} and math.isfinite(number) for number in seconds)
+        and isinstance(state, dict)
+        and all(isinstance(state.get(key, ""), str) for key in (TEXT, IDENTITY))
+    )
+    if not right:
+        raise ValueError("a value of state.json has a wrong type")
 
 
 def _reason(error: Exception) -> str:
@@ -413,6 +468,7 @@ class Checkpoints(Callback):
             group=trainer.group,
         )
         self._saved_step = -1
+        self._tokenizer = trainer.run.tokenizer_digest()
 
     def after_step(self, step: "Step") -> None:
         self.log_outcome(wait=False)
@@ -427,6 +483,9 @@ class Checkpoints(Callback):
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
         state[TEXT] = self.trainer.tokens.fingerprint
         state[IDENTITY] = self.trainer.identity
+        state[RECIPE] = recipe_digest(training.recipe)
+        if self._tokenizer is not None:
+            state[TOKENIZER] = self._tokenizer
         state[EVENTS] = asdict(self.trainer.run.events_digest())
         self._manager.save(training.checkpoint(state), self.trainer.spikes.good_tokens)
         self._saved_step = training.progress.step

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from leaven import storage
 from leaven.distributed.pieces import Piece, cut
 
 Span = tuple[int, int]
@@ -114,6 +115,38 @@ class Tensors(Mapping[str, Tensor]):
             saved[name] = SavedTensor(dtype_name(tensor), shape, (SavedBlock(path.name, (0,) * len(shape), shape),))
         return tensors
 
+    def require_whole(self, files: Sequence[str], headers: Sequence[str]) -> None:
+        """Check that every tensor consists of blocks in ``files`` that cover each of its elements once. The blocks in
+        the files ``headers`` are also compared with what these files say about them.
+
+        Raises:
+            ValueError: if a block is missing, stored twice, in another file, or of another dtype or shape.
+        """
+        for name, saved in self._saved.items():
+            lengths = [*saved.shape, *(length for block in saved.blocks for length in (*block.offset, *block.shape))]
+            if not all(type(length) is int and length >= 0 for length in lengths):
+                raise ValueError(f"{name}: a shape or an offset is not a whole number")
+            if not isinstance(getattr(torch, saved.dtype, None), torch.dtype):
+                raise ValueError(f"{name}: {saved.dtype} is no dtype")
+            fault = _fault(tuple(block.spans for block in saved.blocks), saved.shape)
+            if fault:
+                raise ValueError(f"{name}: {fault}")
+            for block in saved.blocks:
+                if block.file not in files:
+                    raise ValueError(f"{name}: {block.file} is no file of this checkpoint")
+                if block.file in headers:
+                    there = self._opened(block.file).get_tensor(name)  # a view of the file, so nothing is read
+                    if (dtype_name(there), tuple(there.shape)) != (saved.dtype, block.shape):
+                        raise ValueError(f"{name}: {block.file} holds another dtype or shape of this tensor")
+
+    def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ValueError unless the tensors of these names are here in fp32 and have these shapes."""
+        for name, shape in shapes.items():
+            saved = self._saved.get(name)
+            if saved is None or (saved.dtype, saved.shape) != ("float32", shape):
+                there = "missing" if saved is None else f"{saved.dtype} {saved.shape}"
+                raise ValueError(f"{name}: {there}, but the recipe needs float32 {shape}")
+
     def __getitem__(self, name: str) -> Tensor:
         shape = self._saved[name].shape
         return self.piece(name, (0,) * len(shape), shape)
@@ -159,6 +192,7 @@ class Tensors(Mapping[str, Tensor]):
 
     def _opened(self, file: str) -> Any:
         if file not in self._files:
+            storage.require_file(self._folder / file)
             self._files[file] = safe_open(self._folder / file, "pt")
         return self._files[file]
 

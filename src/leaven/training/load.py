@@ -43,6 +43,7 @@ class LoadedRun:
     tokenizer: "Tokenizer"
     tokens: int  # number of tokens trained up to the checkpoint
     skipped: Mapping[str, str]  # names of newer checkpoints, and what each is: "damaged" or "missing"
+    changed: str | None = None  # a sentence that says that recipe.toml was changed after the checkpoint was written
     averaged: bool = False  # whether ``weights`` are the averaged weights
     # The biases with which the routers choose experts, (layers, experts); None unless experts are balanced by biases.
     # These are the biases of the last step, even if ``weights`` are averages.
@@ -81,6 +82,8 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
     loaded = load_run(run, tokens)
     for name, why in loaded.skipped.items():
         warnings.warn(f"checkpoint {name} of {run} is {why}; the checkpoint before it is used", stacklevel=2)
+    if loaded.changed is not None:
+        warnings.warn(loaded.changed, stacklevel=2)
     return loaded.model, loaded.tokenizer
 
 
@@ -109,7 +112,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         raise InputError(f"{run}: {problem}; give the folder of a run, the DIR of leaven train RECIPE --run DIR")
     recipe = folder.recipe()
     saved = folder.newest_saved() if tokens is None else None  # first, because a run may be writing another one
-    checkpoint, damaged = read_checkpoint(folder.checkpoints, rewinds_of(folder), tokens)
+    checkpoint, damaged = read_checkpoint(folder.checkpoints, rewinds_of(folder), tokens, recipe=recipe)
     if checkpoint is None:
         names = [path.name for path in damaged]
         there = ", ".join(f"{tokens_of(path):_}" for path in checkpoints(folder.checkpoints))
@@ -144,6 +147,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
     except Exception as error:  # tokenizers raises no narrower class
         why = f"damaged ({error}); replace it by the tokenizer.json that the run was trained with"
         raise InputError(f"{folder.tokenizer_file}: {why}") from None
+    folder.check_tokenizer(checkpoint.state)
     return LoadedRun(
         folder=folder,
         recipe=recipe,
@@ -152,6 +156,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         tokenizer=tokenizer,
         tokens=checkpoint.progress.tokens,
         skipped=({missing: "missing"} if missing else {}) | {path.name: "damaged" for path in damaged},
+        changed=folder.changed_recipe(recipe, checkpoint.state),
         averaged=averaged,
         router_bias_LE=checkpoint.optimizer.get(BIASES),
     )

@@ -134,7 +134,7 @@ class ManualRewind:
         from leaven.training.checkpoint import read_checkpoint  # imports this module, and torch
 
         to_here = Rewind(self.rewind_to, 0, 0)
-        found, _ = read_checkpoint(run.checkpoints, (*rewinds_of(run), to_here))
+        found, _ = read_checkpoint(run.checkpoints, (*rewinds_of(run), to_here), recipe=run.recipe())
         if found is None:
             there = ", ".join(format_quantity(tokens_of(path)) for path in checkpoints(run.checkpoints))
             raise InputError(
@@ -142,4 +142,5 @@ class ManualRewind:
                 + (f"there are checkpoints at {there} tokens" if there else "the run folder has none")
             )
         run.check_identity(found.state.get(IDENTITY))
+        run.check_tokenizer(found.state)
         return found.progress.tokens

@@ -19,15 +19,18 @@ from pydantic import ValidationError
 from leaven import storage
 from leaven.errors import InputError
 from leaven.recipe.files import finite, read_recipe, read_text, write_recipe
-from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
+from leaven.recipe.recipe import NOT_NUMBERS, Difference, Recipe, differences, flatten, rearrangement
 from leaven.training.line_digests import LinesDigest, digest, kept_metrics, lines_digest
 
 LOCK = ".lock"
+UNFINISHED = ".tokens-*.tmp"  # names of checkpoints that are being written, or were when the process was killed
 _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
 _EMPTY_CURVES = 512  # bytes; a TensorBoard file without a curve is smaller
 WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # raised by a JSON document that was changed
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
 IDENTITY = "run"  # key of the run's identifier in its events and in the state of its checkpoints
+RECIPE = "recipe"  # key of the digest of the recipe in the state of a run's checkpoints
+TOKENIZER = "tokenizer"  # key of the digest of tokenizer.json in the state of a run's checkpoints
 DAMAGED_EVENTS = "restore the file from a copy, or start again with another --run"
 
 # The values that events must have, because a run that is resumed relies on them.
@@ -118,6 +121,13 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+def recipe_digest(recipe: Recipe) -> str:
+    """Return a digest of the values of a recipe that a run can never change."""
+    values = flatten(recipe.model_dump(mode="json", exclude=NOT_NUMBERS, exclude_defaults=True, exclude_none=True))
+    fixed = {path: value for path, value in values.items() if path != "batch.micro_batch" and not changeable(path)}
+    return state_digest(fixed)
+
+
 def state_digest(state: Mapping[str, Any]) -> str:
     """Return the digest of ``state``. The file state.json contains these values and this digest."""
     return blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
@@ -184,7 +194,10 @@ class RunFolder:
                 f"run folder {self.path} holds a run of another recipe: {describe_changes(changes)}; "
                 f"use another --run{or_back}"
             )
-        self.check_identity(self._saved_identity())
+        state = self.newest_state()
+        identity = state.get(IDENTITY)
+        self.check_identity(identity if isinstance(identity, str) else None)
+        self.check_tokenizer(state)
         if not checkpoints(self.checkpoints) and self.finish() is None and (trained := self.trained()):
             raise InputError(
                 f"run folder {self.path} has no checkpoints, but {trained}; bring back {self.checkpoints} "
@@ -195,22 +208,39 @@ class RunFolder:
         """If a file shows that the run has saved a checkpoint, return a sentence with the name of the file and what
         it says. Otherwise return None.
 
-        An example is "events.jsonl says that it has trained 1,024 tokens". A run that is killed in its first steps
-        may have metrics, but neither a checkpoint nor an event that says so.
+        An example is "events.jsonl says that it has trained 1,024 tokens". A run that was killed in its first steps
+        may have metrics and curves without a checkpoint. It is known by the unfinished checkpoint in its folder.
         """
         events = self.events()
         saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]
         if saved:
             return f"{self._events.name} says that it has trained {saved[-1]:,} tokens"
-        if events:
-            return None
-        if lines := self.metrics():
-            return f"{self._metrics.name} says that it has trained {lines[-1]['step']:,} steps"
-        # The first event is written before the plan and before the first curve.
-        for file in (self.plan_file, *self.path.glob("tensorboard/*")):
-            if file.is_file() and (file == self.plan_file or file.stat().st_size > _EMPTY_CURVES):
+        first_save_failed = any(event["event"] == "checkpoint_failed" for event in events)
+        if not first_save_failed and not any(self.checkpoints.glob(UNFINISHED)):
+            if lines := self.metrics():
+                return f"{self._metrics.name} says that it has trained {lines[-1]['step']:,} steps"
+            if (file := self._trained_file(begun=bool(events))) is not None:
                 return f"{file.relative_to(self.path)} says that it has been trained"
         return "it had saved one before torchrun restarted it" if self._torchrun_has_trained() else None
+
+    def _trained_file(self, begun: bool) -> Path | None:
+        """Return plan.json or a TensorBoard file that shows that the run has trained, or None. ``begun`` says whether
+        events.jsonl has a line. Then only a plan.json with measured steps counts, because the first one is written
+        before the first step."""
+        if self.plan_file.is_file() and (not begun or self._measured_steps()):
+            return self.plan_file
+        if begun and self._metrics.is_file():
+            return None  # a run that starts again empties its metrics and keeps the curves of its first start
+        curves = (file for file in self.path.glob("tensorboard/*") if file.is_file())
+        return next((file for file in curves if file.stat().st_size > _EMPTY_CURVES), None)
+
+    def _measured_steps(self) -> bool:
+        """Return whether plan.json says that steps of the run were timed."""
+        try:
+            rows = (storage.json_object(storage.read(self.plan_file)) or {})["rows"]
+            return any(row["steps"] > 0 for row in rows)
+        except (OSError, *WRONG_TYPES):  # damaged or of an older version
+            return False
 
     def mark_trained(self) -> None:
         """Tell later restarts of this process by torchrun that the run has saved a checkpoint. Without torchrun, do
@@ -255,13 +285,40 @@ class RunFolder:
         """Return the random identifier that the run got at its start, or None if events.jsonl has none."""
         return next((event[IDENTITY] for event in self.events() if isinstance(event.get(IDENTITY), str)), None)
 
-    def _saved_identity(self) -> str | None:
-        """Return the identifier in the newest checkpoint whose state.json is undamaged, or None if there is none."""
+    def newest_state(self) -> dict[str, Any]:
+        """Return the state of the callbacks in the newest checkpoint whose state.json is undamaged, or an empty
+        dict."""
         for path in reversed(checkpoints(self.checkpoints)):
             with suppress(OSError, *WRONG_TYPES):  # damage is reported when the checkpoint is loaded
-                saved = read_state(path)["state"].get(IDENTITY)
-                return saved if isinstance(saved, str) else None
-        return None
+                return dict(read_state(path)["state"])
+        return {}
+
+    def tokenizer_digest(self) -> str | None:
+        """Return a digest of tokenizer.json, or None if there is no such file."""
+        if not self.tokenizer_file.is_file():
+            return None
+        return blake2b(_content(self.tokenizer_file), digest_size=16).hexdigest()
+
+    def check_tokenizer(self, state: Mapping[str, Any]) -> None:
+        """Raise InputError if tokenizer.json is not that of the checkpoint with this ``state``. If the file or the
+        digest in the checkpoint is missing, do nothing."""
+        saved, there = state.get(TOKENIZER), self.tokenizer_digest()
+        if isinstance(saved, str) and there not in {None, saved}:
+            raise InputError(
+                f"{self.tokenizer_file} is not the tokenizer with which the run was trained; bring back the file of "
+                "this run"
+            )
+
+    def changed_recipe(self, recipe: Recipe, state: Mapping[str, Any]) -> str | None:
+        """Return a sentence if ``recipe``, read from recipe.toml, is not that of the checkpoint of ``state``. Return
+        None if it is, or if the checkpoint has no digest of it. Values that a rewind may change do not count."""
+        saved = state.get(RECIPE)
+        if not isinstance(saved, str) or saved == recipe_digest(recipe):
+            return None
+        return (
+            f"{self.recipe_file} was changed after the checkpoint was written, so the model may not be the one that "
+            "was trained; bring back the file of this run"
+        )
 
     def check_identity(self, saved: str | None) -> None:
         """Raise InputError if the identifiers in a checkpoint (``saved``) and in events.jsonl differ. If one of them

@@ -310,7 +310,7 @@ class RunTrainer:
         """Return the newest undamaged checkpoint that these rewinds have not undone, or None. Store the damaged
         checkpoints that are newer in ``self.damaged``. Raise InputError if all are damaged: the user may be able to
         repair one."""
-        found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group)
+        found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group, recipe=self.training.recipe)
         if found is None and damaged:
             raise InputError(
                 f"{self.run.checkpoints}: every checkpoint is damaged ({', '.join(path.name for path in damaged)}); "

@@ -45,6 +45,7 @@ class RunView:
     damaged: int = 0  # lines of metrics.jsonl that are damaged; their steps are missing in ``steps``
     averaged: Sequence[tuple[int, float]] = ()  # (tokens, validation loss of the averaged weights)
     changed: Mapping[str, str] = field(default_factory=dict)  # files changed after the run finished, and how
+    other_files: Sequence[str] = ()  # sentences about a recipe or tokenizer that is not that of the checkpoints
 
     @property
     def tokens(self) -> int:
@@ -59,7 +60,8 @@ class RunView:
 
     @property
     def gaps(self) -> str:
-        """The faults in the files of the run, as text: damaged lines, and files that changed after the run finished.
+        """The faults in the files of the run, as text: damaged lines, files that changed after the run finished, and
+        files of other runs.
 
         It is "" if there are no faults.
         """
@@ -67,7 +69,7 @@ class RunView:
         if self.damaged:
             lines = "one damaged line" if self.damaged == 1 else f"{self.damaged} damaged lines"
             found.insert(0, f"{lines} of metrics.jsonl {'was' if self.damaged == 1 else 'were'} skipped")
-        return "; ".join(found)
+        return "; ".join([*found, *self.other_files])
 
 
 class StudyView(StudyDocument):
@@ -182,7 +184,19 @@ def read_run(folder: Path) -> RunView:
         damaged=len(metrics.damaged),
         averaged=averaged,
         changed=written.changed_since(finish) if finish is not None else {},
+        other_files=_other_files(written),
     )
+
+
+def _other_files(run: RunFolder) -> list[str]:
+    """Return a sentence for each of recipe.toml and tokenizer.json that is not that of the newest checkpoint."""
+    state = run.newest_state()
+    found = [run.changed_recipe(read_recipe(run.recipe_file), state)]
+    try:
+        run.check_tokenizer(state)
+    except InputError as error:
+        found.append(str(error))
+    return [each for each in found if each is not None]
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
