@@ -518,6 +518,11 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
         ("llama", {"hidden_act": ["silu"]}, "hidden_act = ['silu'] must be a word"),
         ("llama", {"rope_parameters": {"rope_theta": "abc"}}, "rope_theta = 'abc' must be a finite number"),
         ("llama", {"architectures": [5]}, "architectures = [5] must be a list of names"),
+        ("llama", {"architectures": 0}, "architectures = 0 must be a list of names"),
+        ("llama", {"architectures": {}}, "architectures = {} must be a list of names"),
+        ("llama", {"model_type": []}, "model_type = [] must be a word"),
+        ("llama", {"model_type": -1}, "model_type = -1 must be a word"),
+        ("llama", {"rms_norm_eps": 1e308}, "norm_eps: input should be less than or equal to 1"),
         # old and new spelling together: transformers uses the old one
         ("llama", {"rope_parameters": ROPE, "rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type 'linear'"),
         ("llama", {"rope_scaling": ROPE | {"partial_rotary_factor": 0.5}}, "partial rotary positions"),
