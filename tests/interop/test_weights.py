@@ -597,6 +597,16 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
             read_huggingface(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_weights_that_are_quantised_or_no_numbers_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    foreign("llama", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file(weights | {name: weights[name].to(dtype)}, tmp_path / "model.safetensors")
+    with refused(f"{name} has dtype ", "save the model without quantisation"):
+        read_huggingface(tmp_path)
+
+
 def test_an_export_is_written_whole_or_not_at_all(
     tiny: Recipe, tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
