@@ -151,7 +151,7 @@ def test_the_planner_answers_as_leaven_plan_does(port: int, tmp_path: Path) -> N
         ("size=%3Cscript%3E1", "&lt;script&gt;1"),
         ("size=1B&tokens=20B&gpus=8xA100-80GB&price=free", "price"),
         ("size=llama2-7b&gpus=64xA100-80GB&layout=tp%3D7", "tp"),
-        (f"size=llama2-7b&gpus=64xA100-80GB&layout=tp%3D{'9' * 5000}", "is too long"),
+        pytest.param(f"size=llama2-7b&gpus=64xA100-80GB&layout=tp%3D{'9' * 5000}", "is too long", id="long layout"),
     ],
 )
 def test_wrong_input_to_the_planner_is_said_on_the_page(port: int, query: str, words: str) -> None:

@@ -147,6 +147,7 @@ def test_unsupported_megatron_flags_are_refused(more: str, says: str) -> None:
         ("A=x\n" + 'A="$A$A"\n' * 18 + "--f $A $A $A $A", "1,048,576 characters, at A"),
         ("$" * 500_000, "and leaven reads at most 131,072; give a file with only the flags"),
     ],
+    ids=["one variable", "a chain", "few variables", "a long script"],
 )
 def test_a_script_that_grows_without_end_is_refused(script: str, says: str) -> None:
     with refused("args.sh: ", says):
