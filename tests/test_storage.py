@@ -1,5 +1,6 @@
 """Safe writing: whatever is killed, torn or out of room, a reader finds the old content or the new."""
 
+import errno
 import json
 import os
 import random
@@ -225,6 +226,16 @@ with storage.lock(Path(sys.argv[1])):
     print("held", flush=True)
     signal.pause()
 """
+
+
+def test_a_lock_that_cannot_be_made_names_its_folder_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "/an/absolute/runs/mine/.lock")
+
+    monkeypatch.setattr("filelock.FileLock.acquire", read_only)
+    with pytest.raises(OSError, match="Read-only") as error, storage.lock(Path("runs/mine/.lock")):
+        pass
+    assert (error.value.errno, error.value.filename) == (errno.EROFS, "runs/mine")
 
 
 def test_a_lock_excludes_and_ends_with_its_process(tmp_path: Path) -> None:

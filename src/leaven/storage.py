@@ -398,8 +398,20 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
 
     Raises:
         TimeoutError: if another holder keeps the lock for ``seconds``. A negative number waits without a limit.
+        OSError: if the folder of the lock file cannot be written. The error names this folder as in ``path``.
     """
     from filelock import FileLock  # slow to import
 
-    with FileLock(path, timeout=seconds):
+    held = FileLock(path, timeout=seconds)
+    try:
+        held.acquire()
+    except TimeoutError:
+        raise
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path.parent)) from None
+    try:
         yield
+    finally:
+        held.release()

@@ -518,6 +518,11 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
         ("llama", {"hidden_act": ["silu"]}, "hidden_act = ['silu'] must be a word"),
         ("llama", {"rope_parameters": {"rope_theta": "abc"}}, "rope_theta = 'abc' must be a finite number"),
         ("llama", {"architectures": [5]}, "architectures = [5] must be a list of names"),
+        ("llama", {"architectures": 0}, "architectures = 0 must be a list of names"),
+        ("llama", {"architectures": {}}, "architectures = {} must be a list of names"),
+        ("llama", {"model_type": []}, "model_type = [] must be a word"),
+        ("llama", {"model_type": -1}, "model_type = -1 must be a word"),
+        ("llama", {"rms_norm_eps": 1e308}, "norm_eps: input should be less than or equal to 1"),
         # old and new spelling together: transformers uses the old one
         ("llama", {"rope_parameters": ROPE, "rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type 'linear'"),
         ("llama", {"rope_scaling": ROPE | {"partial_rotary_factor": 0.5}}, "partial rotary positions"),
@@ -590,6 +595,16 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
             InputError, match=r"index.json: (weight_map must map tensors to files in its folder|not a JSON object)"
         ):
             read_huggingface(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_weights_that_are_quantised_or_no_numbers_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    foreign("llama", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file(weights | {name: weights[name].to(dtype)}, tmp_path / "model.safetensors")
+    with refused(f"{name} has dtype ", "save the model without quantisation"):
+        read_huggingface(tmp_path)
 
 
 def test_an_export_is_written_whole_or_not_at_all(

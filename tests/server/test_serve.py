@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -111,6 +112,25 @@ def test_the_list_has_every_folder_with_its_state(port: int, roots: Path) -> Non
     shutil.rmtree(broken)
 
 
+def test_a_folder_whose_name_is_not_utf8_is_listed_and_opens(port: int, roots: Path) -> None:
+    folder = roots / os.fsdecode(b"bad\xff")
+    try:
+        shutil.copytree(roots / "study", folder)
+    except OSError:
+        pytest.skip("this file system takes only names in UTF-8")
+    status, _, page = get(port, "/")
+    assert status == 200
+    (address,) = re.findall(r'"(/folder/0/bad[^"]*)"', page)
+    assert get(port, address)[0] == 200
+    shutil.rmtree(folder)
+
+
+def test_long_numbers_in_an_address_are_no_folder(port: int) -> None:
+    digits = "9" * 5000
+    assert get(port, f"/folder/{digits}/x")[0] == 404
+    assert get(port, f"/published?recipe={digits}/x")[0] == 200
+
+
 def test_the_planner_answers_as_leaven_plan_does(port: int, tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     command = [sys.executable, "-m", "leaven", "new", str(recipe), "--params", "1B", "--tokens", "20B"]
@@ -131,6 +151,7 @@ def test_the_planner_answers_as_leaven_plan_does(port: int, tmp_path: Path) -> N
         ("size=%3Cscript%3E1", "&lt;script&gt;1"),
         ("size=1B&tokens=20B&gpus=8xA100-80GB&price=free", "price"),
         ("size=llama2-7b&gpus=64xA100-80GB&layout=tp%3D7", "tp"),
+        pytest.param(f"size=llama2-7b&gpus=64xA100-80GB&layout=tp%3D{'9' * 5000}", "is too long", id="long layout"),
     ],
 )
 def test_wrong_input_to_the_planner_is_said_on_the_page(port: int, query: str, words: str) -> None:

@@ -157,6 +157,11 @@ def test_a_loss_that_is_not_finite_is_a_gap(folder):
         ),
         ("proxy", partial(edit, "study.json", "trials", 3, "state", "x"), "trial 3: state 'x', purpose 'noise'"),
         ("proxy", partial(edit, "study.json", "dimensions", 0, "low", -1e9), "octaves: 1e+09 is more than 300"),
+        (
+            "proxy",
+            partial(edit, "study.json", "dimensions", 0, "levels", ["a"]),
+            "is not in levels; to write the file",
+        ),
         ("proxy", partial(edit, "study.json", "idle", ["x"]), "idle: 'x' is not under dimensions; to write the file"),
         ("proxy", partial(edit, "study.json", "radius", 1e200), "radius: 1e+200 is too large or too close to 0"),
         ("check", partial(edit, "check.json", "settings", "seeds", None), "settings: seeds is missing"),

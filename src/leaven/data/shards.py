@@ -8,15 +8,15 @@ is unfinished.
 At the start of a run, the size of each file is compared with the index. The checksum of a file is compared only if
 the file is newer than the index. Damage in an older file is found later, when the damaged block is first read.
 
-An index is written again in two cases: it has no checksums of blocks, or its shards do not have all documents of the
-text. Before that, the checksums of the whole files are compared.
+An index is written again in three cases: it has no checksums of blocks, its shards do not have all documents of the
+text, or its own digest does not fit. Before that, the checksums of the whole files are compared.
 """
 
 import errno
 import json
 import operator
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b, file_digest
@@ -38,6 +38,7 @@ SPLITS = ("train", "validation")
 BATCH_CHARACTERS = 2**22
 SHARD_BATCHES = 32
 BLOCKS = "blocks"  # key of the checksums of blocks
+DIGEST = "digest"  # key of the hash of all other keys of an index; an index of an older version lacks it
 ADVICE = "remove it and run the same command again, which writes it again from the text"
 
 
@@ -152,10 +153,10 @@ def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any], *, read_only: bool
         index: Any = storage.json_object(storage.read(path))
         checked = path.stat().st_mtime_ns
         records = [_record(entry, dtype) for entry in index["shards"]]
-        fingerprint = index["fingerprint"]
+        fingerprint, digest = index["fingerprint"], index.get(DIGEST, _digest(index))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    if not (isinstance(fingerprint, str) and _has_all(records, corpus)):
+    if not (isinstance(fingerprint, str) and digest == _digest(index) and _has_all(records, corpus)):
         return None
     older = any(file.tokens and not file.blocks for record in records for file in record.values())
     if older and not read_only:
@@ -248,8 +249,14 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
         "fingerprint": _fingerprint(folder, ordered, encoder.dtype),
         "shards": [_entry(record) for record in ordered],
     }
-    storage.write(folder / "index.json", json.dumps(index, indent=1).encode())
+    storage.write(folder / "index.json", json.dumps(index | {DIGEST: _digest(index)}, indent=1).encode())
     return damage
+
+
+def _digest(index: Mapping[str, Any]) -> str:
+    """Return the hash of the keys of an index other than ``DIGEST``."""
+    content = {key: value for key, value in index.items() if key != DIGEST}
+    return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _batches(corpus: Corpus) -> Iterator[PieceBatch]:

@@ -560,13 +560,16 @@ def read_config(path: Path) -> HuggingFaceModel:
 
 def _named(config: Config) -> Architecture:
     """Return the architecture that a config.json names."""
-    names = config.get("architectures") or []
+    names = config.get("architectures")
+    names = [] if names is None else names
+    if config.get("model_type") is not None:
+        _require("model_type", config["model_type"], str)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InputError(f"config.json: architectures = {names!r} must be a list of names")
     for architecture in ARCHITECTURES:
         if architecture.name in names or (not names and config.get("model_type") == architecture.model_type):
             return architecture
-    stated = ", ".join(names) or config.get("model_type", "none")
+    stated = ", ".join(names) or config.get("model_type") or "none"
     for name in names:
         if name in _REFUSED:
             raise InputError(f"config.json: {name} has {_REFUSED[name]}, which leaven cannot represent")

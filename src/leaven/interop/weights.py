@@ -42,6 +42,7 @@ from leaven.scaling.table import ParameterTable, folding
 from leaven.storage import share, written_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+READ_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them; others are of quantised weights
 SHARD_BYTES = 5 * 10**9
 STDLIB_LICENCE = "PSF-2.0 (the source code of Python's standard library)"
 # Keys of a model shape that may differ between a recipe and its start weights, because no tensor depends on them.
@@ -273,12 +274,20 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
     plain = read_config(folder / "config.json")
     architecture = plain.architecture
     with _opened(plain) as tensors:
-        shapes = {name: tuple(file.get_slice(there).get_shape()) for name, (file, there) in tensors.items()}
+        slices = {name: file.get_slice(there) for name, (file, there) in tensors.items()}
+        shapes = {name: tuple(each.get_shape()) for name, each in slices.items()}
+        dtypes = {name: each.get_dtype() for name, each in slices.items()}
     for stored in architecture.tensors(plain.shape):
         found = shapes.pop(stored.name, None)
         if found != stored.shape:
             what = "is missing" if found is None else f"is {found}, not the {stored.shape} of config.json"
             raise InputError(f"{folder}: {stored.name} {what}; the folder is damaged or contains files of two models")
+        if dtypes[stored.name] not in READ_DTYPES:
+            known = ", ".join(READ_DTYPES)
+            raise InputError(
+                f"{folder}: {stored.name} has dtype {dtypes[stored.name]}, and leaven reads {known}; save the model "
+                "without quantisation"
+            )
     if plain.shape.tied_embeddings:  # some programs save the tied matrix twice
         shapes.pop(f"{architecture.ends['unembedding']}.weight", None)
     spare = [name for name in shapes if not name.endswith(tuple(architecture.buffers))]

@@ -19,6 +19,7 @@ from leaven.recipe.layout import Layout, Pipeline, Recompute
 from leaven.recipe.shape import ModelShape
 
 # The keys of ``--layout`` with their possible values; None stands for any whole number from 1 on.
+MOST_CHARACTERS = 300  # of a layout as text
 _KEYS: dict[str, tuple[str, ...] | None] = {
     "dp": None,
     "tp": None,
@@ -87,6 +88,8 @@ def parse_keys(text: str) -> dict[str, Any]:
     Raises:
         InputError: if a key is unknown or a value is wrong.
     """
+    if len(text) > MOST_CHARACTERS:
+        raise InputError(f"layout {text[:20]!r}... is too long; write for example tp=8,pp=12,dp=4,zero=1,mbs=2")
     values: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = (part.strip() for part in item.partition("="))

@@ -106,7 +106,7 @@ class ModelShape(Part):
     vocab_size: int = Field(gt=1, le=2**22)
     seq_len: int = Field(gt=0, le=2**30)
     norm: Norm = "rmsnorm"
-    norm_eps: float = Field(default=1e-6, gt=0)
+    norm_eps: float = Field(default=1e-6, gt=0, le=1)
     activation: Activation = "swiglu"
     positions: Positions = "rope"
     rope_theta: float = Field(default=10_000.0, gt=0)

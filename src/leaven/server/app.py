@@ -55,7 +55,7 @@ def application(roots: list[Path], token: str) -> Starlette:
     """Return the web application that shows the folders in ``roots``. It answers only requests with the token."""
     routes = {
         "/": lambda request: _folders(request, roots),
-        "/folder/{root:int}/{name:path}": lambda request: _folder(request, roots),
+        "/folder/{root}/{name:path}": lambda request: _folder(request, roots),
         "/plan": _planner,
         "/published": lambda request: _published(request, roots),
         "/plotly.js": _plotly,
@@ -112,7 +112,8 @@ def _page(request: Request, here: str, make: Callable[[], str], found: list[Foun
             html = make()
         except (InputError, OSError) as error:
             html = render("fault.html.j2", {}, kind=here or "folder", title=request.url.path, fault=str(error))
-    return HTMLResponse(html, headers=HEADERS | ({"ETag": mark} if mark else {}))
+    content = html.encode(errors="backslashreplace")  # names of folders may have bytes that are not UTF-8
+    return HTMLResponse(content, headers=HEADERS | ({"ETag": mark} if mark else {}))
 
 
 def _folders(request: Request, roots: list[Path]) -> Response:
@@ -143,8 +144,8 @@ def _counted(found: list[Found]) -> str:
     return ", ".join(f"{count} {kind if count == 1 else plural[kind]}" for count, kind in counts)
 
 
-def _named(roots: list[Path], root: int, name: str) -> Found | None:
-    return next((each for each in find(roots) if (each.root, each.name) == (root, name)), None)
+def _named(roots: list[Path], root: str, name: str) -> Found | None:
+    return next((each for each in find(roots) if (str(each.root), each.name) == (root, name)), None)
 
 
 def _folder(request: Request, roots: list[Path]) -> Response:
@@ -156,7 +157,7 @@ def _folder(request: Request, roots: list[Path]) -> Response:
 
 def _published(request: Request, roots: list[Path]) -> Response:
     root, _, name = request.query_params.get("recipe", "").partition("/")
-    found = _named(roots, int(root), name) if root.isdecimal() else None
+    found = _named(roots, root, name)
     return _page(request, "published runs", lambda: catalogue_page(load_runs(), found.recipe if found else None))
 
 

@@ -30,7 +30,7 @@ class Found:
 
     root: int  # index of the root, in the order given to ``leaven serve``
     folder: Path
-    name: str  # path relative to the root; "" for the root itself
+    name: str  # path relative to the root, with \udcXX for a byte that is not UTF-8; "" for the root itself
     kind: str  # run | study | check | demo
 
     @property
@@ -83,7 +83,8 @@ def find(roots: list[Path]) -> Iterator[Found]:
             depth = len(folder.relative_to(root).parts)
             kind = next((KINDS[name] for name in KINDS if name in files), None)
             if kind is not None:
-                yield Found(index, folder, folder.relative_to(root).as_posix() if depth else "", kind)
+                name = folder.relative_to(root).as_posix() if depth else ""
+                yield Found(index, folder, name.encode(errors="backslashreplace").decode(), kind)
             inside = depth < DEEPEST and kind is None
             folders[:] = sorted(f for f in folders if f not in SKIPPED and not f.startswith(".")) if inside else []
 

@@ -264,16 +264,21 @@ def _faults_of_study(study: StudyDocument) -> Iterator[str]:
             yield f"trial {trial.number}: state {trial.state!r}, purpose {trial.purpose!r}"
         if trial.octaves and (missing := drawn - trial.octaves.keys()):
             yield f"trial {trial.number}: octaves has no {min(missing)}"
-    distances = [x for trial in study.trials for x in (trial.octaves or {}).values()]
-    distances += [*study.octaves.values(), *(study.fewest_octaves or {}).values()]
+    points = [*(trial.octaves or {} for trial in study.trials), study.octaves, study.fewest_octaves or {}]
     for each in study.coordinates:
-        distances += [each.best, *each.flat, *(place.octaves for place in each.slice)]
+        points += [{each.path: each.best}, *({each.path: place.octaves} for place in each.slice)]
+    distances = [x for found in points for x in found.values()]
+    distances += [x for each in study.coordinates for x in each.flat]
     for dimension in study.dimensions:
         distances += [dimension.low, dimension.high]
     if (farthest := max(map(abs, distances), default=0)) > FARTHEST:
         yield f"octaves: {farthest:g} is more than {FARTHEST}"
-    found = {"octaves": study.octaves, "fewest_octaves": study.fewest_octaves or (), "idle": study.idle}
-    for key, paths in (found | {"coordinates": [each.path for each in study.coordinates]}).items():
+    for dimension in study.dimensions:
+        chosen = [abs(round(found[dimension.path])) for found in points if dimension.path in found]
+        if dimension.levels and max(chosen, default=0) >= len(dimension.levels):
+            yield f"dimensions: {dimension.path}: level {max(chosen)} is not in levels"
+    named = {"octaves": study.octaves, "fewest_octaves": study.fewest_octaves or (), "idle": study.idle}
+    for key, paths in (named | {"coordinates": [each.path for each in study.coordinates]}).items():
         if others := [path for path in paths if path not in searched]:
             yield f"{key}: {others[0]!r} is not under dimensions"
 

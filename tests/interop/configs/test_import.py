@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.interop.configs.recipes import FAMILIES, MIXTURES, megatron_like
 from leaven.errors import InputError
 from leaven.interop.configs import from_megatron, from_transformers
 from leaven.interop.configs.export import export, write
+from leaven.interop.configs.from_megatron import parse_flags
 from leaven.recipe.files import parse_recipe, render
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
@@ -135,6 +137,33 @@ def test_steps_and_fractions_become_tokens() -> None:
 def test_unsupported_megatron_flags_are_refused(more: str, says: str) -> None:
     with refused("args.sh: ", says):
         from_megatron.read(f"{MINIMAL} --vocab-size 512 {more}", "args.sh", "x")
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("A=--x\n" + 'A="$A $A"\n' * 26, "its variables insert more than 1,048,576 characters, at A"),
+        ("A0=x\n" + "".join(f'A{i + 1}="$A{i} $A{i}"\n' for i in range(40)), "1,048,576 characters, at A1"),
+        ("A=x\n" + 'A="$A$A"\n' * 18 + "--f $A $A $A $A", "1,048,576 characters, at A"),
+        ("$" * 500_000, "and leaven reads at most 131,072; give a file with only the flags"),
+    ],
+    ids=["one variable", "a chain", "few variables", "a long script"],
+)
+def test_a_script_that_grows_without_end_is_refused(script: str, says: str) -> None:
+    with refused("args.sh: ", says):
+        from_megatron.read(f"{MINIMAL}\n{script}", "args.sh", "x")
+
+
+@pytest.mark.parametrize("unclosed", ["$((", "$(", "${N:-", "$", "A=("])
+def test_a_script_is_read_in_linear_time(unclosed: str) -> None:
+    start = time.perf_counter()
+    parse_flags("--lr 1 " + unclosed * (130_000 // len(unclosed)), "x")
+    assert time.perf_counter() - start < 8
+
+
+def test_commands_inside_commands_are_one_unknown_value() -> None:
+    for command in ("$(f $((1+2)) x)", "$(f `g`)", "`f $(g)`", "$((1+2*3))"):
+        assert parse_flags(f"--a 1 --b {command} --c 3", "x") == {"a": ["1"], "b": ["$_COMMAND_"], "c": ["3"]}
 
 
 def test_experts_on_the_processes_of_ranks() -> None:

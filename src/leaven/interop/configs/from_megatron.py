@@ -9,6 +9,7 @@ import math
 import re
 import shlex
 import tomllib
+from collections import deque
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -343,11 +344,13 @@ def _layout(given: Settings, draft: Draft, ranks: int | None) -> None:
 # Shell scripts -----------------------------------------------------------------------------------------------------
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
-_COMMANDS = re.compile(r"\$\(\(.*?\)\)|\$\(.*?\)|`[^`]*`", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::?-([^}]*))?\}|([A-Za-z_]\w*))")
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::?-([^{}]*))?\}|([A-Za-z_]\w*))")
 _OPEN = re.compile(r"\$\{?(\w+)")
 _COMMAND = "$_COMMAND_"
+_COMMANDS = (("$((", "))"), ("$(", ")"), ("`", "`"))  # what begins and what ends a command, inner ones first
 _ENDS = {"&&", "||", "|", ";", "&", "(", ")"}
+LONGEST = 2**17  # characters of a script; Linux takes no longer argument
+MOST_EXPANDED = 2**20  # characters that all variables of a script may insert
 
 
 def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
@@ -358,35 +361,40 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
     set, still contains a $ in the result.
 
     Raises:
-        InputError: if a quote is not closed, or there is no flag.
+        InputError: if a quote is not closed, there is no flag, or the script is too long.
     """
+    if len(text) > LONGEST:
+        raise InputError(
+            f"{origin}: has {len(text):,} characters, and leaven reads at most {LONGEST:,}; give a file with only "
+            "the flags"
+        )
     flags: dict[str, list[str]] = {}
-    variables: dict[str, str] = {}
+    variables = _Variables(origin)
     joined = re.sub(r"\\\r?\n", " ", text)
     try:
-        words = _words(_COMMANDS.sub(_COMMAND, joined))
+        words = deque(_words(_without_commands(joined)))
     except ValueError as error:
         raise InputError(f"{origin}: cannot be split into words as a shell does: {error}") from None
     current: list[str] | None = None
     while words:
-        word = words.pop(0)
+        word = words.popleft()
         assigned = _ASSIGNMENT.fullmatch(word)
         if assigned and not word.startswith("-"):
             name, value = assigned.groups()
             current = None
             if value.lstrip("(").lstrip().startswith("--"):
-                words[:0] = _words(value.lstrip("("))
+                words.extendleft(reversed(_words(value.lstrip("("))))
             elif value not in {"", "("}:
-                variables[name] = _expand(value, variables)
+                variables.values[name] = variables.expand(value)
         elif word in _ENDS:
             current = None
         elif word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
-            current = flags[name.rstrip(")")] = [_expand(value, variables)] if equals else []
+            current = flags[name.rstrip(")")] = [variables.expand(value)] if equals else []
         elif current is not None:
             bare = word if "$" in word else word.rstrip(")")
             if bare:
-                current.append(_expand(bare, variables))
+                current.append(variables.expand(bare))
     if not flags:
         raise InputError(f"{origin}: contains no --flag; give a Megatron script or argument list")
     return flags
@@ -399,19 +407,48 @@ def _words(text: str) -> list[str]:
     return [word.rstrip(";") or word for word in lexer]
 
 
-def _expand(word: str, variables: dict[str, str]) -> str:
-    """Return a word with the values of the known variables in it."""
+def _without_commands(text: str) -> str:
+    """Return a script with ``_COMMAND`` in place of every command whose output it uses."""
+    for start, end in _COMMANDS:
+        parts, at = [], 0
+        while (first := text.find(start, at)) >= 0 and (last := text.find(end, first + len(start))) >= 0:
+            parts += [text[at:first], _COMMAND]
+            at = last + len(end)
+        text = "".join([*parts, text[at:]])
+    return text
 
-    def one(match: re.Match[str]) -> str:
+
+class _Variables:
+    """The variables that a script has set so far."""
+
+    def __init__(self, origin: str) -> None:
+        self.values: dict[str, str] = {}
+        self._origin = origin
+        self._expanded = 0  # characters that variables have inserted so far
+
+    def expand(self, word: str) -> str:
+        """Return a word with the values of the known variables in it.
+
+        Raises:
+            InputError: if the variables of the script insert too many characters.
+        """
+        for _ in range(8):  # the value of a variable may contain another variable
+            expanded = _VARIABLE.sub(self._value, word)
+            if expanded == word:
+                break
+            word = expanded
+        return word
+
+    def _value(self, match: re.Match[str]) -> str:
         name = match[1] or match[3]
-        return variables.get(name, match[2] if match[2] is not None else match[0])
-
-    for _ in range(8):  # the value of a variable may contain another variable
-        expanded = _VARIABLE.sub(one, word)
-        if expanded == word:
-            break
-        word = expanded
-    return word
+        value = self.values.get(name, match[2] if match[2] is not None else match[0])
+        self._expanded += len(value)
+        if self._expanded > MOST_EXPANDED:
+            raise InputError(
+                f"{self._origin}: its variables insert more than {MOST_EXPANDED:,} characters, at {name}; write the "
+                "values into the flags"
+            )
+        return value
 
 
 def open_variables(word: str) -> list[str]:
