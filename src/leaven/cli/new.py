@@ -94,7 +94,7 @@ def new(
     source: Annotated[
         str,
         typer.Option(
-            help=r"The text to train on, written as source in \[data] of a recipe: a file, a glob or hf://..."
+            help=r"The text to train on: a file, a glob or hf://... It becomes the key source in \[data]."
         ),
     ] = "python-stdlib",
     vocab: Annotated[int | None, count_option("Vocabulary size.", "chosen by size")] = None,

@@ -169,8 +169,8 @@ class WarnOfMultipliers:
             self.warned = True
             warnings.warn(
                 f"this state dict lacks the {self.multipliers} multipliers that leaven.parametrize put on the "
-                f"{type(module).__name__}: a model that loads it without them computes other outputs; "
-                "leaven.save_folded(model, FOLDER) saves a model that from_pretrained loads correctly",
+                f"{type(module).__name__}. A model with these weights and without the multipliers computes wrong "
+                "outputs. leaven.save_folded(model, FOLDER) saves a model that from_pretrained loads correctly.",
                 stacklevel=2,
             )
 

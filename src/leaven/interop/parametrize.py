@@ -236,7 +236,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _require_no_multipliers(model: nn.Module) -> None:
-    """Raise InputError if a model has multipliers already: from an earlier call, or as leaven's own Transformer."""
+    """Raise InputError if a model was parametrized before, or if it is leaven's own Transformer."""
     for module in model.modules():
         if hasattr(module, ROWS):
             raise InputError(

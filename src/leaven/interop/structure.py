@@ -74,7 +74,7 @@ class ParameterSite:
 
     @property
     def n_experts(self) -> int:
-        """The number of routed experts of the block, for a parameter of experts."""
+        """The number of routed experts in the block. Read it only if the parameter belongs to experts."""
         listed = isinstance(self.experts, nn.ModuleList | nn.ModuleDict)
         return len(cast(nn.ModuleList, self.experts)) if listed else self.shape[0]
 

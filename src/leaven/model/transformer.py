@@ -121,8 +121,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A transformer block: x + a attention(norm(x)), then x + m mlp(norm(x)), with constant factors a and m.
 
-    Norms on the outputs of the branches come before the factors, because a norm would undo a factor before it. The
-    norms before the branches may be missing. With parallel branches, the MLP reads the same input as attention.
+    If the output of a branch is normalised, the factor comes after this norm: x + a norm(attention(...)). The norm
+    would undo a factor that came earlier. The norms before the branches may be missing. With parallel branches, the
+    MLP reads the same input as attention.
     """
 
     def __init__(

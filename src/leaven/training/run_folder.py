@@ -208,8 +208,8 @@ class RunFolder:
         """If a file shows that the run has saved a checkpoint, return a sentence with the name of the file and what
         it says. Otherwise return None.
 
-        An example is "events.jsonl says that it has trained 1,024 tokens". A run that was killed in its first steps
-        may have metrics and curves without a checkpoint. It is known by the unfinished checkpoint in its folder.
+        An example is "events.jsonl says that it has trained 1,024 tokens". Metrics and curves do not count if the
+        folder has an unfinished checkpoint, because then the run was killed while it saved its first one.
         """
         events = self.events()
         saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]

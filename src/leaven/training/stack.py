@@ -65,7 +65,10 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 def refusal(recipe: Recipe) -> str | None:
-    """Return the first setting or table that a stack cannot train, such as ``model.bias = True``, or None."""
+    """Return the first setting or table of a recipe with which a stack cannot train it, or None if there is none.
+
+    An example is ``model.bias = True``.
+    """
     found = {path: attrgetter(path)(recipe) for path in SETTINGS}
     refused = {path: value for path, value in found.items() if value not in SETTINGS[path]}
     said = (path if isinstance(value, Part) else f"{path} = {value}" for path, value in refused.items())

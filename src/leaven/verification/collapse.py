@@ -64,11 +64,11 @@ Points = Sequence[tuple[float, float]]
 def collapse(
     subject: str, runs: Mapping[str, Sequence[Points]], irreducible: float | None, settings: Mapping[str, Any]
 ) -> CheckDocument:
-    """Return the result of the check.
+    """Check whether the loss curves of all sizes are one curve after normalisation, and return the result.
 
-    ``runs`` has the loss curves of all seeds for each size by name; the first size is the base. A run with a loss
-    that is not finite has diverged. ``irreducible`` is L0 in nats, or None to fit it. ``settings`` are added to those
-    in the document.
+    ``runs`` maps the name of each size to the loss curves of its seeds; the first size is the base. A run with a loss
+    that is not finite has diverged. ``irreducible`` is L0 in nats, or None to fit it. The document also lists
+    ``settings``.
 
     Raises:
         InputError: if there are fewer than two sizes, a curve has too few points or starts late, the curves of a size

@@ -126,7 +126,9 @@ def _regime(
 
 
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
-    """Return rows that compare longer runs under the rule with control runs of the same length.
+    """Return rows that compare longer runs with control runs of the same length.
+
+    The hyperparameters of the longer runs follow the scaling rule.
 
     There are two groups of control runs. The first group keeps the lr of the short run, and the second group keeps
     all its hyperparameters.

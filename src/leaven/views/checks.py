@@ -36,8 +36,8 @@ def _to(low: float, high: float) -> str:
 class CheckTable:
     """A table of a check.
 
-    Its rows are the verdicts on modules over an axis such as width, the verdicts of a sweep, or measured numbers
-    without a verdict.
+    It has one of three kinds of rows: a verdict for each module along an axis, for example width; the verdicts of a
+    sweep; or measured numbers without a verdict.
     """
 
     name: str

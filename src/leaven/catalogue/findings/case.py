@@ -107,7 +107,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Case:
-    """The recipe to check, the rows of its parameter table, and the number of tokens in its text, if known."""
+    """The recipe to check, the rows of its parameter table, and the tokens in its training text, if known."""
 
     recipe: Recipe
     rows: Sequence[Any]  # of :class:`leaven.scaling.table.ParameterRow`

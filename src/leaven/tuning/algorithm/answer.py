@@ -425,9 +425,9 @@ class _Runs:
         return lowest if self.ahead(lowest, noise) else self.start
 
     def ahead(self, chosen: Point, least: float) -> bool:
-        """Return whether the loss at ``chosen`` is below the start's by more than ``least`` nats.
+        """Return whether the loss at ``chosen`` is more than ``least`` nats below the loss at the starting point.
 
-        If the start has no runs, the result is true for every other point.
+        If there are no runs at the starting point, the result is True unless ``chosen`` is the starting point.
         """
         if chosen == self.start or not self.at_start:
             return chosen != self.start

@@ -178,8 +178,8 @@ def check_search(method: str, axes: Axes, name: str) -> None:
 
 
 def known_runs(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
-    """Return the runs that are known before the search begins: the runs of the start and, in a grid search, those of
-    the grid.
+    """Return the runs that are known before the search begins: those at the starting point and, in a grid search,
+    those at the points of the grid.
 
     Raises:
         InputError: in a grid search, if the smallest grid has more points than the budget has trials, or if the

@@ -86,7 +86,11 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(StudyTrial):
-    """A run of a search. The inherited fields are those of the run's last trial, but ``values`` is empty."""
+    """A training run of a search.
+
+    If its process dies, the run goes on in a new trial. The inherited fields are those of the last trial, but
+    ``values`` is always empty.
+    """
 
     params: Params  # log2 multipliers; a whole number has the multiplier of its rounded value
     origin: int  # number of the run's first trial

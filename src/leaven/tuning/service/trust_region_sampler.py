@@ -194,7 +194,7 @@ class AxisOfDistribution:
         return math.log2(number) / self.unit if getattr(self.distribution, "log", False) else number / self.unit
 
     def value(self, at: float) -> Any:
-        """Return the value of the distribution that is nearest to ``at`` on the axis."""
+        """Return the value whose position on the axis is nearest to ``at``, among those that Optuna allows."""
         to = self.distribution
         if not isinstance(to, NUMBERS):
             return to.to_external_repr(round(at))
