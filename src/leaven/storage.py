@@ -398,7 +398,7 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
 
     Raises:
         TimeoutError: if another holder keeps the lock for ``seconds``. A negative number waits without a limit.
-        OSError: if the folder of the lock file cannot be written. The error names this folder as in ``path``.
+        OSError: if the lock file cannot be made. The error names it, or its folder if there is no such file.
     """
     from filelock import FileLock  # slow to import
 
@@ -410,7 +410,8 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:
             raise
-        raise OSError(error.errno, os.strerror(error.errno), str(path.parent)) from None
+        at_fault = path if path.exists() else path.parent
+        raise OSError(error.errno, os.strerror(error.errno), str(at_fault)) from None
     try:
         yield
     finally:

@@ -31,7 +31,7 @@ from leaven import storage
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from leaven.errors import InputError
+from leaven.errors import InputError, ProcessLost
 from leaven.recipe.recipe import Recipe
 from leaven.storage import place_folder, share, sync_file
 from leaven.training.average import AVERAGE
@@ -40,14 +40,13 @@ from leaven.training.loop import Callback
 from leaven.training.rewind import Rewind, undone
 from leaven.training.run_folder import (
     IDENTITY,
-    RECIPE,
+    MODEL,
     TOKENIZER,
     UNFINISHED,
     WRONG_TYPES,
     checkpoint_name,
     checkpoints,
     read_state,
-    recipe_digest,
     state_digest,
     tokens_of,
 )
@@ -468,7 +467,8 @@ class Checkpoints(Callback):
             group=trainer.group,
         )
         self._saved_step = -1
-        self._tokenizer = trainer.run.tokenizer_digest()
+        # Of token ids there is no tokenizer, though the user may put one into the folder.
+        self._tokenizer = trainer.run.tokenizer_digest() if trainer.tokens.tokenizer_path is not None else None
 
     def after_step(self, step: "Step") -> None:
         self.log_outcome(wait=False)
@@ -483,7 +483,7 @@ class Checkpoints(Callback):
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
         state[TEXT] = self.trainer.tokens.fingerprint
         state[IDENTITY] = self.trainer.identity
-        state[RECIPE] = recipe_digest(training.recipe)
+        state[MODEL] = training.recipe.model.model_dump(mode="json")
         if self._tokenizer is not None:
             state[TOKENIZER] = self._tokenizer
         state[EVENTS] = asdict(self.trainer.run.events_digest())
@@ -522,3 +522,5 @@ class Checkpoints(Callback):
 
     def close(self) -> None:
         self._manager.close()
+        with suppress(InputError, ProcessLost):  # an error of the run itself is more important
+            self.log_outcome(wait=False)

@@ -122,6 +122,8 @@ class Tensors(Mapping[str, Tensor]):
         Raises:
             ValueError: if a block is missing, stored twice, in another file, or of another dtype or shape.
         """
+        known, compared = set(files), set(headers)
+        opened = dict(self._files)  # a copy, so that files of which no block is needed do not stay open
         for name, saved in self._saved.items():
             lengths = [*saved.shape, *(length for block in saved.blocks for length in (*block.offset, *block.shape))]
             if not all(type(length) is int and length >= 0 for length in lengths):
@@ -132,18 +134,20 @@ class Tensors(Mapping[str, Tensor]):
             if fault:
                 raise ValueError(f"{name}: {fault}")
             for block in saved.blocks:
-                if block.file not in files:
+                if block.file not in known:
                     raise ValueError(f"{name}: {block.file} is no file of this checkpoint")
-                if block.file in headers:
-                    there = self._opened(block.file).get_tensor(name)  # a view of the file, so nothing is read
+                if block.file in compared:
+                    if block.file not in opened:
+                        opened[block.file] = self._open(block.file)
+                    there = opened[block.file].get_tensor(name)  # a view of the file, so nothing is read
                     if (dtype_name(there), tuple(there.shape)) != (saved.dtype, block.shape):
                         raise ValueError(f"{name}: {block.file} holds another dtype or shape of this tensor")
 
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ValueError unless the tensors of these names are here in fp32 and have these shapes."""
+        """Raise ValueError unless the tensors of these names are here in fp32 or wider and have these shapes."""
         for name, shape in shapes.items():
             saved = self._saved.get(name)
-            if saved is None or (saved.dtype, saved.shape) != ("float32", shape):
+            if saved is None or saved.dtype not in {"float32", "float64"} or saved.shape != shape:
                 there = "missing" if saved is None else f"{saved.dtype} {saved.shape}"
                 raise ValueError(f"{name}: {there}, but the recipe needs float32 {shape}")
 
@@ -192,9 +196,12 @@ class Tensors(Mapping[str, Tensor]):
 
     def _opened(self, file: str) -> Any:
         if file not in self._files:
-            storage.require_file(self._folder / file)
-            self._files[file] = safe_open(self._folder / file, "pt")
+            self._files[file] = self._open(file)
         return self._files[file]
+
+    def _open(self, file: str) -> Any:
+        storage.require_file(self._folder / file)
+        return safe_open(self._folder / file, "pt")
 
 
 def part(tensors: Mapping[str, Tensor], name: str, piece: Piece) -> Tensor:

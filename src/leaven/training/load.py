@@ -43,7 +43,7 @@ class LoadedRun:
     tokenizer: "Tokenizer"
     tokens: int  # number of tokens trained up to the checkpoint
     skipped: Mapping[str, str]  # names of newer checkpoints, and what each is: "damaged" or "missing"
-    changed: str | None = None  # a sentence that says that recipe.toml was changed after the checkpoint was written
+    changed: str | None = None  # a sentence if [model] of recipe.toml is not that of the checkpoint
     averaged: bool = False  # whether ``weights`` are the averaged weights
     # The biases with which the routers choose experts, (layers, experts); None unless experts are balanced by biases.
     # These are the biases of the last step, even if ``weights`` are averages.

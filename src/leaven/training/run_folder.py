@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from leaven import storage
 from leaven.errors import InputError
 from leaven.recipe.files import finite, read_recipe, read_text, write_recipe
-from leaven.recipe.recipe import NOT_NUMBERS, Difference, Recipe, differences, flatten, rearrangement
+from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
 from leaven.training.line_digests import LinesDigest, digest, kept_metrics, lines_digest
 
 LOCK = ".lock"
@@ -29,7 +29,7 @@ _EMPTY_CURVES = 512  # bytes; a TensorBoard file without a curve is smaller
 WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # raised by a JSON document that was changed
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
 IDENTITY = "run"  # key of the run's identifier in its events and in the state of its checkpoints
-RECIPE = "recipe"  # key of the digest of the recipe in the state of a run's checkpoints
+MODEL = "model"  # key of the recipe's [model] in the state of a run's checkpoints
 TOKENIZER = "tokenizer"  # key of the digest of tokenizer.json in the state of a run's checkpoints
 DAMAGED_EVENTS = "restore the file from a copy, or start again with another --run"
 
@@ -119,13 +119,6 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     if state.get("tokens") != tokens_of(checkpoint):
         raise ValueError(f"{checkpoint} is a copy of another checkpoint")
     return state
-
-
-def recipe_digest(recipe: Recipe) -> str:
-    """Return a digest of the values of a recipe that a run can never change."""
-    values = flatten(recipe.model_dump(mode="json", exclude=NOT_NUMBERS, exclude_defaults=True, exclude_none=True))
-    fixed = {path: value for path, value in values.items() if path != "batch.micro_batch" and not changeable(path)}
-    return state_digest(fixed)
 
 
 def state_digest(state: Mapping[str, Any]) -> str:
@@ -310,14 +303,16 @@ class RunFolder:
             )
 
     def changed_recipe(self, recipe: Recipe, state: Mapping[str, Any]) -> str | None:
-        """Return a sentence if ``recipe``, read from recipe.toml, is not that of the checkpoint of ``state``. Return
-        None if it is, or if the checkpoint has no digest of it. Values that a rewind may change do not count."""
-        saved = state.get(RECIPE)
-        if not isinstance(saved, str) or saved == recipe_digest(recipe):
+        """Return a sentence if [model] of ``recipe``, read from recipe.toml, is not that of the checkpoint of
+        ``state``, else None. Keys that only one of them has do not count: an older version of leaven wrote the
+        checkpoint."""
+        saved, here = state.get(MODEL), recipe.model.model_dump(mode="json")
+        changed = [key for key in here if isinstance(saved, dict) and key in saved and saved[key] != here[key]]
+        if not changed:
             return None
         return (
-            f"{self.recipe_file} was changed after the checkpoint was written, so the model may not be the one that "
-            "was trained; bring back the file of this run"
+            f"{self.recipe_file} has another model.{changed[0]} than the checkpoint, so it is not the model that was "
+            "trained; bring back the file of this run"
         )
 
     def check_identity(self, saved: str | None) -> None:

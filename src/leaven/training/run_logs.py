@@ -71,6 +71,9 @@ def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[t
         at, end = 0, os.fstat(log.fileno()).st_size
         while at < end:
             header = log.read(12)
+            if not any(header) and not any(log.read()):  # a crash may lengthen a file with zeros
+                cut(f"{file.name} ends with zeros from byte {at:,}")
+                return
             if len(header) == 12 and masked_crc32c(header[:8]) != int.from_bytes(header[8:], "little"):
                 raise LogDamaged(file, at, "a checksum is wrong")
             size = int.from_bytes(header[:8], "little")

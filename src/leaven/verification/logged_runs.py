@@ -266,8 +266,7 @@ def _runs_by_size(
         for file in data_files(path):
             found_here = _rows(file, path, loss, {*AXES, value, "seed"})
             if _is_one_run(file):
-                _points(found_here, "step")  # refuses steps that are not in the order of time
-                found_here = found_here[-1:]
+                found_here = [_last(found_here)]
                 logged += found_here
             rows += found_here
         _refuse_unfinished(logged, value)
@@ -377,6 +376,17 @@ def _points(rows: Sequence[LoggedRow], time: str) -> Points:
         f"{row.place}: {time} {at:g} comes after {furthest:g}, as if a second run began; write each run into a file "
         "of its own, in the order of time, or add the column seed"
     )
+
+
+def _last(rows: Sequence[LoggedRow]) -> LoggedRow:
+    """Return the last row of a run, which must have the highest step. A resumed run may repeat steps before it."""
+    last, highest = rows[-1].number("step"), max(row.number("step") for row in rows)
+    if not last == highest < math.inf:
+        raise InputError(
+            f"{rows[-1].place}: step {last:g} comes after {highest:g}, as if a second run began; write each run into "
+            "a file of its own, in the order of time"
+        )
+    return rows[-1]
 
 
 def _by_numbers(name: str) -> list[str | float]:

@@ -153,8 +153,10 @@ class StoredStudy:
             InputError: if a trial is missing, or was changed after it had ended.
         """
         trials = self.study.get_trials(deepcopy=False)
-        if any(_change_of(trial, self.digests) for trial in trials):
+        suspects = {trial.number for trial in trials if _change_of(trial, self.digests)}
+        if suspects:
             # PostgreSQL reads states before losses, so a trial that ends in between seems to run and to have a loss.
+            # The second read can show the same of another trial, so only a trial that both show was changed.
             trials = self.study.get_trials(deepcopy=False)
         if missing := set(range(len(trials))) - {trial.number for trial in trials}:
             raise InputError(f"{self.what} has lost trial {min(missing)}; {RESTORE}")
@@ -164,7 +166,7 @@ class StoredStudy:
             if job.startswith("search:") and int(job.removeprefix("search:")) > count:
                 raise InputError(f"{self.what} has lost a trial before trial {trial.number}; {RESTORE}")
         for trial in trials:
-            if change := _change_of(trial, self.digests):
+            if trial.number in suspects and (change := _change_of(trial, self.digests)):
                 raise InputError(f"trial {trial.number} of {self.what} was changed in its store: {change}; {RESTORE}")
             if trial.state in WITH_RESULT and trial.number not in self._checked:
                 known = trial.user_attrs.get(DIGEST)
