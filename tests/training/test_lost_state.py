@@ -22,7 +22,7 @@ from leaven.training.checkpoint import _fingerprint
 from leaven.training.load import load, load_run
 from leaven.training.metrics import Step
 from leaven.training.rewind import ManualRewind
-from leaven.training.run_folder import RECIPE, TOKENIZER, RunFolder, checkpoints, read_state, state_digest, tokens_of
+from leaven.training.run_folder import MODEL, TOKENIZER, RunFolder, checkpoints, read_state, state_digest, tokens_of
 from leaven.training.trainer import train
 from leaven.views.folders import read_run
 
@@ -561,7 +561,7 @@ def test_a_recipe_that_was_changed_after_the_checkpoint_is_named(
 
 
 def test_checkpoints_without_digests_of_recipe_and_tokenizer_are_read(run: RunFolder) -> None:
-    seal(checkpoints(run.checkpoints)[-1], lambda state: [state["state"].pop(key) for key in (RECIPE, TOKENIZER)])
+    seal(checkpoints(run.checkpoints)[-1], lambda state: [state["state"].pop(key) for key in (MODEL, TOKENIZER)])
     run.tokenizer_file.write_text(run.tokenizer_file.read_text() + " ")
     write_recipe(run.recipe().replace({"model.norm_eps": 0.01}), run.recipe_file)
     assert load_run(run.path).changed is None
