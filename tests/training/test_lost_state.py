@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
+from leaven.training import checkpoint
 from leaven.training.checkpoint import _fingerprint
 from leaven.training.load import load, load_run
 from leaven.training.metrics import Step
@@ -145,6 +147,28 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(
     (run.checkpoints / ".tokens-000000000000000.x.tmp").mkdir(parents=True)  # left by the kill
     assert train(recipe, tokens, run.path).finished
     assert losses(run.path) == expected
+
+
+def test_a_run_that_fails_while_its_first_checkpoint_fails_starts_again(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if one of several processes dies: the others cannot finish the checkpoint that they are writing."""
+    short, go = recipe.replace({"data.tokens": 1_024}), threading.Event()
+
+    def fails(*_: Any) -> None:
+        go.wait(60)
+        raise checkpoint.NotSaved("a process does not answer")
+
+    def stops(*_: Any) -> None:
+        threading.Timer(0.5, go.set).start()
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "write_checkpoint", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            train(short, tokens, tmp_path / "run", on_step=stops)
+    assert RunFolder(tmp_path / "run").metrics()
+    assert train(short, tokens, tmp_path / "run").finished
 
 
 def rewrite(path: Path, change: "Change") -> None:

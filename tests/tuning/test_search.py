@@ -1,3 +1,4 @@
+import copy
 import itertools
 import math
 import re
@@ -24,6 +25,7 @@ from leaven.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
 from leaven.tuning.algorithm.trust_region import Axes, region, results
+from leaven.tuning.service import stored_study
 from leaven.tuning.service.search import FINEST, OCTAVES, SearchResult
 from leaven.tuning.service.search_loop import HUGE, Proposal, WorkerDied
 from leaven.tuning.service.search_plan import METHODS, Budget, NothingFound, busy
@@ -279,21 +281,46 @@ def test_a_study_of_an_older_version_has_no_digests_and_resumes(tmp_path: Path) 
     assert file.read_text().count("digest") == 2
 
 
-def test_finished_trials_are_read_once() -> None:
+def test_finished_trials_are_compared_with_their_digests_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 1,000 trials of 90 values, reading all of them for every proposal took 0.1 s."""
-    axes, store = Axes({str(i): (-3.0, 3.0) for i in range(90)}), InMemoryStorage()
-    stored = join_study(store, "s", "s", "", method="random", axes=axes, seed=0, noise=None)
-    for number in range(200):
-        started = stored.create(TrialRequest("search", f"search:{number}", point=axes.params(np.ones(90))), "x", None)
+    stored = stored_trials(3)
+    compared: list[int] = []
+    digest_of = stored_study._digest_of
+    monkeypatch.setattr(
+        stored_study, "_digest_of", lambda trial, *how: compared.append(trial.number) or digest_of(trial, *how)
+    )
+    assert stored.runs == stored.runs
+    assert compared == [2]  # the others when the next trial was created
+
+
+def test_a_trial_that_ends_during_a_read_was_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PostgreSQL reads states before losses. Here each of two reads shows another trial with a loss as running."""
+    stored, reads = stored_trials(3), itertools.count()
+    whole = stored.study.get_trials(deepcopy=False)
+
+    def read(**_: Any) -> list[optuna.trial.FrozenTrial]:
+        trials = [copy.copy(trial) for trial in whole]
+        trials[next(reads)].state = TrialState.RUNNING
+        return trials
+
+    monkeypatch.setattr(stored.study, "get_trials", read)
+    assert len(stored.trials) == 3
+    still = copy.copy(whole[2])
+    still.state = TrialState.RUNNING
+    monkeypatch.setattr(stored.study, "get_trials", lambda **_: [*whole[:2], still])
+    with pytest.raises(InputError, match="trial 2 of .* its state is RUNNING, but it has a loss"):
+        _ = stored.trials
+
+
+def stored_trials(count: int) -> stored_study.StoredStudy:
+    """Return a study in memory with ``count`` finished trials."""
+    axes = Axes({"lr": (-3.0, 3.0)})
+    stored = join_study(InMemoryStorage(), "s", "s", "", method="random", axes=axes, seed=0, noise=None)
+    for number in range(count):
+        started = stored.create(TrialRequest("search", f"search:{number}", point=axes.params(np.ones(1))), "x", None)
         assert started is not None
-        stored.record(number, Outcome(1.0, curve=tuple((step, 1.0) for step in range(50))))
-    seconds, found = [], []
-    for _ in range(2):
-        began = time.process_time()
-        found.append(stored.runs)
-        seconds.append(time.process_time() - began)
-    assert found[0] == found[1] == runs_of(stored.trials, axes)
-    assert seconds[1] < seconds[0] / 3
+        stored.record(number, Outcome(1.0, curve=((1, 1.0),)))
+    return stored
 
 
 def test_a_budget_is_not_exceeded_by_resuming_with_another() -> None:

@@ -515,3 +515,5 @@ def test_a_tensor_with_one_element_is_a_loss(tmp_path: Path) -> None:
     (tmp_path / "64m").mkdir()
     (tmp_path / "64m" / "a.tfevents").write_bytes(EVENT() + EVENT(2, [1, 1], float_val=[2.0]) + EVENT(3)[:-1])
     assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}  # the third may still be written
+    (tmp_path / "64m" / "a.tfevents").write_bytes(EVENT() + EVENT(2, [1, 1], float_val=[2.0]) + bytes(100))
+    assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}  # a crash lengthened the file with zeros
