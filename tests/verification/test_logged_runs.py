@@ -13,7 +13,7 @@ from tests.views.written import proxy, write_run
 
 from leaven.errors import InputError
 from leaven.scaling.transfer import transfer
-from leaven.verification.logged_runs import curves_of, read_rows, transfer_of_runs
+from leaven.verification.logged_runs import LoggedRow, _last, curves_of, read_rows, transfer_of_runs
 
 OCTAVES = range(-9, -3)
 Row = dict[str, float | str]
@@ -275,6 +275,14 @@ def test_two_runs_in_one_curve_are_refused(steps: tuple[int, ...], row: str, tmp
 def test_a_resumed_run_repeats_steps(tmp_path: Path) -> None:
     written: list[Row] = [{"step": step, "loss": 10 - n} for n, step in enumerate((1, 2, 3, 2, 3, 4))]
     assert curves_of(write(tmp_path / "runs.csv", written)) == {"runs": [[(1, 10), (2, 7), (3, 6), (4, 5)]]}
+
+
+def test_the_last_row_of_a_resumed_log_counts_in_transfer() -> None:
+    """A logger may count its interval from the start of the process, so that a resumed run has other steps."""
+    logged = [LoggedRow("row", {"step": step, "loss": 3.0}) for step in (10, 20, 30, 15, 25, 35)]
+    assert _last(logged) is logged[-1]
+    with pytest.raises(InputError, match="step 25 comes after 30, as if a second run began"):
+        _last(logged[:-1])
 
 
 def test_sizes_are_in_the_order_of_their_units(tmp_path: Path) -> None:

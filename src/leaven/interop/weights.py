@@ -42,7 +42,7 @@ from leaven.scaling.table import ParameterTable, folding
 from leaven.storage import share, written_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-READ_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them; others are of quantised weights
+READ_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them; others hold quantised weights
 SHARD_BYTES = 5 * 10**9
 STDLIB_LICENCE = "PSF-2.0 (the source code of Python's standard library)"
 # Keys of a model shape that may differ between a recipe and its start weights, because no tensor depends on them.

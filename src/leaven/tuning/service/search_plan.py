@@ -85,8 +85,8 @@ class Budget:
 
     @cached_property
     def label(self) -> str:
-        """The budget as text, such as ``100 trials``. Each final run stores this text, so that the final runs of a
-        later, larger budget can be told apart."""
+        """The budget as text, such as ``100 trials``. Each final run stores this text, which distinguishes it from
+        the final runs of a later, larger budget."""
         return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
 
     @property
