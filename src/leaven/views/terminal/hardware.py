@@ -69,6 +69,17 @@ def accelerator_screen(one: AcceleratorRow) -> Iterator[RenderableType]:
             ("", (one.name, *([one.note] if one.note else []))),
             fact("peak", "peak", *peaks, "dense TFLOP/s"),
             fact("best matmul", "matmul", *(measured or ("none known",)), share),
+            *(
+                [
+                    fact(
+                        "sustained",
+                        "sustained",
+                        *(f"{name.replace('_', ' ')} {rate:g}" for name, rate in rates.items()),
+                    )
+                ]
+                if (rates := one.sustained_tflops)
+                else []
+            ),
             fact("memory", "memory", f"{one.memory_gib:.3g} GiB", f"{one.memory_tb_s:.3g} TB/s"),
             fact(
                 "board",
