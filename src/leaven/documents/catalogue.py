@@ -167,8 +167,7 @@ class AcceleratorRow(Document, schema="accelerator/1"):
     peak_tflops: dict[str, float | None]  # peak speed without sparsity, by dtype
     matmul_tflops: dict[str, float | None]  # highest measured speed of a matmul, by dtype
     planned_tflops: float  # speed of a 16-bit matmul that the planner assumes
-    # measured speed of large operators in 16 bits: matmul, attention, attention_backward; empty if not measured
-    sustained_tflops: dict[str, float] = {}
+    sustained_tflops: dict[str, float] = {}  # measured speed of large 16-bit operators; empty if not measured
     memory_gib: float
     memory_tb_s: float
     power_w: float | None
