@@ -152,7 +152,7 @@ Confidence = Literal["vendor", "read", "memory", "yours", "guess"]
 
 
 class NumberSource(Entry):
-    group: str  # the numbers that come from this source: peak, matmul, memory, board, link or network
+    group: str  # the numbers that come from this source: peak, matmul, sustained, memory, board, link or network
     text: str
     confidence: Confidence  # how reliable the source is
 

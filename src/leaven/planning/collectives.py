@@ -99,11 +99,13 @@ def send_once(
     near = min(ranks, max(1, accelerator.node_size // stride))  # ranks of the group in a node
     nodes = ceil(ranks / near)
     usable = min(most_nodes or nodes, nodes)
-    number, used = experts[0] * usable // nodes, experts[1]
+    number = max(1, experts[0] * usable // nodes)
+    used = min(experts[1], number)
 
     def reached(groups: int) -> float:
         """Return the expected number of groups, of ``groups`` with equally many experts, that a token is sent to."""
-        return groups * (1 - comb(number - number // groups, used) / comb(number, used))
+        each = max(1, number // groups)
+        return number // each * (1 - comb(number - each, used) / comb(number, used))
 
     inside = reached(usable * near) * (near - 1) / near
     across = reached(usable) * (nodes - 1) / nodes
