@@ -43,9 +43,6 @@ def machine_of(row: PublishedRow) -> Accelerator:
     of_node = re.search(r"([\d.]+) Gb/s (?:a|per) node", said)
     if of_node:
         changes["network_gb_s"] = float(of_node[1]) / 8 / changes.get("node_size", found.node_size)
-    fastest = re.search(r"fastest matmul ([\d.]+) TFLOP/s", said)  # measured by the source on its own machine
-    if fastest:
-        changes["matmuls"] = ((found.dtype, float(fastest[1])),)
     held = re.search(r"(\d+) W limit", said)
     if held and found.power_w:  # a board held to less power than its kind: the rate goes with its root, as clocks do
         kind_w = max(

@@ -122,6 +122,35 @@ def test_chinchilla_loss_of_the_two_models_it_compared(params: float, tokens: fl
     assert CHINCHILLA.loss.loss(params, tokens) == pytest.approx(loss, abs=1e-3)
 
 
+# Table 4 and, for 1e21 FLOPs, table 1 of arXiv 2502.05172: m, mu, n and nu of E experts, and the best size
+JOINT = {
+    1: (30.3640, -0.1817, 53.9838, -0.1965, 5.7e9, 29.3e9),
+    2: (27.7982, -0.1780, 66.8401, -0.2065, 5.0e9, 33e9),
+    4: (24.8462, -0.1731, 87.7022, -0.2192, 4.4e9, 38e9),
+    8: (21.8330, -0.1676, 119.9126, -0.2338, 3.8e9, 44.3e9),
+    16: (19.0159, -0.1617, 167.5073, -0.2494, 3.3e9, 51.2e9),
+    32: (16.5424, -0.1557, 234.6726, -0.2652, 2.85e9, 58.4e9),
+}
+
+
+@pytest.mark.parametrize("experts", JOINT)
+def test_the_joint_law_has_the_coefficients_and_best_sizes_that_its_paper_prints(experts: int) -> None:
+    m, mu, n, nu, params, tokens = JOINT[experts]
+    joint = find_law("Ludziejewski 2025 loss").loss_of_experts
+    assert joint is not None
+    law = joint.of(experts)
+    assert (law.a, law.b) == (pytest.approx(m, rel=3e-3), pytest.approx(n, rel=3e-3))  # its constants are rounded
+    assert (-law.alpha, -law.beta) == (pytest.approx(mu, abs=2e-4), pytest.approx(nu, abs=2e-4))
+    best = law.optimal_params(1e21)
+    assert (best, 1e21 / 6 / best) == (pytest.approx(params, rel=0.02), pytest.approx(tokens, rel=0.02))
+
+
+def test_more_experts_lower_the_loss_of_one_law_alone() -> None:
+    dense, mixture = ({row.law: row.loss for row in evaluate(1e9, 2e10, experts=e) if row.loss} for e in (1, 16))
+    assert mixture["Ludziejewski 2025 loss"] < dense["Ludziejewski 2025 loss"]
+    assert {law for law in dense if dense[law] != mixture[law]} == {"Ludziejewski 2025 loss"}
+
+
 def test_the_replication_differs_in_the_irreducible_loss() -> None:
     """E is 1.8172 and not 1.69 (arXiv 2404.10102). The two laws agree within 3% over Chinchilla's own runs."""
     replication = find_law("Besiroglu 2024 loss").loss

@@ -46,6 +46,21 @@ def test_share_price_and_explain_are_in_the_document(rye, leaven):
     assert plain["cost"]["money"] is None
 
 
+def test_another_program_is_planned_by_its_name(rye, leaven):
+    def planned(*options):
+        code, out, _ = leaven("plan", rye, *CLUSTER, *LAYOUT, *options, "--json")
+        assert code == 0
+        return json.loads(out)
+
+    own, megatron = planned("--no-history"), planned("--code", "megatron-2026")
+    assert megatron["memory"]["gib"] != own["memory"]["gib"]
+    assert "the training code megatron-2026" in megatron["cautions"][0]
+    code, _, err = leaven("plan", rye, *CLUSTER, "--code", "megatron-2027")
+    assert (code, "megatron-2026, megatron-moe" in err) == (2, True)
+    code, _, err = leaven("plan", rye, *CLUSTER, "--code", "torchtitan", "--measure")
+    assert (code, "--code cannot be combined with --measure" in err) == (2, True)
+
+
 def test_the_page_repeats_the_command(rye, leaven, tmp_path):
     page = tmp_path / "plan.html"
     sets = ("--set", "batch.tokens=2097152", "--set", "data.tokens=20_000_000_000")

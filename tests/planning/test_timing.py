@@ -1,6 +1,8 @@
 """Step times compared with closed forms on a device of round numbers. test_accuracy.py has published rows."""
 
 from dataclasses import replace
+from itertools import combinations
+from statistics import mean
 
 import pytest
 from hypothesis import given
@@ -8,10 +10,18 @@ from hypothesis import strategies as st
 from tests.planning.shapes import LLAMA_8B, LLM_FOUNDRY, TORCHTITAN, gpt
 
 from leaven.catalogue.runs import find_run
-from leaven.planning.accelerators import Accelerator
+from leaven.planning.accelerators import Accelerator, Sustained
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.blueprint import blueprint
-from leaven.planning.collectives import LINK_LATENCY, LINK_SHARE, NETWORK_LATENCY, all_reduce, all_to_all, ring
+from leaven.planning.collectives import (
+    LINK_LATENCY,
+    LINK_SHARE,
+    NETWORK_LATENCY,
+    all_reduce,
+    all_to_all,
+    ring,
+    send_once,
+)
 from leaven.planning.hardware import Cluster, find_accelerator, parse_cluster
 from leaven.planning.operators import (
     FLASH,
@@ -27,7 +37,7 @@ from leaven.planning.operators import (
 from leaven.planning.published import published_blueprint
 from leaven.planning.stages import rank_parameters
 from leaven.planning.timing import adding_seconds, block_time, logits_seconds, step_time
-from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
+from leaven.planning.training_codes import LEAVEN_BF16, TRAINING_CODES, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
 
@@ -76,6 +86,9 @@ def test_a_thin_product_takes_the_time_of_its_bytes_and_a_tiny_one_that_of_a_lau
 def test_widths_that_do_not_suit_the_tensor_cores_are_slow() -> None:
     good, of_64, of_8 = (matmul_seconds((4096, n, 4096), BUSY) for n in (8192, 8184, 8190))
     assert good < of_64 < of_8
+    # in the gradient of a weight k counts tokens, of which an expert may have any number
+    odd, even = (matmul_seconds((4096, 8192, k), BUSY, over_tokens=True) for k in (1001, 1000))
+    assert odd == pytest.approx(even, rel=1e-3)
 
 
 def test_a_ring_moves_all_but_one_share_and_waits_at_every_step() -> None:
@@ -147,6 +160,15 @@ def test_attention_with_a_flash_kernel_is_the_full_matrix_and_two_and_a_half_tim
     assert attention.backward == pytest.approx(2.5 * attention.forward)
 
 
+def test_measured_rates_of_a_device_replace_the_usual_shares() -> None:
+    measured = replace(BUSY, sustained=Sustained(matmul=600, attention=900, attention_backward=700))
+    product = (4096, 8192, 4096)
+    assert matmul_seconds(product, measured) == pytest.approx(matmul_seconds(product, BUSY) * SUSTAINED / 0.6)
+    attention = operators(Arrangement(Layout(), 1, 1), Cluster(1, measured), TrainingCode())["attention"]
+    assert attention.forward == pytest.approx(4 * 8192 * 8192 * 4096 / 900e12)
+    assert attention.backward == pytest.approx(2.5 * 4 * 8192 * 8192 * 4096 / 700e12)
+
+
 def test_context_ranks_share_a_sequence_and_hide_the_ring_behind_attention() -> None:
     shape = LLAMA_8B.model_copy(update={"seq_len": 131_072})
     one, four = (
@@ -191,6 +213,44 @@ def test_an_all_to_all_uses_link_and_network_at_once() -> None:
     # a slow link is what the ranks wait for
     slow = replace(ROUND, link_gb_s=1)
     assert all_to_all(1e9, 16, 1, slow) == pytest.approx(3 / 16 * 1e9 / (1e9 * LINK_SHARE) + LINK_LATENCY)
+
+
+@pytest.mark.parametrize(("most", "usable"), [(None, 4), (2, 2)])
+def test_a_token_sent_once_to_a_node_crosses_the_network_once_for_each_node_with_its_experts(
+    most: int | None, usable: int
+) -> None:
+    # 32 experts on 16 ranks in 4 nodes: count the nodes and ranks of every choice of three experts
+    choices = list(combinations(range(8 * usable), 3))
+    nodes, ranks = (mean(len({expert // each for expert in chosen}) for chosen in choices) for each in (8, 2))
+    network, link = (replace(ROUND, **slow) for slow in ({"network_gb_s": 1}, {"link_gb_s": 1}))
+    size = 1e9
+    found = send_once(size, 16, 1, network, experts=(32, 3), most_nodes=most, network_share=0.9)
+    assert found == pytest.approx(3 / 4 * nodes * size / 0.9e9 + NETWORK_LATENCY)
+    found = send_once(size, 16, 1, link, experts=(32, 3), most_nodes=most)
+    assert found == pytest.approx(3 / 4 * ranks * size / (1e9 * LINK_SHARE) + LINK_LATENCY)
+    assert send_once(size, 1, 1, ROUND, experts=(32, 3)) == 0
+
+
+def test_codes_differ_in_how_they_split_experts_and_send_tokens() -> None:
+    model, cluster = published_blueprint(find_run("olmoe-1b-7b").arch, 4096), parse_cluster("64xH100")
+    how = Arrangement(Layout(dp=32, tp=2, ep=16), 1, 1)
+    split, whole, once, hidden, uneven = (
+        block_time(model, how, cluster, code)
+        for code in (
+            replace(TRAINING_CODES["megatron-deepep"], whole_experts=False, sends="expert"),
+            TRAINING_CODES["megatron-moe"],
+            TRAINING_CODES["megatron-deepep"],
+            TRAINING_CODES["megatron-deepep-overlap"],
+            replace(TRAINING_CODES["megatron-moe"], fullest=1.5),
+        )
+    )
+    # ranks with whole experts exchange nothing after them, behind half of a product
+    saved = 2 * all_reduce(2 * 4096 * 2048, 2, 1, cluster.accelerator) / 2
+    assert split.all_reduce - whole.all_reduce == pytest.approx(saved, rel=0.1)
+    assert once.all_reduce < whole.all_reduce / 2
+    assert hidden.all_reduce < once.all_reduce
+    assert (whole.forward, once.forward) == (once.forward, hidden.forward)
+    assert uneven.forward > whole.forward
 
 
 def test_tokens_are_copied_for_their_experts_and_sorted_again_on_other_ranks() -> None:

@@ -222,6 +222,21 @@ def test_a_branch_multiplier_is_recorded_once() -> None:
     assert recorder.containers == set()
 
 
+def test_norms_on_queries_and_attention_logits_depend_on_the_blocks_own_matrices() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.norm, self.other = nn.Linear(8, 8), nn.RMSNorm(4), nn.RMSNorm(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query = self.norm(self.query(self.other(x)).view(1, 3, 2, 4)).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(query, query, query)
+
+    with ActivationRecorder(Attention(), lambda name: name or "attention") as recorder:
+        next(iter(recorder._labels))(torch.randn(1, 3, 8))
+    assert recorder.matrices == {"query", "norm", "attention.logits"}
+
+
 def theirs(name: str, tokens: int = 1024) -> ForeignFamily:
     """Return a family whose batch is two sequences."""
     return foreign(f"their_model:{name}", SCALE, source=MADE_UP, batch_tokens=128, tokens=tokens)

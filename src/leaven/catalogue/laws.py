@@ -111,6 +111,37 @@ class LossLaw(Part):
         return scale * math.pow(flops / 6, self.beta / both)
 
 
+class ExpertsLoss(Part):
+    """A loss law of mixtures of experts (arXiv 2502.05172, equations 4 and 6).
+
+    L = irreducible + a E^delta N^(alpha + gamma ln E) + b E^omega D^(beta + zeta ln E), where N counts the parameters
+    that a token uses, and E follows from the number of experts: between ``start``, for a dense model, and ``most``.
+    """
+
+    irreducible: float
+    a: float
+    alpha: float
+    gamma: float
+    delta: float
+    b: float
+    beta: float
+    zeta: float
+    omega: float
+    start: float
+    most: float
+
+    def of(self, experts: float) -> LossLaw:
+        """Return the law for models with this number of experts, of which a token uses one."""
+        e = 1 / (1 / (experts - 1 + 1 / (1 / self.start - 1 / self.most)) + 1 / self.most)
+        return LossLaw(
+            irreducible=self.irreducible,
+            a=self.a * e**self.delta,
+            alpha=-self.alpha - self.gamma * math.log(e),
+            b=self.b * e**self.omega,
+            beta=-self.beta - self.zeta * math.log(e),
+        )
+
+
 class FrontierLine(Part):
     """A power law for the best number of parameters: ``params`` x (budget in FLOPs / ``flops``)^``exponent``."""
 
@@ -186,6 +217,7 @@ class Law(Sourced):
     batch: Power | None = None  # batch in tokens
     batch_kind: BatchKind | None = None  # optimal: the best batch; critical: a larger batch saves little time
     loss: LossLaw | None = None
+    loss_of_experts: ExpertsLoss | None = None
     tau: Power | None = None  # the best AdamW timescale, batch / (lr x weight decay x tokens): a share of the run
     says: str = ""  # for a law that predicts no number: how a value changes, such as "lr ~ N^-0.23 D^-0.32"
     form_of: str | None = None  # name of the main law if this is another form of it; only the main law has a vote
@@ -216,11 +248,14 @@ def find_law(name: str) -> Law:
 APPROACH_3, REPLICATION = (frontier.sizes for frontier in FRONTIERS if isinstance(frontier.sizes, LossLaw))
 
 
-def evaluate(params: float, tokens: float, *, params_non_embedding: float | None = None) -> list[LawRow]:
+def evaluate(
+    params: float, tokens: float, *, params_non_embedding: float | None = None, experts: float = 1
+) -> list[LawRow]:
     """Return what each law predicts for a run of ``tokens`` tokens with ``params`` parameters.
 
-    For a mixture of experts, ``params`` are the parameters N that a token uses: training takes about 6 N D FLOPs. The
-    law that was fitted to mixtures of experts counts N in this way, too (arXiv 2502.05172).
+    For a mixture of experts, ``params`` are the parameters N that a token uses: training takes about 6 N D FLOPs.
+    ``experts`` is the number of experts for each that a token uses. Only the law that was fitted to mixtures of
+    experts depends on it.
 
     Laws that count parameters without the embeddings use ``params_non_embedding`` if it is given, else ``params``.
     Above 1B parameters the two counts are nearly equal, but for GPT-2 124M ``params`` is 45% larger.
@@ -238,6 +273,7 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
     loss = chinchilla.loss(params, tokens)
     results = []
     for law in LAWS:
+        predicted = law.loss_of_experts.of(experts) if law.loss_of_experts else law.loss
         n = (params_non_embedding or params) if law.params_definition == "non-embedding" else params
         point = Point(n, tokens, 6 * n * tokens, loss)
         batch = law.batch.at(point) if law.batch else None
@@ -250,7 +286,7 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
                 lr_batch_exponent=law.lr_batch_exponent,
                 batch_tokens=batch,
                 batch_kind=law.batch_kind,
-                loss=law.loss.loss(n, tokens) if law.loss else None,
+                loss=predicted.loss(n, tokens) if predicted else None,
                 tau=law.tau.at(point) if law.tau else None,
                 says=law.says,
                 form_of=law.form_of,
@@ -261,7 +297,8 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
 
 def main_laws(model: ModelShape, tokens: int) -> list[LawRow]:
     """Return what each law predicts for a run of a model. Of a law with several forms, only the main form is used."""
-    rows = evaluate(model.params_active, tokens, params_non_embedding=model.params_non_embedding)
+    experts = model.experts.number / model.experts.active if model.experts else 1
+    rows = evaluate(model.params_active, tokens, params_non_embedding=model.params_non_embedding, experts=experts)
     return [row for row in rows if row.form_of is None]
 
 

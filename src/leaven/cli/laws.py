@@ -37,11 +37,19 @@ def laws(
             "Training FLOPs, instead of --params and --tokens. Print the compute-optimal parameters and tokens."
         ),
     ] = None,
+    experts: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Number of experts for each that a token uses, e.g. 16 for 8 of 128 experts. One law of the loss "
+            "depends on it.",
+        ),
+    ] = 1,
     json_output: JsonOption = False,
 ) -> None:
     """With --flops, predict the compute-optimal parameters and tokens with Chinchilla's approaches and later laws."""
     if flops is not None:
-        require_alone(context, "--flops", "params tokens batch_tokens params_non_embedding")
+        require_alone(context, "--flops", "params tokens batch_tokens params_non_embedding experts")
         sizes = compute_optimal(flops)
         print_document(sizes, optimum_screen(sizes), json_output)
         return
@@ -53,7 +61,7 @@ def laws(
             f"--params-non-embedding {params_non_embedding:,} is above --params {params:,}, which includes the "
             "embeddings; give a smaller --params-non-embedding"
         )
-    rows = evaluate(params, tokens, params_non_embedding=params_non_embedding)
+    rows = evaluate(params, tokens, params_non_embedding=params_non_embedding, experts=experts)
     if batch_tokens is not None:
         rows = [_at_batch(row, batch_tokens, critical_batch(rows)) for row in rows]
     print_document(rows, laws_screen(rows, params, tokens, batch_tokens, params_non_embedding), json_output)

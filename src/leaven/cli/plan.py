@@ -89,6 +89,15 @@ def plan(
             "does not train with adam-8bit."
         ),
     ] = None,
+    code: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Plan for another program than leaven's own trainer, e.g. torchtitan, megatron-2026, or "
+            "megatron-deepep for mixtures of experts; a wrong name prints all. Published runs are planned for "
+            "megatron-flash.",
+        ),
+    ] = None,
     measure: Annotated[
         bool,
         typer.Option(
@@ -103,7 +112,7 @@ def plan(
 ) -> None:
     hourly = None if price is None else parse_price(price)
     if budget is not None:
-        others = "recipe gpus layout explain share report moments measure history overrides"
+        others = "recipe gpus layout explain share report moments code measure history overrides"
         require_alone(context, "--budget", others)
         from leaven.planning.budget import budget as sizes_that_fit
 
@@ -122,15 +131,18 @@ def plan(
         )
     if not recipe.exists() and recipe.suffix != ".toml" and len(recipe.parts) == 1:
         require_alone(context, f"the published run {recipe}", "overrides measure")
-        name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments or "adam")
+        name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments or "adam", code or "megatron-flash")
         document = found.document(explain, hourly, share)
         following = next_commands.after_plan_of_run(name, document.cluster)
     else:
         read = load_recipe(recipe, overrides)
-        name, found = read.name, plan_recipe(read, gpus, layout, moments)
-        found = by_measurement(found, read, gpus, measure=measure, history=history)
+        name, found = read.name, plan_recipe(read, gpus, layout, moments, code)
+        if code is None:
+            found = by_measurement(found, read, gpus, measure=measure, history=history)
+        else:
+            require_alone(context, "--code", "measure")
         document = found.document(explain, hourly, share)
-        following = next_commands.after_plan(recipe, read, document, overrides or ())
+        following = [] if code else next_commands.after_plan(recipe, read, document, overrides or ())
     screen = plan_screen(document)
     if report is not None:
         from leaven.views.plan_page import plan_page

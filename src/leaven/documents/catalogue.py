@@ -152,7 +152,7 @@ Confidence = Literal["vendor", "read", "memory", "yours", "guess"]
 
 
 class NumberSource(Entry):
-    group: str  # the numbers that come from this source: peak, matmul, memory, board, link or network
+    group: str  # the numbers that come from this source: peak, matmul, sustained, memory, board, link or network
     text: str
     confidence: Confidence  # how reliable the source is
 
@@ -167,6 +167,7 @@ class AcceleratorRow(Document, schema="accelerator/1"):
     peak_tflops: dict[str, float | None]  # peak speed without sparsity, by dtype
     matmul_tflops: dict[str, float | None]  # highest measured speed of a matmul, by dtype
     planned_tflops: float  # speed of a 16-bit matmul that the planner assumes
+    sustained_tflops: dict[str, float] = {}  # measured speed of large 16-bit operators; empty if not measured
     memory_gib: float
     memory_tb_s: float
     power_w: float | None

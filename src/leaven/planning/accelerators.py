@@ -41,6 +41,33 @@ _USUAL_MATMUL_SHARE = 0.80
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
 
 
+_Positive = Annotated[float, Field(gt=0)]
+_Count = Annotated[int, Field(gt=0)]
+
+
+class _Group(Part):
+    """A group of numbers in a TOML file, such as ``memory``, with their source."""
+
+    source: str = ""
+    confidence: Confidence = "yours"
+
+
+class Sustained(_Group):
+    """The TFLOP/s in 16 bits that large operators of a training step sustain.
+
+    Attention counts every score, although a causal kernel skips half of them: two products in the forward pass and
+    five in the backward pass, where the scores are computed again.
+    """
+
+    matmul: _Positive
+    attention: _Positive
+    attention_backward: _Positive
+
+    @property
+    def rates(self) -> dict[str, float]:
+        return self.model_dump(exclude={"source", "confidence"})
+
+
 @dataclass(frozen=True)
 class Accelerator:
     """The published numbers of one accelerator. Link and network bandwidths count one direction."""
@@ -55,6 +82,7 @@ class Accelerator:
     power_w: float | None = None  # rated power of the board, watts
     multiprocessors: int | None = None
     matmuls: tuple[tuple[Dtype, float], ...] = ()  # TFLOP/s of the fastest measured matmul, by dtype
+    sustained: "Sustained | None" = None  # None: not measured, and the planner assumes the usual shares
     dtype: Dtype = "bf16"  # the dtype in which the training computes; fp16 if the device has no bf16
     sources: tuple[NumberSource, ...] = ()
     note: str = ""
@@ -81,25 +109,21 @@ class Accelerator:
         """The FLOP/s of the fastest matmul in the training's dtype, which no training step can exceed."""
         return dict(self.matmuls).get(self.dtype, self.peak_tflops * _USUAL_MATMUL_SHARE) * 1e12
 
+    @cached_property
+    def sustained_share(self) -> float | None:
+        """The share of the fastest 16-bit matmul that large products sustain, or None if it was not measured."""
+        fastest = self.matmul("bf16") or self.matmul("fp16")
+        return self.sustained.matmul / fastest if self.sustained and fastest else None
+
     def document(self) -> AcceleratorRow:
         values = {
             "peak_tflops": {dtype: self.peak(dtype) for dtype in DTYPES},
             "matmul_tflops": {dtype: dict(self.matmuls).get(dtype) for dtype in DTYPES},
             "planned_tflops": self.matmul_flops / 1e12,
+            "sustained_tflops": self.sustained.rates if self.sustained else {},
             "sources": list(self.sources),
         }
         return AcceleratorRow(**vars(self) | values)
-
-
-_Positive = Annotated[float, Field(gt=0)]
-_Count = Annotated[int, Field(gt=0)]
-
-
-class _Group(Part):
-    """A group of numbers in a TOML file, such as ``memory``, with their source."""
-
-    source: str = ""
-    confidence: Confidence = "yours"
 
 
 class _Rates(_Group):
@@ -140,6 +164,7 @@ class _Entry(Part):
 
     peak: _Rates
     matmul: _Rates = _Rates()
+    sustained: Sustained | None = None
     memory: _Memory
     board: _Board = _Board()
     link: _Link
@@ -156,6 +181,9 @@ class _Entry(Part):
                 raise ValueError(
                     f"matmul.{dtype}: {rate:g} TFLOP/s is above the peak of {peak:g}; give dense numbers"
                 )
+        half = self.matmul.rates.get("bf16") or peaks.get("bf16") or peaks["fp16"]
+        if self.sustained and self.sustained.matmul > half:
+            raise ValueError(f"sustained.matmul: {self.sustained.matmul:g} TFLOP/s is above the fastest, {half:g}")
         return self
 
 
@@ -239,6 +267,7 @@ def _accelerator(name: str, values: dict[str, Any], sources: Mapping[str, str], 
         multiprocessors=entry.board.multiprocessors,
         peaks=tuple(peaks.items()),
         matmuls=tuple(matmuls.items()),
+        sustained=entry.sustained,
         dtype="bf16" if "bf16" in peaks else "fp16",
         sources=tuple(
             NumberSource(group=group, text=in_full(part.source), confidence=part.confidence)

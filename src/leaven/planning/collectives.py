@@ -4,7 +4,7 @@ A group is the set of ranks that communicate. ``stride`` is the distance between
 example, with tp = 8 a data-parallel group has the ranks 0, 8, 16, ... and stride 8.
 """
 
-from math import ceil, log2
+from math import ceil, comb, log2
 
 from leaven.planning.accelerators import Accelerator
 
@@ -73,12 +73,54 @@ def all_to_all(size: float, ranks: int, stride: int, accelerator: Accelerator) -
     return max(inside, across)
 
 
-def hop(size: float, span: int, accelerator: Accelerator) -> float:
+def send_once(
+    size: float,
+    ranks: int,
+    stride: int,
+    accelerator: Accelerator,
+    *,
+    experts: tuple[int, int],
+    most_nodes: int | None = None,
+    network_share: float = LINK_SHARE,
+) -> float:
+    """Return the seconds in which a rank sends its tokens to their experts, once to each node and each rank there.
+
+    A token crosses the network once to each other node that has one of its experts. The links of that node pass it on
+    to each rank that has one, at the same time.
+
+    Args:
+        size: bytes of the rank's tokens.
+        experts: the number of experts in a layer, and how many of them a token uses.
+        most_nodes: the most nodes that the experts of a token may be on (DeepSeek-V3); None: all.
+        network_share: share of the network's bandwidth that the exchange reaches.
+    """
+    if ranks == 1:
+        return 0.0
+    near = min(ranks, max(1, accelerator.node_size // stride))  # ranks of the group in a node
+    nodes = ceil(ranks / near)
+    usable = min(most_nodes or nodes, nodes)
+    number = max(1, experts[0] * usable // nodes)
+    used = min(experts[1], number)
+
+    def reached(groups: int) -> float:
+        """Return the expected number of groups, of ``groups`` with equally many experts, that a token is sent to."""
+        each = max(1, number // groups)
+        return number // each * (1 - comb(number - each, used) / comb(number, used))
+
+    inside = reached(usable * near) * (near - 1) / near
+    across = reached(usable) * (nodes - 1) / nodes
+    return max(
+        hop(inside * size, near * stride, accelerator) if near > 1 else 0.0,
+        hop(across * size, ranks * stride, accelerator, network_share) if nodes > 1 else 0.0,
+    )
+
+
+def hop(size: float, span: int, accelerator: Accelerator, share: float = LINK_SHARE) -> float:
     """Return the seconds that a rank needs to send ``size`` bytes to other ranks of its group.
 
     ``span`` is (number of ranks in the group) x stride. If it is larger than the number of GPUs in a node, the bytes
-    go over the network.
+    go over the network. ``share`` is the share of the bandwidth that is reached.
     """
     across = span > accelerator.node_size
     gb_s = accelerator.network_gb_s if across else accelerator.link_gb_s
-    return size / (gb_s * 1e9 * LINK_SHARE) + (NETWORK_LATENCY if across else LINK_LATENCY)
+    return size / (gb_s * 1e9 * share) + (NETWORK_LATENCY if across else LINK_LATENCY)

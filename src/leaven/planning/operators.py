@@ -16,7 +16,8 @@ from leaven.planning.blueprint import BlockTable, Matmul
 from leaven.planning.training_codes import TrainingCode
 
 # Share of the best measured matmul rate that large products sustain in training. The best rate is measured with the
-# best shape, in isolation and on a cool device.
+# best shape, in isolation and on a cool device. It and FLASH are assumed for accelerators without measured rates
+# (``sustained`` in accelerators.toml).
 SUSTAINED = 0.90
 # Share of the memory bandwidth that a kernel reaches if it only reads and writes.
 STREAMED = 0.85
@@ -66,19 +67,26 @@ class Work:
 
 
 def matmul_seconds(
-    mnk: tuple[int, int, int], accelerator: Accelerator, *, count: int = 1, dtype: Dtype = "bf16"
+    mnk: tuple[int, int, int],
+    accelerator: Accelerator,
+    *,
+    count: int = 1,
+    dtype: Dtype = "bf16",
+    over_tokens: bool = False,
 ) -> float:
     """Return the seconds of ``count`` products (m, k) x (k, n) in one launch; ``mnk`` is (m, n, k).
 
     The result is the longer of two times: the time to compute the tiles, in whole waves of one tile per
-    multiprocessor, and the time to read and write the matrices once (2 bytes per element).
+    multiprocessor, and the time to read and write the matrices once (2 bytes per element). If ``over_tokens``, k is a
+    number of tokens, as in the gradient of a weight. Tokens are rows, whose number needs no alignment.
     """
     m, n, k = mnk
     own = None if dtype == "bf16" else accelerator.matmul(dtype)
-    rate = SUSTAINED * (accelerator.matmul_flops if own is None else own * 1e12)
-    if n % 8 or k % 8:
+    rate = (accelerator.sustained_share or SUSTAINED) * (accelerator.matmul_flops if own is None else own * 1e12)
+    aligned = 64 if over_tokens else k
+    if n % 8 or aligned % 8:
         rate *= MISALIGNED
-    elif n % 64 or k % 64:
+    elif n % 64 or aligned % 64:
         rate *= UNALIGNED
     wave = accelerator.multiprocessors or 1
 
@@ -88,6 +96,14 @@ def matmul_seconds(
 
     moved = 2 * count * (m * k + k * n + m * n)
     return max(min(tiled(*tile) for tile in _TILES), stream_seconds(moved, accelerator))
+
+
+def flash_flops(accelerator: Accelerator) -> tuple[float, float]:
+    """Return the FLOP/s of a flash attention kernel in the forward and in the backward pass."""
+    rate, measured = accelerator.matmul_flops * (accelerator.sustained_share or SUSTAINED), accelerator.sustained
+    if measured is None:
+        return FLASH * rate, FLASH * rate
+    return rate * measured.attention / measured.matmul, rate * measured.attention_backward / measured.matmul
 
 
 def stream_seconds(size: float, accelerator: Accelerator) -> float:
@@ -124,12 +140,15 @@ def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
 def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
     """Return one operator for matrix products with the same input. All experts of a rank run in one launch."""
     first, dtype = rows[0], code.products
-    k, n = first.on_rank(work.tp)[0], sum(row.on_rank(work.tp)[1] for row in rows)
-    count = max(1, first.stored // work.ep) if first.routed else 1
-    m = ceil(work.tokens * first.passed / count)
-    forward, inputs, weight = (
-        matmul_seconds(sizes, accelerator, count=count, dtype=dtype) for sizes in ((m, n, k), (m, k, n), (n, k, m))
+    whole = first.routed and code.whole_experts
+    tp, ranks = (1, work.ep * work.tp) if whole else (work.tp, work.ep)
+    k, n = first.on_rank(tp)[0], sum(row.on_rank(tp)[1] for row in rows)
+    count = max(1, first.stored // ranks) if first.routed else 1
+    m = ceil(work.tokens * first.passed * tp / (work.tp * count) * (code.fullest if first.routed else 1))
+    forward, inputs = (
+        matmul_seconds(sizes, accelerator, count=count, dtype=dtype) for sizes in ((m, n, k), (m, k, n))
     )
+    weight = matmul_seconds((n, k, m), accelerator, count=count, dtype=dtype, over_tokens=True)
     return Operator(" + ".join(row.name for row in rows), forward, inputs + weight, weight)
 
 
@@ -141,9 +160,9 @@ def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: Tr
     """
     core = block.core
     if code.flash_attention:
-        rate = accelerator.matmul_flops * SUSTAINED * FLASH
-        once = work.tokens * core.flops(work.seq_len) / work.tp / rate
-        return Operator("attention", max(once, LAUNCH), max(2.5 * once, LAUNCH))
+        forward, backward = flash_flops(accelerator)
+        once = work.tokens * core.flops(work.seq_len) / work.tp
+        return Operator("attention", max(once / forward, LAUNCH), max(2.5 * once / backward, LAUNCH))
     sequences, keys = max(1, work.tokens * work.cp // work.seq_len), work.seq_len
     rows, count = work.tokens // sequences, sequences * max(1, core.heads // work.tp)
     scores = matmul_seconds((rows, keys, core.d_qk), accelerator, count=count)
@@ -201,7 +220,7 @@ def _sorting(block: BlockTable, work: Work, accelerator: Accelerator, code: Trai
     copies = max((row.passed for row in block.matmuls if row.routed), default=0)
     if not copies:
         return []
-    rows = work.tokens / (work.tp if code.sequence_parallel else 1)
+    rows = code.fullest * work.tokens / (work.tp if code.sequence_parallel else 1)
     moved = 2 * (1 + copies) + (4 * copies if work.ep > 1 else 0)
     seconds = stream_seconds(code.element * rows * work.width * moved, accelerator)
     return [Operator("sorting", seconds, seconds)]

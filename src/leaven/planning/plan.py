@@ -16,7 +16,7 @@ from leaven.planning.hardware import estimated_gpus, parse_cluster
 from leaven.planning.layouts import FILLS, Exploration, Job, LayoutCandidate, explore, ranked, thin_pipeline
 from leaven.planning.memory import GIB, activation_parts, stage_memory
 from leaven.planning.ramp import SHARE, RampThroughput, plan_ramp
-from leaven.planning.training_codes import Moments, in_precision, states
+from leaven.planning.training_codes import Moments, in_precision, states, training_code
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 
@@ -30,8 +30,8 @@ ACCURACY = (
     "rows of torchtitan (worst -16%); see docs/evidence/planner-accuracy.md"
 )
 ACCURACY_OF_EXPERTS = (
-    "mean error on published mixtures of experts: time 18% over 6 rows of DeepSeek-V3 (worst -22%), 60% over 5 rows "
-    "of Qwen3 (worst +98%); memory 2% over 6 rows of DeepSeek-V3 (worst -2%); see docs/evidence/planner-accuracy.md"
+    "mean error on published mixtures of experts: time 12% over 6 rows of DeepSeek-V3 (worst -16%), 31% over 5 rows "
+    "of Qwen3 (worst +90%); memory 2% over 6 rows of DeepSeek-V3 (worst -2%); see docs/evidence/planner-accuracy.md"
 )
 
 
@@ -120,7 +120,7 @@ class ClusterPlan:
                 )
         if not self.job.by_leaven:
             found.append(
-                "planned for Megatron-LM with flash attention; leaven new may choose another layout, because "
+                f"planned for the training code {self.job.code.name}; leaven new may choose another layout, because "
                 "leaven's own trainer needs other memory and time"
             )
         return tuple(found)
@@ -173,24 +173,28 @@ class ClusterPlan:
         )
 
 
-def plan_recipe(recipe: Recipe, gpus: str, layout: str | None = None, moments: Moments | None = None) -> ClusterPlan:
+def plan_recipe(
+    recipe: Recipe, gpus: str, layout: str | None = None, moments: Moments | None = None, code: str | None = None
+) -> ClusterPlan:
     """Plan a recipe on a cluster such as ``64xH100-80GB``, in the best layout or in one such as ``tp=8,pp=12``.
 
     ``moments`` is the optimizer whose states are counted, by default the recipe's optimizer. leaven itself does not
-    train with ``adam-8bit``.
+    train with ``adam-8bit``. ``code`` is the name of the training code, by default leaven's own trainer.
 
     Raises:
-        InputError: in the same cases as :func:`plan`, or if the accelerator's speed in the recipe's dtype is unknown.
+        InputError: in the same cases as :func:`plan`, or if the training code or the accelerator's speed in the
+            recipe's dtype is unknown.
     """
-    job = _job(recipe, gpus, moments)
+    job = _job(recipe, gpus, moments, code)
     return plan(job, recipe.data.tokens, layout)
 
 
-def _job(recipe: Recipe, gpus: str, moments: Moments | None = None) -> Job:
+def _job(recipe: Recipe, gpus: str, moments: Moments | None = None, other: str | None = None) -> Job:
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
+    code = training_code(other) if other else code
     code = code.with_moments(moments) if moments else code.with_muon(recipe.hyperparameters.ns_steps)
     code = code.averaging(recipe.average is not None)
-    return Job(recipe.model, recipe.batch, cluster, code, compile=recipe.layout.compile)
+    return Job(recipe.model, recipe.batch, cluster, code, compile=recipe.layout.compile, by_leaven=not other)
 
 
 def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:

@@ -12,7 +12,7 @@ from leaven.planning.blueprint import BlockTable, Blueprint, Core, Matmul, atten
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Job
 from leaven.planning.plan import ClusterPlan, plan
-from leaven.planning.training_codes import TRAINING_CODES, Moments
+from leaven.planning.training_codes import Moments, training_code
 from leaven.recipe.batch import Batch
 from leaven.recipe.recipe import Recipe
 
@@ -25,8 +25,10 @@ class LayerWidths(NamedTuple):
     d_ff: int | None  # width of the MLP; None if the layer has experts
 
 
-def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "adam") -> ClusterPlan:
-    """Plan a published run of any architecture by its id, as Megatron with flash attention would train it.
+def plan_run(
+    id: str, gpus: str, layout: str | None = None, moments: Moments = "adam", code: str = "megatron-flash"
+) -> ClusterPlan:
+    """Plan a published run of any architecture by its id, as the training code ``code`` would train it.
 
     Sequence length, batch and tokens are those of the run; the vocabulary is padded to a multiple of 128. The limits
     of leaven's own trainer do not apply.
@@ -45,8 +47,8 @@ def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "
     model = published_blueprint(run.arch, seq_len)
     model = replace(model, vocab_size=-(-model.vocab_size // 128) * 128)
     batch = Batch(tokens=_sequences(run.batch_tokens, seq_len) * seq_len)
-    code = TRAINING_CODES["megatron-flash"].with_moments(moments)
-    return plan(Job(model, batch, parse_cluster(gpus), code, by_leaven=False), run.tokens, layout)
+    planned = training_code(code).with_moments(moments)
+    return plan(Job(model, batch, parse_cluster(gpus), planned, by_leaven=False), run.tokens, layout)
 
 
 class KnownCluster(NamedTuple):

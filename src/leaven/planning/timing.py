@@ -24,7 +24,7 @@ from math import ceil
 from leaven.planning.accelerators import Accelerator
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
-from leaven.planning.collectives import all_reduce, all_to_all, hop, ring
+from leaven.planning.collectives import all_reduce, all_to_all, hop, ring, send_once
 from leaven.planning.hardware import Cluster
 from leaven.planning.operators import Operator, Work, block_operators, matmul_seconds, stream_seconds
 from leaven.planning.stages import RankParameters, rank_blocks, rank_parameters, stage_layers
@@ -94,7 +94,10 @@ def _block_time(
         backward += share * (sum(operator.backward for operator in operators) + again)
         weight += share * sum(operator.weight for operator in operators)
         passes = 3 if recompute == "full" else 2  # full recomputation repeats the forward pass
-        exchanged += share * passes * _exchange(block, work, accelerator, code)
+        sends = passes * _sends(block, work, accelerator, code)
+        if code.hidden_sends:
+            sends = max(0.0, sends - sum(operator.forward + operator.backward for operator in operators) - again)
+        exchanged += share * (passes * _exchange(block, work, accelerator, code) + sends)
     return BlockTime(forward, backward, exchanged, weight)
 
 
@@ -114,10 +117,11 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
     """Return the seconds of communication inside a block in one pass, forward or backward.
 
     Tensor-parallel ranks exchange activations after attention and after the MLP. Context-parallel ranks send keys and
-    values around a ring, which overlaps with attention. Expert-parallel ranks send tokens to their experts and back.
+    values around a ring, which overlaps with attention. Whole experts need no exchange after the MLP.
     """
-    stream = code.element * work.tokens * work.width
-    seconds = 2 * all_reduce(stream, work.tp, 1, accelerator)
+    stream, names = code.element * work.tokens * work.width, {row.name for row in block.matmuls}
+    only_attention = code.whole_experts and not names & {"mlp.out", "mlp.shared.out"}
+    seconds = (1 if only_attention else 2) * all_reduce(stream, work.tp, 1, accelerator)
     if code.behind_products:
         seconds /= work.tp
     if work.cp > 1:
@@ -126,11 +130,24 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
         operators = block_operators(block, work, accelerator, code)
         attention = next(operator.forward for operator in operators if operator.name == "attention")
         seconds += max(0.0, ring(work.cp * keys, work.cp, work.tp, accelerator) - attention)
-    sent = max((row.passed for row in block.matmuls if row.routed), default=0)
-    if sent and work.ep > 1:
-        message = stream * sent / (work.tp if code.sequence_parallel else 1)
-        seconds += 2 * all_to_all(message, work.ep, work.tp, accelerator)
     return seconds
+
+
+def _sends(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
+    """Return the seconds in which expert-parallel ranks send tokens to their experts, and the outputs back.
+
+    If a token is sent to each of its experts, the rank with the most tokens takes longest. If it is sent once to a
+    node, uneven loads do not count: a token then reaches fewer nodes, not more.
+    """
+    experts = max(((row.stored, row.passed) for row in block.matmuls if row.routed), default=None)
+    ranks, stride = (work.ep * work.tp, 1) if code.whole_experts else (work.ep, work.tp)
+    if not experts or ranks == 1:
+        return 0.0
+    size = code.element * work.tokens * work.width / (work.tp if code.sequence_parallel else 1)
+    if code.sends == "expert":
+        return 2 * all_to_all(code.fullest * experts[1] * size, ranks, stride, accelerator)
+    most, share = code.most_nodes, code.network_share
+    return 2 * send_once(size, ranks, stride, accelerator, experts=experts, most_nodes=most, network_share=share)
 
 
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:

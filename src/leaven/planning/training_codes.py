@@ -17,10 +17,12 @@ from pydantic import ConfigDict, TypeAdapter
 from leaven.documents.planning import StateRow
 from leaven.errors import InputError
 from leaven.planning.accelerators import Dtype
+from leaven.planning.collectives import LINK_SHARE
 from leaven.planning.hardware import Cluster
 
 Selective = Literal["core", "products"]
 Balance = Literal["weight", "number", "work"]
+Sends = Literal["expert", "node"]
 Moments = Literal["adam", "adam-8bit", "muon"]
 
 # Bytes of gradients that torch's DistributedDataParallel exchanges at a time.
@@ -34,6 +36,7 @@ class TrainingCode:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
+    name: str = ""
     # States, which exist from step to step.
     weights: int = 4
     grads: int = 4  # gradients of one micro-batch, or their sum over micro-batches if ``accumulation`` is 0
@@ -84,6 +87,13 @@ class TrainingCode:
     behind_products: bool = False  # of the tp parts of a tensor-parallel exchange, all but one overlap with products
     shared_nics: bool = True  # a data-parallel collective uses all NICs of its ranks in a node, not only one
     slower: float = 1.0  # factor on the time of a block, fitted to measurements
+    # Experts.
+    whole_experts: bool = False  # ep x tp ranks have whole experts; otherwise each expert is split over tp ranks
+    sends: Sends = "expert"  # a token is sent to each of its experts, or once to each node and each rank with any
+    most_nodes: int | None = None  # the most nodes that the experts of a token may be on; None: all
+    network_share: float = LINK_SHARE  # share of the network's bandwidth that sending tokens reaches
+    hidden_sends: bool = False  # tokens are sent while another micro-batch is computed
+    fullest: float = 1.0  # tokens of the rank whose experts have the most, relative to the mean
 
     def __hash__(self) -> int:
         return self._hash
@@ -121,7 +131,7 @@ def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
     """Yield (name, training code) for each table of a TOML file, whose groups must all have a ``source``."""
     adapter, values = TypeAdapter(TrainingCode), dict[str, dict[str, Any]]()
     for name, groups in tomllib.loads(path.read_text(encoding="utf-8")).items():
-        values[name] = dict(values.get(groups.pop("like", ""), {}))
+        values[name] = values.get(groups.pop("like", ""), {}) | {"name": name}
         for group, entries in groups.items():
             assert entries.pop("source", ""), f"{path}: [{name}] {group} has no source"
             values[name] |= entries
@@ -130,6 +140,18 @@ def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
 
 TRAINING_CODES: Mapping[str, TrainingCode] = dict(_read(Path(__file__).with_suffix(".toml")))
 LEAVEN_BF16, LEAVEN_FP32 = TRAINING_CODES["leaven-bf16"], TRAINING_CODES["leaven-fp32"]
+
+
+def training_code(name: str) -> TrainingCode:
+    """Return another program's training code by its name in training_codes.toml.
+
+    Raises:
+        InputError: if there is none of this name.
+    """
+    others = [each for each in TRAINING_CODES if not each.startswith("leaven-")]
+    if name not in others:
+        raise InputError(f"--code {name}: unknown; give one of {', '.join(others)}")
+    return TRAINING_CODES[name]
 
 
 def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]:

@@ -59,8 +59,9 @@ class ActivationRecorder(TorchFunctionMode):
     After a forward pass, the recorder has these attributes:
 
     - ``containers``: the labels of modules that computed a new output from the outputs of their children
-    - ``matrices``: the labels of modules that have a matrix as a direct parameter, and of modules that read the
-      output of such a module, for example a norm on the output of a branch
+    - ``matrices``: the labels of modules that have a matrix as a direct parameter, of modules that read the output of
+      such a module or a view of it, for example a norm on the output of a branch or on queries, and of attention
+      logits
     - ``trained``: the labels of outputs that require a gradient
     - ``head_sizes``: the head dimension of attention logits, by label
     """
@@ -74,7 +75,7 @@ class ActivationRecorder(TorchFunctionMode):
         self._branches = _branches(model)
         self._running: list[tuple[nn.Module, int]] = []
         self._seen: list[Tensor] = []
-        self._of_matrices: list[Tensor] = []  # outputs of modules with a matrix
+        self._of_matrices: list[Tensor] = []  # outputs of modules with a matrix that is no embedding
         self._found: dict[str, list[Tensor]] = {}
         self.containers: set[str] = set()
         self.trained: set[str] = set()
@@ -115,8 +116,10 @@ class ActivationRecorder(TorchFunctionMode):
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         self._running.append((module, len(self._seen)))
         name = self._labels[module]
-        if name is not None and inputs and any(inputs[0] is tensor for tensor in self._of_matrices):
-            self.matrices.add(name)
+        if name is not None and inputs and isinstance(inputs[0], Tensor):
+            storage = inputs[0].untyped_storage().data_ptr()
+            if any(storage == tensor.untyped_storage().data_ptr() for tensor in self._of_matrices):
+                self.matrices.add(name)
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         _, seen_before = self._running.pop()
@@ -129,7 +132,8 @@ class ActivationRecorder(TorchFunctionMode):
             self.containers.add(name)
         if tensor.requires_grad:
             self.trained.add(name)
-        if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False)):
+        matrix = any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+        if matrix and not isinstance(module, nn.Embedding):  # the first block reads the stream, as all others do
             self._of_matrices.append(tensor)
         self._seen.append(tensor)
         # Attention probabilities depend on the position. With another number of heads, a sample of their rows would
@@ -151,6 +155,7 @@ class ActivationRecorder(TorchFunctionMode):
             if name is not None:
                 logits = _attention_logits(query, key, kwargs.get("scale"))
                 self._found.setdefault(f"{name}.{LOGITS}", []).append(logits)
+                self.matrices.add(f"{name}.{LOGITS}")
                 if query.requires_grad or key.requires_grad:
                     self.trained.add(f"{name}.{LOGITS}")
                 self.head_sizes[f"{name}.{LOGITS}"] = query.shape[-1]

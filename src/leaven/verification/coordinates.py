@@ -15,8 +15,9 @@ each residual branch by L^-alpha. Under a correct rule, only these outputs may f
 - Over depth, the residual stream: the sum of L branches falls as L^(1/2 - alpha), until the stream is almost only the
   embedding. Modules read the stream through a norm, so their outputs must not depend on the depth.
 - Over depth at alpha below 1, outputs of the matrices inside blocks: the rule lowers their lr as L^(alpha-1), so they
-  learn less. The same holds for norms that read these outputs, such as norms on the outputs of branches. The output
-  of a norm before a branch must not fall, because this norm passes on what the stream has learnt.
+  learn less. The same holds for norms that read these outputs, such as norms on the outputs of branches or on
+  queries and keys, and for attention logits, whose queries and keys are such outputs. The output of a norm before a
+  branch must not fall, because this norm passes on what the stream has learnt.
 
 If d grows, the attention logits *must* fall with the width at the start. This detects a model that divides
 query . key by sqrt(d), as is usual, instead of d. The logits of such a model have the same size at every d before
@@ -87,7 +88,7 @@ class ActivationRecord:
     squares: dict[str, tuple[float, ...]]  # by part (start, end, change): mean square of the output in each layer
     features: int  # size of the output's last dimension; of attention logits, the head dimension
     container: bool  # whether the output is computed from outputs of child modules, as in a block
-    matrix: bool  # whether the module has a matrix as a direct parameter
+    matrix: bool  # whether the module has a matrix, reads the output of one, or is attention logits
     trained: bool  # whether the output requires a gradient
     stuck: bool  # whether a trainable weight of the module did not change at all
     muon: bool  # whether Muon trained matrices of the model

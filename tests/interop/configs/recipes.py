@@ -19,6 +19,9 @@ GPT2 = {
 }
 NEOX = GPT2 | {"model.positions": "rope", "model.tied_embeddings": False}
 BLOOM = GPT2 | {"model.positions": "alibi", "model.embedding_norm": True, "model.d_ff": 64, "model.dropout": 0.0}
+# what Megatron has beside the families
+WINDOWS: dict[str, Any] = {"model.window": 8, "model.global_every": 2}
+WINDOWED = LLAMA | WINDOWS | {"model.rotary_fraction": 0.5, "model.attention_bias": "qkv"}
 FAMILIES = {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2, "neox": NEOX, "bloom": BLOOM}
 _EXPERTS = {"number": 4, "active": 2, "d_expert": 32}
 MIXTURES: dict[str, dict[str, Any]] = {

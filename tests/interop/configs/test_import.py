@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from tests.conftest import TINY
 from tests.errors import refused
-from tests.interop.configs.recipes import FAMILIES, MIXTURES, megatron_like
+from tests.interop.configs.recipes import FAMILIES, MIXTURES, WINDOWED, megatron_like
 
 from leaven.errors import InputError
 from leaven.interop.configs import from_megatron, from_transformers
@@ -132,6 +132,11 @@ def test_steps_and_fractions_become_tokens() -> None:
             "--ffn-hidden-size is $FFN, which is unknown until the script runs; write the number",
         ),
         ("--save 'x", "cannot be split into words"),
+        ("--window-size 8", "--window-size 8: leaven reads LEFT,0"),
+        ("--window-size 8,8", "--window-size 8,8: leaven reads LEFT,0"),
+        ("--window-size 8,0 --window-attn-skip-freq 0", "leaven supports only windows in all layers but every N-th"),
+        ("--window-size 8,0 --window-attn-skip-freq [0,1]", "as a pattern of 2 layers"),
+        (f"--window-size 8,0 --window-attn-skip-freq '[1]*{'9' * 5000}'", "as a pattern of 2 layers"),
     ],
 )
 def test_unsupported_megatron_flags_are_refused(more: str, says: str) -> None:
@@ -187,6 +192,11 @@ def test_flags_of_megatron_deepspeed_and_older_versions() -> None:
     qwen2 = "--disable-bias-linear --add-qkv-bias --position-embedding-type rope --rotary-percent 0.5"
     shape = from_megatron.read(f"{MINIMAL} --vocab-size 512 {qwen2}", "args.sh", "x").recipe.model
     assert (shape.bias, shape.attention_bias, shape.rotary_fraction) == (False, "qkv", 0.5)
+    windows = {"": (8, 0), "2": (8, 2), "'([1]*1+[0]*1)*1'": (8, 2), "[1,1]": (8, 0), "1": (None, 0)}
+    for skip, expected in windows.items():
+        given = "--window-size (7,0)" + (f" --window-attn-skip-freq {skip}" if skip else "")
+        shape = from_megatron.read(f"{MINIMAL} --vocab-size 512 {given}", "args.sh", "x").recipe.model
+        assert (shape.window, shape.global_every) == expected
     ignored = from_megatron.read(f"{MINIMAL} --vocab-size 512 --num-query-groups 2", "args.sh", "x")
     assert ignored.recipe.model.n_kv_heads == 4
     assert ignored.unread == ("--num-query-groups: Megatron reads it beside --group-query-attention only",)
@@ -248,14 +258,14 @@ def base() -> Recipe:
 @settings(max_examples=12)
 @sampled(
     values=VALUES,
-    family=st.sampled_from(["llama", "qwen3", "gpt2", "neox", *MIXTURES]),
+    family=st.sampled_from(["llama", "qwen3", "gpt2", "neox", "windowed", *MIXTURES]),
     decay=st.sampled_from(["cosine", "linear", "wsd", "inverse_sqrt", "constant"]),
     ramp=st.booleans(),
 )
 def test_round_trip_through_megatron(values: dict[str, Any], family: str, decay: str, ramp: bool) -> None:
     steps = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 1_000}
     more = {"schedule.decay": decay} | ({"batch.ramp": steps} if ramp else {})
-    recipe = megatron_like(base().replace((FAMILIES | MIXTURES)[family] | values | more))
+    recipe = megatron_like(base().replace((FAMILIES | MIXTURES | {"windowed": WINDOWED})[family] | values | more))
     exported = export("megatron", recipe)
     assert exported.losses == []
     found = from_megatron.read(exported.files[""], "args.sh", "tiny").recipe

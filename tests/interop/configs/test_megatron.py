@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from tests.interop.configs.recipes import FAMILIES, MIXTURES, NEOX, PER_MODULE, megatron_like, transferred
+from tests.interop.configs.recipes import FAMILIES, MIXTURES, NEOX, PER_MODULE, WINDOWED, megatron_like, transferred
 
 from leaven.documents.runs import LossRow
 from leaven.interop.configs.export import export
@@ -17,7 +17,8 @@ from leaven.scaling.table import parameter_table
 FLAGS: dict[str, Any] = {
     "num-layers": int, "hidden-size": int, "ffn-hidden-size": int, "num-attention-heads": int, "kv-channels": int,
     "group-query-attention": None, "num-query-groups": int, "seq-length": int, "max-position-embeddings": int,
-    "position-embedding-type": {"learned_absolute", "rope"}, "rotary-base": int,
+    "position-embedding-type": {"learned_absolute", "rope"}, "rotary-base": int, "rotary-percent": float,
+    "window-size": str, "window-attn-skip-freq": int, "add-qkv-bias": None,
     "normalization": {"LayerNorm", "RMSNorm"}, "norm-epsilon": float, "swiglu": None, "squared-relu": None,
     "no-bias-gelu-fusion": None, "qk-layernorm": None, "disable-bias-linear": None,
     "untie-embeddings-and-output-weights": None, "vocab-size": int, "make-vocab-size-divisible-by": int,
@@ -96,6 +97,18 @@ def test_a_recipe_like_megatrons_own_loses_nothing(tiny: Recipe, family: str) ->
     assert flags["vocab-size"] % flags["make-vocab-size-divisible-by"] == 0  # no padding
 
 
+def test_windows_partial_rotary_positions_and_attention_biases(tiny: Recipe) -> None:
+    recipe = megatron_like(tiny.replace(WINDOWED))
+    assert export("megatron", recipe).losses == []
+    flags = flags_of(recipe)
+    assert (flags["window-size"], flags["window-attn-skip-freq"], flags["rotary-percent"]) == ("7,0", 2, 0.5)
+    assert flags["add-qkv-bias"]
+    # Megatron has biases in all linear layers, or only those
+    for bias, attention in ((True, "qkv"), (False, "all")):
+        other = tiny.replace(NEOX | {"model.bias": bias, "model.attention_bias": attention})
+        assert "model.attention_bias" in keys(export("megatron", other).losses)
+
+
 def test_flags_of_experts(tiny: Recipe) -> None:
     """Coefficients of losses are those of the recipe, also under a rule, which scales them with the branches."""
     mixtral, qwen3, deepseek, both = (flags_of(megatron_like(tiny.replace(each))) for each in MIXTURES.values())
@@ -133,9 +146,8 @@ LOST: dict[str, dict[str, Any]] = {
     "model.bias": {"model.norm": "layernorm"},
     "model.norm_placement": {"model.norm_placement": "output"},
     "model.parallel_branches": {"model.parallel_branches": True},
-    "model.window": {"model.window": 8},
     "model.logit_softcap": {"model.logit_softcap": 30.0},
-    "model.attention_bias": {"model.attention_bias": "qkv"},
+    "model.attention_bias": {"model.attention_bias": "all"},
     "hyperparameters.optimizer": {"hyperparameters.optimizer": "adam"},
     "hyperparameters.grad_clip.mode": {"hyperparameters.grad_clip": {"mode": "per-module", "limit": 1.0}},
     "hyperparameters.z_loss": {"hyperparameters.z_loss": 1e-4},

@@ -138,7 +138,9 @@ def tensors(
     for name, (rows, columns) in matrices.items():
         split = (rows, columns // tp) if name.endswith(("proj", "fc2")) else (rows // tp, columns)
         block[f"{name}.weight"] = split
-        if shape.bias:
+        if shape.has_bias(
+            "attention.query" if name.endswith("qkv") else "attention.out" if "proj" in name else "mlp"
+        ):
             block[f"{name}.bias"] = split[:1]
     vocabulary = (shape.vocab_size // tp, width)
     found: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": vocabulary} if 0 in layers else {}
@@ -227,6 +229,7 @@ def assert_parameter(recipe: Recipe, row: ParameterRow, override: dict[str, Any]
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": PARTS,
     "llama": FAMILIES["llama"] | PARTS,
+    "qwen2": FAMILIES["llama"] | PARTS | {"model.attention_bias": "qkv"},
     "tied": PARTS | {"model.tied_embeddings": True},
     "gpt2": FAMILIES["gpt2"]
     | {"model.n_kv_heads": 4, "hyperparameters.grad_clip": 0.0, "schedule.min_lr_ratio": 0.1},

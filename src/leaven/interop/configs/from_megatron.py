@@ -40,6 +40,8 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
             raise InputError(f"{origin}: --{flag} {given[flag]:g} must be above 0")
     _sizes(given, draft)
     _kind(given, draft)
+    if "window-size" in given:
+        _window(given, draft)
     if "num-experts" in given:
         _experts(given, draft)
     given.copy_to(draft)
@@ -147,6 +149,40 @@ def _kind(given: Settings, draft: Draft) -> None:
     draft.set("precision.compute", compute, given.why("bf16", "fp16"))
 
 
+def _window(given: Settings, draft: Draft) -> None:
+    """Set the sliding window, and which layers have none."""
+    written = given["window-size"]
+    sides = re.fullmatch(r"\(?(-1|\d{1,9}),0\)?", written.replace(" ", ""))
+    if not sides:
+        raise InputError(
+            f"{given.origin}: --window-size {written}: leaven reads LEFT,0: LEFT tokens and the token itself"
+        )
+    skip, layers = given["window-attn-skip-freq"], given["num-layers"]
+    number, pattern = re.fullmatch(r"[1-9]\d{0,5}", skip), _pattern(skip, layers)
+    every = int(skip) if number else pattern.find("0") + 1
+    with_window = "".join("0" if every and (layer + 1) % every == 0 else "1" for layer in range(layers))
+    if skip and not number and pattern != with_window:
+        raise InputError(
+            f"{given.origin}: --window-attn-skip-freq {skip}: leaven supports only windows in all layers but every "
+            f"N-th, written as N, or as a pattern of {layers} layers"
+        )
+    if sides[1] != "-1" and every != 1:  # otherwise no layer has a window
+        draft.set("model.window", int(sides[1]) + 1, given.why("window-size"))
+        draft.set("model.global_every", every, given.why("window-attn-skip-freq"))
+
+
+def _pattern(word: str, layers: int) -> str:
+    """Return a list such as ``([0]*3+[1]*2)*4`` as zeros and ones, or "" if it is not one of ``layers`` layers."""
+    term = r"\[[01](?:,[01])*\](?:\*\d{1,6})?"
+    found = re.fullmatch(rf"\(?({term}(?:\+{term})*)\)?(?:\*(\d{{1,6}}))?", re.sub(r"\s", "", word))
+    if not found:
+        return ""
+    terms = re.findall(r"\[([01,]+)\](?:\*(\d+))?", found[1])
+    once = "".join(bits.replace(",", "") * min(int(times or 1), layers + 1) for bits, times in terms)
+    pattern = once * min(int(found[2] or 1), layers + 1)
+    return pattern if len(pattern) == layers else ""
+
+
 def _experts(given: Settings, draft: Draft) -> None:
     """Set the experts, their router and how its load is balanced."""
     origin = given.origin
@@ -200,12 +236,11 @@ def _experts(given: Settings, draft: Draft) -> None:
 
 def _dense_layers(given: Settings) -> int:
     """Return the number of layers without experts, which must come before all others."""
-    word, layers = given["moe-layer-freq"].replace(" ", ""), given["num-layers"]
-    terms = re.findall(r"\[([01])\]\*(\d+)", word)
-    pattern = "".join(value * int(count) for value, count in terms)
-    if word == "1":
+    layers = given["num-layers"]
+    if given["moe-layer-freq"].strip() == "1":
         return 0
-    if not re.fullmatch("0*1+", pattern) or len(pattern) != layers:
+    pattern = _pattern(given["moe-layer-freq"], layers)
+    if not re.fullmatch("0*1+", pattern):
         raise InputError(
             f"{given.origin}: --moe-layer-freq {given['moe-layer-freq']}: leaven supports only layers without "
             f"experts before all others, such as ([0]*1+[1]*{layers - 1})"

@@ -125,10 +125,11 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
     _require_dense(shape, "megatron-module")
     # Megatron's layer norms have biases even if its matrices have none.
     whole = shape.model_copy(update={"bias": True}) if shape.norm == "layernorm" else shape
+    biases = ["layernorm.bias", *(["linear_qkv.bias"] if shape.has_bias("attention.query") else [])]
     tensors = [
         stored
         for stored in MEGATRON.tensors(whole)
-        if shape.bias or stored.name.endswith("layernorm.bias") or not stored.name.endswith(".bias")
+        if shape.bias or stored.name.endswith(tuple(biases)) or not stored.name.endswith(".bias")
     ]
     given, parameters = _by_tensor(run, tensors, shape, MEGATRON)
     hidden = next(run.plain[row.name] for row in run.table.rows if run.rows[row.name] == run.hidden)

@@ -64,11 +64,13 @@ def accelerator_screen(one: AcceleratorRow) -> Iterator[RenderableType]:
     share = f"{one.planned_tflops / (one.peak_tflops[half] or math.inf):.0%} of the peak"
     share += " is assumed" if one.matmul_tflops[half] is None else ""
     peaks, measured = _by_dtype(one.peak_tflops), _by_dtype(one.matmul_tflops)
+    sustained = [f"{operator.replace('_', ' ')} {rate:g}" for operator, rate in one.sustained_tflops.items()]
     yield Facts(
         [
             ("", (one.name, *([one.note] if one.note else []))),
             fact("peak", "peak", *peaks, "dense TFLOP/s"),
             fact("best matmul", "matmul", *(measured or ("none known",)), share),
+            *([fact("sustained", "sustained", *sustained)] if sustained else []),
             fact("memory", "memory", f"{one.memory_gib:.3g} GiB", f"{one.memory_tb_s:.3g} TB/s"),
             fact(
                 "board",

@@ -185,7 +185,7 @@ def _spreads(
     return Facts(
         [
             ("N", (smaller_n, head_n)),
-            ("loss", (*_spread(own, "loss", _loss), "nats per token, of Chinchilla's text")),
+            ("loss", (*_spread(own, "loss", _loss), "nats per token, each of its own text")),
             ("tokens a parameter", (f"{tokens / params:.3g}", compute_optimal)),
             *((f"{kind} batch", (*_spread(found, "batch_tokens", quantity), "tokens")) for kind, found in by_kind),
             ("weight decay", (decay,)),
