@@ -10,11 +10,6 @@ from leaven.planning.memory import GIB
 from leaven.planning.training_codes import TRAINING_CODES, TrainingCode
 from leaven.recipe.layout import Recompute
 
-# Tokens of the rank whose experts have the most, relative to the mean, where nothing makes the router even. It is
-# from rows of no table: Qwen3-235B with 16,384 tokens takes 295 / 237 = 1.245 times as long as with even loads (tp 4,
-# ep 8, pp 8; Megatron-MoE-ModelZoo, best_practice/qwen3/readme.md), and experts are 0.45 of its planned step.
-AS_ROUTED = 1.55
-
 
 class Unused(Exception):
     """A row that cannot be used, and why."""
@@ -101,8 +96,6 @@ def stack_of(row: PublishedRow) -> RowStack:
     code, options = stack.code, str(row.get("options", ""))
     if "DeepEP" in options:
         code = _tensors("megatron-deepep-overlap" if "1f1b overlap" in options else "megatron-deepep")
-    if "as routed" in str(row.get("note", "")):
-        code = replace(code, fullest=AS_ROUTED)
     if code is TRAINING_CODES["megatron-deepspeed-fp16"] and str(row.get("precision", "")).startswith("bf16"):
         code = TRAINING_CODES["megatron-deepspeed-bf16"]
     if in_fp8(row):

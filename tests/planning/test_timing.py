@@ -234,14 +234,13 @@ def test_a_token_sent_once_to_a_node_crosses_the_network_once_for_each_node_with
 def test_codes_differ_in_how_they_split_experts_and_send_tokens() -> None:
     model, cluster = published_blueprint(find_run("olmoe-1b-7b").arch, 4096), parse_cluster("64xH100")
     how = Arrangement(Layout(dp=32, tp=2, ep=16), 1, 1)
-    split, whole, once, hidden, uneven = (
+    split, whole, once, hidden = (
         block_time(model, how, cluster, code)
         for code in (
             replace(TRAINING_CODES["megatron-deepep"], whole_experts=False, sends="expert"),
             TRAINING_CODES["megatron-moe"],
             TRAINING_CODES["megatron-deepep"],
             TRAINING_CODES["megatron-deepep-overlap"],
-            replace(TRAINING_CODES["megatron-moe"], fullest=1.5),
         )
     )
     # ranks with whole experts exchange nothing after them, behind half of a product
@@ -250,7 +249,6 @@ def test_codes_differ_in_how_they_split_experts_and_send_tokens() -> None:
     assert once.all_reduce < whole.all_reduce / 2
     assert hidden.all_reduce < once.all_reduce
     assert (whole.forward, once.forward) == (once.forward, hidden.forward)
-    assert uneven.forward > whole.forward
 
 
 def test_tokens_are_copied_for_their_experts_and_sorted_again_on_other_ranks() -> None:

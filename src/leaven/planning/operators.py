@@ -144,7 +144,7 @@ def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, cod
     tp, ranks = (1, work.ep * work.tp) if whole else (work.tp, work.ep)
     k, n = first.on_rank(tp)[0], sum(row.on_rank(tp)[1] for row in rows)
     count = max(1, first.stored // ranks) if first.routed else 1
-    m = ceil(work.tokens * first.passed * tp / (work.tp * count) * (code.fullest if first.routed else 1))
+    m = ceil(work.tokens * first.passed * tp / (work.tp * count))
     forward, inputs = (
         matmul_seconds(sizes, accelerator, count=count, dtype=dtype) for sizes in ((m, n, k), (m, k, n))
     )
@@ -220,7 +220,7 @@ def _sorting(block: BlockTable, work: Work, accelerator: Accelerator, code: Trai
     copies = max((row.passed for row in block.matmuls if row.routed), default=0)
     if not copies:
         return []
-    rows = code.fullest * work.tokens / (work.tp if code.sequence_parallel else 1)
+    rows = work.tokens / (work.tp if code.sequence_parallel else 1)
     moved = 2 * (1 + copies) + (4 * copies if work.ep > 1 else 0)
     seconds = stream_seconds(code.element * rows * work.width * moved, accelerator)
     return [Operator("sorting", seconds, seconds)]

@@ -134,18 +134,14 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
 
 
 def _sends(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
-    """Return the seconds in which expert-parallel ranks send tokens to their experts, and the outputs back.
-
-    If a token is sent to each of its experts, the rank with the most tokens takes longest. If it is sent once to a
-    node, uneven loads do not count: a token then reaches fewer nodes, not more.
-    """
+    """Return the seconds in which expert-parallel ranks send tokens to their experts, and the outputs back."""
     experts = max(((row.stored, row.passed) for row in block.matmuls if row.routed), default=None)
     ranks, stride = (work.ep * work.tp, 1) if code.whole_experts else (work.ep, work.tp)
     if not experts or ranks == 1:
         return 0.0
     size = code.element * work.tokens * work.width / (work.tp if code.sequence_parallel else 1)
     if code.sends == "expert":
-        return 2 * all_to_all(code.fullest * experts[1] * size, ranks, stride, accelerator)
+        return 2 * all_to_all(experts[1] * size, ranks, stride, accelerator)
     most, share = code.most_nodes, code.network_share
     return 2 * send_once(size, ranks, stride, accelerator, experts=experts, most_nodes=most, network_share=share)
 

@@ -93,7 +93,6 @@ class TrainingCode:
     most_nodes: int | None = None  # the most nodes that the experts of a token may be on; None: all
     network_share: float = LINK_SHARE  # share of the network's bandwidth that sending tokens reaches
     hidden_sends: bool = False  # tokens are sent while another micro-batch is computed
-    fullest: float = 1.0  # tokens of the rank whose experts have the most, relative to the mean
 
     def __hash__(self) -> int:
         return self._hash
