@@ -8,7 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.catalogue.published import published
 
-from leaven.catalogue.findings import CHECKS, Case, FindingRow, find, findings, quantities, repair
+from leaven.catalogue.findings import CHECKS, Case, FindingRow, find, findings, repair, training_checks
 from leaven.catalogue.neighbours import Neighbours
 from leaven.catalogue.runs import find_run, load_runs
 from leaven.recipe.recipe import Recipe
@@ -154,7 +154,7 @@ def test_the_nearest_run_may_be_a_mixture_and_is_compared_by_what_a_token_uses()
     near = Neighbours(6_000_000_000, (find_run("olmoe-1b-7b"),), experts=True)
     case: Any = SimpleNamespace(params=near.params, neighbours=(), size=SimpleNamespace(near=near))
     (check,) = [check for check in CHECKS if check.name == "size"]
-    found = quantities.size(check, case)
+    found = training_checks.size(check, case)
     assert found is not None
     assert found.facts == {"nearest": "olmoe-1b-7b", "side": "smaller", "apart": pytest.approx(4.69, rel=0.01)}
 
