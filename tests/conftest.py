@@ -1,5 +1,6 @@
 """Fixtures for all tests: small recipes, a small corpus, and a cache of their own."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -52,6 +53,12 @@ init_std = 0.1
 [evaluation]
 tokens = 1_024
 """
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector look rarely, and not at the half a million objects of the imported packages."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

@@ -42,10 +42,8 @@ def test_a_best_lr_that_stays_passes_with_few_seeds() -> None:
     assert verdicts(0.0, 0.01) == (["passed"] * 3, [5] * 4)
 
 
-@pytest.mark.parametrize("octaves", [-0.5, 0.5])
-def test_a_best_lr_that_drifts_by_half_an_octave_fails(octaves: float) -> None:
-    found, _ = verdicts(octaves, 0.01)
-    assert found == ["FAILED"] * 3
+def test_a_best_lr_that_drifts_by_half_an_octave_fails() -> None:
+    assert verdicts(0.5, 0.01)[0] == ["FAILED"] * 3
 
 
 def test_an_optimum_far_from_the_first_lrs_is_found() -> None:

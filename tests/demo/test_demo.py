@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +83,15 @@ def test_a_demo_stopped_half_way_and_run_again(tmp_path: Path, capsys: pytest.Ca
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     with pytest.raises(InputError, match=r"contains a demo with --size full; leave out --size to resume it"):
         run(tmp_path, size="quick")
+    assert_not_started_without_its_runs(tmp_path)
+
+
+def assert_not_started_without_its_runs(folder: Path) -> None:
+    shutil.rmtree(folder / "runs")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match=r"contains a demo, but not its runs; bring back .*runs.jsonl"):
+        run(folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.usefixtures("small")
@@ -117,16 +125,11 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("finished", [True, False])
-def test_a_demo_without_its_runs_does_not_start_again(tmp_path: Path, finished: bool) -> None:
+def test_a_demo_without_its_runs_does_not_start_again(tmp_path: Path) -> None:
     polls = iter([False] * 5)
-    with suppress(ChecksStopped):
-        run(tmp_path, size="quick", stop=(lambda: False) if finished else lambda: next(polls, True))
-    shutil.rmtree(tmp_path / "runs")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(InputError, match=r"contains a demo, but not its runs; bring back .*runs.jsonl"):
-        run(tmp_path)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    with pytest.raises(ChecksStopped):
+        run(tmp_path, size="quick", stop=lambda: next(polls, True))
+    assert_not_started_without_its_runs(tmp_path)
 
 
 @pytest.mark.usefixtures("small")

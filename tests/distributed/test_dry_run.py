@@ -20,6 +20,8 @@ from leaven.verification.allocation_tracker import AllocationTracker
 from leaven.verification.dry_run import NoText, StepMemory, dry_run, two_steps
 from leaven.verification.memory import LIMITS, arrangement, compare, ranks_to_check, rehearsal, tensors, with_layout
 
+pytestmark = pytest.mark.xdist_group("ranks")  # the worker that has imported torch for its processes
+
 SMALL: dict[str, Any] = {
     "model.vocab_size": 1024,
     "model.n_layers": 4,

@@ -17,6 +17,7 @@ from leaven.data.tokens import prepare
 from leaven.distributed.pieces import Piece, cut, piece_of
 from leaven.errors import InputError
 from leaven.interop.architectures import ARCHITECTURES
+from leaven.interop.huggingface_config import shape_of
 from leaven.interop.weights import (
     SHARD_BYTES,
     read_huggingface,
@@ -293,7 +294,7 @@ GEMMA_2B |= {"num_attention_heads": 8, "num_key_value_heads": 1}
 def test_published_configs_have_the_published_sizes(name: str, config: dict[str, Any], params: int) -> None:
     """Gemma 2B, Gemma 2 2B, Phi-3 mini 4k and Command R; all other keys are the defaults of transformers."""
     (architecture,) = (each for each in ARCHITECTURES if each.name == name)
-    assert architecture.shape(config).params == params
+    assert shape_of(architecture, config).params == params
 
 
 def test_transformers_reads_the_tokenizer_and_generates(tiny: Recipe, tmp_path: Path, tokenizer_file: Path) -> None:

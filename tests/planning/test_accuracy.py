@@ -36,6 +36,9 @@ MISSED = {
 }
 
 
+pytestmark = pytest.mark.xdist_group("accuracy")  # one worker plans all published rows once
+
+
 @cache
 def verdicts() -> dict[str, TableVerdict]:
     return {table.id: judge(table) for table in read(PUBLISHED)}

@@ -22,6 +22,9 @@ from leaven.recipe.shape import ModelShape
 TEXT = "8xH100-80GB x 3d"
 
 
+pytestmark = pytest.mark.xdist_group("budget")  # one worker plans what the tests share
+
+
 @pytest.fixture(scope="module")
 def found() -> BudgetDocument:
     return budget(TEXT, price=Price(amount=2.0, currency="$"))

@@ -31,6 +31,9 @@ def new(params: str, tokens: str, proxy: int | None = None) -> StarterRecipes:
     return start(StarterRequest("wheat", parse_quantity(params), parse_quantity(tokens), proxy=proxy))
 
 
+pytestmark = pytest.mark.xdist_group("start")  # one worker plans what the tests share
+
+
 @pytest.fixture(scope="module")
 def starts() -> dict[tuple[str, str], StarterRecipes]:
     forced = {"125M": 12_000_000, "350M": 20_000_000}  # for these leaven advises against a proxy

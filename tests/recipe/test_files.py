@@ -137,7 +137,7 @@ def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not a text file"):
         read_recipe(tmp_path / "binary.toml")
     (tmp_path / "empty.toml").write_text("")
-    with pytest.raises(InputError, match="missing; every recipe needs it"):
+    with pytest.raises(InputError, match="missing; it has no default, so write it"):
         read_recipe(tmp_path / "empty.toml")
 
 

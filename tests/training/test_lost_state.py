@@ -30,8 +30,9 @@ from leaven.views.folders import read_run
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("whole") / "run"
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of runs that all tests share: whole and stopped."""
+    return tmp_path_factory.mktemp("trained")
 
 
 @pytest.fixture
@@ -40,19 +41,21 @@ def recipe(tiny: Recipe) -> Recipe:
 
 
 @pytest.fixture
-def run(recipe: Recipe, tokens: TokenSet, tmp_path: Path) -> RunFolder:
+def run(recipe: Recipe, tokens: TokenSet, trained: Path, tmp_path: Path) -> RunFolder:
     """A run that was stopped after at least 20 of its 40 steps."""
-    folder = RunFolder(tmp_path / "run")
-    assert not train(recipe, tokens, folder.path, stop=lambda: len(folder.metrics()) >= 20).finished
-    return folder
+    stopped = RunFolder(trained / "stopped")
+    if not stopped.path.exists():
+        assert not train(recipe, tokens, stopped.path, stop=lambda: len(stopped.metrics()) >= 20).finished
+    shutil.copytree(stopped.path, tmp_path / "run")
+    return RunFolder(tmp_path / "run")
 
 
 @pytest.fixture
-def expected(whole: Path, recipe: Recipe, tokens: TokenSet) -> list[float]:
+def expected(trained: Path, recipe: Recipe, tokens: TokenSet) -> list[float]:
     """Return the losses of an uninterrupted run."""
-    if not whole.exists():
-        train(recipe, tokens, whole)
-    return losses(whole)
+    if not (trained / "whole").exists():
+        train(recipe, tokens, trained / "whole")
+    return losses(trained / "whole")
 
 
 def files(folder: Path) -> dict[Path, bytes]:

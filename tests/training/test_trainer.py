@@ -121,28 +121,28 @@ def test_a_signal_saves_and_exits_with_75(tiny_file: Path, tmp_path: Path, numbe
     assert not damaged
 
 
-@pytest.mark.parametrize("at", ["step", "evaluation"])
 def test_a_stop_does_not_wait_for_the_end_of_a_long_step_or_evaluation(
-    tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stop comes in the third of eight forward passes. The interrupted step or evaluation is repeated, with the
-    same bits."""
+    """The stop comes in the third of eight forward passes, first of a step and then of an evaluation. What was
+    interrupted is repeated, with the same bits."""
     recipe = tiny.replace({"batch.micro_batch": 1, "model.dropout": 0.1, "data.tokens": 4_096})
-    run = RunFolder(tmp_path / "run")
-    forward, forwards = Stage.forward, []
+    run, whole = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "whole")
+    forward, forwards = Stage.forward, list[int]()
+    for training, steps in ((True, {4, 5}), (False, {12, 13})):
+        forwards.clear()
 
-    def counted(self: Stage, *arguments: Any) -> torch.Tensor:
-        if len(run.metrics()) in {12, 13} and self.training == (at == "step"):
-            forwards.append(len(run.metrics()))
-        return forward(self, *arguments)
+        def counted(self: Stage, *arguments: Any, training: bool = training, steps: set[int] = steps) -> torch.Tensor:
+            if self.training == training and len(run.metrics()) in steps:
+                forwards.append(len(run.metrics()))
+            return forward(self, *arguments)
 
-    monkeypatch.setattr(Stage, "forward", counted)
-    assert not train(recipe, tokens, run.path, stop=lambda: len(forwards) >= 3).finished
-    assert len(forwards) == 3
+        monkeypatch.setattr(Stage, "forward", counted)
+        assert not train(recipe, tokens, run.path, stop=lambda: len(forwards) >= 3).finished
+        assert len(forwards) == 3
     monkeypatch.undo()
     assert train(recipe, tokens, run.path).finished
-    train(recipe, tokens, tmp_path / "whole")
-    whole = RunFolder(tmp_path / "whole")
+    train(recipe, tokens, whole.path)
     assert losses(run.path) == losses(whole.path)
     validations = [
         [(event["step"], event["loss"]) for event in folder.events() if event["event"] == "validation"]

@@ -305,17 +305,16 @@ def test_no_process_is_left_and_the_study_resumes(write: Write, how: signal.Sign
     assert [trial.state for trial in document().trials] == ["complete"] * 3
 
 
-# A trainer that takes a second to save and end.
+# A trainer that takes half a second to save and end.
 SAVES = f"""
 echo printed; exec > {{out}}/elsewhere 2>&1; echo begun >> {{out}}/log
-trap '(trap "" TERM; sleep 1; echo saved >> {{out}}/log); exit 1' TERM
+trap '(trap "" TERM; sleep 0.5; echo saved >> {{out}}/log); exit 1' TERM
 test -e go || {{ touch {{out}}/runs; {SLEEP} & wait; }}
 echo iter 1: val loss {{lr}} >> {{out}}/log; : {{seed}}
 """
 
 
-@pytest.mark.parametrize("resume", [True, False])
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(("how", "resume"), [(signal.SIGINT, True), (signal.SIGKILL, True), (signal.SIGKILL, False)])
 def test_a_further_attempt_may_resume(write: Write, how: signal.Signals, resume: bool) -> None:
     loss = "loss = {pattern = 'iter {step}: val loss {loss}', file = \"{out}/log\"}\n"
     write(SAVES, loss + f"resume = {str(resume).lower()}\n", ONE)

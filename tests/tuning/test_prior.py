@@ -143,7 +143,7 @@ def test_expectations_are_distances_from_the_values_as_trained(tiny: Recipe) -> 
     assert {LR, BATCH, DECAY} <= first.keys()
     assert doubled[LR] == pytest.approx(first[LR] - 1)
     assert doubled[BATCH] == pytest.approx(first[BATCH])
-    informed = space(tiny, f"{LR},{BATCH}").expecting(expectations(Case(tiny, parameter_table(tiny).rows)))
+    informed = space(tiny, f"{LR},{BATCH}").with_laws()
     for each in informed.dimensions:
         assert each.expected is not None
         assert each.low <= each.expected[0] <= each.high

@@ -11,8 +11,9 @@ from leaven.recipe.hyperparameters import Multipliers
 from leaven.recipe.recipe import Recipe, differences
 from leaven.scaling.transfer import transfer
 from leaven.training.run_folder import RunFolder
+from leaven.tuning.bounds import BOUNDS
 from leaven.tuning.point import recipe_at
-from leaven.tuning.space import BOUNDS, SETS, space
+from leaven.tuning.space import SETS, space
 from leaven.tuning.study_document import Dimension
 from leaven.verification.recipe_family import RecipeTrial
 

@@ -115,6 +115,7 @@ def right(name: str) -> CheckDocument:
     return of(**options)
 
 
+@pytest.mark.xdist_group("right rules")  # one worker, because the next test uses what it caches
 @pytest.mark.parametrize(
     "name",
     [pytest.param(each, marks=pytest.mark.slow if "gemma" in each or "adamw" in each else ()) for each in RIGHT],
@@ -128,6 +129,7 @@ def parts(name: str, module: str, axis: str) -> dict[str, float | None]:
     return row.parts
 
 
+@pytest.mark.xdist_group("right rules")
 def test_exponents_under_a_right_rule() -> None:
     # The first logits may fall as N^-1/2: they sum N entries of order 1 with weights of std 1/N.
     assert parts("coordinates", "unembedding", "width")["start"] == pytest.approx(-0.5, abs=0.05)

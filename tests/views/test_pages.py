@@ -102,14 +102,6 @@ def charts(page: Path) -> dict[str, go.Figure]:
             for name, data in found["figures"].items()}  # fmt: skip
 
 
-def test_ticks_of_a_check_are_at_the_sizes_and_values_that_were_run(pages):
-    drawn = charts(pages["check of runs"])
-    assert [drawn[name].layout.xaxis.tickvals for name in ("losses", "best-width")] == [
-        (0.25, 0.5, 1, 2, 4),
-        (64, 256),
-    ]
-
-
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_complete_and_self_contained(name, pages):
     page, (said, names) = pages[name], PAGES[name]

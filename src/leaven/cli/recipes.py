@@ -187,10 +187,16 @@ def check(
     """
     from leaven.catalogue.findings import CHECKS, findings, repair
     from leaven.cli import next_commands
+    from leaven.data.sources import text_tokens
     from leaven.scaling.table import adamw_rows
 
     read = load_recipe(recipe, overrides)
-    of_text = corpus_tokens or _text_tokens(read)
+    of_text = corpus_tokens
+    if not of_text:
+        try:
+            of_text = text_tokens(read.data.sources)
+        except InputError as error:
+            warn([f"{error}; the number of epochs is not checked"])
     found = findings(read, adamw_rows, of_text)
     passed = all(one.severity == "note" for one in found)
     if passed:
@@ -211,25 +217,6 @@ def check(
     print_document(document, screen, json_output, following)
     if not passed:
         raise typer.Exit(1)
-
-
-def _text_tokens(recipe: Recipe) -> int | None:
-    """Estimate the number of tokens in a recipe's text.
-
-    Return None if a source is python-stdlib, is on the Hub or has no readable files.
-    """
-    from leaven.data.sources import estimated_tokens
-
-    sources = recipe.data.sources
-    if any(source.source == "python-stdlib" for source in sources):
-        return None
-    try:
-        sizes = [estimated_tokens(source) for source in sources]
-    except InputError as error:
-        warn([f"{error}; the number of epochs is not checked"])
-        return None
-    known = [size for size in sizes if size is not None]
-    return sum(known) if len(known) == len(sources) else None
 
 
 def _rows(rows: Sequence[Document], screen: Iterator[RenderableType], json_output: bool, csv_output: bool) -> None:

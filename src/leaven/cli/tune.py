@@ -1,6 +1,5 @@
 """Define the command ``leaven tune``."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,9 +22,10 @@ from leaven.cli.common import (
 )
 from leaven.errors import InputError
 from leaven.views.terminal.console import errors
-from leaven.views.terminal.study import TuneScreen, answer_screen
+from leaven.views.terminal.study import TuneScreen, answer_screen, expected_values
 
 if TYPE_CHECKING:
+    from leaven.recipe.recipe import Recipe
     from leaven.tuning.command import Command, CommandSpace
     from leaven.tuning.service.recipe_study import Study
     from leaven.tuning.space import Space
@@ -171,7 +171,6 @@ def tune(
     from leaven.tuning.service.stores import StoreGone
     from leaven.tuning.service.study import BaseStudy
     from leaven.tuning.space import SearchSpace
-    from leaven.tuning.space import space as space_of
 
     if trials is None and flops is None and hours is None:
         trials = TRIALS
@@ -181,8 +180,7 @@ def tune(
     if of_file is not None:
         searched = of_file
     else:
-        around = space_of(load_recipe(recipe, overrides), space)
-        searched = around = around if prior is None else _with_laws(around)
+        searched = around = _space(load_recipe(recipe, overrides), space, prior)
     if not study:
         raise InputError("--study is empty; give a folder, or the URL of a database")
     url, folder = (study, out or Path("studies", searched.name)) if "://" in study else (None, Path(study))
@@ -196,7 +194,6 @@ def tune(
         given["durations"] = durations or ()
         if stack is not None and stack > 1:
             require_alone(context, "--stack", "durations")
-            around, stack = _as_of_stacks(around, stack if trials is None else min(stack, trials))
         gpus = len(devices) if asked == AUTO and stack is None else 0
         study_of = _study_of_recipe(around, method, folder, url, {"trials": trials, **budget}, stack, gpus, given)
     try:
@@ -247,6 +244,17 @@ def _command(
     return validated(Command, {"command": command, "loss": {"pattern": loss}}, "--command"), None
 
 
+def _space(recipe: "Recipe", which: str | None, prior: str | None) -> "Space":
+    """Return the search space around a recipe. With ``prior``, print the optima that laws expect."""
+    from leaven.tuning.space import space as space_of
+
+    if prior is None:
+        return space_of(recipe, which)
+    found = space_of(recipe, which).with_laws()
+    errors.print(*expected_values(found.dimensions), sep="\n")
+    return found
+
+
 def _devices(workers: int | None, command: "Command | None") -> tuple[str, ...]:
     """Return the GPUs of each worker. If leaven assigns no GPUs, return (): every worker may then use all GPUs."""
     from leaven.planning.this_machine import devices_here, devices_of_workers
@@ -270,23 +278,6 @@ def _usual_workers() -> int:
     return cores() if default_device().type == "cpu" else 1
 
 
-def _at_once(searched: "Space", durations: Sequence[int], trials: int | None, stack: int | None, gpus: int) -> int:
-    """Return how many trials a worker trains at once, and print the reason.
-
-    If ``gpus`` (the number of GPUs) is not 0, leaven chooses the number. If ``gpus`` is 0, ``stack`` is used.
-    """
-    from leaven.training.device import default_device, free_memory
-    from leaven.tuning.service.recipe_study import stack_size
-
-    device = default_device()
-    if not gpus or device.type != "cuda":
-        return stack or 1
-    size, why = stack_size(searched, durations, trials, gpus, lambda: free_memory(device))
-    number = "one trial at a time" if size == 1 else f"{size} trials at once"
-    errors.print(f"each GPU trains {number}: {why}")
-    return size
-
-
 def _study_of_recipe(
     searched: "Space",
     method: str,
@@ -299,57 +290,23 @@ def _study_of_recipe(
 ) -> "Study":
     """Return the study in which leaven's own trainer trains a recipe.
 
+    If ``gpus`` is not 0, leaven chooses how many trials each of these GPUs trains at once. Otherwise it is ``stack``.
     The recipe's text is tokenised first, if its tokens are not in the cache.
     """
-    from leaven.tuning.service.recipe_study import Study, check_request
+    from leaven.training.device import default_device, free_memory
+    from leaven.tuning.service.recipe_study import Study, check_request, stack_size, stackable
 
+    if stack is not None and stack > 1:
+        searched, why = stackable(searched)
+        stack = 1 if why else min(stack, budget["trials"] or stack)
+        if why:
+            errors.print(f"each worker trains one trial at a time: {why}")
     recipe = searched.recipe
     check_request(recipe, searched, method, **budget, **given)
-    at_once = _at_once(searched, given["durations"], budget["trials"], stack, gpus)
+    at_once, device = stack or 1, default_device()
+    if gpus and device.type == "cuda":
+        at_once, why = stack_size(searched, given["durations"], budget["trials"], gpus, lambda: free_memory(device))
+        number = f"{at_once} trials at once" if at_once > 1 else "one trial at a time"
+        errors.print(f"each GPU trains {number}: {why}")
     tokens = prepare_text(recipe.data, recipe.model.vocab_size)
     return Study(folder, recipe, searched, method, tokens, url, **given, stack=at_once)
-
-
-def _with_laws(space: "Space") -> "Space":
-    """Return the search space with prior knowledge: the optimal values that laws and published runs suggest.
-
-    The suggested values are also printed.
-    """
-    from leaven.catalogue.expectations import expectations
-    from leaven.catalogue.findings.case import Case
-    from leaven.recipe.units import format_number
-    from leaven.scaling.table import adamw_rows
-
-    recipe = space.recipe
-    known = expectations(Case(recipe, adamw_rows(recipe)))
-    informed = space.expecting(known)
-    if not any(each.expected for each in informed.dimensions):
-        raise InputError(
-            f"--prior laws: laws predict only {', '.join(known)}, and the study searches none of these; leave out "
-            "--prior"
-        )
-    for each in informed.dimensions:
-        if each.expected and isinstance(each.centre, float):
-            value, factor = each.centre * 2 ** each.expected[0], 2 ** each.expected[1]
-            errors.print(f"expected: {each.path} {format_number(value)}, times or divided by {factor:.1f}")
-    return informed
-
-
-def _as_of_stacks(space: "Space", stack: int) -> "tuple[Space, int]":
-    """Return the search space of a study with --stack, and how many trials a worker trains at once.
-
-    A worker trains a stack of trials as one batched model. Therefore all its trials have one batch size, one duration
-    and no dropout, and the search space does not contain these three values. If this is impossible for the study, the
-    space is unchanged, and the reason is printed.
-    """
-    from leaven.training.device import default_device
-    from leaven.tuning.point import BATCH, DROPOUT, TOKENS
-    from leaven.tuning.service.recipe_study import why_not_stacked
-
-    narrowed = space
-    for path, need in ((BATCH, "the same batch size"), (TOKENS, "the same duration"), (DROPOUT, "no dropout")):
-        narrowed = narrowed.without(path, f"stacked trials must have {need}")
-    if why := "mps has no float64" if default_device().type == "mps" else why_not_stacked(narrowed, ()):
-        errors.print(f"each worker trains one trial at a time: {why}")
-        return space, 1
-    return narrowed, stack

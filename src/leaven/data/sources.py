@@ -3,6 +3,7 @@
 import glob
 import os
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,6 +95,19 @@ def estimated_tokens(source: DataSource) -> int | None:
     if not size:
         raise InputError(f"data.source {source.source!r} is empty; give files that contain text")
     return max(round(size / BYTES_PER_TOKEN), 1)
+
+
+def text_tokens(sources: Sequence[DataSource]) -> int | None:
+    """Estimate the number of tokens of all sources. Return None if one of them is python-stdlib or an hf:// source.
+
+    Raises:
+        InputError: see :func:`estimated_tokens`.
+    """
+    if any(source.source == "python-stdlib" for source in sources):
+        return None
+    sizes = [estimated_tokens(source) for source in sources]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
 
 
 def opened(part: TokenPart) -> MappedTokens:

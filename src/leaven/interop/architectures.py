@@ -1,43 +1,27 @@
 """Describes Hugging Face architectures: the model shapes that they support, their config.json, and their tensors.
 
-The data is in ``architectures.toml``. :func:`read_config` reads the config.json of a model's folder.
+The data is in ``architectures.toml``. :mod:`leaven.interop.huggingface_config` reads a config.json.
 """
 
 import json
 import math
 import re
-import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from leaven import storage
 from leaven.errors import InputError
 from leaven.recipe.experts import Experts
-from leaven.recipe.files import explain
 from leaven.recipe.recipe import set_path
 from leaven.recipe.shape import ModelShape, Role
 from leaven.scaling.table import GAINS
 
 Config = dict[str, Any]
 Model = TypeVar("Model", bound=BaseModel)
-# For each type of a key in config.json: its name in messages, and a function that tests whether a value has this
-# type.
-_KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
-    int: ("a count above 0", lambda value: type(value) is int and value > 0),
-    float: ("a finite number", lambda value: type(value) in {int, float} and abs(value) <= sys.float_info.max),
-    bool: ("true or false", lambda value: type(value) is bool),
-    str: ("a word", lambda value: type(value) is str),
-    dict: ("a table", lambda value: type(value) is dict),
-    list: ("a list", lambda value: type(value) is list),
-}
-# Optional keys of [model]. In config.json, null means that the model has no such thing; if the key is missing there,
-# the default of the class applies.
-_OPTIONAL = ("window", "attention_softcap", "logit_softcap")
 # Keys of [model.experts] that change training only, not what the model computes.
 TRAINING_ONLY = frozenset({"balance_loss", "bias_step", "router_z_loss"})
 WITHOUT_BIASES = {"bias": "none", "both": "loss"}
@@ -136,13 +120,13 @@ class Architecture:
         values = self._values(shape)
         if bool(self.experts) != bool(shape.experts):
             values = {key: value for key, value in values.items() if not key.startswith("experts.")}
-        implied, found = _implied(shape.n_heads, shape.d_model), {}
+        follows, found = implied(shape.n_heads, shape.d_model), {}
         for key, value in values.items():
             held = self.holds.get(key)
             if held is None and key in self.words:
                 held = list(self.words[key])
             if held is None and key not in self.keys:
-                held = [implied.get(key, _field(key).default)]
+                held = [follows.get(key, field_of(key).default)]
             if held is not None and value not in held:
                 found[key] = held[0]
         first: dict[str, str] = {}  # for each key of config.json, the first of leaven's keys that it contains
@@ -170,7 +154,7 @@ class Architecture:
         if "mlp_only_layers" in written:
             written["mlp_only_layers"] = list(range(written["mlp_only_layers"]))
         if "layer_types" in written:
-            written["layer_types"] = _layer_types(shape.n_layers, shape.global_every if shape.window else 1)
+            written["layer_types"] = layer_types(shape.n_layers, shape.global_every if shape.window else 1)
             written["sliding_window"] = shape.window or shape.seq_len  # transformers refuses null
         if shape.positions == "rope":
             rotary = {"rope_type": "default", "rope_theta": shape.rope_theta}
@@ -191,7 +175,10 @@ class Architecture:
         the constant on the logits divided by that on the embedding. A weight without an entry has the factor 1.
         """
         embedding = math.sqrt(shape.d_model) if self.scaled_embedding else 1.0
-        logits = float(self.given(config)[self.logit_scale]) if self.logit_scale else 1.0
+        logits = 1.0
+        if self.logit_scale:
+            stated = config.get(self.logit_scale)
+            logits = float(self.defaults[self.logit_scale] if stated is None else stated)
         readout = (
             {"norm.final.weight": logits / embedding} if shape.tied_embeddings else {"unembedding.weight": logits}
         )
@@ -204,120 +191,6 @@ class Architecture:
         offset 0.
         """
         return {each.name: 1.0 for each in shape.parameters() if self.offset_gains and each.role in GAINS}
-
-    def given(self, config: Config) -> Config:
-        """Return a config.json with defaults for missing keys, after checking the types of the known keys.
-
-        Raises:
-            InputError: if a value has the wrong type; the message names its key.
-        """
-        stated = {self.aliases.get(key, key): value for key, value in config.items() if value is not None}
-        given = self.defaults | stated
-        for key in (theirs for ours in (*_implied(1, 1), *_OPTIONAL) for theirs in self.keys.get(ours, ())):
-            if config.get(key, ...) is None:  # null replaces the default, a missing key does not
-                given.pop(key, None)
-        annotations = {key: _field(ours).annotation for ours, keys in self.keys.items() for key in keys}
-        kinds = {key: next(iter(get_args(kind)), kind) for key, kind in annotations.items()}
-        kinds |= {
-            key: type(words[0])
-            for ours, each in self.words.items()
-            for words in each.values()
-            for key in self.keys[ours]
-        }
-        kinds |= {"initializer_range": float, "rope_parameters": dict, "rope_scaling": dict, "mlp_only_layers": list}
-        kinds |= {"layer_types": list} | ({self.logit_scale: float} if self.logit_scale else {})
-        for key, kind in kinds.items():
-            if key in given and not (given[key] == 0 and key in self.keys.get("experts.dense_layers", ())):
-                _require(key, given[key], kind)
-        return given
-
-    def shape(self, config: Config) -> ModelShape:
-        """Return the model shape that a config.json describes.
-
-        Raises:
-            InputError: if leaven's transformer does not support the value of a key.
-        """
-        given = self.given(config)
-        needed = [(key, expected) for key, expected in self.required.items() if given.get(key, expected) != expected]
-        needed += [(key, None) for key in self.absent if key in given]
-        for key, expected in needed:
-            raise InputError(
-                f"config.json: {key} = {given[key]!r}: leaven supports {self.name} only with {expected!r}"
-            )
-        values = {key: held[0] for key, held in self.holds.items()}
-        for ours, several in self.keys.items():
-            stated = {theirs: given[theirs] for theirs in several if theirs in given}
-            if len(stated) > 1 and len(set(stated.values())) > 1:
-                listed = ", ".join(f"{key} = {value!r}" for key, value in stated.items())
-                limit = self.limits.get(ours, f"leaven has a single value for these keys ({ours})")
-                raise InputError(f"config.json: {listed}: {limit}, so leaven cannot represent this model")
-            if stated:
-                values[ours] = next(iter(stated.values()))
-        if values.get("window", 0) >= values["seq_len"]:  # a window of a sequence or more changes nothing
-            del values["window"]
-        if "global_every" in self.keys:
-            _set_global_layers(values)
-        for ours, words in self.words.items():
-            theirs = values[ours]
-            values[ours] = next((mine for mine, several in words.items() if theirs in several), None)
-            if values[ours] is None:
-                known = ", ".join(str(word) for several in words.values() for word in several)
-                raise InputError(f"config.json: {ours} {theirs!r}: leaven supports {self.name} only with {known}")
-        if values.get("attention_bias") == "none":
-            del values["attention_bias"]
-        if self.holds["positions"] == ["rope"]:
-            values |= self._rotary(given)
-        values |= {key: float(values[key]) for key in ("norm_eps", "dropout")}
-        if self.experts:
-            self._nest_experts(values)
-        values = _implied(values["n_heads"], values["d_model"]) | values
-        if "d_attention" in self.keys and values["n_heads"] * values["d_head"] != values["d_model"]:
-            values["d_attention"] = values["n_heads"] * values["d_head"]
-        return validated(ModelShape, values, "config.json: not a shape that leaven supports")
-
-    def _nest_experts(self, values: dict[str, Any]) -> None:
-        """Replace the keys ``experts.KEY`` by a table ``experts``."""
-        experts = {
-            key.removeprefix("experts."): values.pop(key) for key in list(values) if key.startswith("experts.")
-        }
-        dense = experts.get("dense_layers", 0)
-        if isinstance(dense, list):
-            if dense != list(range(len(dense))):
-                raise InputError(
-                    f"config.json: mlp_only_layers = {dense}: leaven supports layers without experts only before all "
-                    "layers with experts"
-                )
-            experts["dense_layers"] = len(dense)
-        if "weight_scale" in experts:
-            experts["weight_scale"] = float(experts["weight_scale"])
-        values["experts"] = experts
-        values.setdefault("d_ff", experts["d_expert"])  # no layer has an MLP of this size
-
-    def _rotary(self, given: Config) -> dict[str, float]:
-        """Return the theta of the rotary positions and the share of each head that they rotate.
-
-        transformers 4 and 5 write them under different keys.
-        """
-        both = [given.get(key, {}) for key in ("rope_scaling", "rope_parameters")]
-        for stated in both:
-            kind = stated.get("rope_type", stated.get("type", "default"))
-            if kind != "default":
-                raise InputError(
-                    f"config.json: rope_type {kind!r}: leaven supports only the default rotary positions"
-                )
-        stated = both[0] or both[1]  # the old spelling replaces the new one, as in transformers
-        theta = stated.get("rope_theta")
-        if theta is None:
-            theta = given[self.keys["rope_theta"][0]]
-        old = self.keys.get("rotary_fraction", [""])[0]
-        fraction = stated.get("partial_rotary_factor", given.get(old, 1.0))
-        for key, value in (("rope_theta", theta), ("partial_rotary_factor", fraction)):
-            _require(key, value, float)
-        if not old and fraction != 1:
-            raise InputError(
-                f"config.json: leaven's {self.name} has no partial rotary positions; set partial_rotary_factor to 1"
-            )
-        return {"rope_theta": float(theta), "rotary_fraction": float(fraction)}
 
     def tensors(self, shape: ModelShape) -> Iterator[Stored]:
         """Yield the tensors of a checkpoint.
@@ -398,13 +271,13 @@ def changed(shape: ModelShape, changes: Mapping[str, Any]) -> ModelShape:
     return ModelShape.model_validate(values)
 
 
-def _field(key: str) -> Any:
+def field_of(key: str) -> Any:
     """Return the pydantic field of a key of [model], such as ``d_model`` or ``experts.number``."""
     experts = key.startswith("experts.")
     return (Experts if experts else ModelShape).model_fields[key.removeprefix("experts.")]
 
 
-def _layer_types(layers: int, global_every: int) -> list[str]:
+def layer_types(layers: int, global_every: int) -> list[str]:
     """Return the type of each layer. Every ``global_every``-th one ignores the sliding window; with 0, none does."""
     return [
         "full_attention" if global_every and (n + 1) % global_every == 0 else "sliding_attention"
@@ -412,46 +285,9 @@ def _layer_types(layers: int, global_every: int) -> list[str]:
     ]
 
 
-def _set_global_layers(values: dict[str, Any]) -> None:
-    """Replace the list of layer types in ``global_every`` by n, where every n-th layer ignores the sliding window.
-
-    If all layers ignore the window, or none does, ``global_every`` is removed. If all do, ``window`` is removed, too.
-    """
-    layers = values["n_layers"]
-    types = values.pop("global_every", None) or _layer_types(layers, 2)  # the default of Gemma 2
-    every = next((n for n in range(layers + 1) if types[:layers] == _layer_types(layers, n)), None)
-    if every is None:
-        raise InputError(
-            f"config.json: layer_types = {types}: leaven has a sliding window in all layers, or in all but every "
-            "n-th layer"
-        )
-    if every == 1:
-        values.pop("window", None)
-    if every > 1 and "window" in values:
-        values["global_every"] = every
-
-
-def _implied(heads: int, width: int) -> dict[str, int]:
+def implied(heads: int, width: int) -> dict[str, int]:
     """Return the sizes that a config.json may leave out, computed from the number of heads and the width."""
     return {"n_kv_heads": heads, "d_head": width // heads, "d_ff": 4 * width}
-
-
-def _require(key: str, value: Any, kind: Any) -> None:
-    wanted, fits = _KINDS.get(kind, _KINDS[str])  # a Literal is a word
-    if not fits(value):
-        raise InputError(f"config.json: {key} = {value!r} must be {wanted}")
-
-
-def validated(kind: type[Model], values: Mapping[str, Any], problem: str) -> Model:
-    """Return an instance of the recipe class ``kind``, such as ``ModelShape``, with these values.
-
-    Raises:
-        InputError: if the values are not valid. The message begins with ``problem``.
-    """
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        raise InputError(f"{problem}: {explain(error)}") from None
 
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -476,7 +312,7 @@ def _with_like(table: Config, known: Mapping[str, Config]) -> Config:
 _TABLES: dict[str, Config] = {}
 for _table in _TABLE["architecture"]:
     _TABLES[_table["name"]] = _with_like(_table, _TABLES)
-_REFUSED: Mapping[str, str] = _TABLE["refused"]
+REFUSED: Mapping[str, str] = _TABLE["refused"]
 ARCHITECTURES = tuple(Architecture(**table) for table in _TABLES.values())
 MEGATRON = Architecture(**_TABLE["megatron"])
 
@@ -532,63 +368,3 @@ def holding(shape: ModelShape) -> Architecture:
             f"{architecture.name}, {' and '.join(steps)}"
         )
     return architecture
-
-
-@dataclass(frozen=True)
-class HuggingFaceModel:
-    """A model that the config.json of a folder describes."""
-
-    folder: Path
-    architecture: Architecture
-    config: Config  # the contents of config.json
-    shape: ModelShape
-
-
-def read_config(path: Path) -> HuggingFaceModel:
-    """Return the model that the config.json at ``path`` describes.
-
-    Raises:
-        InputError: if the file cannot be read, or leaven's transformer does not support the model.
-    """
-    config = read_json(path)
-    try:
-        architecture = _named(config)
-        return HuggingFaceModel(path.parent, architecture, config, architecture.shape(config))
-    except InputError as error:
-        raise InputError(f"{path.parent}/{error}") from None
-
-
-def _named(config: Config) -> Architecture:
-    """Return the architecture that a config.json names."""
-    names = config.get("architectures")
-    names = [] if names is None else names
-    if config.get("model_type") is not None:
-        _require("model_type", config["model_type"], str)
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"config.json: architectures = {names!r} must be a list of names")
-    for architecture in ARCHITECTURES:
-        if architecture.name in names or (not names and config.get("model_type") == architecture.model_type):
-            return architecture
-    stated = ", ".join(names) or config.get("model_type") or "none"
-    for name in names:
-        if name in _REFUSED:
-            raise InputError(f"config.json: {name} has {_REFUSED[name]}, which leaven cannot represent")
-    known = ", ".join(architecture.name for architecture in ARCHITECTURES)
-    raise InputError(f"config.json: architecture {stated} is not supported; leaven reads {known}")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file in a model's folder, and return its object.
-
-    Raises:
-        InputError: if the file is missing or damaged, or is not a JSON object.
-    """
-    try:
-        document = json.loads(storage.read(path))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; give a folder that save_pretrained of transformers wrote") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(document, dict):
-        raise InputError(f"{path}: not a JSON object")
-    return document

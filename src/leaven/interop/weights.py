@@ -26,15 +26,13 @@ from leaven.errors import InputError
 from leaven.interop.architectures import (
     Architecture,
     Config,
-    HuggingFaceModel,
     Stored,
     holding,
-    read_config,
-    read_json,
     shape_values,
 )
 from leaven.interop.configs.draft import TOKENS_PER_PARAMETER, Draft, likely_batch, likely_lr
 from leaven.interop.configs.export import environment
+from leaven.interop.huggingface_config import HuggingFaceModel, read_config, read_json
 from leaven.recipe.recipe import Recipe, flatten
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity

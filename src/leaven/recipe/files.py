@@ -163,7 +163,7 @@ def explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
         case "extra_forbidden":
             return f"{where}: no such key; {_suggestion(keys, kind)}"
         case "missing":
-            return f"{where}: missing; every {'recipe' if kind is Recipe else 'command file'} needs it"
+            return f"{where}: missing; it has no default, so write it"
         case "value_error":
             return f"[{'.'.join(keys)}] {message}" if len(keys) == 1 else f"{where}: {message}"
         case _:

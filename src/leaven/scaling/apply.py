@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from leaven.recipe.recipe import Scaling
 from leaven.recipe.shape import Role
@@ -37,6 +38,7 @@ class Factors:
 AT_BASE = Factors(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 
+@lru_cache(maxsize=10_000)  # the tensors of a module have the same factors in all blocks
 def factors(rule: Rule, role: Role, at: TensorRatios, scaling: Scaling, muon: bool = False) -> Factors:
     """Return the factors of a scaling rule for a tensor.
 

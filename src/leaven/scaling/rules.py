@@ -99,7 +99,7 @@ from leaven.scaling.cells import LETTERS, Cell
 QUANTITIES = ("init_variance", "lr", "eps", "weight_decay", "forward")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # so that it has a hash: the only rules are those in RULES
 class Rule:
     """A scaling rule: one cell (factor) for each quantity and role, and cells that all roles share."""
 

@@ -1,7 +1,8 @@
 """Compare a recipe with published runs and report unusual values, for ``leaven recipes check``.
 
 To add a check, write its limits and its message in ``checks.toml``, and a test in ``tests/catalogue``. If the value
-to compare is not simply a value of the recipe, also write a function in ``quantities.py`` that computes it.
+to compare is not simply a value of the recipe, also write a function in ``training_checks.py`` or
+``model_checks.py`` that computes it.
 """
 
 import math
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from leaven.catalogue.findings import quantities
+from leaven.catalogue.findings import model_checks, training_checks
 from leaven.catalogue.findings.case import VOTES, Case, Check, Suggestion
 from leaven.catalogue.messages import filled
 from leaven.catalogue.neighbours import first_of_each, ratio
@@ -162,7 +163,8 @@ def _read(check: Check, case: Case) -> Check | None:
     if not case.neighbours and check.far_from_runs == "skip":
         return None
     read: Check | None = check.read(case)
-    function = getattr(quantities, re.sub(r"\W", "_", check.name), None)
+    name = re.sub(r"\W", "_", check.name)
+    function = getattr(training_checks, name, None) or getattr(model_checks, name, None)
     return function(read, case) if function else read
 
 

@@ -47,8 +47,8 @@ class Check:
     """A check of ``checks.toml``, and what it compares for one recipe.
 
     ``checks.toml`` gives the fields up to ``far_from_runs``. The fields from ``value`` on are set for one recipe, by
-    :meth:`read` and by the function of `quantities` that has the check's name. A check without limits gives a note
-    whenever it applies to the recipe.
+    :meth:`read` and by the function of `training_checks` or `model_checks` that has the check's name. A check without
+    limits gives a note whenever it applies to the recipe.
     """
 
     name: str

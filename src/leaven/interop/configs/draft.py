@@ -14,8 +14,9 @@ from typing import Any
 from leaven.catalogue.laws import main_laws
 from leaven.catalogue.neighbours import nearest
 from leaven.errors import InputError
-from leaven.interop.architectures import HuggingFaceModel, validated
 from leaven.interop.configs.compare import SAME_START, ParameterSettings
+from leaven.interop.huggingface_config import HuggingFaceModel, given_keys
+from leaven.recipe.files import validated
 from leaven.recipe.init_std import INITS, Init
 from leaven.recipe.recipe import Recipe, set_path
 from leaven.recipe.shape import ModelShape, Role
@@ -61,7 +62,7 @@ class Draft:
             if theirs:
                 more = ("rope_scaling", "rope_parameters") if key in {"rope_theta", "rotary_fraction"} else ()
                 self.why[f"model.{key}"] = origin(*theirs, *more)
-        std = float(architecture.given(model.config)["initializer_range"])
+        std = float(given_keys(architecture, model.config)["initializer_range"])
         self.set("hyperparameters.init_std", std, origin("initializer_range"))
 
     def set_parameters(

@@ -15,10 +15,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from leaven.errors import InputError
-from leaven.interop.architectures import validated
 from leaven.interop.configs.draft import Draft, Imported, Settings, as_number
 from leaven.interop.configs.export import target
 from leaven.recipe.batch import Batch, BatchSchedule
+from leaven.recipe.files import validated
 from leaven.recipe.shape import ModelShape
 
 TABLE = tomllib.loads((Path(__file__).parent / "targets/megatron_flags.toml").read_text(encoding="utf-8"))

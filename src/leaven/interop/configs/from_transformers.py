@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from leaven.errors import InputError
-from leaven.interop.architectures import read_config, read_json
 from leaven.interop.configs.draft import Draft, Imported, Settings, as_number
+from leaven.interop.huggingface_config import read_config, read_json
 
 CONFIG, ARGUMENTS, STATE, PICKLE = "config.json", "training_args.json", "trainer_state.json", "training_args.bin"
 TABLE = tomllib.loads((Path(__file__).parent / "targets/transformers_arguments.toml").read_text(encoding="utf-8"))

@@ -14,6 +14,7 @@ from leaven.data.tokens import TokenSet
 from leaven.errors import InputError, out_of_memory
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
+from leaven.training.device import default_device
 from leaven.training.engine import check_trainable
 from leaven.training.outcome import Outcome
 from leaven.training.stack import MOST, most_trials, refusal, train_stack
@@ -83,6 +84,19 @@ def why_not_stacked(space: Space, durations: Sequence[int]) -> str | None:
         return f"the search varies {varied[0]}"
     setting = refusal(space.recipe)
     return setting and f"a stack cannot train {setting}"
+
+
+def stackable(space: Space) -> tuple[Space, str | None]:
+    """Return the space of a study with ``--stack``, and why its trials cannot be trained as a stack, if they cannot.
+
+    The trials of a stack have the same batch size and duration, and no dropout, so these values are not searched. If
+    the trials cannot be trained as a stack, the space is unchanged.
+    """
+    narrowed = space
+    for path, need in ((BATCH, "the same batch size"), (TOKENS, "the same duration"), (DROPOUT, "no dropout")):
+        narrowed = narrowed.without(path, f"stacked trials must have {need}")
+    why = "mps has no float64" if default_device().type == "mps" else why_not_stacked(narrowed, ())
+    return (space if why else narrowed), why
 
 
 def stack_size(

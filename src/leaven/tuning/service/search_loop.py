@@ -61,11 +61,6 @@ class Proposal(dict[str, float]):
         self.number, self.seed, self.baseline, self.worker = number, seed, baseline, worker
         self.origin = number if origin is None else origin
 
-    @property
-    def rival(self) -> Baseline | None:
-        """The former name of ``baseline``, for older objectives."""
-        return self.baseline
-
 
 class WorkerDied(Exception):
     """Raised by an objective if the process that computed the loss has died. The run is retried once."""

@@ -10,9 +10,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from leaven.recipe.recipe import short_path
-from leaven.recipe.units import format_quantity, format_seconds
+from leaven.recipe.units import format_number, format_quantity, format_seconds
 from leaven.tuning.algorithm.noise import GIVEN
-from leaven.tuning.study_document import PRUNED, UNDER_WAY, Coordinate, StudyDocument, StudyTrial, covered
+from leaven.tuning.study_document import PRUNED, UNDER_WAY, Coordinate, Dimension, StudyDocument, StudyTrial, covered
 from leaven.views import numbers, points
 from leaven.views.points import findings, repeats, result
 from leaven.views.tables import LABEL, Cell, Column, Facts, Table, joined, under
@@ -189,6 +189,14 @@ def _noise(state: StudyDocument, least: int = 2) -> str | None:
 def _ended(state: StudyDocument) -> list[StudyTrial]:
     trials = [trial for trial in state.trials if trial.state not in UNDER_WAY]
     return sorted(trials, key=lambda trial: (trial.ended or 0.0, trial.number))
+
+
+def expected_values(dimensions: Sequence[Dimension]) -> Iterator[str]:
+    """Yield a line for each value whose optimum laws expect."""
+    for each in dimensions:
+        if each.expected and isinstance(each.centre, float):
+            value, factor = each.centre * 2 ** each.expected[0], 2 ** each.expected[1]
+            yield f"expected: {each.path} {format_number(value)}, times or divided by {factor:.1f}"
 
 
 def answer_screen(state: StudyDocument, folder: Path, budget: int | None = None) -> Iterator[RenderableType]:

@@ -1,0 +1,233 @@
+"""Read the config.json of a model in Hugging Face's format: its architecture and its shape.
+
+:func:`read_config` reads the file. What leaven knows of each architecture is in :mod:`leaven.interop.architectures`.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from leaven import storage
+from leaven.errors import InputError
+from leaven.interop.architectures import ARCHITECTURES, REFUSED, Architecture, Config, field_of, implied, layer_types
+from leaven.recipe.files import validated
+from leaven.recipe.shape import ModelShape
+
+# For each type of a key in config.json: its name in messages, and a function that tests whether a value has this
+# type.
+_KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
+    int: ("a count above 0", lambda value: type(value) is int and value > 0),
+    float: ("a finite number", lambda value: type(value) in {int, float} and abs(value) <= sys.float_info.max),
+    bool: ("true or false", lambda value: type(value) is bool),
+    str: ("a word", lambda value: type(value) is str),
+    dict: ("a table", lambda value: type(value) is dict),
+    list: ("a list", lambda value: type(value) is list),
+}
+# Optional keys of [model]. In config.json, null means that the model has no such thing; if the key is missing there,
+# the default of the class applies.
+_OPTIONAL = ("window", "attention_softcap", "logit_softcap")
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """A model that the config.json of a folder describes."""
+
+    folder: Path
+    architecture: Architecture
+    config: Config  # the contents of config.json
+    shape: ModelShape
+
+
+def read_config(path: Path) -> HuggingFaceModel:
+    """Return the model that the config.json at ``path`` describes.
+
+    Raises:
+        InputError: if the file cannot be read, or leaven's transformer does not support the model.
+    """
+    config = read_json(path)
+    try:
+        architecture = _named(config)
+        return HuggingFaceModel(path.parent, architecture, config, shape_of(architecture, config))
+    except InputError as error:
+        raise InputError(f"{path.parent}/{error}") from None
+
+
+def _named(config: Config) -> Architecture:
+    """Return the architecture that a config.json names."""
+    names = config.get("architectures")
+    names = [] if names is None else names
+    if config.get("model_type") is not None:
+        _require("model_type", config["model_type"], str)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"config.json: architectures = {names!r} must be a list of names")
+    for architecture in ARCHITECTURES:
+        if architecture.name in names or (not names and config.get("model_type") == architecture.model_type):
+            return architecture
+    stated = ", ".join(names) or config.get("model_type") or "none"
+    for name in names:
+        if name in REFUSED:
+            raise InputError(f"config.json: {name} has {REFUSED[name]}, which leaven cannot represent")
+    known = ", ".join(architecture.name for architecture in ARCHITECTURES)
+    raise InputError(f"config.json: architecture {stated} is not supported; leaven reads {known}")
+
+
+def given_keys(architecture: Architecture, config: Config) -> Config:
+    """Return a config.json with defaults for missing keys, after checking the types of the known keys.
+
+    Raises:
+        InputError: if a value has the wrong type; the message names its key.
+    """
+    stated = {architecture.aliases.get(key, key): value for key, value in config.items() if value is not None}
+    given = architecture.defaults | stated
+    for key in (theirs for ours in (*implied(1, 1), *_OPTIONAL) for theirs in architecture.keys.get(ours, ())):
+        if config.get(key, ...) is None:  # null replaces the default, a missing key does not
+            given.pop(key, None)
+    annotations = {key: field_of(ours).annotation for ours, keys in architecture.keys.items() for key in keys}
+    kinds = {key: next(iter(get_args(kind)), kind) for key, kind in annotations.items()}
+    kinds |= {
+        key: type(words[0])
+        for ours, each in architecture.words.items()
+        for words in each.values()
+        for key in architecture.keys[ours]
+    }
+    kinds |= {"initializer_range": float, "rope_parameters": dict, "rope_scaling": dict, "mlp_only_layers": list}
+    kinds |= {"layer_types": list} | ({architecture.logit_scale: float} if architecture.logit_scale else {})
+    for key, kind in kinds.items():
+        if key in given and not (given[key] == 0 and key in architecture.keys.get("experts.dense_layers", ())):
+            _require(key, given[key], kind)
+    return given
+
+
+def shape_of(architecture: Architecture, config: Config) -> ModelShape:
+    """Return the model shape that a config.json describes.
+
+    Raises:
+        InputError: if leaven's transformer does not support the value of a key.
+    """
+    given = given_keys(architecture, config)
+    needed = [
+        (key, expected) for key, expected in architecture.required.items() if given.get(key, expected) != expected
+    ]
+    needed += [(key, None) for key in architecture.absent if key in given]
+    for key, expected in needed:
+        raise InputError(
+            f"config.json: {key} = {given[key]!r}: leaven supports {architecture.name} only with {expected!r}"
+        )
+    values = {key: held[0] for key, held in architecture.holds.items()}
+    for ours, several in architecture.keys.items():
+        stated = {theirs: given[theirs] for theirs in several if theirs in given}
+        if len(stated) > 1 and len(set(stated.values())) > 1:
+            listed = ", ".join(f"{key} = {value!r}" for key, value in stated.items())
+            limit = architecture.limits.get(ours, f"leaven has a single value for these keys ({ours})")
+            raise InputError(f"config.json: {listed}: {limit}, so leaven cannot represent this model")
+        if stated:
+            values[ours] = next(iter(stated.values()))
+    if values.get("window", 0) >= values["seq_len"]:  # a window of a sequence or more changes nothing
+        del values["window"]
+    if "global_every" in architecture.keys:
+        _set_global_layers(values)
+    for ours, words in architecture.words.items():
+        theirs = values[ours]
+        values[ours] = next((mine for mine, several in words.items() if theirs in several), None)
+        if values[ours] is None:
+            known = ", ".join(str(word) for several in words.values() for word in several)
+            raise InputError(f"config.json: {ours} {theirs!r}: leaven supports {architecture.name} only with {known}")
+    if values.get("attention_bias") == "none":
+        del values["attention_bias"]
+    if architecture.holds["positions"] == ["rope"]:
+        values |= _rotary(architecture, given)
+    values |= {key: float(values[key]) for key in ("norm_eps", "dropout")}
+    if architecture.experts:
+        _nest_experts(values)
+    values = implied(values["n_heads"], values["d_model"]) | values
+    if "d_attention" in architecture.keys and values["n_heads"] * values["d_head"] != values["d_model"]:
+        values["d_attention"] = values["n_heads"] * values["d_head"]
+    return validated(ModelShape, values, "config.json: not a shape that leaven supports")
+
+
+def _nest_experts(values: dict[str, Any]) -> None:
+    """Replace the keys ``experts.KEY`` by a table ``experts``."""
+    experts = {key.removeprefix("experts."): values.pop(key) for key in list(values) if key.startswith("experts.")}
+    dense = experts.get("dense_layers", 0)
+    if isinstance(dense, list):
+        if dense != list(range(len(dense))):
+            raise InputError(
+                f"config.json: mlp_only_layers = {dense}: leaven supports layers without experts only before all "
+                "layers with experts"
+            )
+        experts["dense_layers"] = len(dense)
+    if "weight_scale" in experts:
+        experts["weight_scale"] = float(experts["weight_scale"])
+    values["experts"] = experts
+    values.setdefault("d_ff", experts["d_expert"])  # no layer has an MLP of this size
+
+
+def _rotary(architecture: Architecture, given: Config) -> dict[str, float]:
+    """Return the theta of the rotary positions and the share of each head that they rotate.
+
+    transformers 4 and 5 write them under different keys.
+    """
+    both = [given.get(key, {}) for key in ("rope_scaling", "rope_parameters")]
+    for stated in both:
+        kind = stated.get("rope_type", stated.get("type", "default"))
+        if kind != "default":
+            raise InputError(f"config.json: rope_type {kind!r}: leaven supports only the default rotary positions")
+    stated = both[0] or both[1]  # the old spelling replaces the new one, as in transformers
+    theta = stated.get("rope_theta")
+    if theta is None:
+        theta = given[architecture.keys["rope_theta"][0]]
+    old = architecture.keys.get("rotary_fraction", [""])[0]
+    fraction = stated.get("partial_rotary_factor", given.get(old, 1.0))
+    for key, value in (("rope_theta", theta), ("partial_rotary_factor", fraction)):
+        _require(key, value, float)
+    if not old and fraction != 1:
+        raise InputError(
+            f"config.json: leaven's {architecture.name} has no partial rotary positions; "
+            "set partial_rotary_factor to 1"
+        )
+    return {"rope_theta": float(theta), "rotary_fraction": float(fraction)}
+
+
+def _set_global_layers(values: dict[str, Any]) -> None:
+    """Replace the list of layer types in ``global_every`` by n, where every n-th layer ignores the sliding window.
+
+    If all layers ignore the window, or none does, ``global_every`` is removed. If all do, ``window`` is removed, too.
+    """
+    layers = values["n_layers"]
+    types = values.pop("global_every", None) or layer_types(layers, 2)  # the default of Gemma 2
+    every = next((n for n in range(layers + 1) if types[:layers] == layer_types(layers, n)), None)
+    if every is None:
+        raise InputError(
+            f"config.json: layer_types = {types}: leaven has a sliding window in all layers, or in all but every "
+            "n-th layer"
+        )
+    if every == 1:
+        values.pop("window", None)
+    if every > 1 and "window" in values:
+        values["global_every"] = every
+
+
+def _require(key: str, value: Any, kind: Any) -> None:
+    wanted, fits = _KINDS.get(kind, _KINDS[str])  # a Literal is a word
+    if not fits(value):
+        raise InputError(f"config.json: {key} = {value!r} must be {wanted}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file in a model's folder, and return its object.
+
+    Raises:
+        InputError: if the file is missing or damaged, or is not a JSON object.
+    """
+    try:
+        document = json.loads(storage.read(path))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; give a folder that save_pretrained of transformers wrote") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(document, dict):
+        raise InputError(f"{path}: not a JSON object")
+    return document
