@@ -213,6 +213,17 @@ OF_TRIAL = r'\{[^\n]*"trial_id":3,'
                 ("PRUNED", "trial 3 of .* was changed after it had ended"),
             )
         ),
+        (
+            "sqlite:///{}",
+            lambda path: [
+                change_database(statement)(path)
+                for statement in (
+                    "UPDATE trials SET state = 'FAIL' WHERE number = 3",
+                    "DELETE FROM trial_values WHERE trial_id = 4",
+                )
+            ],
+            "trial 3 of .* was changed in its store: its state is FAIL, but it ended with a result",
+        ),
         ("{}", change_journal(rf'({OF_TRIAL}"state":)1', r"\g<1>3"), "its state is FAIL, but it has a loss"),
         (
             "sqlite:///{}",

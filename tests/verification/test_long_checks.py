@@ -194,6 +194,24 @@ def test_finished_runs_are_not_repeated(tiny: Recipe, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("harm", ["cut", "changed"])
+def test_runs_that_were_lost_or_changed_are_named_and_trained_again(tiny: Recipe, tmp_path: Path, harm: str) -> None:
+    short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128})
+    trials = [RecipeTrial(short.replace({"data.seed": seed})) for seed in range(3)]
+    lines, notes = tmp_path / runs.LINES, list[str]()
+    with RunStore(tmp_path, 1) as store:
+        first = store.run(trials)
+        store.keep(CheckDocument.model_construct(rows=[], curves=[], settings={}))
+    *kept, last = lines.read_text().splitlines(keepends=True)
+    lines.write_text("".join([*kept, last.replace('"loss": ', '"loss": 1')] if harm == "changed" else kept))
+    for _ in range(2):
+        with RunStore(tmp_path, 1, note=notes.append) as store:
+            again = store.run(trials)
+            assert [again(trial).loss for trial in trials] == [first(trial).loss for trial in trials]
+    assert notes == [f"caution: one finished run is missing in {lines}, or changed, and trained again"]
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_a_check_that_has_lost_its_runs_does_not_start_again(tiny: Recipe, tmp_path: Path) -> None:
     (tmp_path / "check.json").write_text("{}")
     trial = RecipeTrial(tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128}))

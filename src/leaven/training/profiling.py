@@ -49,7 +49,7 @@ from leaven.training.engine import StopRequested, Training
 from leaven.training.loop import Callback
 from leaven.training.metrics import Step
 from leaven.training.micro_batch import SHARE, needed_memory, rule_of_thumb
-from leaven.training.run_folder import RunFolder
+from leaven.training.run_folder import IDENTITY, RunFolder
 
 WARM_UP = 3
 """After each start of a run, this many first steps of each batch size are not measured: they compile, fill caches and
@@ -98,7 +98,7 @@ class RunProfile(Callback):
             older = rows.get(_key(record))
             if older is None or record.steps >= older.steps:
                 rows[_key(record)] = record
-        document = {"rows": [_row(record) for record in rows.values()]}
+        document = {IDENTITY: self._run.identity, "rows": [_row(record) for record in rows.values()]}
         with suppress(InputError):
             write_text(self._run.plan_file, json.dumps(document, indent=1))
         return records

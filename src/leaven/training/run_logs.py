@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _BLOCK, _HEADER = 32768, 7  # bytes of a block and of a record's header in a W&B file
 _FULL, _FIRST, _LAST = 1, 2, 4  # types of records in a W&B file
+_BFLOAT16 = 14  # DT_BFLOAT16 of TensorFlow
 
 
 class LogDamaged(InputError):
@@ -104,8 +105,11 @@ def _scalar(value: "Summary.Value") -> Any:
     if any(size != 1 for size in shape):
         return f"a tensor of shape {shape[:8]}"
     try:
+        if value.tensor.dtype == _BFLOAT16:  # which make_ndarray does not read: the upper half of an fp32 number
+            upper = value.tensor.tensor_content or struct.pack("<H", value.tensor.half_val[0])
+            return struct.unpack("<f", b"\0\0" + upper)[0]
         return make_ndarray(value.tensor).item()
-    except (ArithmeticError, KeyError, TypeError):
+    except (ArithmeticError, KeyError, IndexError, TypeError, struct.error):
         raise ValueError(f"a tensor of type {value.tensor.dtype}") from None
 
 
