@@ -527,6 +527,11 @@ def test_a_tensor_with_one_element_is_a_loss(tmp_path: Path) -> None:
     assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}  # the third may still be written
     (tmp_path / "64m" / "a.tfevents").write_bytes(EVENT() + EVENT(2, [1, 1], float_val=[2.0]) + bytes(100))
     assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}  # a crash lengthened the file with zeros
+    for part in (3, 11, 20):  # zeros from the middle of a record on
+        (tmp_path / "64m" / "a.tfevents").write_bytes(
+            EVENT() + EVENT(2, [1, 1], float_val=[2.0]) + EVENT(3)[:part] + bytes(100)
+        )
+        assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}
     bfloat16 = [EVENT(1, dtype=14, half_val=[0x4040]), EVENT(2, dtype=14, tensor_content=b"\0\x40")]
     (tmp_path / "64m" / "a.tfevents").write_bytes(b"".join(bfloat16))
     assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}

@@ -156,6 +156,7 @@ def test_a_loss_that_is_not_finite_is_a_gap(folder):
             "trial 3: octaves has no hyper",
         ),
         ("proxy", partial(edit, "study.json", "trials", 3, "state", "x"), "trial 3: state 'x', purpose 'noise'"),
+        ("proxy", partial(edit, "study.json", "trials", 3, "state", "running"), "is running, but it has a loss"),
         ("proxy", partial(edit, "study.json", "dimensions", 0, "low", -1e9), "octaves: 1e+09 is more than 300"),
         (
             "proxy",

@@ -90,7 +90,7 @@ class RunProfile(Callback):
         """Write the rows of this and all earlier starts to ``plan.json``. Return the records of this start: one for
         each batch size that was trained, and one for the batch size of the next step if that size is new. If the file
         cannot be written, the run continues without it."""
-        if not self._run.writes:
+        if not (self._run.writes and self._run.identity):  # without an identifier, the start was refused
             return []
         sizes = dict.fromkeys((*self._seen, self._training.next_batch_tokens))
         records, rows = list(map(self._record, sizes)), {_key(record): record for record in self._before}

@@ -64,7 +64,7 @@ def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[t
     """Yield (first byte, content) for each record of a TensorBoard event file.
 
     A record is the length of its content in 8 bytes, the checksum of the length in 4 bytes, the content, and its
-    checksum in 4 bytes.
+    checksum in 4 bytes. A crash may leave zeros at the end of a file, also from the middle of a record on.
     """
     from tensorboard.summary.writer.record_writer import masked_crc32c
 
@@ -72,20 +72,22 @@ def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[t
         at, end = 0, os.fstat(log.fileno()).st_size
         while at < end:
             header = log.read(12)
-            if not any(header) and not any(log.read()):  # a crash may lengthen a file with zeros
-                cut(f"{file.name} ends with zeros from byte {at:,}")
-                return
-            if len(header) == 12 and masked_crc32c(header[:8]) != int.from_bytes(header[8:], "little"):
-                raise LogDamaged(file, at, "a checksum is wrong")
-            size = int.from_bytes(header[:8], "little")
-            if at + 12 + size + 4 > end:
+            size, after = int.from_bytes(header[:8], "little"), at + len(header)
+            wrong = len(header) == 12 and masked_crc32c(header[:8]) != int.from_bytes(header[8:], "little")
+            content = b""
+            if not wrong and (after := at + 12 + size + 4) <= end:
+                content = log.read(size)
+                wrong = masked_crc32c(content) != int.from_bytes(log.read(4), "little")
+            if wrong:
+                log.seek(at)
+                written = at + len(log.read().rstrip(b"\0"))
+                if written > after - 4:
+                    raise LogDamaged(file, at, "a checksum is wrong")
+            if wrong or after > end or len(header) < 12:
                 cut(f"{file.name} is cut within the record at byte {at:,}")
                 return
-            content = log.read(size)
-            if masked_crc32c(content) != int.from_bytes(log.read(4), "little"):
-                raise LogDamaged(file, at, "a checksum is wrong")
             yield at, content
-            at += 12 + size + 4
+            at = after
 
 
 def _scalar(value: "Summary.Value") -> Any:
@@ -168,6 +170,8 @@ def log_records(log: bytes, name: str, cut: Callable[[str], object] = _ignore) -
             break
         content = log[begin : begin + size]
         if zlib.crc32(content, zlib.crc32(bytes([kind]))) != checksum:
+            if len(log.rstrip(b"\0")) < max(begin + size, at + 1):  # a crash may leave zeros at the end of a file
+                break
             raise LogDamaged(name, at, "a checksum is wrong")
         if kind in {_FULL, _FIRST}:
             first, parts = at, []
