@@ -203,6 +203,11 @@ OF_TRIAL = r'\{[^\n]*"trial_id":3,'
             change_database("UPDATE trial_values SET value = value + 1e-9 WHERE trial_id = 4"),
             "trial 3 of the stored study leaven was changed after it had ended; restore the store from a backup, or",
         ),
+        (
+            "sqlite:///{}",
+            change_database("UPDATE trial_user_attributes SET key = NULL WHERE trial_id = 4 AND key = 'tokens'"),
+            "trial 3 of .* was changed after it had ended",
+        ),
         ("sqlite:///{}", change_database("DELETE FROM trials WHERE number = 3"), "has lost trial 3; restore"),
         *(
             ("sqlite:///{}", change_database(f"UPDATE trials SET state = '{state}' WHERE number = 3"), message)

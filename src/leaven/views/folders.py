@@ -284,13 +284,22 @@ def _faults_of_check(check: CheckDocument) -> Iterator[str]:
             yield f"settings: {key} is missing"
     if check.check not in {*SLOPES, "collapse"} and all(curve.quantity != "loss" for curve in check.curves):
         yield "curves: no curve of the loss"
+    for row in check.rows:
+        if row.limit is not None and abs(row.limit) > FARTHEST:
+            yield f"rows: {row.module}: limit {row.limit:g} is more than {FARTHEST}"
+    for each in check.measured:
+        if (each.low is None) != (each.high is None):
+            yield f"measured: {each.name}: has only one end of its interval"
     for curve in check.curves:
         where, count = f"curves: {curve.module} ({curve.quantity})", len(curve.x)
         if not count or len(curve.y) != count or {len(curve.low), len(curve.high)} - {0, count}:
             yield f"{where}: x, y, low and high have different lengths"
         above_0 = [*curve.x]
-        if check.check in SLOPES or curve.quantity == "best":  # drawn over a logarithmic axis
-            above_0 += [value for value in (*curve.y, *curve.low, *curve.high) if value]
+        drawn = [value for value in (*curve.y, *curve.low, *curve.high) if value is not None]
+        if curve.quantity == "best":  # over a logarithmic axis
+            above_0 += drawn
+        elif check.check in SLOPES:  # such an axis leaves out zeros
+            above_0 += filter(None, drawn)
         if above_0 and min(above_0) <= 0:
             yield f"{where}: {min(above_0):g} is not above 0"
         if check.check == "collapse" and curve.module.split(" -> ")[-1] not in check.settings["scales"]:

@@ -380,7 +380,9 @@ def _digest_of(trial: FrozenTrial, state: TrialState, values: Sequence[float] | 
     end."""
     attributes = {key: value for key, value in trial.user_attrs.items() if key not in {DIGEST, LAST_BEAT, CLOSED}}
     losses = [loss + 0.0 for loss in values or ()]  # SQLite stores -0.0 as 0.0
-    return _digest([trial.number, state.name, losses, trial.params, attributes])
+    # A key is text, but a changed row may have another one.
+    params, attributes = ({str(key): value for key, value in of.items()} for of in (trial.params, attributes))
+    return _digest([trial.number, state.name, losses, params, attributes])
 
 
 def _digest(document: Any) -> str:
