@@ -6,7 +6,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from leaven.training.checkpoint import Checkpoint, _fingerprint
 from leaven.training.integrity import RECIPE, TOKENIZER, identifier, newest_state, require_tokenizer
 from leaven.training.load import load_run
 from leaven.training.metrics import Step
-from leaven.training.rewind import ManualRewind
+from leaven.training.rewind import ManualRewind, Rewind
 from leaven.training.run_folder import IDENTITY, RunFolder, checkpoints, read_state, state_digest, tokens_of
 from leaven.training.trainer import train
 from leaven.views.folders import read_run
@@ -314,6 +314,13 @@ def test_an_event_without_the_values_that_a_resume_needs_is_one_line(
         with pytest.raises(InputError, match=rf"events.jsonl: {says.format(number=number)}; restore the file"):
             read()
     assert files(run.path) == before
+
+
+def test_checkpoints_that_a_rewind_has_undone_are_not_loaded(run: RunFolder) -> None:
+    rewind = {"event": "rewind", "tokens": 5_120, "asked": {}} | asdict(Rewind(to_tokens=1, skip_from=0, skip_to=0))
+    rewrite(run.path / "events.jsonl", lambda lines: [*lines, rewind])
+    with pytest.raises(InputError, match=r"a rewind has undone every checkpoint \(.*5_120.*\); bring back those"):
+        load_run(run.path)
 
 
 def test_metrics_without_their_values_do_not_end_a_run(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:

@@ -173,7 +173,7 @@ def test_a_loss_that_is_not_finite_is_a_gap(folder):
         (
             "check",
             partial(edit, "check.json", "measured", [{"name": "x", "value": 1.0, "low": 0.5, "high": None}]),
-            "measured: x: has only one end of its interval",
+            "measured: x: its interval has one end",
         ),
         ("check", partial(edit, "check.json", "curves", []), "no curve of the loss"),
         ("demo", partial(edit, "demo.json", "lrs", []), "models or lrs is missing"),

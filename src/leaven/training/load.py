@@ -124,6 +124,8 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         there = ", ".join(f"{tokens_of(path):_}" for path in checkpoints(folder.checkpoints))
         if names:
             why = f"no whole checkpoint: {', '.join(names)} {'is' if len(names) == 1 else 'are'} damaged"
+        elif there and tokens is None:
+            why = f"a rewind has undone every checkpoint ({there}); bring back those of this run"
         elif there:
             why = f"no checkpoint at {tokens:,} tokens; there are {there}"
         elif trained := progress(folder, recipe):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from leaven import storage
-from leaven.documents.checks import CheckDocument
+from leaven.documents.checks import CheckDocument, MeasuredRow
 from leaven.documents.runs import DemoDocument
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
@@ -277,6 +277,10 @@ def _faults_of_study(study: StudyDocument) -> Iterator[str]:
             yield f"{key}: {others[0]!r} is not under dimensions"
 
 
+def _one_end(row: MeasuredRow) -> bool:
+    return (row.low is None) != (row.high is None)
+
+
 def _faults_of_check(check: CheckDocument) -> Iterator[str]:
     """Yield the contradictions in a check, for example a curve whose x and y have different lengths."""
     for key in ("seeds", "scales") if check.check == "collapse" else ("seeds",):
@@ -285,11 +289,9 @@ def _faults_of_check(check: CheckDocument) -> Iterator[str]:
     if check.check not in {*SLOPES, "collapse"} and all(curve.quantity != "loss" for curve in check.curves):
         yield "curves: no curve of the loss"
     for row in check.rows:
-        if row.limit is not None and abs(row.limit) > FARTHEST:
+        if abs(row.limit or 0) > FARTHEST:
             yield f"rows: {row.module}: limit {row.limit:g} is more than {FARTHEST}"
-    for each in check.measured:
-        if (each.low is None) != (each.high is None):
-            yield f"measured: {each.name}: has only one end of its interval"
+    yield from (f"measured: {each.name}: its interval has one end" for each in check.measured if _one_end(each))
     for curve in check.curves:
         where, count = f"curves: {curve.module} ({curve.quantity})", len(curve.x)
         if not count or len(curve.y) != count or {len(curve.low), len(curve.high)} - {0, count}:
