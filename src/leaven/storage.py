@@ -155,6 +155,12 @@ def place_folder(temporary: Path, final: Path) -> None:
     sync_folder(final.parent)
 
 
+def require_no_link(path: Path) -> None:
+    """Raise InputError if a file to which lines are appended is a link, which may lead out of its folder."""
+    if path.is_symlink():
+        raise InputError(f"{path}: this is a link to {os.readlink(path)}; replace it by the file itself")
+
+
 def write_text(path: Path | str, text: str) -> None:
     """Replace a file atomically: after a crash it contains the old text or the new text.
 

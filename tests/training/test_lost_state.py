@@ -76,6 +76,24 @@ def test_a_run_without_its_checkpoints_does_not_start_again(
     assert files(run.path) == before
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_run_does_not_write_through_a_link_or_over_other_text(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, name: str
+) -> None:
+    run, thesis = RunFolder(tmp_path / "run"), tmp_path / "thesis.txt"
+    run.path.mkdir()
+    write_recipe(recipe, run.recipe_file)
+    thesis.write_text("line one of my thesis\n")
+    (run.path / name).symlink_to(thesis)
+    with pytest.raises(InputError, match=rf"{name}: this is a link to .*thesis.txt; replace it by the file"):
+        train(recipe, tokens, run.path)
+    (run.path / name).unlink()
+    shutil.copy(thesis, run.path / "metrics.jsonl")
+    with pytest.raises(InputError, match=r"has no checkpoints, but metrics.jsonl has lines that are no metrics"):
+        train(recipe, tokens, run.path)
+    assert (run.path / "metrics.jsonl").read_text() == thesis.read_text() == "line one of my thesis\n"
+
+
 @pytest.mark.parametrize("left", ["plan.json", "tensorboard"])
 def test_a_run_of_which_little_is_left_does_not_start_again(
     recipe: Recipe, tokens: TokenSet, tmp_path: Path, left: str
@@ -370,7 +388,7 @@ def test_the_finish_of_another_run_does_not_end_a_run(
 ) -> None:
     train(recipe, tokens, tmp_path / "other")
     shutil.copy(tmp_path / "other" / "events.jsonl", run.path)
-    with pytest.raises(InputError, match=r"events.jsonl and .*checkpoints belong to different runs"):
+    with pytest.raises(InputError, match=r"events.jsonl and .*metrics.jsonl belong to different runs"):
         train(recipe, tokens, run.path)
 
 

@@ -63,6 +63,8 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
             )
         storage.require_writable(run.path)
         return
+    for file in (run.events_file, run.metrics_file):
+        storage.require_no_link(file)
     begun = run.recipe()
     if changes := changes_of(begun, recipe):
         possible = all(changeable(path) for path, _, _ in changes)
@@ -222,7 +224,10 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
     saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]
     if saved:
         return f"{run.events_file.name} says that it has trained {saved[-1]:,} tokens"
-    lines = run.metrics()
+    read = run.read_metrics()
+    lines = read.documents
+    if read.damaged and not lines:
+        return f"{run.metrics_file.name} has lines that are no metrics"
     unsaved = any(event["event"] == "checkpoint_failed" for event in events) or any(
         run.checkpoints.glob(f".{checkpoint_name(0)}.*.tmp")
     )

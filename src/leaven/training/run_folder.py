@@ -302,7 +302,8 @@ class RunFolder:
     def record(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl. Numbers that are not finite are written as null. The first line also has
         the identifier of the run."""
-        written = _json_line(line if self._lines else {IDENTITY: self.identity} | line)
+        first = not self._lines and self.identity
+        written = _json_line({IDENTITY: self.identity} | line if first else line)
         self._lines += 1
         self._digest.update(written)
         self._append(self.metrics_file, written)

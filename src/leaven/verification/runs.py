@@ -141,6 +141,7 @@ class RunStore:
                     f"{self.folder} has the result of a check, but not its runs ({LINES}); bring back {LINES}, or "
                     "start again with another --run"
                 )
+            storage.require_no_link(self.folder / LINES)
             read = storage.read_json_lines(self.folder / LINES)
             lost = len(read.damaged)
             for entry in read.documents:
