@@ -81,7 +81,7 @@ def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[t
             if wrong:
                 log.seek(at)
                 written = at + len(log.read().rstrip(b"\0"))
-                if written > after - 4:
+                if written >= after:
                     raise LogDamaged(file, at, "a checksum is wrong")
             if wrong or after > end or len(header) < 12:
                 cut(f"{file.name} is cut within the record at byte {at:,}")
