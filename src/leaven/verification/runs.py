@@ -136,11 +136,6 @@ class RunStore:
         """
         if self._pool is None:
             self._resources.enter_context(locked_folder(self.folder, "--run"))
-            if (self.folder / RESULT).exists() and not (self.folder / LINES).exists():
-                raise InputError(
-                    f"{self.folder} has the result of a check, but not its runs ({LINES}); bring back {LINES}, or "
-                    "start again with another --run"
-                )
             storage.require_no_link(self.folder / LINES)
             read = storage.read_json_lines(self.folder / LINES)
             lost = len(read.damaged)
@@ -151,8 +146,13 @@ class RunStore:
                         raise ValueError("a changed line")
                     key = entry.pop("key")
                     self._ended[key] = Outcome.of(entry)
-                except (KeyError, TypeError, ValueError):
+                except (KeyError, TypeError, ValueError, OverflowError):
                     lost += 1
+            if (self.folder / RESULT).exists() and not self._ended:
+                raise InputError(
+                    f"{self.folder} has the result of a check, but not its runs ({LINES}); bring back {LINES}, or "
+                    "start again with another --run"
+                )
             self._lost = max(lost, self._known() - len(self._ended))
             self._pool = self._resources.enter_context(WorkerPool(self._workers))
         return self._pool
