@@ -21,7 +21,7 @@ from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training import checkpoint
 from leaven.training.checkpoint import Checkpoint, _fingerprint
-from leaven.training.integrity import RECIPE, TOKENIZER, identifier, newest_state, require_tokenizer
+from leaven.training.integrity import RECIPE, TOKENIZER, identity_of, newest_state, require_tokenizer
 from leaven.training.load import load_run
 from leaven.training.metrics import Step
 from leaven.training.rewind import ManualRewind, Rewind
@@ -400,9 +400,9 @@ def test_checkpoints_and_events_of_an_older_version_are_accepted(
         rewrite(run.path / name, lambda lines: [{k: v for k, v in line.items() if k != IDENTITY} for line in lines])
     for path in checkpoints(run.checkpoints):
         seal(path, lambda state: [state["state"].pop(key) for key in (IDENTITY, RECIPE, TOKENIZER)])
-    assert identifier(run, newest_state(run)) is None
+    assert identity_of(run, newest_state(run)) is None
     train(recipe, tokens, run.path)
-    assert identifier(run, newest_state(run)) is not None
+    assert identity_of(run, newest_state(run)) is not None
     assert losses(run.path) == expected
 
 

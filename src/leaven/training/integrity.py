@@ -5,7 +5,6 @@ checkpoint also has the recipe of the run, and the digests of the tokenizer and 
 to it. Older versions of leaven wrote less; a value that a file does not have is not compared.
 """
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -97,8 +96,8 @@ def foreign_files(run: RunFolder, recipe: Recipe, state: Mapping[str, Any]) -> I
         recipe: the recipe in recipe.toml.
         state: the state of the callbacks in the checkpoint.
     """
-    found = list(_identifiers(run, state))
-    other = next((file for file, identifier in found if identifier != found[0][1]), None)
+    found = list(_identities(run, state))
+    other = next((file for file, identity in found if identity != found[0][1]), None)
     if other is not None:
         where = f"{other} has lines of" if other == found[0][0] else f"{found[0][0]} and {other} belong to"
         yield f"{where} different runs; bring back those of one run, or start again with another --run"
@@ -112,25 +111,25 @@ def foreign_files(run: RunFolder, recipe: Recipe, state: Mapping[str, Any]) -> I
         yield f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}; change it back"
 
 
-def _identifiers(run: RunFolder, state: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+def _identities(run: RunFolder, state: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     """Yield each file of a run that has an identifier of a run, and the identifier. ``state`` is of a checkpoint."""
-    first: dict[str, Any] | None = {}
+    first = b""
     with suppress(OSError), storage.open_file(run.metrics_file) as file:
-        first = storage.json_object(file.readline(_FIRST_LINE))
-    found = [
+        first = file.readline(_FIRST_LINE)
+    documents = [
         *((run.events_file, event) for event in run.read_events()),
-        (run.metrics_file, first or {}),
+        (run.metrics_file, storage.json_object(first) or {}),
         (run.plan_file, _plan(run)),
         (run.checkpoints, state),
     ]
-    for path, document in found:
-        if isinstance(identifier := document.get(IDENTITY), str):
-            yield path, identifier
+    for path, document in documents:
+        if isinstance(identity := document.get(IDENTITY), str):
+            yield path, identity
 
 
-def identifier(run: RunFolder, state: Mapping[str, Any]) -> str | None:
+def identity_of(run: RunFolder, state: Mapping[str, Any]) -> str | None:
     """Return the identifier of a run, or None if no file has one. ``state`` is of a checkpoint, or empty."""
-    return next((identifier for _, identifier in _identifiers(run, state)), None)
+    return next((identity for _, identity in _identities(run, state)), None)
 
 
 def newest_state(run: RunFolder) -> dict[str, Any]:
@@ -231,7 +230,8 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
     unsaved = any(event["event"] == "checkpoint_failed" for event in events) or any(
         run.checkpoints.glob(f".{checkpoint_name(0)}.*.tmp")
     )
-    few = unsaved and lines and _number(lines[-1].get("tokens")) <= checkpoint_interval(recipe)
+    trained = lines[-1].get("tokens") if lines else None
+    few = unsaved and isinstance(trained, int) and trained <= checkpoint_interval(recipe)
     if lines and not few:
         return f"{run.metrics_file.name} says that it has trained {lines[-1]['step']:,} steps"
     if not few and (file := _trained_file(run, begun=bool(events))) is not None:
@@ -239,19 +239,14 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
     return "it had saved one before torchrun restarted it" if _torchrun_has_trained(run) else None
 
 
-def _number(value: Any) -> float:
-    return value if isinstance(value, int | float) else math.inf
-
-
 def _trained_file(run: RunFolder, begun: bool) -> Path | None:
     """Return plan.json or a TensorBoard file that shows that the run has trained, or None. ``begun`` says whether
     events.jsonl has a line. Then only a plan.json with measured steps counts, because the first one is written before
     the first step."""
-    rows = _plan(run).get("rows")
-    measured = any(
-        isinstance(row, dict) and row.get("steps") not in {0, None}
-        for row in (rows if isinstance(rows, list) else ())
-    )
+    try:
+        measured = any(row["steps"] > 0 for row in _plan(run)["rows"])
+    except WRONG_TYPES:  # damaged or of an older version
+        measured = False
     if run.plan_file.is_file() and (not begun or measured):
         return run.plan_file
     if begun and run.metrics_file.is_file():

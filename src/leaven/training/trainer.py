@@ -74,7 +74,7 @@ from leaven.training.engine import StopRequested, Training
 from leaven.training.integrity import (
     changed_since,
     events_changed,
-    identifier,
+    identity_of,
     missing_checkpoint,
     newest_saved,
     require_own_files,
@@ -233,7 +233,7 @@ class RunTrainer:
         if found is not None:
             require_text(self.run, self.tokens.fingerprint, found.state.get(TEXT))
             changed = events_changed(self.run, lines_digest(found.state.get(EVENTS)))
-        self.run.identity = identifier(self.run, found.state if found is not None else {}) or token_hex(8)
+        self.run.identity = identity_of(self.run, found.state if found is not None else {}) or token_hex(8)
         missing = None if found is None else missing_checkpoint(saved, found.progress.tokens)
         self._restore(found, rewinds)
         if changed is not None:
