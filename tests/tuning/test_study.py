@@ -383,7 +383,7 @@ def test_the_fewest_changes_are_a_recipe_of_their_own(short: Recipe, tmp_path: P
 
 @pytest.mark.usefixtures("in_this_process")
 def test_advice_if_all_diverged_is_printed_once_and_in_the_document(tiny_file: Path, tmp_path: Path) -> None:
-    wild = [f"--set={LR}=1e20", "--set=hyperparameters.weight_decay=1e-30", "--set=data.tokens=2048"]
+    wild = [f"--set={LR}=1e19", "--set=hyperparameters.weight_decay=1e-30", "--set=data.tokens=2048"]
     options = ["--study", str(tmp_path / "study"), "--trials", "4", "--workers", "1", "--space", LR]
     done = CliRunner().invoke(app, ["tune", str(tiny_file), *options, *wild])
     assert (done.exit_code, done.stdout) == (1, "")
