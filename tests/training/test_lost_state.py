@@ -153,7 +153,10 @@ def test_a_finished_run_without_checkpoints_still_has_its_result(
     run: RunFolder, recipe: Recipe, tokens: TokenSet
 ) -> None:
     result = train(recipe, tokens, run.path)
+    shutil.rmtree(checkpoints(run.checkpoints)[-1])
+    assert read_run(run.path).gaps.endswith("when the run finished: tokens-000000000010240 is missing")
     shutil.rmtree(run.checkpoints)
+    assert read_run(run.path).gaps == ""
     assert train(recipe, tokens, run.path).loss == result.loss
 
 

@@ -32,6 +32,7 @@ from leaven.training.run_folder import (
     checkpoints,
     describe_changes,
     read_state,
+    tokens_of,
 )
 
 RECIPE = "recipe"  # key of the recipe in the state of a checkpoint
@@ -322,15 +323,18 @@ def _torchrun_mark() -> Path | None:
 
 
 def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
-    """Compare metrics.jsonl and events.jsonl with their digests in the ``finish`` event. Return the names of the
-    files that differ, each with a sentence that says how. If the event has no digests, because an older version of
-    leaven wrote it, return an empty dict."""
+    """Compare metrics.jsonl and events.jsonl with their digests in the ``finish`` event, and look for the checkpoint
+    at the end. Return the names of what differs, each with a sentence that says how. An event of an older version has
+    no digests. If all checkpoints are gone, they were removed to save space."""
     metrics, events = (lines_digest(finish.get(key)) for key in ("metrics", "events"))
     found: dict[str, str | None] = {}
     if metrics is not None and isinstance(finish.get("step"), int):
         found[run.metrics_file.name] = kept_metrics(run.lines_of(run.metrics_file), finish["step"], metrics)[1]
     if events is not None:
         found[run.events_file.name] = events_changed(run, events)
+    there = [tokens_of(path) for path in checkpoints(run.checkpoints)]
+    if there and isinstance(finish.get("tokens"), int) and finish["tokens"] not in there:
+        found[run.checkpoints.name] = f"{checkpoint_name(finish['tokens'])} is missing"
     return {file: why for file, why in found.items() if why is not None}
 
 
