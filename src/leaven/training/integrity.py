@@ -2,7 +2,8 @@
 
 The events, the first line of the metrics, plan.json and every checkpoint have the random identifier of their run. A
 checkpoint also has the recipe of the run, and the digests of the tokenizer and of the lines of metrics and events up
-to it. Older versions of leaven wrote less; a value that a file does not have is not compared.
+to it. Older versions of leaven wrote less; a value that a file does not have is not compared. This module does not
+import torch.
 """
 
 import os
