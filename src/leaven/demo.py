@@ -22,7 +22,7 @@ from leaven.documents.runs import DemoCorpus, DemoDocument, DemoModel, DemoResul
 from leaven.errors import InputError
 from leaven.recipe.files import parse_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.storage import require_folder_name, write_page, write_text
+from leaven.storage import require_writable, write_page, write_text
 from leaven.training.device import machine
 from leaven.training.engine import Training
 from leaven.training.run_folder import LOCK, locked_folder
@@ -104,7 +104,7 @@ def run_demo(
         InputError: if the folder contains other files or another demo, or is in use, or if the source has no text.
         ChecksStopped: if ``stop`` returned true. Finished runs are saved, and the same call resumes the demo.
     """
-    require_folder_name(folder)
+    require_writable(folder)
     began, before = time.monotonic(), _earlier(folder, size, source)
     base = base_recipe()
     base = base.replace({"data.source": source or (before.source if before else base.data.source)})
@@ -119,7 +119,8 @@ def run_demo(
                 def show(done: int, _: int) -> None:
                     screen.bar("runs", done, count, f"{done} of {count}")
 
-                with RunStore(folder / "runs", workers, show, stop) as store:
+                known = len(document.runs)
+                with RunStore(folder / "runs", workers, show, stop, note=screen.line, finished=known) as store:
                     document = _train(folder, document, base, store)
             finally:
                 if before is None or before.result is None:

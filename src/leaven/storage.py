@@ -39,6 +39,18 @@ KEPT = ("events.jsonl", "metrics.jsonl", "state.json", "study.json", "centre.tom
 """A folder with a file of one of these names belongs to a run, a checkpoint, a study, a check or a demo."""
 
 
+def expanded(path: Path | str) -> Path:
+    """Return a path with the home folder in place of ~ or ~NAME.
+
+    Raises:
+        InputError: if this home folder is not known, as in a container whose user has no name.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise InputError(f"{path}: this home folder is not known; set HOME, or give a path without ~") from None
+
+
 def open_file(path: Path | str) -> BinaryIO:
     """Open a regular file for reading.
 
@@ -143,6 +155,12 @@ def place_folder(temporary: Path, final: Path) -> None:
     sync_folder(final.parent)
 
 
+def require_no_link(path: Path) -> None:
+    """Raise InputError if a file to which lines are appended is a link, which may lead out of its folder."""
+    if path.is_symlink():
+        raise InputError(f"{path}: this is a link to {os.readlink(path)}; replace it by the file itself")
+
+
 def write_text(path: Path | str, text: str) -> None:
     """Replace a file atomically: after a crash it contains the old text or the new text.
 
@@ -207,6 +225,14 @@ def require_folder_name(path: Path) -> None:
         raise InputError(
             "the path of the folder is a URL or the login of a database; give the path of a folder on this machine"
         )
+
+
+def require_writable(path: Path) -> None:
+    """Raise InputError if a folder cannot be written, or cannot be created. Call this before work that takes long."""
+    require_folder_name(path)
+    there = next((folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()), path)
+    if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"{there}: cannot be written; use another folder, or allow leaven to write it")
 
 
 def make_folder(path: Path) -> None:

@@ -17,7 +17,7 @@ from leaven.distributed.sharded_model import ShardedModel
 from leaven.training.rewind import rewinds_of
 from leaven.training.run_folder import RunFolder, checkpoints
 
-NO_NUMBERS = ("--set", "hyperparameters.lr=1e30", "--set", "hyperparameters.weight_decay=0")
+NO_NUMBERS = ("--set", "hyperparameters.lr=1e19", "--set", "hyperparameters.weight_decay=0")
 OVERFLOW = ("--set", "precision.compute=fp16", "--set", "hyperparameters.init_std=3")
 
 

@@ -124,6 +124,15 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    monkeypatch.setattr(demo, "prepare", None)
+    with pytest.raises(InputError, match=f"{tmp_path}: cannot be written; use another folder"):
+        run(tmp_path / "new" / "demo")
+
+
 @pytest.mark.usefixtures("small")
 def test_a_demo_without_its_runs_does_not_start_again(tmp_path: Path) -> None:
     polls = iter([False] * 5)

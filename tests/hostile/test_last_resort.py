@@ -185,6 +185,15 @@ def test_missing_permissions_are_one_line(
     assert not (tmp_path / "RUN/x.html").exists()
 
 
+def test_characters_that_the_terminal_lacks_are_escaped(tmp_path: Path, tiny_text: str) -> None:
+    (tmp_path / "r.toml").write_text(tiny_text.replace('"tiny"', '"t\u00edny"'), encoding="utf-8")
+    words = [sys.executable, "-m", "leaven", "show", "r.toml"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("t\\xedny")
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
 def test_a_device_stays_one_and_a_pipe_gets_the_page(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"

@@ -22,7 +22,9 @@ from tests.views.written import proxy, write_run
 from leaven.planning.plan import plan_recipe
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.server.app import application
+from leaven.server.folders import find, row
 from leaven.tuning.study_document import StudyDocument, StudyTrial
+from leaven.views import folders
 
 TOKEN = "a-token-that-nobody-guesses"
 RUN = "/folder/0/runs/wheat"
@@ -110,6 +112,13 @@ def test_the_list_has_every_folder_with_its_state(port: int, roots: Path) -> Non
     for words in ("runs/wheat", "finished", "invalid JSON"):
         assert words in page
     shutil.rmtree(broken)
+
+
+def test_the_list_reads_of_a_run_only_what_it_shows(roots: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("changed_since", "foreign_files", "newest_state"):
+        monkeypatch.setattr(folders, name, None)
+    rows = {each.found.kind: each for each in (row(found, time.time()) for found in find([roots]))}
+    assert rows["run"].loss is not None
 
 
 def test_a_folder_whose_name_is_not_utf8_is_listed_and_opens(port: int, roots: Path) -> None:

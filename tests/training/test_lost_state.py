@@ -6,7 +6,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from leaven.errors import InputError
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training import checkpoint
-from leaven.training.checkpoint import _fingerprint
-from leaven.training.load import load, load_run
+from leaven.training.checkpoint import Checkpoint, _fingerprint
+from leaven.training.integrity import RECIPE, TOKENIZER, identity_of, newest_state, require_tokenizer
+from leaven.training.load import load_run
 from leaven.training.metrics import Step
-from leaven.training.rewind import ManualRewind
-from leaven.training.run_folder import MODEL, TOKENIZER, RunFolder, checkpoints, read_state, state_digest, tokens_of
+from leaven.training.rewind import ManualRewind, Rewind
+from leaven.training.run_folder import IDENTITY, RunFolder, checkpoints, read_state, state_digest, tokens_of
 from leaven.training.trainer import train
 from leaven.views.folders import read_run
 
@@ -76,6 +77,24 @@ def test_a_run_without_its_checkpoints_does_not_start_again(
     with pytest.raises(InputError, match=r"has no checkpoints, but .*bring back .*or start again with another --run"):
         train(recipe, tokens, run.path)
     assert files(run.path) == before
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_run_does_not_write_through_a_link_or_over_other_text(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, name: str
+) -> None:
+    run, thesis = RunFolder(tmp_path / "run"), tmp_path / "thesis.txt"
+    run.path.mkdir()
+    write_recipe(recipe, run.recipe_file)
+    thesis.write_text("line one of my thesis\n")
+    (run.path / name).symlink_to(thesis)
+    with pytest.raises(InputError, match=rf"{name}: this is a link to .*thesis.txt; replace it by the file"):
+        train(recipe, tokens, run.path)
+    (run.path / name).unlink()
+    shutil.copy(thesis, run.path / "metrics.jsonl")
+    with pytest.raises(InputError, match=r"has no checkpoints, but metrics.jsonl has lines that are no metrics"):
+        train(recipe, tokens, run.path)
+    assert (run.path / "metrics.jsonl").read_text() == thesis.read_text() == "line one of my thesis\n"
 
 
 @pytest.mark.parametrize("left", ["plan.json", "tensorboard"])
@@ -137,7 +156,10 @@ def test_a_finished_run_without_checkpoints_still_has_its_result(
     run: RunFolder, recipe: Recipe, tokens: TokenSet
 ) -> None:
     result = train(recipe, tokens, run.path)
+    shutil.rmtree(checkpoints(run.checkpoints)[-1])
+    assert read_run(run.path).gaps.endswith("when the run finished: tokens-000000000010240 is missing")
     shutil.rmtree(run.checkpoints)
+    assert read_run(run.path).gaps == ""
     assert train(recipe, tokens, run.path).loss == result.loss
 
 
@@ -172,6 +194,28 @@ def test_a_run_that_fails_while_its_first_checkpoint_fails_starts_again(
             train(short, tokens, tmp_path / "run", on_step=stops)
     assert RunFolder(tmp_path / "run").metrics()
     assert train(short, tokens, tmp_path / "run").finished
+
+
+@pytest.mark.parametrize("harm", ["every save fails", "the checkpoints are gone"])
+def test_a_failed_save_does_not_let_a_run_start_again_that_has_trained_longer(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    run, write = RunFolder(tmp_path / "run"), checkpoint.write_checkpoint
+
+    def fails(folder: Path, saved: Checkpoint, *rest: Any) -> Path:
+        if harm == "every save fails" or saved.progress.tokens:
+            raise checkpoint.NotSaved("no space left")
+        return write(folder, saved, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "write_checkpoint", fails)
+        assert train(recipe, tokens, run.path, stop=lambda: len(run.metrics()) >= 20).unsaved
+    shutil.rmtree(run.checkpoints, ignore_errors=True)
+    rewrite(run.path / "events.jsonl", lambda lines: [each for each in lines if each["event"] != "checkpoint"])
+    before = files(run.path)
+    with pytest.raises(InputError, match=r"has no checkpoints, but metrics.jsonl says that it has trained 2\d steps"):
+        train(recipe, tokens, run.path)
+    assert files(run.path) == before
 
 
 def rewrite(path: Path, change: "Change") -> None:
@@ -296,6 +340,13 @@ def test_an_event_without_the_values_that_a_resume_needs_is_one_line(
     assert files(run.path) == before
 
 
+def test_checkpoints_that_a_rewind_has_undone_are_not_loaded(run: RunFolder) -> None:
+    rewind = {"event": "rewind", "tokens": 5_120, "asked": {}} | asdict(Rewind(to_tokens=1, skip_from=0, skip_to=0))
+    rewrite(run.path / "events.jsonl", lambda lines: [*lines, rewind])
+    with pytest.raises(InputError, match=r"a rewind has undone every checkpoint \(.*5_120.*\); bring back those"):
+        load_run(run.path)
+
+
 def test_metrics_without_their_values_do_not_end_a_run(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
     rewrite(run.path / "metrics.jsonl", lambda lines: [{"step": line["step"], "tflops": "x"} for line in lines])
     assert train(recipe, tokens, run.path).finished
@@ -321,16 +372,20 @@ def test_checkpoints_of_another_run_are_refused(
     shutil.copytree(run.path, tmp_path / "copy")
     shutil.rmtree(run.checkpoints)
     shutil.copytree(tmp_path / "other" / "checkpoints", run.checkpoints)
-    before = files(run.path)
     back = ManualRewind(10_240)
-    for read in (
-        lambda: train(recipe, tokens, run.path),
-        lambda: train(recipe, tokens, run.path, back=back),
-        lambda: load_run(run.path),
-    ):
-        with pytest.raises(InputError, match=r"events.jsonl and .*checkpoints belong to different runs; bring back"):
-            read()
-    assert files(run.path) == before
+    for name in ("events.jsonl", "metrics.jsonl", "plan.json"):  # each alone knows its run
+        before = files(run.path)
+        for read in (
+            lambda: train(recipe, tokens, run.path),
+            lambda: train(recipe, tokens, run.path, back=back),
+            lambda: load_run(run.path),
+        ):
+            with pytest.raises(InputError, match=rf"{name} and .*checkpoints belong to different runs; bring back"):
+                read()
+        if name != "plan.json":
+            assert "belong to different runs" in read_run(run.path).gaps
+        assert files(run.path) == before
+        (run.path / name).unlink()
     assert train(recipe, tokens, tmp_path / "copy").finished  # a copy of the whole folder is the same run
 
 
@@ -339,19 +394,21 @@ def test_the_finish_of_another_run_does_not_end_a_run(
 ) -> None:
     train(recipe, tokens, tmp_path / "other")
     shutil.copy(tmp_path / "other" / "events.jsonl", run.path)
-    with pytest.raises(InputError, match=r"events.jsonl and .*checkpoints belong to different runs"):
+    with pytest.raises(InputError, match=r"events.jsonl and .*metrics.jsonl belong to different runs"):
         train(recipe, tokens, run.path)
 
 
 def test_checkpoints_and_events_of_an_older_version_are_accepted(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, expected: list[float]
 ) -> None:
-    rewrite(
-        run.path / "events.jsonl", lambda lines: [{k: v for k, v in line.items() if k != "run"} for line in lines]
-    )
-    assert run.identity() is None
+    run.plan_file.unlink()
+    for name in ("events.jsonl", "metrics.jsonl"):
+        rewrite(run.path / name, lambda lines: [{k: v for k, v in line.items() if k != IDENTITY} for line in lines])
+    for path in checkpoints(run.checkpoints):
+        seal(path, lambda state: [state["state"].pop(key) for key in (IDENTITY, RECIPE, TOKENIZER)])
+    assert identity_of(run, newest_state(run)) is None
     train(recipe, tokens, run.path)
-    assert run.identity() is not None
+    assert identity_of(run, newest_state(run)) is not None
     assert losses(run.path) == expected
 
 
@@ -554,6 +611,40 @@ def test_a_shard_truncated_under_a_running_training_ends_it_with_one_line(recipe
     assert losses(run.path) == losses(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("content", ["", "{}", "another"])
+def test_a_tokenizer_that_did_not_make_the_token_ids_is_refused_before_the_first_checkpoint(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, content: str
+) -> None:
+    run, ours = RunFolder(tmp_path), tokens.tokenizer_path
+    assert ours is not None
+    write_recipe(recipe, run.recipe_file)
+    words = ours.read_text()
+    run.tokenizer_file.write_text(words.replace('"a"', '"\\u00e4"', 1) if content == "another" else content)
+    before = files(tmp_path)
+    with pytest.raises(InputError, match=r"tokenizer.json is not the tokenizer of the text; remove it"):
+        train(recipe, tokens, tmp_path)
+    assert files(tmp_path) == before
+    run.tokenizer_file.write_text(json.dumps(json.loads(words)))  # as another version of tokenizers writes it
+    require_tokenizer(run, ours)
+
+
+def test_an_error_of_training_is_not_hidden_by_one_of_closing(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stops(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    def fails(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    closed: list[str] = []
+    monkeypatch.setattr("leaven.training.checkpoint.checkpoints_to_keep", fails)
+    monkeypatch.setattr("leaven.training.spikes.SpikeGuard.close", lambda guard: closed.append("guard"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(recipe, tokens, tmp_path / "run", on_step=stops)
+    assert closed == ["guard"]
+
+
 def test_the_tokenizer_of_another_run_is_refused(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
     before = run.tokenizer_file.read_text()
     run.tokenizer_file.write_text(before + " ")
@@ -569,29 +660,44 @@ def test_the_tokenizer_of_another_run_is_refused(run: RunFolder, recipe: Recipe,
     assert train(recipe, tokens, run.path).finished
 
 
-def test_a_recipe_that_was_changed_after_the_checkpoint_is_named(
-    run: RunFolder, recipe: Recipe, tokens: TokenSet
+@pytest.mark.parametrize(("path", "value"), [("model.norm_eps", 0.01), ("hyperparameters.lr", 0.5)])
+def test_a_recipe_that_was_changed_after_the_checkpoint_is_refused(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, path: str, value: float
 ) -> None:
-    write_recipe(recipe.replace({"hyperparameters.lr": 0.5}), run.recipe_file)  # a rewind may change it
-    assert load_run(run.path).changed is None
-    write_recipe(recipe.replace({"model.norm_eps": 0.01}), run.recipe_file)
-    changed = load_run(run.path).changed
-    assert changed is not None
-    assert "recipe.toml has another model.norm_eps than the checkpoint" in changed
-    assert changed in read_run(run.path).gaps
-    with pytest.warns(UserWarning, match="recipe.toml has another model.norm_eps"):
-        load(run.path)
+    changed = recipe.replace({path: value})
+    write_recipe(changed, run.recipe_file)
+    before = files(run.path)
+    why = rf"recipe.toml was changed after the checkpoint: {path} was .*, is now {value}; change it back"
+    for read in (
+        lambda: train(changed, tokens, run.path),
+        lambda: train(changed, tokens, run.path, back=ManualRewind(4_096)),
+        lambda: load_run(run.path),
+    ):
+        with pytest.raises(InputError, match=why):
+            read()
+    assert re.search(why, read_run(run.path).gaps)
+    assert files(run.path) == before
     write_recipe(recipe, run.recipe_file)
     assert read_run(run.path).gaps == ""
-    assert train(recipe.replace({"hyperparameters.lr": 0.005}), tokens, run.path, back=ManualRewind(4_096)).finished
-    assert load_run(run.path).changed is None
 
 
-def test_checkpoints_without_digests_of_recipe_and_tokenizer_are_read(run: RunFolder) -> None:
-    seal(checkpoints(run.checkpoints)[-1], lambda state: [state["state"].pop(key) for key in (MODEL, TOKENIZER)])
-    run.tokenizer_file.write_text(run.tokenizer_file.read_text() + " ")
-    write_recipe(run.recipe().replace({"model.norm_eps": 0.01}), run.recipe_file)
-    assert load_run(run.path).changed is None
+def test_a_recipe_changed_by_a_rewind_or_a_moved_text_belongs_to_the_checkpoints(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet
+) -> None:
+    moved_text = recipe.replace({"data.source": "/mnt/elsewhere/*.txt"})
+    write_recipe(moved_text, run.recipe_file)
+    assert load_run(run.path).recipe == moved_text
+    slower = moved_text.replace({"hyperparameters.lr": 0.005})
+
+    def kill(step: Step) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(slower, tokens, run.path, back=ManualRewind(4_096), on_step=kill)
+    assert load_run(run.path).recipe.hyperparameters.lr == 0.005
+    assert read_run(run.path).gaps == ""
+    assert train(slower, tokens, run.path).finished
+    assert load_run(run.path).recipe.hyperparameters.lr == 0.005
 
 
 def outside(state: dict[str, Any]) -> None:

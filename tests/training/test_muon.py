@@ -96,6 +96,14 @@ def test_a_resume_and_a_copy_take_the_same_steps(how: str) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(others, parameters, strict=True))
 
 
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    groups = [{"params": [nn.Parameter(drawn((8, 24), 0))], "param_names": ["0"]}]
+    muon = MuonWithAdamW([groups[0] | {"momentum": 0.9, "match": 0.2}], lr=0.02)
+    with pytest.raises(ValueError, match="the state has Muon in the groups none, this optimizer in 0; load a state"):
+        muon.load_state_dict(torch.optim.AdamW([groups[0] | {}], lr=0.02).state_dict())
+    assert "match" in muon.param_groups[0]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("steps", [1, 5])
 def test_the_iteration_acts_on_singular_values(shape: tuple[int, int], steps: int) -> None:

@@ -110,7 +110,9 @@ def test_errors_of_the_profile_do_not_stop_a_run(
 
 def test_the_median_excludes_the_first_steps(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
     """The first three steps and one later step are slow."""
-    profile = RunProfile(run := RunFolder(tmp_path), Training(tiny, tokens), 2**30, False)
+    run = RunFolder(tmp_path)
+    run.identity = "started"
+    profile = RunProfile(run, Training(tiny, tokens), 2**30, False)
     for number, seconds in enumerate([9.0, 9.0, 9.0, 0.5, 0.25, 8.0, 0.5, 0.25, 0.5]):
         profile.after_step(made_up(number + 1, tokens_per_second=256 / seconds, memory_gib=3.0))
     profile.write()

@@ -34,7 +34,8 @@ def test_a_run_learns_and_writes_its_folder(tiny: Recipe, tokens: TokenSet, tmp_
     assert [line["step"] for line in lines] == list(range(1, 41))
     assert [line["tokens"] for line in lines] == [256 * step for step in range(1, 41)]
     keys = "step tokens loss lr grad_norm update_norm batch_tokens tokens_per_second tflops mfu memory_gib"
-    assert set(lines[0]) == {*keys.split(), "skipped", "loss_scale", "modules"}
+    assert set(lines[1]) == {*keys.split(), "skipped", "loss_scale", "modules"}
+    assert set(lines[0]) == {*lines[1], "run"}
     assert summary.finished
     assert (summary.tokens, summary.steps, summary.rollbacks) == (10_240, 40, 0)
     assert summary.loss is not None
@@ -172,7 +173,7 @@ def test_a_folder_that_cannot_continue_the_run_is_refused_and_left_alone(
     ):
         with pytest.raises(InputError, match=says):
             train(recipe, text, run)
-    with folder.opened(short), pytest.raises(InputError, match="in use by another process"):
+    with folder.locked(), pytest.raises(InputError, match="in use by another process"):
         train(short, tokens, folder.path)  # the lock is per open file: this process is refused like any other
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert train(short, tokens, folder.path).finished

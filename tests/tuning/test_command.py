@@ -683,6 +683,8 @@ def test_tensorboard_and_wandb_are_read(tmp_path: Path) -> None:
     log = b":W&B" + bytes(3) + headers[0] + first + bytes(3)
     assert list(log_records(log + headers[1] + second, "x")) == [(7, first), (32768, second)]
     assert list(log_records(log + headers[1] + second[:2], "x")) == [(7, first)]  # being written
+    for cut in (bytes(4096), headers[1][:3] + bytes(90), headers[1] + b"e" + bytes(90)):  # zeros after a crash
+        assert list(log_records(log + cut, "x")) == [(7, first)]
     with pytest.raises(InputError, match="x is damaged at byte 32,768"):
         list(log_records(log + headers[1] + b"And", "x"))
     assert read_losses(nested, folder, complete=False) == ((0, 0.0), (10, 1.0), (20, 2.0))

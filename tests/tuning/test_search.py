@@ -210,6 +210,11 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
             change_database("UPDATE trial_values SET value = value + 1e-9 WHERE trial_id = 4"),
             "trial 3 of the stored study leaven was changed after it had ended; restore the store from a backup, or",
         ),
+        (
+            "sqlite:///{}",
+            change_database("UPDATE trial_user_attributes SET key = NULL WHERE trial_id = 4 AND key = 'tokens'"),
+            "trial 3 of .* was changed after it had ended",
+        ),
         ("sqlite:///{}", change_database("DELETE FROM trials WHERE number = 3"), "has lost trial 3; restore"),
         *(
             ("sqlite:///{}", change_database(f"UPDATE trials SET state = '{state}' WHERE number = 3"), message)
@@ -219,6 +224,17 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 ("WAITING", "trial 3 of .* was changed in its store: its state is WAITING, which leaven never"),
                 ("PRUNED", "trial 3 of .* was changed after it had ended"),
             )
+        ),
+        (
+            "sqlite:///{}",
+            lambda path: [
+                change_database(statement)(path)
+                for statement in (
+                    "UPDATE trials SET state = 'FAIL' WHERE number = 3",
+                    "DELETE FROM trial_values WHERE trial_id = 4",
+                )
+            ],
+            "trial 3 of .* was changed in its store: its state is FAIL, but it ended with a result",
         ),
         ("{}", change_journal(rf'({OF_TRIAL}"state":)1', r"\g<1>3"), "its state is FAIL, but it has a loss"),
         (

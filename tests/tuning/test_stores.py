@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -211,6 +212,13 @@ def test_a_full_disk_is_waited_for_and_leaves_no_torn_line(tmp_path: Path) -> No
     assert [len(content.rpartition(b"\n")[2]) for content in torn] == [0]
     assert len(open_store(path).get_all_trials(study)) == 1
     assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_a_full_disk_gets_no_empty_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 8_192, 8_192))
+    with pytest.raises(InputError, match=r"study.db cannot be created: its disk is full; make room"):
+        open_store(f"sqlite:///{tmp_path / 'study.db'}")
+    assert not any(tmp_path.iterdir())
 
 
 def test_the_next_write_cuts_off_a_torn_last_line(tmp_path: Path) -> None:

@@ -383,7 +383,7 @@ def test_the_fewest_changes_are_a_recipe_of_their_own(short: Recipe, tmp_path: P
 
 @pytest.mark.usefixtures("in_this_process")
 def test_advice_if_all_diverged_is_printed_once_and_in_the_document(tiny_file: Path, tmp_path: Path) -> None:
-    wild = [f"--set={LR}=1e20", "--set=hyperparameters.weight_decay=1e-30", "--set=data.tokens=2048"]
+    wild = [f"--set={LR}=1e19", "--set=hyperparameters.weight_decay=1e-30", "--set=data.tokens=2048"]
     options = ["--study", str(tmp_path / "study"), "--trials", "4", "--workers", "1", "--space", LR]
     done = CliRunner().invoke(app, ["tune", str(tiny_file), *options, *wild])
     assert (done.exit_code, done.stdout) == (1, "")
@@ -611,6 +611,13 @@ def write_as_an_older_version(folder: Path, other: Path) -> None:
     """Write study.json without an id and with the losses of another study."""
     document = json.loads((folder / "study.json").read_text())
     del document["id"]
+    (folder / "study.json").write_text(json.dumps(document))
+    write_as_a_copy(folder, other)
+
+
+def write_as_a_copy(folder: Path, other: Path) -> None:
+    """Write study.json with the losses of a copy of the study, which went on by itself."""
+    document = json.loads((folder / "study.json").read_text())
     document["trials"][0]["loss"] += 1.0
     (folder / "study.json").write_text(json.dumps(document))
 
@@ -620,6 +627,7 @@ def write_as_an_older_version(folder: Path, other: Path) -> None:
     ("change", "said"),
     [
         (swap_the_journal, "belongs to the study .*, but --study .* contains the study"),
+        (write_as_a_copy, "has the loss .* for trial 0, but --study .* has"),
         (write_as_an_older_version, "has the loss .* for trial 0, but --study .* has"),
     ],
 )

@@ -498,6 +498,8 @@ DAMAGED: dict[str, tuple[Callable[[], bytes], str]] = {
     "no type": (lambda: EVENT(dtype=0), "tfevents is damaged at byte 0: .*a tensor of type 0"),
     "no text": (lambda: EVENT(dtype=7), "tfevents is damaged at byte 0: the record cannot be read"),
     "odd size": (lambda: EVENT(tensor_content=b"abc"), "tfevents is damaged at byte 0: the record cannot be read"),
+    "odd bfloat16": (lambda: EVENT(dtype=14, tensor_content=b"abc"), "tfevents is damaged at byte 0: .*of type 14"),
+    "no bfloat16": (lambda: EVENT(dtype=14), "tfevents is damaged at byte 0: .*a tensor of type 14"),
     "no event": (lambda: tensorboard_record(b"\xff" * 9), "tfevents is damaged at byte 0: the record cannot be read"),
     "checksum": (lambda: EVENT() + EVENT()[:-1] + b"x", r"tfevents is damaged at byte \d+: a checksum is wrong"),
     "cut": (lambda: EVENT()[:-1], r"\(a.tfevents is cut within the record at byte 0\) has no column loss"),
@@ -525,3 +527,11 @@ def test_a_tensor_with_one_element_is_a_loss(tmp_path: Path) -> None:
     assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}  # the third may still be written
     (tmp_path / "64m" / "a.tfevents").write_bytes(EVENT() + EVENT(2, [1, 1], float_val=[2.0]) + bytes(100))
     assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}  # a crash lengthened the file with zeros
+    for part in (3, 11, 20):  # zeros from the middle of a record on
+        (tmp_path / "64m" / "a.tfevents").write_bytes(
+            EVENT() + EVENT(2, [1, 1], float_val=[2.0]) + EVENT(3)[:part] + bytes(100)
+        )
+        assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}
+    bfloat16 = [EVENT(1, dtype=14, half_val=[0x4040]), EVENT(2, dtype=14, tensor_content=b"\0\x40")]
+    (tmp_path / "64m" / "a.tfevents").write_bytes(b"".join(bfloat16))
+    assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}

@@ -5,6 +5,7 @@ import random
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.verification.families import SMALL, WIDE, pretend
@@ -13,6 +14,7 @@ from leaven.cli import error_message
 from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
+from leaven.training.outcome import Outcome
 from leaven.verification import runs
 from leaven.verification.equivalence import equivalence
 from leaven.verification.model_instance import RunSetting
@@ -194,15 +196,43 @@ def test_finished_runs_are_not_repeated(tiny: Recipe, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("harm", ["cut", '"loss": 1', '"loss": null, "x": ', '"loss": 1e999, "loss": "x", "y": '])
+def test_runs_that_were_lost_or_changed_are_named_and_trained_again(tiny: Recipe, tmp_path: Path, harm: str) -> None:
+    short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128})
+    trials = [RecipeTrial(short.replace({"data.seed": seed})) for seed in range(3)]
+    lines, notes = tmp_path / runs.LINES, list[str]()
+    with RunStore(tmp_path, 1) as store:
+        first = store.run(trials)
+        store.keep(CheckDocument.model_construct(rows=[], curves=[], settings={}))
+    *kept, last = lines.read_text().splitlines(keepends=True)
+    lines.write_text("".join(kept if harm == "cut" else [*kept, last.replace('"loss": ', harm)]))
+    for _ in range(2):
+        with RunStore(tmp_path, 1, note=notes.append) as store:
+            again = store.run(trials)
+            assert [again(trial).loss for trial in trials] == [first(trial).loss for trial in trials]
+    assert notes == [f"caution: one finished run is missing in {lines}, or changed, and trained again"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"loss": None}, {"loss": "x"}, {"curve": [["a", 5.8]]}, {"curve": [[1, 10**400]]}, {"seconds": "x"}]
+)
+def test_an_outcome_with_a_wrong_value_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError, OverflowError)):
+        Outcome.of({"loss": 4.0, "curve": [[1, 5.0]]} | change)
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_a_check_that_has_lost_its_runs_does_not_start_again(tiny: Recipe, tmp_path: Path) -> None:
     (tmp_path / "check.json").write_text("{}")
     trial = RecipeTrial(tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128}))
     with pytest.raises(InputError, match=r"not its runs \(runs.jsonl\); bring back"), RunStore(tmp_path, 1) as store:
         store.run([trial])
     assert not (tmp_path / runs.LINES).exists()
-    (tmp_path / runs.LINES).touch()
-    with RunStore(tmp_path, 1) as store:
-        store.run([trial])
+    for content in ("", "\0" * 4_000, "junk\n"):
+        (tmp_path / runs.LINES).write_text(content)
+        with pytest.raises(InputError, match="bring back"), RunStore(tmp_path, 1) as store:
+            store.run([trial])
+        assert (tmp_path / runs.LINES).read_text() == content
 
 
 def test_a_swept_lr_moves_that_of_muon_by_the_same_factor(tiny: Recipe) -> None:

@@ -156,6 +156,7 @@ def test_a_loss_that_is_not_finite_is_a_gap(folder):
             "trial 3: octaves has no hyper",
         ),
         ("proxy", partial(edit, "study.json", "trials", 3, "state", "x"), "trial 3: state 'x', purpose 'noise'"),
+        ("proxy", partial(edit, "study.json", "trials", 3, "state", "running"), "is running, but it has a loss"),
         ("proxy", partial(edit, "study.json", "dimensions", 0, "low", -1e9), "octaves: 1e+09 is more than 300"),
         (
             "proxy",
@@ -167,6 +168,13 @@ def test_a_loss_that_is_not_finite_is_a_gap(folder):
         ("check", partial(edit, "check.json", "settings", "seeds", None), "settings: seeds is missing"),
         ("check", partial(edit, "check.json", "curves", 0, "y", []), "x, y, low and high have different lengths"),
         ("check", partial(edit, "check.json", "curves", 0, "x", 0, -1), "-1 is not above 0"),
+        ("check", partial(edit, "check.json", "rows", 0, "limit", 2000.0), "limit 2000 is more than 300"),
+        ("check", partial(edit, "check.json", "curves", 2, "high", 0, 0.0), "0 is not above 0"),
+        (
+            "check",
+            partial(edit, "check.json", "measured", [{"name": "x", "value": 1.0, "low": 0.5, "high": None}]),
+            "measured: x: its interval has one end",
+        ),
         ("check", partial(edit, "check.json", "curves", []), "no curve of the loss"),
         ("demo", partial(edit, "demo.json", "lrs", []), "models or lrs is missing"),
         ("demo", partial(edit, "demo.json", "machine", {}), "machine: cores is missing"),

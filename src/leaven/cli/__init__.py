@@ -11,6 +11,7 @@ import sys
 import tempfile
 import traceback
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -130,6 +131,9 @@ def main() -> None:
 
     The exit code is 2 for wrong input and 70 for a bug. The line about a bug names a file with the traceback.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # its encoding may lack characters of a name or a sample
+            stream.reconfigure(errors="backslashreplace")
     if "RANK" not in os.environ:
         sys.exit(_run())
     console.quiet = errors.quiet = os.environ["RANK"] != "0"  # only the first process prints
@@ -147,6 +151,8 @@ def _run() -> int:
     except BrokenPipeError:  # leaven ... | head
         sys.stderr.close()
         return FAILED
+    except KeyboardInterrupt:  # while modules are imported; typer handles it later
+        code = _CTRL_C
     except ProcessLost as error:
         sys.stderr.write(f"error: {shown(str(error))}\n")  # each process prints its own message
         return FAILED

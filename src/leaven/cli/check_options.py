@@ -229,7 +229,7 @@ class RecipeRunOptions(CheckOptions):
         with (
             stop_on_signal() as stop,
             LiveScreen() as screen,
-            RunStore(self.run, self.workers or cores(), screen.counts("runs"), stop) as store,
+            RunStore(self.run, self.workers or cores(), screen.counts("runs"), stop, note=screen.line) as store,
         ):
             try:
                 return store.keep(check(store))

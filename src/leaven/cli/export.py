@@ -56,7 +56,6 @@ def weights(
 
     loaded = load_run(run, tokens, averaged=averaged)
     say_skipped(loaded.skipped)
-    warn([loaded.changed] if loaded.changed is not None else [])
     architecture = export_run(loaded, folder, dtype=dtype, licence=data_license)
     document = WeightsDocument(
         path=str(folder),

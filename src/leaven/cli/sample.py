@@ -10,7 +10,7 @@ from rich.text import Text
 from leaven.cli.common import DeviceOption, JsonOption, RunArgument, TokensOption, print_document
 from leaven.documents.runs import SampleDocument
 from leaven.errors import InputError, shown
-from leaven.views.terminal.console import console, errors, say_skipped, warn
+from leaven.views.terminal.console import console, errors, say_skipped
 
 
 def sample(
@@ -48,7 +48,6 @@ def sample(
         raise InputError("TEXT is not valid UTF-8; type it again in UTF-8") from None
     loaded = load_run(run, tokens)
     say_skipped(loaded.skipped)
-    warn([loaded.changed] if loaded.changed is not None else [])
     loaded.model.to(default_device())
     drawn, began = [], time.perf_counter()
     for number in range(samples):

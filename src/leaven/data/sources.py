@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from leaven import storage
 from leaven.data.hub import SCHEME, HubSplit, HubTokens, open_split
 from leaven.data.readers import SUFFIXES, BrokenFile, File
 from leaven.data.token_files import TOKEN_SUFFIXES, MappedTokens, TokenFile
@@ -128,7 +129,7 @@ def _files(source: str) -> list[tuple[str, Path]]:
         return _standard_library()
     if source == "tiny-shakespeare":
         return [(SHAKESPEARE.name, SHAKESPEARE)]
-    path = Path(source).expanduser()
+    path = storage.expanded(source)
     if os.path.isdir(path):
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
             raise InputError(

@@ -104,7 +104,7 @@ def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
                 f"vocab_size {vocab_size} is too small for bpe; set 257 or more (256 bytes and {END_OF_TEXT})"
             )
         return None
-    path = fetch_tokenizer(tokenizer) if tokenizer.startswith(SCHEME) else Path(tokenizer).expanduser()
+    path = fetch_tokenizer(tokenizer) if tokenizer.startswith(SCHEME) else storage.expanded(tokenizer)
     try:
         raw = storage.read(path).decode()
     except (OSError, UnicodeDecodeError) as error:

@@ -57,6 +57,7 @@ class CheckDocument(Document, schema="check/1"):
     advice: str = ""  # a sentence with the options that would give a clearer result
     options: list[str] = []  # these options, such as "--seeds 3"
     next: list[str] = []  # commands to type next
+    runs: int | None = None  # number of finished runs in the folder --run; null if the check keeps no runs
 
 
 class MemoryCheckRow(Entry):

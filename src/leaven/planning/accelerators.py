@@ -191,9 +191,8 @@ def user_file() -> Path:
     """Return the path of the user's file of accelerators; the file may not exist."""
     named = os.environ.get("LEAVEN_ACCELERATORS")
     if named:
-        return Path(named).expanduser()
-    config = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(config) if config else Path.home() / ".config") / "leaven" / "accelerators.toml"
+        return storage.expanded(named)
+    return storage.expanded(os.environ.get("XDG_CONFIG_HOME") or "~/.config") / "leaven" / "accelerators.toml"
 
 
 def accelerators() -> dict[str, Accelerator]:

@@ -22,7 +22,7 @@ LONGEST = 10_000_000  # characters of a recipe; the longest ones have 10,000
 MOST_DOTS = 10_000  # in a line
 DEEPEST = 20  # levels of nested tables and arrays; recipes have 4
 LARGEST_INTEGER = 2**63 - 1  # of TOML, and of torch
-SMALLEST_FLOAT, LARGEST_FLOAT = 1e-40, 1e30  # the square or the inverse of other numbers may overflow
+SMALLEST_FLOAT, LARGEST_FLOAT = 1e-38, 1e19  # fp32: smaller ones lose digits, and squares of larger ones overflow
 
 
 def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
@@ -270,8 +270,8 @@ def write_recipe(recipe: Recipe, path: Path | str, template: str = "") -> None:
 def cache_folder() -> Path:
     """Return leaven's cache folder: ``$LEAVEN_CACHE``, else ``$XDG_CACHE_HOME/leaven``, else ``~/.cache/leaven``."""
     if folder := os.environ.get("LEAVEN_CACHE"):
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "leaven"
+        return storage.expanded(folder)
+    return storage.expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "leaven"
 
 
 def finite(document: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
+from leaven import storage
 from leaven.recipe.base import Part
 from leaven.recipe.batch import Batch, BatchSchedule, Count
 from leaven.recipe.data import Data
@@ -36,7 +37,7 @@ class Start(Part):
 
     @property
     def folder(self) -> Path | None:
-        return Path(self.weights).expanduser() if self.weights else None
+        return storage.expanded(self.weights) if self.weights else None
 
 
 class Base(Part):

@@ -31,19 +31,19 @@ from leaven import storage
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from leaven.errors import InputError, ProcessLost
+from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.storage import place_folder, share, sync_file
 from leaven.training.average import AVERAGE
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
+from leaven.training.integrity import RECIPE, TOKENIZER, mark_trained, saved_recipe, tokenizer_digest
 from leaven.training.loop import Callback
 from leaven.training.rewind import Rewind, undone
 from leaven.training.run_folder import (
     IDENTITY,
-    MODEL,
-    TOKENIZER,
     UNFINISHED,
     WRONG_TYPES,
+    checkpoint_interval,
     checkpoint_name,
     checkpoints,
     read_state,
@@ -458,7 +458,7 @@ class Checkpoints(Callback):
     def __init__(self, trainer: "RunTrainer") -> None:
         self.trainer, self.training = trainer, trainer.training
         recipe, stability = self.training.recipe, self.training.recipe.stability
-        self.every_tokens = stability.checkpoint_every_tokens or max(recipe.data.tokens // 10, 1)
+        self.every_tokens = checkpoint_interval(recipe)
         self._manager = CheckpointManager(
             trainer.run.checkpoints,
             self.every_tokens,
@@ -468,7 +468,7 @@ class Checkpoints(Callback):
         )
         self._saved_step = -1
         # Of token ids there is no tokenizer, though the user may put one into the folder.
-        self._tokenizer = trainer.run.tokenizer_digest() if trainer.tokens.tokenizer_path is not None else None
+        self._tokenizer = tokenizer_digest(trainer.run) if trainer.tokens.tokenizer_path is not None else None
 
     def after_step(self, step: "Step") -> None:
         self.log_outcome(wait=False)
@@ -482,8 +482,8 @@ class Checkpoints(Callback):
         training = self.training
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
         state[TEXT] = self.trainer.tokens.fingerprint
-        state[IDENTITY] = self.trainer.identity
-        state[MODEL] = training.recipe.model.model_dump(mode="json")
+        state[IDENTITY] = self.trainer.run.identity
+        state[RECIPE] = saved_recipe(training.recipe)
         if self._tokenizer is not None:
             state[TOKENIZER] = self._tokenizer
         state[EVENTS] = asdict(self.trainer.run.events_digest())
@@ -509,7 +509,7 @@ class Checkpoints(Callback):
         at = {"step": saved.progress.step, "tokens": saved.progress.tokens}
         if saved.path is not None:
             self.trainer.event("checkpoint", **at, path=saved.path.name)
-            self.trainer.run.mark_trained()
+            mark_trained(self.trainer.run)
             self.trainer.profile.write()
         else:
             self._saved_step = -1
@@ -522,5 +522,4 @@ class Checkpoints(Callback):
 
     def close(self) -> None:
         self._manager.close()
-        with suppress(InputError, ProcessLost):  # an error of the run itself is more important
-            self.log_outcome(wait=False)
+        self.log_outcome(wait=False)

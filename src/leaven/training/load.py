@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from leaven import storage
 from leaven.data.tokenizer import Encoder
 from leaven.documents.runs import SampleRow
 from leaven.errors import InputError
@@ -24,9 +25,16 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable, parameter_table
 from leaven.training.average import AVERAGE
 from leaven.training.checkpoint import Checkpoint, read_checkpoint
+from leaven.training.integrity import (
+    missing_checkpoint,
+    newest_saved,
+    newest_state,
+    progress,
+    require_own_files,
+)
 from leaven.training.load_balance import BIASES
 from leaven.training.rewind import rewinds_of
-from leaven.training.run_folder import IDENTITY, RunFolder, checkpoints, missing_checkpoint, tokens_of
+from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,7 +51,6 @@ class LoadedRun:
     tokenizer: "Tokenizer"
     tokens: int  # number of tokens trained up to the checkpoint
     skipped: Mapping[str, str]  # names of newer checkpoints, and what each is: "damaged" or "missing"
-    changed: str | None = None  # a sentence if [model] of recipe.toml is not that of the checkpoint
     averaged: bool = False  # whether ``weights`` are the averaged weights
     # The biases with which the routers choose experts, (layers, experts); None unless experts are balanced by biases.
     # These are the biases of the last step, even if ``weights`` are averages.
@@ -82,8 +89,6 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
     loaded = load_run(run, tokens)
     for name, why in loaded.skipped.items():
         warnings.warn(f"checkpoint {name} of {run} is {why}; the checkpoint before it is used", stacklevel=2)
-    if loaded.changed is not None:
-        warnings.warn(loaded.changed, stacklevel=2)
     return loaded.model, loaded.tokenizer
 
 
@@ -106,26 +111,29 @@ class _Averages(Mapping[str, Tensor]):
 def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = False) -> LoadedRun:
     """Return a run with the weights of a checkpoint or, if ``averaged`` is true, with the averaged weights of that
     checkpoint. The checkpoint is chosen as in :func:`load`."""
-    folder = RunFolder(Path(run).expanduser())
+    folder = RunFolder(storage.expanded(run))
     if not folder.recipe_file.is_file():
         problem = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"
         raise InputError(f"{run}: {problem}; give the folder of a run, the DIR of leaven train RECIPE --run DIR")
     recipe = folder.recipe()
-    saved = folder.newest_saved() if tokens is None else None  # first, because a run may be writing another one
+    require_own_files(folder, recipe, newest_state(folder))
+    saved = newest_saved(folder) if tokens is None else None  # first, because a run may be writing another one
     checkpoint, damaged = read_checkpoint(folder.checkpoints, rewinds_of(folder), tokens, recipe=recipe)
     if checkpoint is None:
         names = [path.name for path in damaged]
         there = ", ".join(f"{tokens_of(path):_}" for path in checkpoints(folder.checkpoints))
         if names:
             why = f"no whole checkpoint: {', '.join(names)} {'is' if len(names) == 1 else 'are'} damaged"
+        elif there and tokens is None:
+            why = f"a rewind has undone every checkpoint ({there}); bring back those of this run"
         elif there:
             why = f"no checkpoint at {tokens:,} tokens; there are {there}"
-        elif trained := folder.trained():
+        elif trained := progress(folder, recipe):
             why = f"no checkpoint, but {trained}; bring back {folder.checkpoints} (is its disk mounted?)"
         else:
             why = "no checkpoint yet; leaven train writes one at the start of a run"
         raise InputError(f"{run}: {why}")
-    folder.check_identity(checkpoint.state.get(IDENTITY))
+    require_own_files(folder, recipe, checkpoint.state)
     missing = missing_checkpoint(saved, checkpoint.progress.tokens)
     if averaged and not any(name.startswith(f"{AVERAGE}.") for name in checkpoint.optimizer):
         if recipe.average is None:
@@ -147,7 +155,6 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
     except Exception as error:  # tokenizers raises no narrower class
         why = f"damaged ({error}); replace it by the tokenizer.json that the run was trained with"
         raise InputError(f"{folder.tokenizer_file}: {why}") from None
-    folder.check_tokenizer(checkpoint.state)
     return LoadedRun(
         folder=folder,
         recipe=recipe,
@@ -156,7 +163,6 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         tokenizer=tokenizer,
         tokens=checkpoint.progress.tokens,
         skipped=({missing: "missing"} if missing else {}) | {path.name: "damaged" for path in damaged},
-        changed=folder.changed_recipe(recipe, checkpoint.state),
         averaged=averaged,
         router_bias_LE=checkpoint.optimizer.get(BIASES),
     )

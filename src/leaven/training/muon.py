@@ -4,7 +4,7 @@ torch.optim.Muon takes the same steps (a test compares them bit by bit), but it 
 in bf16, and cannot skip a step without synchronising with the device.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,10 @@ def on_one_process(
 ) -> Iterator[Tensor]:
     """Apply ``function`` to each matrix and yield the results. This is for a process that stores whole matrices."""
     return map(function, matrices)
+
+
+def _where(marks: Sequence[bool]) -> str:
+    return ", ".join(str(number) for number, mark in enumerate(marks) if mark) or "none"
 
 
 class MuonWithAdamW(torch.optim.AdamW):
@@ -86,6 +90,22 @@ class MuonWithAdamW(torch.optim.AdamW):
         of_adam = [group for group in everything if "match" not in group]
         super().__setstate__(state | {"param_groups": of_adam})  # type: ignore[no-untyped-call]
         self.param_groups = everything
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state of this optimizer.
+
+        Raises:
+            ValueError: if the state is of an optimizer that does not have Muon for the same groups.
+        """
+        given, own = (
+            ["match" in group for group in groups] for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        if given != own:
+            raise ValueError(
+                f"the state has Muon in the groups {_where(given)}, this optimizer in {_where(own)}; load a state of "
+                "leaven.MuonWithAdamW for the same model"
+            )
+        super().load_state_dict(state_dict)
 
     @property
     def _of_muon(self) -> list[dict[str, Any]]:

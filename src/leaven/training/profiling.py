@@ -49,7 +49,7 @@ from leaven.training.engine import StopRequested, Training
 from leaven.training.loop import Callback
 from leaven.training.metrics import Step
 from leaven.training.micro_batch import SHARE, needed_memory, rule_of_thumb
-from leaven.training.run_folder import RunFolder
+from leaven.training.run_folder import IDENTITY, RunFolder
 
 WARM_UP = 3
 """After each start of a run, this many first steps of each batch size are not measured: they compile, fill caches and
@@ -90,7 +90,7 @@ class RunProfile(Callback):
         """Write the rows of this and all earlier starts to ``plan.json``. Return the records of this start: one for
         each batch size that was trained, and one for the batch size of the next step if that size is new. If the file
         cannot be written, the run continues without it."""
-        if not self._run.writes:
+        if not (self._run.writes and self._run.identity):  # without an identifier, the start was refused
             return []
         sizes = dict.fromkeys((*self._seen, self._training.next_batch_tokens))
         records, rows = list(map(self._record, sizes)), {_key(record): record for record in self._before}
@@ -98,7 +98,7 @@ class RunProfile(Callback):
             older = rows.get(_key(record))
             if older is None or record.steps >= older.steps:
                 rows[_key(record)] = record
-        document = {"rows": [_row(record) for record in rows.values()]}
+        document = {IDENTITY: self._run.identity, "rows": [_row(record) for record in rows.values()]}
         with suppress(InputError):
             write_text(self._run.plan_file, json.dumps(document, indent=1))
         return records

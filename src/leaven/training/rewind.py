@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, fields
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
+from leaven.training.integrity import require_own_files
 from leaven.training.run_folder import (
     HYPERPARAMETERS,
-    IDENTITY,
     RETURNS,
     SECTIONS,
     RunFolder,
@@ -141,6 +141,5 @@ class ManualRewind:
                 f"--rewind-to {format_quantity(self.rewind_to)}: no whole checkpoint at or before this count; "
                 + (f"there are checkpoints at {there} tokens" if there else "the run folder has none")
             )
-        run.check_identity(found.state.get(IDENTITY))
-        run.check_tokenizer(found.state)
+        require_own_files(run, run.recipe(), found.state)
         return found.progress.tokens

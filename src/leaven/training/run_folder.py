@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from fnmatch import fnmatch
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,14 @@ from leaven import storage
 from leaven.errors import InputError
 from leaven.recipe.files import finite, read_recipe, read_text, write_recipe
 from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
-from leaven.training.line_digests import LinesDigest, digest, kept_metrics, lines_digest
+from leaven.training.line_digests import LinesDigest, digest, kept_metrics
 
 LOCK = ".lock"
 UNFINISHED = ".tokens-*.tmp"  # names of checkpoints that are being written, or were when the process was killed
 _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
-_EMPTY_CURVES = 512  # bytes; a TensorBoard file without a curve is smaller
 WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # raised by a JSON document that was changed
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
-IDENTITY = "run"  # key of the run's identifier in its events and in the state of its checkpoints
-MODEL = "model"  # key of the recipe's [model] in the state of a run's checkpoints
-TOKENIZER = "tokenizer"  # key of the digest of tokenizer.json in the state of a run's checkpoints
+IDENTITY = "run"  # key of the run's identifier in events, metrics, plan.json and the state of a checkpoint
 DAMAGED_EVENTS = "restore the file from a copy, or start again with another --run"
 
 # The values that events must have, because a run that is resumed relies on them.
@@ -88,16 +84,9 @@ def checkpoint_name(tokens: int) -> str:
     return f"tokens-{tokens:015d}"
 
 
-def missing_checkpoint(saved: int | None, found: int) -> str | None:
-    """Return the name of the newest checkpoint that was saved, if only older checkpoints were found. Otherwise return
-    None.
-
-    ``saved`` and ``found`` are numbers of trained tokens: at the newest checkpoint that was saved (None: no
-    checkpoint was saved), and at the newest one that was found. ``saved`` is the result of
-    :meth:`RunFolder.newest_saved`. Call that method before reading checkpoints, because the run may be writing a
-    newer one.
-    """
-    return None if saved is None or saved <= found else checkpoint_name(saved)
+def checkpoint_interval(recipe: Recipe) -> int:
+    """Return the number of tokens between two scheduled checkpoints of a run."""
+    return recipe.stability.checkpoint_every_tokens or max(recipe.data.tokens // 10, 1)
 
 
 def tokens_of(path: Path) -> int:
@@ -143,8 +132,9 @@ class RunFolder:
         self.tokenizer_file = path / "tokenizer.json"
         self.plan_file = path / "plan.json"
         self.unwritten: str | None = None
-        self._metrics = path / "metrics.jsonl"
-        self._events = path / "events.jsonl"
+        self.metrics_file = path / "metrics.jsonl"
+        self.events_file = path / "events.jsonl"
+        self.identity = ""  # the random identifier of the run, which is known once it has started
         self._waiting: deque[tuple[Path, bytes]] = deque()
         self._lock: os.stat_result | None = None  # the lock file, once this process holds the lock
         self._lines, self._digest = 0, digest(())  # number and digest of the lines of metrics.jsonl
@@ -156,193 +146,26 @@ class RunFolder:
         try:
             return Recipe.model_validate(changed[-1]) if changed else read_recipe(self.recipe_file)
         except ValidationError:
-            raise InputError(f"{self._events}: its last recipe is damaged; {DAMAGED_EVENTS}") from None
-
-    def check(self, recipe: Recipe) -> None:
-        """Check that this folder does not exist, is empty, or contains a run of this recipe.
-
-        Raises:
-            InputError: if the folder contains anything else. Nothing is written.
-        """
-        storage.require_folder_name(self.path)
-        if self.path.exists() and not self.path.is_dir():
-            raise InputError(f"{self.path} is a file; --run needs a folder")
-        if not self.recipe_file.exists():
-            # Temporary files left by an interrupted write of the recipe, the first file, belong to this run.
-            known = (LOCK, f".{self.recipe_file.name}.*.tmp")
-            entries = self.path.iterdir() if self.path.exists() else ()
-            if not all(entry.is_file() and any(fnmatch(entry.name, name) for name in known) for entry in entries):
-                raise InputError(f"run folder {self.path} is not empty and holds no recipe.toml; use another --run")
-            if self._torchrun_has_trained():
-                raise InputError(
-                    f"run folder {self.path} was deleted or moved since torchrun started; bring it back (is its disk "
-                    "mounted?) and run torchrun again, which starts a new run if the folder is still missing"
-                )
-            return
-        changes = changes_of(self.recipe(), recipe)
-        if changes:
-            possible = all(changeable(path) for path, _, _ in changes)
-            or_back = ", or --rewind-to to change the recipe from a checkpoint on" if possible else ""
-            raise InputError(
-                f"run folder {self.path} holds a run of another recipe: {describe_changes(changes)}; "
-                f"use another --run{or_back}"
-            )
-        state = self.newest_state()
-        identity = state.get(IDENTITY)
-        self.check_identity(identity if isinstance(identity, str) else None)
-        self.check_tokenizer(state)
-        if not checkpoints(self.checkpoints) and self.finish() is None and (trained := self.trained()):
-            raise InputError(
-                f"run folder {self.path} has no checkpoints, but {trained}; bring back {self.checkpoints} "
-                "(is its disk mounted?), or start again with another --run"
-            )
-
-    def trained(self) -> str | None:
-        """If a file shows that the run has saved a checkpoint, return a sentence with the name of the file and what
-        it says. Otherwise return None.
-
-        An example is "events.jsonl says that it has trained 1,024 tokens". Metrics and curves do not count if the
-        folder has an unfinished checkpoint, because then the run was killed while it saved its first one.
-        """
-        events = self.events()
-        saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]
-        if saved:
-            return f"{self._events.name} says that it has trained {saved[-1]:,} tokens"
-        first_save_failed = any(event["event"] == "checkpoint_failed" for event in events)
-        if not first_save_failed and not any(self.checkpoints.glob(UNFINISHED)):
-            if lines := self.metrics():
-                return f"{self._metrics.name} says that it has trained {lines[-1]['step']:,} steps"
-            if (file := self._trained_file(begun=bool(events))) is not None:
-                return f"{file.relative_to(self.path)} says that it has been trained"
-        return "it had saved one before torchrun restarted it" if self._torchrun_has_trained() else None
-
-    def _trained_file(self, begun: bool) -> Path | None:
-        """Return plan.json or a TensorBoard file that shows that the run has trained, or None. ``begun`` says whether
-        events.jsonl has a line. Then only a plan.json with measured steps counts, because the first one is written
-        before the first step."""
-        if self.plan_file.is_file() and (not begun or self._measured_steps()):
-            return self.plan_file
-        if begun and self._metrics.is_file():
-            return None  # a run that starts again empties its metrics and keeps the curves of its first start
-        curves = (file for file in self.path.glob("tensorboard/*") if file.is_file())
-        return next((file for file in curves if file.stat().st_size > _EMPTY_CURVES), None)
-
-    def _measured_steps(self) -> bool:
-        """Return whether plan.json says that steps of the run were timed."""
-        try:
-            rows = (storage.json_object(storage.read(self.plan_file)) or {})["rows"]
-            return any(row["steps"] > 0 for row in rows)
-        except (OSError, *WRONG_TYPES):  # damaged or of an older version
-            return False
-
-    def mark_trained(self) -> None:
-        """Tell later restarts of this process by torchrun that the run has saved a checkpoint. Without torchrun, do
-        nothing."""
-        mark = _torchrun_mark()
-        if mark is not None:
-            with suppress(OSError):
-                mark.write_text(str(self.path.absolute()), encoding="utf-8")
-
-    def _torchrun_has_trained(self) -> bool:
-        """Return whether :meth:`mark_trained` was called for this folder since torchrun was started."""
-        mark = _torchrun_mark()
-        try:
-            return mark is not None and mark.read_text(encoding="utf-8") == str(self.path.absolute())
-        except (OSError, ValueError):
-            return False
-
-    def newest_saved(self) -> int | None:
-        """Return the number of trained tokens at the newest checkpoint according to events.jsonl. Only checkpoints
-        since the last rewind count; return None if there are none."""
-        for event in reversed(self.events()):
-            if event["event"] in RETURNS:
-                break
-            if (tokens := _saved_tokens(event)) is not None:
-                return tokens
-        return None
-
-    def check_text(self, fingerprint: str, saved: str | None = None) -> None:
-        """Raise InputError if the run was started on another text, that is, on one with another ``fingerprint``.
-
-        The fingerprint of the run's own text is in events.jsonl. If it is not there, the fingerprint in a checkpoint
-        of the run, ``saved``, is used. If both are missing, nothing is compared.
-        """
-        before = next((event["text"] for event in self.events() if "text" in event), saved or fingerprint)
-        if before != fingerprint:
-            raise InputError(
-                f"the run in {self.path} was trained on other text: the files of [data] source or the tokenizer have "
-                "changed since; use another --run"
-            )
-
-    def identity(self) -> str | None:
-        """Return the random identifier that the run got at its start, or None if events.jsonl has none."""
-        return next((event[IDENTITY] for event in self.events() if isinstance(event.get(IDENTITY), str)), None)
-
-    def newest_state(self) -> dict[str, Any]:
-        """Return the state of the callbacks in the newest checkpoint whose state.json is undamaged, or an empty
-        dict."""
-        for path in reversed(checkpoints(self.checkpoints)):
-            with suppress(OSError, *WRONG_TYPES):  # damage is reported when the checkpoint is loaded
-                return dict(read_state(path)["state"])
-        return {}
-
-    def tokenizer_digest(self) -> str | None:
-        """Return a digest of tokenizer.json, or None if there is no such file."""
-        if not self.tokenizer_file.is_file():
-            return None
-        return blake2b(_content(self.tokenizer_file), digest_size=16).hexdigest()
-
-    def check_tokenizer(self, state: Mapping[str, Any]) -> None:
-        """Raise InputError if tokenizer.json is not that of the checkpoint with this ``state``. If the file or the
-        digest in the checkpoint is missing, do nothing."""
-        saved, there = state.get(TOKENIZER), self.tokenizer_digest()
-        if isinstance(saved, str) and there not in {None, saved}:
-            raise InputError(
-                f"{self.tokenizer_file} is not the tokenizer with which the run was trained; bring back the file of "
-                "this run"
-            )
-
-    def changed_recipe(self, recipe: Recipe, state: Mapping[str, Any]) -> str | None:
-        """Return a sentence if [model] of ``recipe``, read from recipe.toml, is not that of the checkpoint of
-        ``state``, else None. Keys that only one of them has do not count: an older version of leaven wrote the
-        checkpoint."""
-        saved, here = state.get(MODEL), recipe.model.model_dump(mode="json")
-        changed = [key for key in here if isinstance(saved, dict) and key in saved and saved[key] != here[key]]
-        if not changed:
-            return None
-        return (
-            f"{self.recipe_file} has another model.{changed[0]} than the checkpoint, so it is not the model that was "
-            "trained; bring back the file of this run"
-        )
-
-    def check_identity(self, saved: str | None) -> None:
-        """Raise InputError if the identifiers in a checkpoint (``saved``) and in events.jsonl differ. If one of them
-        is missing, as in runs of older versions of leaven, do nothing."""
-        if saved is not None and self.identity() not in {None, saved}:
-            raise InputError(
-                f"{self._events} and {self.checkpoints} belong to different runs; bring back those of one run, or "
-                "start again with another --run"
-            )
+            raise InputError(f"{self.events_file}: its last recipe is damaged; {DAMAGED_EVENTS}") from None
 
     @contextmanager
-    def opened(self, recipe: Recipe) -> Iterator[None]:
-        """Create the folder if necessary, and lock it for this process. If it has no recipe file, write ``recipe``.
-
-        Call :meth:`check` before this method, so that no folder is created for a recipe that is refused.
-        """
+    def locked(self) -> Iterator[None]:
+        """Create the folder if necessary, and lock it for this process."""
         with locked_folder(self.path, "run folder"):
-            self.check(recipe)  # again: another process may have started a run here before this one locked the folder
-            for file in (self.recipe_file, self.plan_file):
-                for torn in self.path.glob(f".{file.name}.*.tmp"):
-                    if torn.is_file():
-                        torn.unlink()
-            if not self.recipe_file.exists():
-                write_recipe(recipe, self.recipe_file)
             self._lock = (self.path / LOCK).stat()
             yield
 
+    def begin(self, recipe: Recipe) -> None:
+        """Remove what an interrupted write has left. If the folder has no recipe file, write ``recipe``."""
+        for file in (self.recipe_file, self.plan_file):
+            for torn in self.path.glob(f".{file.name}.*.tmp"):
+                if torn.is_file():
+                    torn.unlink()
+        if not self.recipe_file.exists():
+            write_recipe(recipe, self.recipe_file)
+
     def require_there(self) -> None:
-        """Raise InputError if the folder that :meth:`opened` has locked was deleted or moved, even if another process
+        """Raise InputError if the folder that :meth:`locked` has locked was deleted or moved, even if another process
         has made a folder of the same name since."""
         if self._lock is None:
             return
@@ -381,18 +204,18 @@ class RunFolder:
         ``written`` is the :meth:`metrics_digest` that was saved at this step. If the remaining lines do not have this
         digest, return a sentence that says what has changed. Otherwise return None.
         """
-        waiting = [line for path, line in self._waiting if path == self._metrics]
-        self._waiting = deque((path, line) for path, line in self._waiting if path != self._metrics)
+        waiting = [line for path, line in self._waiting if path == self.metrics_file]
+        self._waiting = deque((path, line) for path, line in self._waiting if path != self.metrics_file)
         if not self.writes:
             return None
-        content = _content(self._metrics)
+        content = _content(self.metrics_file)
         on_disk = content.split(b"\n")[:-1]
         lines = [*(line + b"\n" for line in on_disk), *waiting]
         kept, difference = kept_metrics(lines, step, written)
         size = sum(map(len, lines[: min(kept, len(on_disk))]))
         if size < len(content):
-            os.truncate(self._metrics, size)
-        self._waiting.extend((self._metrics, line) for line in lines[len(on_disk) : kept])
+            os.truncate(self.metrics_file, size)
+        self._waiting.extend((self.metrics_file, line) for line in lines[len(on_disk) : kept])
         self._lines, self._digest = kept, digest(lines[:kept])
         return difference
 
@@ -403,36 +226,11 @@ class RunFolder:
 
     def events_digest(self) -> LinesDigest:
         """Return the number and the digest of all lines of events.jsonl, including lines that are still in memory."""
-        lines = [*self._lines_of(self._events), *(line for path, line in self._waiting if path == self._events)]
+        waiting = (line for path, line in self._waiting if path == self.events_file)
+        lines = [*self.lines_of(self.events_file), *waiting]
         return LinesDigest(len(lines), digest(lines).hexdigest())
 
-    def changed_since(self, finish: dict[str, Any]) -> dict[str, str]:
-        """Compare metrics.jsonl and events.jsonl with their digests in the ``finish`` event. Return the names of the
-        files that differ, each with a sentence that says how. If the event has no digests, because an older version
-        of leaven wrote it, return an empty dict."""
-        metrics, events = (lines_digest(finish.get(key)) for key in ("metrics", "events"))
-        found: dict[str, str | None] = {}
-        if metrics is not None and isinstance(finish.get("step"), int):
-            found[self._metrics.name] = kept_metrics(self._lines_of(self._metrics), finish["step"], metrics)[1]
-        if events is not None:
-            found[self._events.name] = self.events_changed(events)
-        return {file: why for file, why in found.items() if why is not None}
-
-    def events_changed(self, written: LinesDigest | None) -> str | None:
-        """Return a message if the first lines of events.jsonl do not have the digest ``written``, else None.
-
-        If ``written`` is None, return a message only if the file is empty or missing.
-        """
-        lines = self._lines_of(self._events)
-        if not lines:
-            return "its lines are missing"
-        if written is None or digest(lines[: written.lines]).hexdigest() == written.blake2b:
-            return None
-        if len(lines) < written.lines:
-            return f"it had {written.lines:,} lines and now has {len(lines):,}"
-        return f"its first {written.lines:,} lines have been changed"
-
-    def _lines_of(self, path: Path) -> list[bytes]:
+    def lines_of(self, path: Path) -> list[bytes]:
         """Return the lines of a file with their newlines. An incomplete last line does not count: the next
         append completes or removes it."""
         *lines, last = _content(path).split(b"\n")
@@ -445,7 +243,7 @@ class RunFolder:
     def read_metrics(self) -> storage.JsonLines:
         """Return the lines of :meth:`metrics`, and the line numbers of damaged lines. A line also counts as damaged
         if its step is not between the steps of the lines around it."""
-        read = _read(self._metrics)
+        read = _read(self.metrics_file)
         numbered = [
             (number, line)
             for number, line in zip(read.numbers, read.documents, strict=True)
@@ -470,7 +268,7 @@ class RunFolder:
         Raises:
             InputError: if an event lacks a value that is needed to resume a run, or has a wrong value in its place.
         """
-        read = _read(self._events)
+        read = _read(self.events_file)
         for number, event in zip(read.numbers, read.documents, strict=True):
             needed = _VALUES_OF_EVENTS.get(event["event"], {}) if isinstance(event.get("event"), str) else {}
             for key, types in needed.items():
@@ -478,13 +276,13 @@ class RunFolder:
                 if not isinstance(value, types) or isinstance(value, bool):
                     wrong = f"has no {key}" if value is ... else f"has a wrong {key}"
                     raise InputError(
-                        f"{self._events}: the event {event['event']} in line {number} {wrong}; {DAMAGED_EVENTS}"
+                        f"{self.events_file}: the event {event['event']} in line {number} {wrong}; {DAMAGED_EVENTS}"
                     )
         return _named_events(read)
 
     def read_events(self) -> list[dict[str, Any]]:
         """Return the lines of events.jsonl without checking their values."""
-        return _named_events(_read(self._events))
+        return _named_events(_read(self.events_file))
 
     def rollbacks(self) -> list[dict[str, Any]]:
         """Return the events of the automatic rewinds since the last manual rewind."""
@@ -502,18 +300,20 @@ class RunFolder:
         return finish_of(self.events())
 
     def record(self, line: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl. Numbers that are not finite are written as null."""
-        written = _json_line(line)
+        """Append a line to metrics.jsonl. Numbers that are not finite are written as null. The first line also has
+        the identifier of the run."""
+        first = not self._lines and self.identity
+        written = _json_line({IDENTITY: self.identity} | line if first else line)
         self._lines += 1
         self._digest.update(written)
-        self._append(self._metrics, written)
+        self._append(self.metrics_file, written)
 
     def event(self, event: str, **values: Any) -> None:
         """Append a line to events.jsonl, with the time in seconds since 1970."""
-        self._append(self._events, _json_line({"event": event, **values, "time": round(time.time(), 3)}))
+        self._append(self.events_file, _json_line({"event": event, **values, "time": round(time.time(), 3)}))
         if self.writes and event in RETURNS and self.unwritten is None:
             with suppress(OSError):
-                storage.sync_file(self._events)  # before the run rolls back
+                storage.sync_file(self.events_file)  # before the run rolls back
 
     def require_written(self) -> None:
         """Write the lines that are still in memory, and check that none is left.
@@ -545,22 +345,6 @@ class RunFolder:
                 return
             self._waiting.popleft()
         self.unwritten = None
-
-
-def _torchrun_mark() -> Path | None:
-    """Return the path of a file that shows to later processes of the same torchrun that the run has trained.
-
-    The file is in a log folder that torchrun makes at its start, and keeps when it restarts its processes. Return
-    None without torchrun, or if it has no log folder.
-    """
-    attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
-    return attempt.parent / "leaven-run" if attempt.name.startswith("attempt_") else None
-
-
-def _saved_tokens(event: dict[str, Any]) -> int | None:
-    """Return the number of trained tokens at the checkpoint that the event mentions, or None if it mentions none."""
-    tokens = event.get("tokens") if event["event"] in ("checkpoint", "resume") else None
-    return tokens if isinstance(tokens, int) else None
 
 
 def _json_line(document: dict[str, Any]) -> bytes:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _BLOCK, _HEADER = 32768, 7  # bytes of a block and of a record's header in a W&B file
 _FULL, _FIRST, _LAST = 1, 2, 4  # types of records in a W&B file
+_BFLOAT16 = 14  # DT_BFLOAT16 of TensorFlow
 
 
 class LogDamaged(InputError):
@@ -63,7 +64,7 @@ def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[t
     """Yield (first byte, content) for each record of a TensorBoard event file.
 
     A record is the length of its content in 8 bytes, the checksum of the length in 4 bytes, the content, and its
-    checksum in 4 bytes.
+    checksum in 4 bytes. A crash may leave zeros at the end of a file, also from the middle of a record on.
     """
     from tensorboard.summary.writer.record_writer import masked_crc32c
 
@@ -71,20 +72,22 @@ def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[t
         at, end = 0, os.fstat(log.fileno()).st_size
         while at < end:
             header = log.read(12)
-            if not any(header) and not any(log.read()):  # a crash may lengthen a file with zeros
-                cut(f"{file.name} ends with zeros from byte {at:,}")
-                return
-            if len(header) == 12 and masked_crc32c(header[:8]) != int.from_bytes(header[8:], "little"):
-                raise LogDamaged(file, at, "a checksum is wrong")
-            size = int.from_bytes(header[:8], "little")
-            if at + 12 + size + 4 > end:
+            size, after = int.from_bytes(header[:8], "little"), at + len(header)
+            wrong = len(header) == 12 and masked_crc32c(header[:8]) != int.from_bytes(header[8:], "little")
+            content = b""
+            if not wrong and (after := at + 12 + size + 4) <= end:
+                content = log.read(size)
+                wrong = masked_crc32c(content) != int.from_bytes(log.read(4), "little")
+            if wrong:
+                log.seek(at)
+                written = at + len(log.read().rstrip(b"\0"))
+                if written >= after:
+                    raise LogDamaged(file, at, "a checksum is wrong")
+            if wrong or after > end or len(header) < 12:
                 cut(f"{file.name} is cut within the record at byte {at:,}")
                 return
-            content = log.read(size)
-            if masked_crc32c(content) != int.from_bytes(log.read(4), "little"):
-                raise LogDamaged(file, at, "a checksum is wrong")
             yield at, content
-            at += 12 + size + 4
+            at = after
 
 
 def _scalar(value: "Summary.Value") -> Any:
@@ -104,8 +107,11 @@ def _scalar(value: "Summary.Value") -> Any:
     if any(size != 1 for size in shape):
         return f"a tensor of shape {shape[:8]}"
     try:
+        if value.tensor.dtype == _BFLOAT16:  # which make_ndarray does not read: the upper half of an fp32 number
+            upper = value.tensor.tensor_content or struct.pack("<H", value.tensor.half_val[0])
+            return struct.unpack("<f", b"\0\0" + upper)[0]
         return make_ndarray(value.tensor).item()
-    except (ArithmeticError, KeyError, TypeError):
+    except (ArithmeticError, KeyError, IndexError, TypeError, struct.error):
         raise ValueError(f"a tensor of type {value.tensor.dtype}") from None
 
 
@@ -164,6 +170,8 @@ def log_records(log: bytes, name: str, cut: Callable[[str], object] = _ignore) -
             break
         content = log[begin : begin + size]
         if zlib.crc32(content, zlib.crc32(bytes([kind]))) != checksum:
+            if len(log.rstrip(b"\0")) < max(begin + size, at + 1):  # a crash may leave zeros at the end of a file
+                break
             raise LogDamaged(name, at, "a checksum is wrong")
         if kind in {_FULL, _FIRST}:
             first, parts = at, []

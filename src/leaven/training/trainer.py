@@ -49,7 +49,7 @@ time and memory: ``profiling.py``), checkpoints/ and tensorboard/.
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from secrets import token_hex
@@ -71,6 +71,17 @@ from leaven.training.device import (
     reset_peak_memory,
 )
 from leaven.training.engine import StopRequested, Training
+from leaven.training.integrity import (
+    changed_since,
+    events_changed,
+    identity_of,
+    missing_checkpoint,
+    newest_saved,
+    require_own_files,
+    require_run_of,
+    require_text,
+    require_tokenizer,
+)
 from leaven.training.line_digests import lines_digest
 from leaven.training.loop import Callback, Diverged, Loop
 from leaven.training.metrics import Step, StepLog, Validation
@@ -88,7 +99,6 @@ from leaven.training.run_folder import (
     IDENTITY,
     RunFolder,
     checkpoints,
-    missing_checkpoint,
     recorded_changes,
     tokens_of,
 )
@@ -133,10 +143,12 @@ def train(
             if too many steps in a row are skipped, or if the final validation loss is not finite.
     """
     run, recipe, back = check(recipe, folder, back)
-    run.check_text(tokens.fingerprint)
+    require_text(run, tokens.fingerprint)
+    if tokens.tokenizer_path is not None:
+        require_tokenizer(run, tokens.tokenizer_path)
     finish = run.finish() if back is None else None
     if finish is not None:
-        for file, why in run.changed_since(finish).items():
+        for file, why in changed_since(run, finish).items():
             on_event("finished_file_changed", {"file": file, "tokens": finish["tokens"], "why": why})
         return _summary(run, Progress(finish["step"], finish["tokens"], finish["seconds"]), finish)
     memory_before = held_memory(default_device())
@@ -154,16 +166,13 @@ def train(
         reset_peak_memory(training.device)  # timing may have used more than training does
         profile = RunProfile(run, training, memory_before, history)
         trainer = RunTrainer(run, training, tokens, factor, profile, on_step, on_event, log_to)
-        try:
+        with _closing(trainer.callbacks):
             trainer.start(mfu_convention=mfu_convention(peak), peak_tflops=peak.flops / 1e12)
             if rearranged:
                 trainer.rearrange(rearranged)
             if choice is not None:
                 trainer.event("micro_batch", **asdict(choice))
             return trainer.train(lambda: group.any(stop()))
-        finally:
-            for callback in trainer.callbacks:
-                callback.close()
 
 
 def _built(
@@ -206,7 +215,6 @@ class RunTrainer:
         self._on_event = on_event
         self.group = training.group
         self.damaged: list[Path] = []  # damaged checkpoints that are newer than the loaded one
-        self.identity = ""  # the identifier of the run
         self._unwritten: str | None = None  # why lines could not be written to the disk
         self.log = StepLog(self, log_to, on_step)
         self.validation = Validation(self, bits_per_byte_factor)
@@ -219,14 +227,13 @@ class RunTrainer:
     def start(self, **about: Any) -> None:
         """Restore the newest checkpoint, or start a new run. Log this as an event that contains the values ``about``.
         A new run saves a checkpoint before its first step, so that it can always roll back."""
-        rewinds, saved = rewinds_of(self.run), self.run.newest_saved()
+        rewinds, saved = rewinds_of(self.run), newest_saved(self.run)
         changed: str | None = None
         found = self._newest(rewinds)
         if found is not None:
-            self.run.check_text(self.tokens.fingerprint, found.state.get(TEXT))
-            changed = self.run.events_changed(lines_digest(found.state.get(EVENTS)))
-        saved_identity = found.state.get(IDENTITY) if found is not None else None
-        self.identity = self.run.identity() or saved_identity or token_hex(8)
+            require_text(self.run, self.tokens.fingerprint, found.state.get(TEXT))
+            changed = events_changed(self.run, lines_digest(found.state.get(EVENTS)))
+        self.run.identity = identity_of(self.run, found.state if found is not None else {}) or token_hex(8)
         missing = None if found is None else missing_checkpoint(saved, found.progress.tokens)
         self._restore(found, rewinds)
         if changed is not None:
@@ -235,7 +242,7 @@ class RunTrainer:
             "start" if found is None else "resume",
             device=str(self.training.device),
             text=self.tokens.fingerprint,
-            **{IDENTITY: self.identity},
+            **{IDENTITY: self.run.identity},
             epochs=self.tokens.epochs(self.training.recipe.data.tokens),
             damaged_checkpoints=[path.name for path in self.damaged],
             missing_checkpoint=missing if missing not in {path.name for path in self.damaged} else None,
@@ -317,7 +324,7 @@ class RunTrainer:
                 "restore an undamaged copy, or start again with another --run"
             )
         if found is not None:
-            self.run.check_identity(found.state.get(IDENTITY))
+            require_own_files(self.run, self.training.recipe, found.state)
         self.damaged = damaged
         return found
 
@@ -328,6 +335,20 @@ class RunTrainer:
         self.training.follow(rewinds)
         for callback in self.callbacks:
             callback.restore(found.state if found is not None else {})
+
+
+@contextmanager
+def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
+    """Close the callbacks at the end of the block. An error of the block is more important than one of closing."""
+    try:
+        yield
+    except BaseException:
+        for callback in callbacks:
+            with suppress(Exception):
+                callback.close()
+        raise
+    for callback in callbacks:
+        callback.close()
 
 
 @contextmanager
@@ -342,7 +363,9 @@ def _opened(run: RunFolder, recipe: Recipe, back: ManualRewind | None, group: Pr
             if back is not None and group.is_first:
                 back.go(run, recipe)
             if group.is_first:
-                stack.enter_context(run.opened(recipe))
+                stack.enter_context(run.locked())
+                require_run_of(run, recipe)  # again: another process may have started a run here before the lock
+                run.begin(recipe)
         except InputError as error:
             refused = str(error)
         refused = group.broadcast(refused)
@@ -377,7 +400,7 @@ def check(
     if back is not None and not back.done(run, recipe):
         back.check(run, recipe)
         return run, recipe, back
-    run.check(recipe)
+    require_run_of(run, recipe)
     return run, recipe, None
 
 

@@ -10,8 +10,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
+from hashlib import blake2b
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from leaven import storage
 from leaven.documents.checks import CheckDocument
@@ -23,6 +24,7 @@ from leaven.verification.foreign import CheckTrial, ModelFamily
 from leaven.verification.model_instance import RunSetting
 
 LINES, RESULT = "runs.jsonl", "check.json"
+DIGEST = "blake2b"  # key of the digest of a line, which lines of older versions do not have
 Key = TypeVar("Key")
 
 
@@ -42,16 +44,24 @@ class RunStore:
         workers: int = 2,
         on_run: Callable[[int, int], None] = lambda done, total: None,
         stop: Callable[[], bool] = lambda: False,
+        *,
+        note: Callable[[str], None] = lambda text: None,
+        finished: int = 0,
     ) -> None:
         """Create the store without starting workers.
 
-        ``on_run`` is called with the number of finished runs and the number of all runs. ``stop`` is called
-        repeatedly, and the runs stop once it returns true.
+        Args:
+            on_run: called with the number of finished runs and the number of all runs.
+            stop: called repeatedly; the runs stop once it returns true.
+            note: called with a sentence if results in the folder were lost or changed.
+            finished: the smallest number of results that the folder must have.
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
+        self._note, self._finished = note, finished
         self._resources = ExitStack()
         self._pool: WorkerPool | None = None
         self._ended: dict[str, Outcome] = {}
+        self._lost = 0  # number of results that the folder has lost
 
     def __enter__(self) -> "RunStore":
         return self
@@ -70,6 +80,10 @@ class RunStore:
         wanted = {trial.key: trial for trial in trials}
         pool = self._open()
         queue = sorted(wanted.keys() - self._ended.keys(), key=lambda key: (wanted[key].cost, key))
+        if queue and self._lost:
+            lost = "one finished run is" if self._lost == 1 else f"{self._lost} finished runs are"
+            self._note(f"caution: {lost} missing in {self.folder / LINES}, or changed, and trained again")
+            self._lost = 0
         self._on_run(len(wanted) - len(queue), len(wanted))
         died: set[str] = set()  # keys of runs whose process died once
         pending: dict[Future[Outcome], str] = {}
@@ -89,7 +103,8 @@ class RunStore:
                     died.add(key)
                     queue.append(key)
                     continue
-                storage.append_json(self.folder / LINES, {"key": key} | asdict(self._ended[key]))
+                line = {"key": key} | asdict(self._ended[key])
+                storage.append_json(self.folder / LINES, line | {DIGEST: _digest(line)})
                 self._on_run(len(wanted.keys() & self._ended.keys()), len(wanted))
         ended = len(wanted.keys() & self._ended.keys())
         if ended < len(wanted):
@@ -107,27 +122,49 @@ class RunStore:
 
     def keep(self, document: CheckDocument) -> CheckDocument:
         """Write the check's document into the folder of the runs, for ``leaven report``."""
+        document = document.model_copy(update={"runs": len(self._ended)})
         storage.write_text(self.folder / RESULT, json.dumps(document.dump(), indent=2) + "\n")
         return document
 
     def _open(self) -> WorkerPool:
         """Return the worker pool. The first call locks the folder, reads the saved results and starts the workers.
 
-        Lines of the file that are not outcomes are ignored.
+        A line that was changed or is no outcome does not count, so its run is trained again.
 
         Raises:
             InputError: if the folder is in use or cannot be created, or has the result of a check without its runs.
         """
         if self._pool is None:
             self._resources.enter_context(locked_folder(self.folder, "--run"))
-            if (self.folder / RESULT).exists() and not (self.folder / LINES).exists():
+            storage.require_no_link(self.folder / LINES)
+            read = storage.read_json_lines(self.folder / LINES)
+            lost = len(read.damaged)
+            for entry in read.documents:
+                digest = entry.pop(DIGEST, None)
+                try:
+                    if digest not in {None, _digest(entry)}:
+                        raise ValueError("a changed line")
+                    key = entry.pop("key")
+                    self._ended[key] = Outcome.of(entry)
+                except (KeyError, TypeError, ValueError, OverflowError):
+                    lost += 1
+            if (self.folder / RESULT).exists() and not self._ended:
                 raise InputError(
                     f"{self.folder} has the result of a check, but not its runs ({LINES}); bring back {LINES}, or "
                     "start again with another --run"
                 )
-            for entry in storage.read_json_lines(self.folder / LINES).documents:
-                with suppress(KeyError, TypeError):
-                    key = entry.pop("key")
-                    self._ended[key] = Outcome.of(entry)
+            self._lost = max(lost, self._known() - len(self._ended))
             self._pool = self._resources.enter_context(WorkerPool(self._workers))
         return self._pool
+
+    def _known(self) -> int:
+        """Return how many finished runs the folder had when the last result was written."""
+        document = {}
+        with suppress(OSError):
+            document = storage.json_object(storage.read(self.folder / RESULT)) or {}
+        known = document.get("runs")
+        return max(self._finished, known if isinstance(known, int) else 0)
+
+
+def _digest(line: Mapping[str, Any]) -> str:
+    return blake2b(json.dumps(line, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -4,7 +4,8 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,11 +13,12 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from leaven import storage
-from leaven.documents.checks import CheckDocument
+from leaven.documents.checks import CheckDocument, MeasuredRow
 from leaven.documents.runs import DemoDocument
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
+from leaven.training.integrity import changed_since, foreign_files, newest_state
 from leaven.training.run_folder import RETURNS, RunFolder, finish_of
 from leaven.tuning import point
 from leaven.tuning.command import CommandFile, command_space, is_command_file
@@ -42,10 +44,9 @@ class RunView:
     finished: bool
     stopped: str | None  # the reason why an unfinished run stopped; None if there is no record
     returns: Sequence[dict[str, Any]]  # events of events.jsonl that set the run back: rollbacks and manual rewinds
+    folder: RunFolder
     damaged: int = 0  # lines of metrics.jsonl that are damaged; their steps are missing in ``steps``
     averaged: Sequence[tuple[int, float]] = ()  # (tokens, validation loss of the averaged weights)
-    changed: Mapping[str, str] = field(default_factory=dict)  # files changed after the run finished, and how
-    other_files: Sequence[str] = ()  # sentences about a recipe or tokenizer that is not that of the checkpoints
 
     @property
     def tokens(self) -> int:
@@ -58,18 +59,21 @@ class RunView:
         speeds = sorted(speed for step in self.steps if (speed := step.get("tokens_per_second")))
         return speeds[len(speeds) // 2] if speeds else None
 
-    @property
+    @cached_property
     def gaps(self) -> str:
         """The faults in the files of the run, as text: damaged lines, files that changed after the run finished, and
         files of other runs.
 
-        It is "" if there are no faults.
+        It is "" if there are no faults. It is read when it is needed, because a list of runs does not show it.
         """
-        found = [f"{file} is not as it was when the run finished: {why}" for file, why in self.changed.items()]
+        found = []
         if self.damaged:
             lines = "one damaged line" if self.damaged == 1 else f"{self.damaged} damaged lines"
-            found.insert(0, f"{lines} of metrics.jsonl {'was' if self.damaged == 1 else 'were'} skipped")
-        return "; ".join([*found, *self.other_files])
+            found.append(f"{lines} of metrics.jsonl {'was' if self.damaged == 1 else 'were'} skipped")
+        finish = finish_of(self.folder.read_events())
+        for file, why in changed_since(self.folder, finish).items() if finish is not None else ():
+            found.append(f"{file} is not as it was when the run finished: {why}")
+        return "; ".join([*found, *foreign_files(self.folder, self.recipe, newest_state(self.folder))])
 
 
 class StudyView(StudyDocument):
@@ -183,20 +187,8 @@ def read_run(folder: Path) -> RunView:
         returns=[event for event in events if event["event"] in RETURNS],
         damaged=len(metrics.damaged),
         averaged=averaged,
-        changed=written.changed_since(finish) if finish is not None else {},
-        other_files=_other_files(written),
+        folder=written,
     )
-
-
-def _other_files(run: RunFolder) -> list[str]:
-    """Return a sentence for each of recipe.toml and tokenizer.json that is not that of the newest checkpoint."""
-    state = run.newest_state()
-    found = [run.changed_recipe(read_recipe(run.recipe_file), state)]
-    try:
-        run.check_tokenizer(state)
-    except InputError as error:
-        found.append(str(error))
-    return [each for each in found if each is not None]
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,6 +254,8 @@ def _faults_of_study(study: StudyDocument) -> Iterator[str]:
     for trial in study.trials:
         if trial.state not in STATES or trial.purpose not in PURPOSES:
             yield f"trial {trial.number}: state {trial.state!r}, purpose {trial.purpose!r}"
+        if trial.state in UNDER_WAY and trial.loss is not None:
+            yield f"trial {trial.number}: its state is {trial.state}, but it has a loss"
         if trial.octaves and (missing := drawn - trial.octaves.keys()):
             yield f"trial {trial.number}: octaves has no {min(missing)}"
     points = [*(trial.octaves or {} for trial in study.trials), study.octaves, study.fewest_octaves or {}]
@@ -283,6 +277,10 @@ def _faults_of_study(study: StudyDocument) -> Iterator[str]:
             yield f"{key}: {others[0]!r} is not under dimensions"
 
 
+def _one_end(row: MeasuredRow) -> bool:
+    return (row.low is None) != (row.high is None)
+
+
 def _faults_of_check(check: CheckDocument) -> Iterator[str]:
     """Yield the contradictions in a check, for example a curve whose x and y have different lengths."""
     for key in ("seeds", "scales") if check.check == "collapse" else ("seeds",):
@@ -290,13 +288,20 @@ def _faults_of_check(check: CheckDocument) -> Iterator[str]:
             yield f"settings: {key} is missing"
     if check.check not in {*SLOPES, "collapse"} and all(curve.quantity != "loss" for curve in check.curves):
         yield "curves: no curve of the loss"
+    for row in check.rows:
+        if abs(row.limit or 0) > FARTHEST:
+            yield f"rows: {row.module}: limit {row.limit:g} is more than {FARTHEST}"
+    yield from (f"measured: {each.name}: its interval has one end" for each in check.measured if _one_end(each))
     for curve in check.curves:
         where, count = f"curves: {curve.module} ({curve.quantity})", len(curve.x)
         if not count or len(curve.y) != count or {len(curve.low), len(curve.high)} - {0, count}:
             yield f"{where}: x, y, low and high have different lengths"
         above_0 = [*curve.x]
-        if check.check in SLOPES or curve.quantity == "best":  # drawn over a logarithmic axis
-            above_0 += [value for value in (*curve.y, *curve.low, *curve.high) if value]
+        drawn = [value for value in (*curve.y, *curve.low, *curve.high) if value is not None]
+        if curve.quantity == "best":  # over a logarithmic axis
+            above_0 += drawn
+        elif check.check in SLOPES:  # such an axis leaves out zeros
+            above_0 += filter(None, drawn)
         if above_0 and min(above_0) <= 0:
             yield f"{where}: {min(above_0):g} is not above 0"
         if check.check == "collapse" and curve.module.split(" -> ")[-1] not in check.settings["scales"]:

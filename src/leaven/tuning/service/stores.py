@@ -13,6 +13,7 @@ import errno
 import json
 import random
 import re
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Container, Generator, Sequence
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between attempts
 BUSY_SECONDS = 60  # how long SQLite waits while another process writes
 OPENINGS = 20  # attempts to open a new database while other processes create its tables
+NEW_DATABASE = 2**20  # bytes; a new database with its tables and journal takes less
 LOCK_SECONDS = 30  # how long to wait for a lock; a process that holds it longer is suspended or has lost its disk
 GRACE_SECONDS = 3  # an older lock of Optuna counts as left by a killed process
 # The first bytes of a journal, whose first record creates a study (op code 0), and of a database.
@@ -161,6 +163,10 @@ def _database(url: "URL") -> BaseStorage:
             return created.first() or super()._get_prepared_new_trial(study_id, template_trial, session)
 
     lite = url.drivername == "sqlite"
+    file = Path(url.database or "")
+    if lite and not file.exists() and shutil.disk_usage(file.parent).free < NEW_DATABASE:
+        # SQLite would leave an empty file, which must not be removed, because another command may have opened it.
+        raise InputError(f"{_name(url)} cannot be created: its disk is full; make room, or use another folder")
     options: dict[str, Any] = {"connect_args": {"timeout": BUSY_SECONDS}} if lite else {"pool_pre_ping": True}
     text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")  # Optuna formats it
     for left in reversed(range(OPENINGS)):

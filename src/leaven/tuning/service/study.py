@@ -215,7 +215,7 @@ class BaseStudy(ABC):
             recipe=self.space.recipe if isinstance(self.space, Space) else None,
             shared=self._shared,
         )
-        self._compare_results(saved, compare_losses=not stored_id)
+        self._compare_results(saved)
         self.space = self.space.knowing(self._stored.axes.expected, self._stored.axes.earlier)
         make_folder(self.out)
         if not (self.out / "centre.toml").exists():
@@ -238,13 +238,10 @@ class BaseStudy(ABC):
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
-    def _compare_results(self, saved: Mapping[int, tuple[str, float | None]], *, compare_losses: bool) -> None:
-        """Compare the results in study.json with those in the store.
+    def _compare_results(self, saved: Mapping[int, tuple[str, float | None]]) -> None:
+        """Compare the results in study.json with those in the store: (state, loss) of the ended trials, by number.
 
-        Args:
-            saved: (state, loss) of the ended trials in study.json, by number.
-            compare_losses: whether the losses must be equal, too. It is false if ids show that study.json and the
-                store belong to the same study.
+        The losses may differ although the ids are equal, if a copy of the study went on by itself.
 
         Raises:
             InputError: if the store lacks a result that study.json has, or has another one.
@@ -259,7 +256,7 @@ class BaseStudy(ABC):
                     f"trial {number} of {self._name} has lost its result, which {self.out / 'study.json'} has; "
                     f"{RESTORE}"
                 )
-            if compare_losses and run.loss != loss:
+            if run.loss != loss:
                 raise self._other_study(f"has the loss {loss} for trial {number}", f"has {run.loss}")
 
     def _other_study(self, saved: str, stored: str) -> InputError:
@@ -267,7 +264,8 @@ class BaseStudy(ABC):
         of them has."""
         return InputError(
             f"{self.out / 'study.json'} {saved}, but {self._name} {stored}; give the store that belongs to this "
-            "folder, restore the file that was replaced, or use another folder"
+            "folder, restore the file that was replaced, or use another folder (or remove study.json, to write it "
+            "again from the store)"
         )
 
     def _store_lost(self, ended: set[int], lost: set[int]) -> InputError:

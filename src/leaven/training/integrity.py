@@ -1,0 +1,354 @@
+"""Find files of a run that are missing, were changed, or belong to another run.
+
+The events, the first line of the metrics, plan.json and every checkpoint have the random identifier of their run. A
+checkpoint also has the recipe of the run, and the digests of the tokenizer and of the lines of metrics and events up
+to it. Older versions of leaven wrote less; a value that a file does not have is not compared. This module does not
+import torch.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from fnmatch import fnmatch
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from leaven import storage
+from leaven.errors import InputError
+from leaven.recipe.recipe import NOT_NUMBERS, Difference, Recipe, differing
+from leaven.training.line_digests import LinesDigest, digest, kept_metrics, lines_digest
+from leaven.training.run_folder import (
+    IDENTITY,
+    LOCK,
+    RETURNS,
+    WRONG_TYPES,
+    RunFolder,
+    changeable,
+    changes_of,
+    checkpoint_interval,
+    checkpoint_name,
+    checkpoints,
+    describe_changes,
+    read_state,
+    tokens_of,
+)
+
+RECIPE = "recipe"  # key of the recipe in the state of a checkpoint
+TOKENIZER = "tokenizer"  # key of the digest of tokenizer.json in the state of a checkpoint
+_EMPTY_CURVES = 512  # bytes; a TensorBoard file without a curve is smaller
+_FIRST_LINE = 2**20  # bytes; the first line of the metrics is shorter
+
+
+def require_run_of(run: RunFolder, recipe: Recipe) -> None:
+    """Check that the folder of a run does not exist, is empty, or contains a run of this recipe with all its files.
+
+    Raises:
+        InputError: if the folder contains anything else. Nothing is written.
+    """
+    storage.require_folder_name(run.path)
+    if run.path.exists() and not run.path.is_dir():
+        raise InputError(f"{run.path} is a file; --run needs a folder")
+    if not run.recipe_file.exists():
+        # Temporary files left by an interrupted write of the recipe, the first file, belong to this run.
+        known = (LOCK, f".{run.recipe_file.name}.*.tmp")
+        entries = run.path.iterdir() if run.path.exists() else ()
+        if not all(entry.is_file() and any(fnmatch(entry.name, name) for name in known) for entry in entries):
+            raise InputError(f"run folder {run.path} is not empty and holds no recipe.toml; use another --run")
+        if _torchrun_has_trained(run):
+            raise InputError(
+                f"run folder {run.path} was deleted or moved since torchrun started; bring it back (is its disk "
+                "mounted?) and run torchrun again, which starts a new run if the folder is still missing"
+            )
+        storage.require_writable(run.path)
+        return
+    for file in (run.events_file, run.metrics_file):
+        storage.require_no_link(file)
+    begun = run.recipe()
+    if changes := changes_of(begun, recipe):
+        possible = all(changeable(path) for path, _, _ in changes)
+        or_back = ", or --rewind-to to change the recipe from a checkpoint on" if possible else ""
+        raise InputError(
+            f"run folder {run.path} holds a run of another recipe: {describe_changes(changes)}; "
+            f"use another --run{or_back}"
+        )
+    require_own_files(run, begun, newest_state(run))
+    if not checkpoints(run.checkpoints) and run.finish() is None and (trained := progress(run, begun)):
+        raise InputError(
+            f"run folder {run.path} has no checkpoints, but {trained}; bring back {run.checkpoints} "
+            "(is its disk mounted?), or start again with another --run"
+        )
+
+
+# Files of other runs
+
+
+def require_own_files(run: RunFolder, recipe: Recipe, state: Mapping[str, Any]) -> None:
+    """Raise InputError if :func:`foreign_files` finds a file."""
+    if (fault := next(foreign_files(run, recipe, state), None)) is not None:
+        raise InputError(fault)
+
+
+def foreign_files(run: RunFolder, recipe: Recipe, state: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each file that belongs to another run, or is not as it was at a checkpoint.
+
+    Args:
+        recipe: the recipe in recipe.toml.
+        state: the state of the callbacks in the checkpoint.
+    """
+    found = list(_identities(run, state))
+    other = next((file for file, identity in found if identity != found[0][1]), None)
+    if other is not None:
+        where = f"{other} has lines of" if other == found[0][0] else f"{found[0][0]} and {other} belong to"
+        yield f"{where} different runs; bring back those of one run, or start again with another --run"
+    saved, there = state.get(TOKENIZER), tokenizer_digest(run)
+    if isinstance(saved, str) and there not in {None, saved}:
+        yield (
+            f"{run.tokenizer_file} is not the tokenizer with which the run was trained; bring back the file of this "
+            "run"
+        )
+    if changes := _changes_of_recipe(run, recipe, state):
+        yield f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}; change it back"
+
+
+def _identities(run: RunFolder, state: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+    """Yield each file of a run that has an identifier of a run, and the identifier. ``state`` is of a checkpoint."""
+    first = b""
+    with suppress(OSError), storage.open_file(run.metrics_file) as file:
+        first = file.readline(_FIRST_LINE)
+    documents = [
+        *((run.events_file, event) for event in run.read_events()),
+        (run.metrics_file, storage.json_object(first) or {}),
+        (run.plan_file, _plan(run)),
+        (run.checkpoints, state),
+    ]
+    for path, document in documents:
+        if isinstance(identity := document.get(IDENTITY), str):
+            yield path, identity
+
+
+def identity_of(run: RunFolder, state: Mapping[str, Any]) -> str | None:
+    """Return the identifier of a run, or None if no file has one. ``state`` is of a checkpoint, or empty."""
+    return next((identity for _, identity in _identities(run, state)), None)
+
+
+def newest_state(run: RunFolder) -> dict[str, Any]:
+    """Return the state of the callbacks in the newest checkpoint whose state.json is undamaged, or an empty dict."""
+    for path in reversed(checkpoints(run.checkpoints)):
+        with suppress(OSError, *WRONG_TYPES):  # damage is reported when the checkpoint is loaded
+            return dict(read_state(path)["state"])
+    return {}
+
+
+def tokenizer_digest(run: RunFolder) -> str | None:
+    """Return a digest of tokenizer.json, or None if there is no such file."""
+    try:
+        return blake2b(storage.read(run.tokenizer_file), digest_size=16).hexdigest()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"{run.tokenizer_file}: cannot be read: {error.strerror}") from None
+
+
+def require_tokenizer(run: RunFolder, path: Path) -> None:
+    """Raise InputError if the folder has another tokenizer.json than the one at ``path``, which made the token
+    ids."""
+    from tokenizers import Tokenizer
+
+    with suppress(FileNotFoundError):
+        there, ours = storage.read(run.tokenizer_file), storage.read(path)
+        if there == ours:
+            return
+        with suppress(Exception):  # tokenizers raises no narrower class
+            if Tokenizer.from_buffer(there).to_str() == Tokenizer.from_buffer(ours).to_str():
+                return  # written by another version of tokenizers
+        raise InputError(
+            f"{run.tokenizer_file} is not the tokenizer of the text; remove it, so that the right one is written, or "
+            "use another --run"
+        )
+
+
+def saved_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe as it is saved in the state of a checkpoint."""
+    return recipe.model_dump(mode="json", exclude={"why"}, exclude_none=True)
+
+
+def _changes_of_recipe(run: RunFolder, recipe: Recipe, state: Mapping[str, Any]) -> list[Difference]:
+    """Return the differences between the recipe in a checkpoint and ``recipe`` that neither a rewind nor another
+    place of the data explains."""
+    try:
+        saved = Recipe.model_validate(state[RECIPE])
+    except (KeyError, ValidationError):  # a checkpoint of another version
+        return []
+    changes = differing(_trained_values(saved), _trained_values(recipe))
+    if any(event["event"] == "rewind" and "recipe" in event for event in run.read_events()):
+        changes = [change for change in changes if not changeable(change[0])]
+    return changes
+
+
+def _trained_values(recipe: Recipe) -> dict[str, Any]:
+    """Return the values of a recipe that stay the same during a run. The text may be moved, because it has a
+    fingerprint of its own (:func:`require_text`)."""
+    values = recipe.model_dump(exclude=NOT_NUMBERS | {"start"})
+    values["data"] |= {"source": recipe.data.proportions, "tokenizer": None}
+    values["batch"]["micro_batch"] = None
+    return values
+
+
+def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> None:
+    """Raise InputError if the run was started on another text, that is, on one with another ``fingerprint``.
+
+    The fingerprint of the run's own text is in events.jsonl. If it is not there, the fingerprint in a checkpoint of
+    the run, ``saved``, is used. If both are missing, nothing is compared.
+    """
+    before = next((event["text"] for event in run.events() if "text" in event), saved or fingerprint)
+    if before != fingerprint:
+        raise InputError(
+            f"the run in {run.path} was trained on other text: the files of [data] source or the tokenizer have "
+            "changed since; use another --run"
+        )
+
+
+# Missing checkpoints
+
+
+def progress(run: RunFolder, recipe: Recipe) -> str | None:
+    """If a file shows that the run has trained, return a sentence with the name of the file and what it says.
+
+    An example is "events.jsonl says that it has trained 1,024 tokens". A run that was killed before the end of its
+    first save, or whose first save failed, has nothing to resume from. So what it trained until the second save does
+    not count: after any kill, as much is trained again.
+    """
+    events = run.events()
+    saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]
+    if saved:
+        return f"{run.events_file.name} says that it has trained {saved[-1]:,} tokens"
+    read = run.read_metrics()
+    lines = read.documents
+    if read.damaged and not lines:
+        return f"{run.metrics_file.name} has lines that are no metrics"
+    unsaved = any(event["event"] == "checkpoint_failed" for event in events) or any(
+        run.checkpoints.glob(f".{checkpoint_name(0)}.*.tmp")
+    )
+    trained = lines[-1].get("tokens") if lines else None
+    few = unsaved and isinstance(trained, int) and trained <= checkpoint_interval(recipe)
+    if lines and not few:
+        return f"{run.metrics_file.name} says that it has trained {lines[-1]['step']:,} steps"
+    if not few and (file := _trained_file(run, begun=bool(events))) is not None:
+        return f"{file.relative_to(run.path)} says that it has been trained"
+    return "it had saved one before torchrun restarted it" if _torchrun_has_trained(run) else None
+
+
+def _trained_file(run: RunFolder, begun: bool) -> Path | None:
+    """Return plan.json or a TensorBoard file that shows that the run has trained, or None. ``begun`` says whether
+    events.jsonl has a line. Then only a plan.json with measured steps counts, because the first one is written before
+    the first step."""
+    try:
+        measured = any(row["steps"] > 0 for row in _plan(run)["rows"])
+    except WRONG_TYPES:  # damaged or of an older version
+        measured = False
+    if run.plan_file.is_file() and (not begun or measured):
+        return run.plan_file
+    if begun and run.metrics_file.is_file():
+        return None  # a run that starts again empties its metrics and keeps the curves of its first start
+    curves = (file for file in run.path.glob("tensorboard/*") if file.is_file())
+    return next((file for file in curves if file.stat().st_size > _EMPTY_CURVES), None)
+
+
+def _plan(run: RunFolder) -> dict[str, Any]:
+    try:
+        return storage.json_object(storage.read(run.plan_file)) or {}
+    except OSError:
+        return {}
+
+
+def newest_saved(run: RunFolder) -> int | None:
+    """Return the number of trained tokens at the newest checkpoint according to events.jsonl. Only checkpoints since
+    the last rewind count; return None if there are none."""
+    for event in reversed(run.events()):
+        if event["event"] in RETURNS:
+            break
+        if (tokens := _saved_tokens(event)) is not None:
+            return tokens
+    return None
+
+
+def _saved_tokens(event: Mapping[str, Any]) -> int | None:
+    """Return the number of trained tokens at the checkpoint that the event mentions, or None if it mentions none."""
+    tokens = event.get("tokens") if event["event"] in ("checkpoint", "resume") else None
+    return tokens if isinstance(tokens, int) else None
+
+
+def missing_checkpoint(saved: int | None, found: int) -> str | None:
+    """Return the name of the newest checkpoint that was saved, if only older checkpoints were found. Otherwise return
+    None.
+
+    ``saved`` and ``found`` are numbers of trained tokens: at the newest checkpoint that was saved (None: no
+    checkpoint was saved), and at the newest one that was found. ``saved`` is the result of :func:`newest_saved`. Call
+    that function before reading checkpoints, because the run may be writing a newer one.
+    """
+    return None if saved is None or saved <= found else checkpoint_name(saved)
+
+
+def mark_trained(run: RunFolder) -> None:
+    """Tell later restarts of this process by torchrun that the run has saved a checkpoint. Without torchrun, do
+    nothing."""
+    mark = _torchrun_mark()
+    if mark is not None:
+        with suppress(OSError):
+            mark.write_text(str(run.path.absolute()), encoding="utf-8")
+
+
+def _torchrun_has_trained(run: RunFolder) -> bool:
+    """Return whether :func:`mark_trained` was called for this folder since torchrun was started."""
+    mark = _torchrun_mark()
+    try:
+        return mark is not None and mark.read_text(encoding="utf-8") == str(run.path.absolute())
+    except (OSError, ValueError):
+        return False
+
+
+def _torchrun_mark() -> Path | None:
+    """Return the path of a file that shows to later processes of the same torchrun that the run has trained.
+
+    The file is in a log folder that torchrun makes at its start, and keeps when it restarts its processes. Return
+    None without torchrun, or if it has no log folder.
+    """
+    attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    return attempt.parent / "leaven-run" if attempt.name.startswith("attempt_") else None
+
+
+# Changed lines
+
+
+def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
+    """Compare metrics.jsonl and events.jsonl with their digests in the ``finish`` event, and look for the checkpoint
+    at the end. Return the names of what differs, each with a sentence that says how. An event of an older version has
+    no digests. If all checkpoints are gone, they were removed to save space."""
+    metrics, events = (lines_digest(finish.get(key)) for key in ("metrics", "events"))
+    found: dict[str, str | None] = {}
+    if metrics is not None and isinstance(finish.get("step"), int):
+        found[run.metrics_file.name] = kept_metrics(run.lines_of(run.metrics_file), finish["step"], metrics)[1]
+    if events is not None:
+        found[run.events_file.name] = events_changed(run, events)
+    there = [tokens_of(path) for path in checkpoints(run.checkpoints)]
+    if there and isinstance(finish.get("tokens"), int) and finish["tokens"] not in there:
+        found[run.checkpoints.name] = f"{checkpoint_name(finish['tokens'])} is missing"
+    return {file: why for file, why in found.items() if why is not None}
+
+
+def events_changed(run: RunFolder, written: LinesDigest | None) -> str | None:
+    """Return a message if the first lines of events.jsonl do not have the digest ``written``, else None.
+
+    If ``written`` is None, return a message only if the file is empty or missing.
+    """
+    lines = run.lines_of(run.events_file)
+    if not lines:
+        return "its lines are missing"
+    if written is None or digest(lines[: written.lines]).hexdigest() == written.blake2b:
+        return None
+    if len(lines) < written.lines:
+        return f"it had {written.lines:,} lines and now has {len(lines):,}"
+    return f"its first {written.lines:,} lines have been changed"
