@@ -686,6 +686,14 @@ def test_trials_go_on_while_results_cannot_be_written(
     with study() as opened:
         assert len(opened.run(2, 1).trials) == 2
     assert len(saved(tmp_path / "study")) == 2
+    best = tmp_path / "study" / "best.toml"
+    best.unlink()
+    best.symlink_to("/dev/zero")
+    with (
+        study() as opened,
+        pytest.raises(StoreGone, match=r"best.toml: this is a link to /dev/zero.*the trials are in"),
+    ):
+        opened.run(3, 1)
 
 
 @pytest.mark.usefixtures("in_this_process")
