@@ -1,4 +1,4 @@
-"""Compute causal attention, RMSNorm and rotary positions with hand-written gradients.
+"""Compute linear layers, causal attention, RMSNorm and rotary positions with hand-written gradients.
 
 Other functions wrap private functions of torch, which may change between versions of torch.
 
@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
+
+from leaven.planning.this_machine import processor
 
 BLOCK = 128
 """Number of queries in a block of attention. Smaller blocks make small, slow products; larger blocks compute more
@@ -92,6 +95,71 @@ def on_host(sizes: Tensor, total: int) -> list[int]:
     """Return the elements of ``sizes``, whose sum is ``total``. On a GPU, the host waits for them."""
     found: list[int] = sizes.tolist()
     return found
+
+
+SMALL_PRODUCT = 2**24
+"""Products with fewer multiplications than this stay with torch, because a call of oneDNN takes longer (measured)."""
+
+
+PREFERS_ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available() and "AMD" in processor()
+"""Whether oneDNN multiplies fp32 matrices faster than MKL, which torch uses (measured: docs/log.md)."""
+
+
+def uses_onednn(x: Tensor, weight_FD: Tensor) -> bool:
+    """Return whether :func:`linear` computes x @ weight.T with oneDNN: fp32 on a processor that prefers it."""
+    plain = type(x) is not DTensor and type(weight_FD) is not DTensor
+    fp32 = x.is_cpu and x.dtype == weight_FD.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    return plain and fp32 and x.numel() * len(weight_FD) >= SMALL_PRODUCT and PREFERS_ONEDNN
+
+
+def linear(x: Tensor, weight_FD: Tensor) -> Tensor:
+    """Return x @ weight.T, with oneDNN where that is faster than torch's own product."""
+    if not uses_onednn(x, weight_FD):
+        return F.linear(x, weight_FD)
+    y: Tensor = _Linear.apply(x, weight_FD)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_FD: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight_FD)
+        return times_transposed(x.flatten(0, -2), weight_FD).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight_FD = ctx.saved_tensors
+        g_NF = g.flatten(0, -2)
+        grad_weight_FD = transposed_times(g_NF, x.flatten(0, -2)).contiguous()
+        return times_transposed(g_NF, weight_FD.T).view(x.shape), grad_weight_FD
+
+
+def times_transposed(a_NK: Tensor, b_MK: Tensor) -> Tensor:
+    """Return a @ b.T, (N, M), without a gradient."""
+    if not uses_onednn(a_NK, b_MK):
+        return a_NK @ b_MK.T
+    y_NM: Tensor = (torch.ops.leaven.onednn if torch.compiler.is_compiling() else _onednn)(a_NK.contiguous(), b_MK)
+    return y_NM
+
+
+def transposed_times(a_KN: Tensor, b_KM: Tensor) -> Tensor:
+    """Return a.T @ b, (N, M), without a gradient. The result may be transposed in memory: oneDNN needs a transposed
+    copy of one of the matrices, and copying the smaller one is faster."""
+    if a_KN.shape[1] > b_KM.shape[1]:
+        return times_transposed(b_KM.T, a_KN.T).T
+    return times_transposed(a_KN.T, b_KM.T)
+
+
+def _onednn(a_NK: Tensor, b_MK: Tensor) -> Tensor:
+    y_NM: Tensor = torch.ops.mkldnn._linear_pointwise(a_NK, b_MK, None, "none", [], "")
+    return y_NM
+
+
+# torch compiles a private product of oneDNN only if the second matrix is constant, and an operator with a name as is.
+torch.library.define("leaven::onednn", "(Tensor a_NK, Tensor b_MK) -> Tensor")
+torch.library.impl("leaven::onednn", "cpu")(_onednn)
+torch.library.register_fake("leaven::onednn")(lambda a_NK, b_MK: a_NK.new_empty(len(a_NK), len(b_MK)))
 
 
 def causal_attention(
