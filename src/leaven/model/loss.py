@@ -76,15 +76,16 @@ class WholeVocabulary:
         """
         counts_n = targets_n != IGNORED
         targets_n1 = targets_n.clamp(min=0)[:, None]
-        log_p_nV = torch.log_softmax(logits_nV, -1, dtype=weight.dtype)
-        log_p_n = log_p_nV.gather(1, targets_n1)[:, 0]
-        loss = -log_p_n.masked_fill(~counts_n, 0).sum()
+        # log Z = logit - log(softmax), here of the largest logit, whose softmax cannot underflow. A log-softmax and its
+        # exponentials would compute the exponentials of all logits twice.
+        p_nV = torch.softmax(logits_nV, -1, dtype=weight.dtype)
+        log_z_n = logits_nV.amax(-1) - p_nV.amax(-1).log()
+        loss = (log_z_n - logits_nV.gather(1, targets_n1)[:, 0]).masked_fill(~counts_n, 0).sum()
         if not learns:
             return loss, None
-        # d loss / d logits = softmax - one-hot. The result overwrites the log-probabilities and then the logits.
-        g_nV = log_p_nV.exp_()
+        # d loss / d logits = softmax - one-hot. The result overwrites the softmax and then the logits.
+        g_nV = p_nV
         if z_loss is not None:
-            log_z_n = logits_nV.gather(1, targets_n1)[:, 0] - log_p_n
             g_nV.mul_(z_loss.add(log_z_n, counts_n)[:, None])
         g_nV.scatter_add_(1, targets_n1, g_nV.new_full(targets_n1.shape, -1.0))
         return loss, torch.mul(g_nV, (counts_n * weight)[:, None], out=logits_nV)
