@@ -258,25 +258,27 @@ def _blocks(  # noqa: PLR0917 (the arguments of the backward pass)
 
     For example, the second block has the queries 128 to 255. Without a window, its keys are 0 to 255, so s is 256.
     """
-    length = q_NGTE.shape[2]
-    wide = torch.promote_types(q_NGTE.dtype, torch.float32)
-    later_tt = q_NGTE.new_full((BLOCK, BLOCK), -torch.inf, dtype=wide).triu(1)
+    groups, length = q_NGTE.shape[1:3]
+    later_tt = q_NGTE.new_full((BLOCK, BLOCK), -torch.inf).triu(1)
     for first in range(0, length, BLOCK):
         last = min(first + BLOCK, length)
         size, start, tanh_Nts = last - first, max(first - window + 1, 0) if window else 0, None
-        scores_Nts = (q_NGTE[:, :, first:last].flatten(1, 2) @ k_NTE[:, start:last].mT).to(wide).mul_(scale)
-        if softcap is not None:
-            tanh_Nts = scores_Nts.div_(softcap).tanh_()
-            scores_Nts = tanh_Nts * softcap
-        scores_NGts = scores_Nts.view(len(k_NTE), -1, size, last - start)
-        scores_NGts[..., first - start :] += later_tt[:size, :size]
+        bias_ts = q_NGTE.new_zeros(size, last - start)
+        bias_ts[:, first - start :] = later_tt[:size, :size]
         if window and last > window:
             row_t = torch.arange(first, last, device=q_NGTE.device)[:, None]
-            far_ts = torch.arange(start, last, device=q_NGTE.device) <= row_t - window
-            scores_NGts.masked_fill_(far_ts, -torch.inf)
+            bias_ts.masked_fill_(torch.arange(start, last, device=q_NGTE.device) <= row_t - window, -torch.inf)
+        bias_ts, q_NtE = bias_ts.repeat(groups, 1), q_NGTE[:, :, first:last].flatten(1, 2)
+        if softcap is None:
+            scores_Nts = torch.baddbmm(bias_ts, q_NtE, k_NTE[:, start:last].mT, alpha=scale)
+        else:
+            wide_Nts = (q_NtE @ k_NTE[:, start:last].mT).to(torch.promote_types(q_NtE.dtype, torch.float32))
+            tanh_Nts = wide_Nts.mul_(scale / softcap).tanh_()
+            scores_Nts = tanh_Nts * softcap + bias_ts
         if allowed_B1TT is not None:
             scores_BHts = scores_Nts.view(len(allowed_B1TT), -1, size, last - start)
             scores_BHts.masked_fill_(~allowed_B1TT[:, :, first:last, start:last], -torch.inf)
+        # torch computes the softmax of lower precision in fp32.
         yield slice(first, last), slice(start, last), scores_Nts.softmax(-1).to(q_NGTE.dtype), tanh_Nts
 
 
