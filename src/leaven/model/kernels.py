@@ -348,4 +348,11 @@ class _Rotate(torch.autograd.Function):
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x by the angles with the given cosines and sines. The result is contiguous in memory."""
     left, right = x.chunk(2, dim=-1)
-    return torch.cat((torch.addcmul(left * cos, right, sin, value=-1), torch.addcmul(right * cos, left, sin)), dim=-1)
+    if torch.compiler.is_compiling():  # which merges these products, and would split the ones below
+        turned = torch.addcmul(left * cos, right, sin, value=-1), torch.addcmul(right * cos, left, sin)
+        return torch.cat(turned, dim=-1)
+    y = x.new_empty(x.shape)
+    first, second = y.chunk(2, dim=-1)
+    torch.mul(left, cos, out=first).addcmul_(right, sin, value=-1)
+    torch.mul(right, cos, out=second).addcmul_(left, sin)
+    return y
