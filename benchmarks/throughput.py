@@ -388,8 +388,7 @@ def race(tasks: list[Task], repeats: int) -> dict[str, Any]:
         pairs = zip(racer.rounds, matmul.rounds, strict=True)
         flops = flops_per_token(racer.task.shape)
         shares = [
-            flops * tokens / own["step_seconds"] / (matmul.params / product["step_seconds"])
-            for own, product in pairs
+            flops * tokens / own["step_seconds"] / (matmul.params / product["step_seconds"]) for own, product in pairs
         ]
         rows.append(
             {

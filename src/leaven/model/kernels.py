@@ -101,7 +101,11 @@ SMALL_PRODUCT = 2**24
 """Products with fewer multiplications than this stay with torch, because a call of oneDNN takes longer (measured)."""
 
 
-PREFERS_ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available() and "AMD" in processor()
+PREFERS_ONEDNN = (
+    torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    and "AMD" in processor()
+)
 """Whether oneDNN multiplies fp32 matrices faster than MKL, which torch uses (measured: docs/log.md)."""
 
 
@@ -124,7 +128,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_FD: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight_FD)
-        return times_transposed(x.flatten(0, -2), weight_FD).unflatten(0, x.shape[:-1])
+        return times_transposed(x.flatten(0, -2), weight_FD).view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable

@@ -76,7 +76,7 @@ class WholeVocabulary:
         """
         counts_n = targets_n != IGNORED
         targets_n1 = targets_n.clamp(min=0)[:, None]
-        # log Z = logit - log(softmax), here of the largest logit, whose softmax cannot underflow. A log-softmax and its
+        # log Z = logit - log(softmax), here of the largest logit: its softmax cannot underflow. A log-softmax and its
         # exponentials would compute the exponentials of all logits twice.
         p_nV = torch.softmax(logits_nV, -1, dtype=weight.dtype)
         log_z_n = logits_nV.amax(-1) - p_nV.amax(-1).log()
