@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from leaven.planning.flops import flops_per_token
+from leaven.planning.this_machine import processor
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.training.device import keep_freed_memory
@@ -478,7 +479,8 @@ def main() -> None:
         results.append(race(tasks, args.repeats))
         print_case(results[-1], args)
     if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+        where = {"date": time.strftime("%Y-%m-%d"), "processor": processor(), "torch": torch.__version__}
+        args.json.write_text(json.dumps([where | result for result in results], indent=1))
 
 
 def _chosen(
