@@ -179,8 +179,9 @@ def causal_attention(
     """Return the causal attention softmax(scale x query . key) . value, of shape (B, H, T, E).
 
     Use this function on a CPU, where torch's own kernel takes about as long in fp32 and up to 1.9 times as long in
-    bf16 (measured: docs/log.md), and with a softcap, which torch's kernel does not support. It computes one block of queries at a time. For each block,
-    it skips the keys after the block's last query, and those before the ``window`` of its first query.
+    bf16 (measured: docs/log.md), and with a softcap, which torch's kernel does not support. It computes one block of
+    queries at a time. For each block, it skips the keys after the block's last query, and those before the ``window``
+    of its first query.
 
     Args:
         window: the number of keys that a query attends to, including the key of its own position; None: all keys.
