@@ -1,9 +1,11 @@
 """Compare leaven's training speed with other trainers on this machine: `python benchmarks/throughput.py`.
 
-Three trainers ("arms") train the same shape with the same dtype, batch and optimizer (fused AdamW, clipping by the
-global norm, fp32 master weights), eager and compiled: leaven's engine, a Llama of `transformers` in a plain loop
-under autocast, and litgpt's GPT with its own loss in the same loop. Packages that are not installed are reported as
-missing.
+Trainers ("arms") train the same shape with the same dtype, batch and optimizer (fused AdamW, clipping by the global
+norm, fp32 master weights), eager and compiled: leaven's engine, a Llama of `transformers` in a plain loop under
+autocast, and litgpt's GPT with its own loss in the same loop. Packages that are not installed are named as missing.
+
+nanoGPT trains another model, a GPT-2 of the same width and depth (LayerNorm, GELU, learned positions, tied
+embeddings), so it is compared with `leaven, GPT-2`, which trains that model too. Pass its model.py as `--nanogpt`.
 
 - Each arm is a process, so that its peak memory can be measured. On a CPU, memory is the growth of the process since
   it imported its modules; for a compiled arm it includes the compiler.
@@ -12,7 +14,7 @@ missing.
 - Speed is also given relative to the best square matmul of the same dtype, which is another arm. FLOPs are 6 per
   matmul weight and token, including the unembedding, plus attention over the full matrix (planning/flops.py).
 - On a CPU, leaven's engine asks the C library to keep freed memory (training/device.py). To separate this effect,
-  `transformers+malloc` and `litgpt+malloc` do the same.
+  `transformers+malloc`, `litgpt+malloc` and `nanogpt+malloc` do the same.
 
 `--tiny` tests the benchmark in seconds.
 """
@@ -22,6 +24,7 @@ import json
 import os
 import re
 import resource
+import runpy
 import statistics
 import subprocess
 import sys
@@ -35,12 +38,16 @@ from pathlib import Path
 from typing import Any
 
 from leaven.planning.flops import flops_per_token
+from leaven.planning.this_machine import processor
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.training.device import keep_freed_memory
 
 # In the order of the table. "whole logits" computes all logits of a micro-batch as one tensor, to compare memory.
-ARMS = ("leaven", "leaven, whole logits", "transformers", "litgpt", "transformers+malloc", "litgpt+malloc")
+ARMS = (
+    *("leaven", "leaven, whole logits", "leaven, GPT-2"),
+    *("transformers", "litgpt", "nanogpt", "transformers+malloc", "litgpt+malloc", "nanogpt+malloc"),
+)
 # Modules of each library that are imported before memory is measured, because some are imported only when first used.
 MODULES = {
     "leaven": ("leaven.data.shards", "leaven.data.tokens", "leaven.training.engine"),
@@ -78,6 +85,12 @@ CASES = {
 DEFAULT_CASES = {"cpu": "d128,d256,d512", "cuda": "350m"}
 
 
+def gpt2(llama: ModelShape) -> ModelShape:
+    """Return the shape of a GPT-2 without biases, of the same width and depth as a Llama."""
+    changed = {"d_ff": 4 * llama.d_model, "norm": "layernorm", "activation": "gelu", "positions": "learned"}
+    return llama.model_validate(llama.model_dump() | changed | {"tied_embeddings": True})
+
+
 @dataclass(frozen=True)
 class Task:
     """The arguments of an arm's process, passed as JSON."""
@@ -91,6 +104,17 @@ class Task:
     accumulate: int
     clock: str
     seconds: float
+    nanogpt: str | None = None  # path of nanoGPT's model.py
+
+    @property
+    def is_gpt2(self) -> bool:
+        """Whether the arm trains a GPT-2 instead of a Llama."""
+        return self.arm.startswith(("nanogpt", "leaven, GPT-2"))
+
+    @property
+    def shape(self) -> ModelShape:
+        shape = CASES[self.case][0]
+        return gpt2(shape) if self.is_gpt2 else shape
 
     @property
     def name(self) -> str:
@@ -118,7 +142,7 @@ def leaven_steps(task: Task) -> tuple[Callable[[int], None], int]:
 
     if task.arm == "leaven, whole logits":
         loss.CHUNK_ELEMENTS[task.device] = 2**62
-    shape, micro_batch = CASES[task.case]
+    shape, micro_batch = task.shape, CASES[task.case][1]
     recipe = Recipe.model_validate(
         {
             "name": task.case,
@@ -153,7 +177,7 @@ def peer_steps(task: Task) -> tuple[Callable[[int], None], int]:
     import torch.nn.functional as F
 
     shape, micro_batch = CASES[task.case]
-    loss_of: Callable[..., Any]
+    loss_of: Callable[..., Any] | None
     if task.library == "transformers":
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -169,6 +193,19 @@ def peer_steps(task: Task) -> tuple[Callable[[int], None], int]:
             attn_implementation="sdpa",
         )
         model, loss_of = LlamaForCausalLM(config), F.cross_entropy
+    elif task.library == "nanogpt":
+        assert task.nanogpt
+        nanogpt = runpy.run_path(task.nanogpt)
+        config = nanogpt["GPTConfig"](
+            block_size=shape.seq_len,
+            vocab_size=shape.vocab_size,
+            n_layer=shape.n_layers,
+            n_head=shape.n_heads,
+            n_embd=shape.d_model,
+            dropout=0.0,
+            bias=False,
+        )
+        model, loss_of = nanogpt["GPT"](config), None
     else:
         from litgpt.config import Config
         from litgpt.model import GPT
@@ -204,9 +241,12 @@ def peer_steps(task: Task) -> tuple[Callable[[int], None], int]:
                 tokens = torch.randint(shape.vocab_size, (micro_batch, shape.seq_len + 1), generator=generator)
                 tokens = tokens.to(task.device)
                 with torch.autocast(task.device, dtype, enabled=dtype != torch.float32):
-                    logits = forward(tokens[:, :-1])
-                    logits = logits.logits if task.library == "transformers" else logits
-                    loss = loss_of(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+                    if loss_of is None:  # nanoGPT's model computes its loss
+                        loss = forward(tokens[:, :-1], tokens[:, 1:].contiguous())[1]
+                    else:
+                        logits = forward(tokens[:, :-1])
+                        logits = logits.logits if task.library == "transformers" else logits
+                        loss = loss_of(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
                 (loss / task.accumulate).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             adam.step()
@@ -337,30 +377,41 @@ def race(tasks: list[Task], repeats: int) -> dict[str, Any]:
     for racer in racers:
         racer.close()
     matmul, *racers = racers
-    assert len({racer.params for racer in racers}) == 1, {racer.task.name: racer.params for racer in racers}
+    params = {(racer.task.is_gpt2, racer.params) for racer in racers}
+    assert len(params) == len(dict(params)), {racer.task.name: racer.params for racer in racers}
     task = tasks[0]
-    shape, micro_batch = CASES[task.case]
-    tokens = micro_batch * task.accumulate * shape.seq_len
+    tokens = CASES[task.case][1] * task.accumulate * task.shape.seq_len
     best = matmul.params / matmul.medians("step_seconds")[0]
     rows = []
     for racer in racers:
         median, least, most = racer.medians("step_seconds")
         # Compare within rounds, because load on the machine slows down the matmul too.
         pairs = zip(racer.rounds, matmul.rounds, strict=True)
+        flops = flops_per_token(racer.task.shape)
         shares = [
-            flops_per_token(shape) * tokens / own["step_seconds"] / (matmul.params / product["step_seconds"])
-            for own, product in pairs
+            flops * tokens / own["step_seconds"] / (matmul.params / product["step_seconds"]) for own, product in pairs
         ]
         rows.append(
             {
                 "arm": racer.task.name,
+                "model": "GPT-2" if racer.task.is_gpt2 else "Llama",
                 "tokens_per_second": [tokens / median, tokens / most, tokens / least],
-                "gflops": flops_per_token(shape) * tokens / median / 1e9,
+                "gflops": flops * tokens / median / 1e9,
                 "share_of_matmul": statistics.median(shares),
                 "peak_mib": racer.rounds[-1]["peak_mib"],
             }
         )
-    return {"case": task.case, "params": racers[0].params, "matmul_gflops": best / 1e9, "rows": rows}
+    how = {"case": task.case, "dtype": task.dtype, "threads": task.threads, "clock": task.clock, "rounds": repeats}
+    return how | {"params": racers[0].params, "matmul_gflops": best / 1e9, "rows": against_peers(rows)}
+
+
+def against_peers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add to each row its speed relative to the fastest peer, in any mode, that trains the same model."""
+    peers = [row for row in rows if not row["arm"].startswith("leaven")]
+    for row in rows:
+        speeds = [peer["tokens_per_second"][0] for peer in peers if peer["model"] == row["model"]]
+        row["of_best_peer"] = row["tokens_per_second"][0] / max(speeds) if speeds else None
+    return rows
 
 
 def print_case(result: dict[str, Any], args: argparse.Namespace) -> None:
@@ -371,10 +422,9 @@ def print_case(result: dict[str, Any], args: argparse.Namespace) -> None:
         f"{result['params'] / 1e6:.1f} M parameters  best matmul {result['matmul_gflops']:,.0f} GFLOP/s"
     )
     print(f"{'':<32}{'tokens/s':>10}{'least .. most':>20}{'best peer':>11}{'GFLOP/s':>10}{'matmul':>8}{'MiB':>9}")
-    peers = [row for row in result["rows"] if not row["arm"].startswith("leaven")]
     for row in result["rows"]:
         median, least, most = row["tokens_per_second"]
-        against = f"{median / max(peer['tokens_per_second'][0] for peer in peers):.2f}x" if peers else "-"
+        against = f"{row['of_best_peer']:.2f}x" if row["of_best_peer"] else "-"
         print(
             f"{row['arm']:<32}{median:>10,.0f}{f'{least:,.0f} .. {most:,.0f}':>20}{against:>11}"
             f"{row['gflops']:>10,.0f}{row['share_of_matmul']:>8.0%}{row['peak_mib']:>9,.0f}",
@@ -400,6 +450,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="of an arm per round, approximately")
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
     parser.add_argument("--tiny", action="store_true", help="test the benchmark in seconds")
+    parser.add_argument("--nanogpt", metavar="PATH", help="model.py of nanoGPT, for the arms nanogpt")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -410,22 +461,26 @@ def main() -> None:
     arms = _chosen(parser, "--arms", args.arms, ";", ARMS)
     modes = [mode == "compiled" for mode in _chosen(parser, "--modes", args.modes, ",", MODES)]
     cases = _chosen(parser, "--cases", args.cases or DEFAULT_CASES[args.device], ",", CASES)
-    missing = [name for name in arms if find_spec(library_of(name)) is None]
+    missing = [
+        name for name in arms if not (args.nanogpt if name.startswith("nanogpt") else find_spec(library_of(name)))
+    ]
     print(
         f"torch {torch.__version__}, {torch.cuda.get_device_name() if args.device == 'cuda' else 'cpu'}, "
         f"{args.threads} threads, {args.clock} time, medians of {args.repeats} rounds of about {args.seconds:g} s"
-        + "".join(f"; {name} is not installed" for name in missing)
+        + "".join(f"; {name} is missing" for name in missing)
     )
     results = []
     for case in cases:
         common = dict(case=case, dtype=args.dtype, device=args.device, threads=args.threads)
         common |= dict(accumulate=args.accumulate, clock=args.clock, seconds=args.seconds)
+        common |= dict(nanogpt=args.nanogpt)
         tasks = [Task(arm="matmul", compiled=False, **common)]
         tasks += [Task(arm=name, compiled=mode, **common) for name in arms if name not in missing for mode in modes]
         results.append(race(tasks, args.repeats))
         print_case(results[-1], args)
     if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+        where = {"date": time.strftime("%Y-%m-%d"), "processor": processor(), "torch": torch.__version__}
+        args.json.write_text(json.dumps([where | result for result in results], indent=1))
 
 
 def _chosen(

@@ -2,7 +2,9 @@
 
 The text is a .jsonl of consecutive lines of Python's standard library, so that it is similar on every machine. Each
 method runs in its own process, methods take turns, and medians are printed with minimum and maximum. One of the
-methods uses a single process with one thread per core, as leaven does for small corpora.
+methods uses a single process with one thread per core, as leaven does for small corpora. "tokenizers alone" encodes
+the same texts with the `tokenizers` library and one thread: it reads and writes no files, and its seconds begin when
+the texts are in memory.
 """
 
 import argparse
@@ -17,13 +19,17 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tokenizers import Tokenizer
+
 from leaven.data.corpus import open_corpora
 from leaven.data.tokens import prepare
 from leaven.recipe.data import Data, DataSource
 
 VOCAB_SIZE = 32_768
-WAYS = {"1 thread": (1, 1), "threads": (1, 0), "2 processes": (2, 0)}
-"""(processes, threads of the tokenizer; 0 for as many as there are cores)."""
+WAYS = {"1 thread": (1, 1), "threads": (1, 0), "2 processes": (2, 0), "tokenizers alone": (0, 1)}
+"""(processes of leaven, or 0 without leaven; threads of the tokenizer, or 0 for as many as there are cores)."""
+WHOSE = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+BATCH = 1_000  # documents that "tokenizers alone" encodes at a time
 
 
 def generate(path: Path, n_bytes: int) -> None:
@@ -43,18 +49,31 @@ def generate(path: Path, n_bytes: int) -> None:
 
 def measure(source: str, tokenizer: str, cache: Path, processes: int) -> None:
     """Run one method in this process; print tokens, seconds including reading, processor seconds and peak GiB."""
-    began = time.perf_counter()
-    found = prepare(Data(source=source, tokenizer=tokenizer, tokens=1), VOCAB_SIZE, cache, processes=processes)
+    if processes:
+        began, before = time.perf_counter(), processor_seconds()
+        found = prepare(Data(source=source, tokenizer=tokenizer, tokens=1), VOCAB_SIZE, cache, processes=processes)
+        tokens = len(found.train) + len(found.validation)
+    else:
+        encoder = Tokenizer.from_file(tokenizer)
+        texts = [json.loads(line)["text"] for line in Path(source).read_text().splitlines()]
+        began, before = time.perf_counter(), processor_seconds()
+        batches = (encoder.encode_batch_fast(texts[at : at + BATCH]) for at in range(0, len(texts), BATCH))
+        tokens = sum(len(encoding.ids) for batch in batches for encoding in batch)
     seconds = time.perf_counter() - began
-    here, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    here, children = (resource.getrusage(who) for who in WHOSE)
     result = {
-        "tokens": len(found.train) + len(found.validation),
+        "tokens": tokens,
         "seconds": seconds,
-        "processor_seconds": sum(use.ru_utime + use.ru_stime for use in (here, children)),
+        "processor_seconds": processor_seconds() - before,
         "self_gib": here.ru_maxrss / 2**20,
         "largest_child_gib": children.ru_maxrss / 2**20,
     }
     print(json.dumps(result))
+
+
+def processor_seconds() -> float:
+    """Return the processor seconds of this process and of its children that have ended."""
+    return sum(resource.getrusage(who).ru_utime + resource.getrusage(who).ru_stime for who in WHOSE)
 
 
 def main() -> None:
@@ -81,13 +100,17 @@ def main() -> None:
                 results[way].append(json.loads(run.stdout))
         size = path.stat().st_size / 1e6
         print(f"{size:.0f} MB of .jsonl, vocabulary {trained.vocab_size:,}, medians of {options.repeats} (range)")
-        print(f"{'':12} {'k tokens/s':>20} {'MB/s':>6} {'processor s':>12} {'GiB here':>9} {'largest child':>14}")
+        heads = f"{'k tokens/s':>20} {'MB/s':>6} {'processor s':>12} {'MB a processor s':>17}"
+        print(f"{'':16} {heads} {'GiB here':>9} {'largest child':>14}")
         for way, runs in results.items():
             speeds = sorted(run["tokens"] / run["seconds"] / 1e3 for run in runs)
             keys = ("seconds", "processor_seconds", "self_gib", "largest_child_gib")
             seconds, busy, here, child = (statistics.median(run[key] for run in runs) for key in keys)
             speed = f"{statistics.median(speeds):,.0f} ({speeds[0]:,.0f} to {speeds[-1]:,.0f})"
-            print(f"{way:12} {speed:>20} {size / seconds:6.1f} {busy:12.0f} {here:9.2f} {child:14.2f}")
+            print(
+                f"{way:16} {speed:>20} {size / seconds:6.1f} {busy:12.1f} {size / busy:17.2f} "
+                f"{here:9.2f} {child:14.2f}"
+            )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from leaven.model import kernels
-from leaven.model.kernels import causal_attention, gate, rms_norm, rotate
+from leaven.model.kernels import causal_attention, gate, linear, rms_norm, rotate
 
 
 def test_a_gated_adam_step_changes_nothing() -> None:
@@ -29,6 +29,22 @@ def test_a_gated_adam_step_changes_nothing() -> None:
     reference.step()
     assert torch.equal(gated, plain)
     assert float(optimizer.state[gated]["step"]) == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("sizes", [(5, 3), (3, 5)])
+def test_a_linear_layer_on_onednn(sizes: tuple[int, int], compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "PREFERS_ONEDNN", True)
+    monkeypatch.setattr(kernels, "SMALL_PRODUCT", 0)
+    x, weight = torch.randn(2, 7, sizes[0], requires_grad=True), torch.randn(sizes[::-1], requires_grad=True)
+    function = torch.compile(linear, backend="aot_eager") if compiled else linear
+    y = function(x, weight)
+    expected = F.linear(x.double(), weight.double())
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
+    g = torch.randn_like(y)
+    found, right = (torch.autograd.grad(out, (x, weight), g.to(out.dtype)) for out in (y, expected))
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+    assert found[1].is_contiguous()
 
 
 Case = tuple[torch.Tensor, ...]

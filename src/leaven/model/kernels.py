@@ -1,4 +1,4 @@
-"""Compute causal attention, RMSNorm and rotary positions with hand-written gradients.
+"""Compute linear layers, causal attention, RMSNorm and rotary positions with hand-written gradients.
 
 Other functions wrap private functions of torch, which may change between versions of torch.
 
@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
+
+from leaven.planning.this_machine import processor
 
 BLOCK = 128
 """Number of queries in a block of attention. Smaller blocks make small, slow products; larger blocks compute more
@@ -94,6 +97,75 @@ def on_host(sizes: Tensor, total: int) -> list[int]:
     return found
 
 
+SMALL_PRODUCT = 2**24
+"""Products with fewer multiplications than this stay with torch, because a call of oneDNN takes longer (measured)."""
+
+
+PREFERS_ONEDNN = (
+    torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    and "AMD" in processor()
+)
+"""Whether oneDNN multiplies fp32 matrices faster than MKL, which torch uses (measured: docs/log.md)."""
+
+
+def uses_onednn(x: Tensor, weight_FD: Tensor) -> bool:
+    """Return whether :func:`linear` computes x @ weight.T with oneDNN: fp32 on a processor that prefers it."""
+    plain = type(x) is not DTensor and type(weight_FD) is not DTensor
+    fp32 = x.is_cpu and x.dtype == weight_FD.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    return plain and fp32 and x.numel() * len(weight_FD) >= SMALL_PRODUCT and PREFERS_ONEDNN
+
+
+def linear(x: Tensor, weight_FD: Tensor) -> Tensor:
+    """Return x @ weight.T, with oneDNN where that is faster than torch's own product."""
+    if not uses_onednn(x, weight_FD):
+        return F.linear(x, weight_FD)
+    y: Tensor = _Linear.apply(x, weight_FD)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_FD: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight_FD)
+        return times_transposed(x.flatten(0, -2), weight_FD).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight_FD = ctx.saved_tensors
+        g_NF = g.flatten(0, -2)
+        grad_weight_FD = transposed_times(g_NF, x.flatten(0, -2)).contiguous()
+        return times_transposed(g_NF, weight_FD.T).view(x.shape), grad_weight_FD
+
+
+def times_transposed(a_NK: Tensor, b_MK: Tensor) -> Tensor:
+    """Return a @ b.T, (N, M), without a gradient."""
+    if not uses_onednn(a_NK, b_MK):
+        return a_NK @ b_MK.T
+    y_NM: Tensor = (torch.ops.leaven.onednn if torch.compiler.is_compiling() else _onednn)(a_NK.contiguous(), b_MK)
+    return y_NM
+
+
+def transposed_times(a_KN: Tensor, b_KM: Tensor) -> Tensor:
+    """Return a.T @ b, (N, M), without a gradient. The result may be transposed in memory: oneDNN needs a transposed
+    copy of one of the matrices, and copying the smaller one is faster."""
+    if a_KN.shape[1] > b_KM.shape[1]:
+        return times_transposed(b_KM.T, a_KN.T).T
+    return times_transposed(a_KN.T, b_KM.T)
+
+
+def _onednn(a_NK: Tensor, b_MK: Tensor) -> Tensor:
+    y_NM: Tensor = torch.ops.mkldnn._linear_pointwise(a_NK, b_MK, None, "none", [], "")
+    return y_NM
+
+
+# torch compiles a private product of oneDNN only if the second matrix is constant, and an operator with a name as is.
+torch.library.define("leaven::onednn", "(Tensor a_NK, Tensor b_MK) -> Tensor")
+torch.library.impl("leaven::onednn", "cpu")(_onednn)
+torch.library.register_fake("leaven::onednn")(lambda a_NK, b_MK: a_NK.new_empty(len(a_NK), len(b_MK)))
+
+
 def causal_attention(
     q_BHTE: Tensor,
     k_BKTE: Tensor,
@@ -106,9 +178,10 @@ def causal_attention(
 ) -> Tensor:
     """Return the causal attention softmax(scale x query . key) . value, of shape (B, H, T, E).
 
-    Use this function on a CPU, where torch's own kernel takes more than twice as long (measured: docs/log.md), and
-    with a softcap, which torch's kernel does not support. It computes one block of queries at a time. For each block,
-    it skips the keys after the block's last query, and those before the ``window`` of its first query.
+    Use this function on a CPU, where torch's own kernel takes about as long in fp32 and up to 1.9 times as long in
+    bf16 (measured: docs/log.md), and with a softcap, which torch's kernel does not support. It computes one block of
+    queries at a time. For each block, it skips the keys after the block's last query, and those before the ``window``
+    of its first query.
 
     Args:
         window: the number of keys that a query attends to, including the key of its own position; None: all keys.
@@ -190,25 +263,27 @@ def _blocks(  # noqa: PLR0917 (the arguments of the backward pass)
 
     For example, the second block has the queries 128 to 255. Without a window, its keys are 0 to 255, so s is 256.
     """
-    length = q_NGTE.shape[2]
-    wide = torch.promote_types(q_NGTE.dtype, torch.float32)
-    later_tt = q_NGTE.new_full((BLOCK, BLOCK), -torch.inf, dtype=wide).triu(1)
+    groups, length = q_NGTE.shape[1:3]
+    later_tt = q_NGTE.new_full((BLOCK, BLOCK), -torch.inf).triu(1)
     for first in range(0, length, BLOCK):
         last = min(first + BLOCK, length)
         size, start, tanh_Nts = last - first, max(first - window + 1, 0) if window else 0, None
-        scores_Nts = (q_NGTE[:, :, first:last].flatten(1, 2) @ k_NTE[:, start:last].mT).to(wide).mul_(scale)
-        if softcap is not None:
-            tanh_Nts = scores_Nts.div_(softcap).tanh_()
-            scores_Nts = tanh_Nts * softcap
-        scores_NGts = scores_Nts.view(len(k_NTE), -1, size, last - start)
-        scores_NGts[..., first - start :] += later_tt[:size, :size]
+        bias_ts = q_NGTE.new_zeros(size, last - start)
+        bias_ts[:, first - start :] = later_tt[:size, :size]
         if window and last > window:
             row_t = torch.arange(first, last, device=q_NGTE.device)[:, None]
-            far_ts = torch.arange(start, last, device=q_NGTE.device) <= row_t - window
-            scores_NGts.masked_fill_(far_ts, -torch.inf)
+            bias_ts.masked_fill_(torch.arange(start, last, device=q_NGTE.device) <= row_t - window, -torch.inf)
+        bias_ts, q_NtE = bias_ts.repeat(groups, 1), q_NGTE[:, :, first:last].flatten(1, 2)
+        if softcap is None:
+            scores_Nts = torch.baddbmm(bias_ts, q_NtE, k_NTE[:, start:last].mT, alpha=scale)
+        else:
+            wide_Nts = (q_NtE @ k_NTE[:, start:last].mT).to(torch.promote_types(q_NtE.dtype, torch.float32))
+            tanh_Nts = wide_Nts.mul_(scale / softcap).tanh_()
+            scores_Nts = tanh_Nts * softcap + bias_ts
         if allowed_B1TT is not None:
             scores_BHts = scores_Nts.view(len(allowed_B1TT), -1, size, last - start)
             scores_BHts.masked_fill_(~allowed_B1TT[:, :, first:last, start:last], -torch.inf)
+        # torch computes the softmax of lower precision in fp32.
         yield slice(first, last), slice(start, last), scores_Nts.softmax(-1).to(q_NGTE.dtype), tanh_Nts
 
 
@@ -278,4 +353,11 @@ class _Rotate(torch.autograd.Function):
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x by the angles with the given cosines and sines. The result is contiguous in memory."""
     left, right = x.chunk(2, dim=-1)
-    return torch.cat((torch.addcmul(left * cos, right, sin, value=-1), torch.addcmul(right * cos, left, sin)), dim=-1)
+    if torch.compiler.is_compiling():  # which merges these products, and would split the ones below
+        turned = torch.addcmul(left * cos, right, sin, value=-1), torch.addcmul(right * cos, left, sin)
+        return torch.cat(turned, dim=-1)
+    y = x.new_empty(x.shape)
+    first, second = y.chunk(2, dim=-1)
+    torch.mul(left, cos, out=first).addcmul_(right, sin, value=-1)
+    torch.mul(right, cos, out=second).addcmul_(left, sin)
+    return y

@@ -9,16 +9,17 @@ loss, and then the chunk's logits are freed. Shapes: N tokens, D d_model, V voca
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from leaven.model.kernels import times_transposed, transposed_times
 
 IGNORED = -100
 """A target with this value does not count in the loss."""
 
-CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
-"""Number of logits in a chunk, by device type. On a CPU, 16 MB of fp32 fit in the cache; a GPU needs larger
-products."""
+CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
+"""Number of logits in a chunk, by device type. Larger chunks make larger products, which are faster, and need more
+memory."""
 
 
 def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
@@ -75,15 +76,16 @@ class WholeVocabulary:
         """
         counts_n = targets_n != IGNORED
         targets_n1 = targets_n.clamp(min=0)[:, None]
-        log_p_nV = torch.log_softmax(logits_nV, -1, dtype=weight.dtype)
-        log_p_n = log_p_nV.gather(1, targets_n1)[:, 0]
-        loss = -log_p_n.masked_fill(~counts_n, 0).sum()
+        # log Z = logit - log(softmax), here of the largest logit: its softmax cannot underflow. A log-softmax and its
+        # exponentials would compute the exponentials of all logits twice.
+        p_nV = torch.softmax(logits_nV, -1, dtype=weight.dtype)
+        log_z_n = logits_nV.amax(-1) - p_nV.amax(-1).log()
+        loss = (log_z_n - logits_nV.gather(1, targets_n1)[:, 0]).masked_fill(~counts_n, 0).sum()
         if not learns:
             return loss, None
-        # d loss / d logits = softmax - one-hot. The result overwrites the log-probabilities and then the logits.
-        g_nV = log_p_nV.exp_()
+        # d loss / d logits = softmax - one-hot. The result overwrites the softmax and then the logits.
+        g_nV = p_nV
         if z_loss is not None:
-            log_z_n = logits_nV.gather(1, targets_n1)[:, 0] - log_p_n
             g_nV.mul_(z_loss.add(log_z_n, counts_n)[:, None])
         g_nV.scatter_add_(1, targets_n1, g_nV.new_full(targets_n1.shape, -1.0))
         return loss, torch.mul(g_nV, (counts_n * weight)[:, None], out=logits_nV)
@@ -148,14 +150,14 @@ class _CrossEntropy(torch.autograd.Function):
         learns = own_ND.requires_grad or weight_VD.requires_grad
         hidden_ND = vocabulary.gather(own_ND)
         grad_hidden_ND = torch.empty_like(hidden_ND) if learns else None
-        grad_weight_VD = torch.zeros_like(weight_VD) if learns else None
+        grad_weight_VD: Tensor | None = None
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
         size = max(1, CHUNK_ELEMENTS.get(hidden_ND.device.type, 2**22) // len(weight_VD))
         for first in range(0, len(hidden_ND), size):
             part = slice(first, first + size)
             # Multiplying the hidden values is cheaper than multiplying the logits, which are many more.
             h_nD = (hidden_ND[part] * multiplier).to(compute)
-            logits_nV, tanh_nV = F.linear(h_nD, w_VD), None
+            logits_nV, tanh_nV = times_transposed(h_nD, w_VD), None
             if softcap is not None:
                 tanh_nV = logits_nV.to(wide).div_(softcap).tanh_()
                 logits_nV = (tanh_nV * softcap).to(compute)
@@ -163,11 +165,18 @@ class _CrossEntropy(torch.autograd.Function):
             if g_nV is not None and tanh_nV is not None:
                 g_nV = g_nV.mul_(1 - tanh_nV.square_())
             total += loss
-            if grad_hidden_ND is not None and grad_weight_VD is not None and g_nV is not None:
-                grad_hidden_ND[part] = (g_nV @ w_VD) * multiplier
-                grad_weight_VD += g_nV.T @ h_nD
+            if grad_hidden_ND is not None and g_nV is not None:
+                grad_hidden_ND[part] = times_transposed(g_nV, w_VD.T) * multiplier
+                product_VD = transposed_times(g_nV, h_nD)
+                if grad_weight_VD is None:
+                    grad_weight_VD = product_VD.to(weight_VD.dtype)
+                else:
+                    grad_weight_VD += product_VD
         ctx.repeatable = repeatable
-        ctx.save_for_backward(None if grad_hidden_ND is None else vocabulary.scatter(grad_hidden_ND), grad_weight_VD)
+        ctx.save_for_backward(
+            None if grad_hidden_ND is None else vocabulary.scatter(grad_hidden_ND),
+            None if grad_weight_VD is None else grad_weight_VD.contiguous(),
+        )
         return total * factor
 
     @staticmethod

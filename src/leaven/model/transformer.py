@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leaven.model.experts import MixtureOfExperts, SequenceWeights, activated
-from leaven.model.kernels import causal_attention, rms_norm, rotate
+from leaven.model.kernels import causal_attention, linear, rms_norm, rotate
 from leaven.model.loss import IGNORED, ZLoss, cross_entropy
 from leaven.recipe.shape import ModelShape
 
@@ -39,6 +39,13 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
+class Linear(nn.Linear):
+    """A linear layer that multiplies with the fastest kernel of the processor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight) if self.bias is None else super().forward(x)
+
+
 class PerHeadNorm(nn.Module):
     """A norm over the entries of each head, with a separate gain for every entry of every head."""
 
@@ -57,10 +64,10 @@ class Attention(nn.Module):
     def __init__(self, shape: ModelShape, scale: float, window: int | None) -> None:
         d, d_q, d_kv = shape.d_model, shape.n_heads * shape.d_head, shape.n_kv_heads * shape.d_head
         super().__init__()
-        self.query = nn.Linear(d, d_q, shape.has_bias("attention.query"))
-        self.key = nn.Linear(d, d_kv, shape.has_bias("attention.key"))
-        self.value = nn.Linear(d, d_kv, shape.has_bias("attention.value"))
-        self.out = nn.Linear(d_q, d, shape.has_bias("attention.out"))
+        self.query = Linear(d, d_q, shape.has_bias("attention.query"))
+        self.key = Linear(d, d_kv, shape.has_bias("attention.key"))
+        self.value = Linear(d, d_kv, shape.has_bias("attention.value"))
+        self.out = Linear(d_q, d, shape.has_bias("attention.out"))
         self.d_head, self.dropout, self.scale = shape.d_head, shape.dropout, scale
         self.window, self.softcap, self.norms_whole = window, shape.attention_softcap, shape.qk_norm_whole
 
@@ -108,8 +115,8 @@ class MLP(nn.Module):
     def __init__(self, shape: ModelShape, width: int) -> None:
         super().__init__()
         for name in ("gate", "in") if shape.gated else ("in",):  # "in" is a Python keyword: no attribute name
-            self.add_module(name, nn.Linear(shape.d_model, width, shape.bias))
-        self.out = nn.Linear(width, shape.d_model, shape.bias)
+            self.add_module(name, Linear(shape.d_model, width, shape.bias))
+        self.out = Linear(width, shape.d_model, shape.bias)
         self.activation, self.gated = shape.activation, shape.gated
 
     def forward(self, x_BTD: Tensor) -> Tensor:
