@@ -226,12 +226,13 @@ def test_a_command_that_fails_elsewhere_is_run_twice_and_then_left_out(write: Wr
 
 def test_the_output_of_a_trial_is_not_written_through_a_link(write: Write) -> None:
     file = write("echo iter 1: val loss 3; : {lr} {seed}", PATTERN, ONE)
-    folder = Path("study/trials/000000")
-    folder.mkdir(parents=True)
+    assert tune(file, "--study", "study", "--trials", 1, "--noise", 0.01)[0] == 0
+    folder = Path("study/trials/000001")
+    folder.mkdir()
     Path("thesis").write_text("line one of my thesis")
     (folder / "output.log").symlink_to(Path("thesis").absolute())
     code, printed = tune(file, "--study", "study", "--trials", 2, "--noise", 0.01)
-    assert (code, "output.log: this is a link to" in printed) == (2, True)
+    assert (code, "output.log: this is a link to" in printed) == (2, True), printed
     assert Path("thesis").read_text() == "line one of my thesis"
 
 

@@ -195,8 +195,8 @@ class Cooldowns(Callback):
 
 class TrialCheckpoint(Callback):
     """Writes a checkpoint of a trial at a fixed interval in seconds. If the disk is full, the trial continues without
-    a new checkpoint. Each checkpoint contains the name of its ``folder``, which :func:`checkpoint_folder` computes from
-    recipes and text, so that a checkpoint of another trial is not read."""
+    a new checkpoint. Each checkpoint contains the name of its ``folder``, which :func:`checkpoint_folder` computes
+    from recipes and text, so that a checkpoint of another trial is not read."""
 
     def __init__(
         self, training: "Training | TrialStack", folder: Path, every_seconds: float, callbacks: Sequence[Callback]

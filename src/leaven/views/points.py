@@ -130,8 +130,8 @@ def repeats(state: StudyDocument) -> str:
 def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
     """Return lines about what a study found besides the best hyperparameters.
 
-    The lines say how many trials failed, whether fewer changes give an equally good loss, which hyperparameters are at a limit of the search
-    space, which hyperparameters do not matter, and what more trials are expected to gain.
+    The lines say how many trials failed, whether fewer changes give an equally good loss, which hyperparameters are
+    at a limit of the search space, which do not matter, and what more trials are expected to gain.
 
     ``budget`` is the number of trials that the search was allowed to run.
     """
