@@ -157,8 +157,8 @@ def place_folder(temporary: Path, final: Path) -> None:
     sync_folder(final.parent)
 
 
-def require_no_link(path: Path) -> None:
-    """Raise InputError if a file that is written in place is a link, a folder, a pipe or a device. It may be
+def require_plain_file(path: Path) -> None:
+    """Raise InputError if a file that is to be written in place is a link, a folder, a pipe or a device. It may be
     missing."""
     with suppress(OSError):
         mode = path.lstat().st_mode
@@ -174,9 +174,9 @@ def open_to_write(path: Path, flags: int = 0, buffering: int = -1) -> BinaryIO:
     :func:`os.open`.
 
     Raises:
-        InputError: if :func:`require_no_link` refuses the path.
+        InputError: if :func:`require_plain_file` refuses the path.
     """
-    require_no_link(path)
+    require_plain_file(path)
     no_link = getattr(os, "O_NOFOLLOW", 0)  # in case somebody makes a link just now
     flags |= os.O_RDWR | no_link | getattr(os, "O_BINARY", 0)
     return os.fdopen(os.open(path, flags, 0o666), "r+b", buffering)
@@ -457,12 +457,12 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
 
     Raises:
         TimeoutError: if another holder keeps the lock for ``seconds``. A negative number waits without a limit.
-        InputError: if :func:`require_no_link` refuses the path.
+        InputError: if :func:`require_plain_file` refuses the path.
         OSError: if the lock file cannot be made. The error names it, or its folder if there is no such file.
     """
     from filelock import FileLock  # slow to import
 
-    require_no_link(path)
+    require_plain_file(path)
 
     held = FileLock(path, timeout=seconds)
     try:

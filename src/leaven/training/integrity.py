@@ -66,7 +66,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
         storage.require_writable(run.path)
         return
     for file in (run.events_file, run.metrics_file):
-        storage.require_no_link(file)
+        storage.require_plain_file(file)
     begun = run.recipe()
     if changes := changes_of(begun, recipe):
         possible = all(changeable(path) for path, _, _ in changes)
