@@ -119,8 +119,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def _is_device(path: Path) -> bool:
     """Return whether a path is a device, a pipe, or a link such as /dev/stdout to an open file of this process."""
-    if path.is_symlink() and any(path.absolute().is_relative_to(folder) for folder in ("/dev", "/proc")):
-        return True
+    if path.is_symlink():  # elsewhere, somebody else may have made a link to a device
+        return any(path.absolute().is_relative_to(folder) for folder in ("/dev", "/proc"))
     return path.exists() and not (path.is_file() or path.is_dir())
 
 
