@@ -292,4 +292,19 @@ def test_a_link_is_not_written_to_and_a_pipe_without_a_reader_is_not_waited_for(
         storage.write_text(tmp_path / "link", "new")
     with refused("pipe: cannot be written: a pipe that nobody reads"):
         storage.write_text(tmp_path / "pipe", "new")
+    (tmp_path / "folder").mkdir()
+    for name, kind in (("link", "a link to target"), ("pipe", "a pipe or a device"), ("folder", "a folder")):
+        with refused(f"{name}: this is {kind}"):
+            storage.append(tmp_path / name, b"new")
+        with refused(f"{name}: this is {kind}"), storage.lock(tmp_path / name):
+            pass
     assert (tmp_path / "target").read_text() == "old"
+
+
+def test_a_disk_without_room_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert not storage.is_full(tmp_path)
+    monkeypatch.setattr(os, "fsync", fail)
+    assert storage.is_full(tmp_path)

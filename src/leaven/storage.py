@@ -1,6 +1,7 @@
 """Write and lock files so that they survive kills, power cuts and full disks.
 
-leaven writes all its permanent files with this module. If replacing a file raises OSError, the old file is unchanged.
+leaven writes all its permanent files with this module, and never through a link to a file, because a link in a folder
+of somebody else may lead out of it. If replacing a file raises OSError, the old file is unchanged.
 Files that a user or another program wrote are read with :func:`open_file` or :func:`read`. Both refuse pipes and
 devices, because reading them may never end. Functions for paths that a user has typed raise InputError instead of
 OSError: :func:`write_text`, :func:`write_page`, :func:`make_folder`, :func:`require_free` and :func:`written_folder`.
@@ -22,7 +23,8 @@ from glob import escape
 from hashlib import blake2b
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO, cast
 
 from leaven.errors import InputError
 
@@ -103,7 +105,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     _remove_leftovers(path)
     temporary = _temporary(path)
     try:
-        with temporary.open("wb") as file:
+        with open_to_write(temporary, os.O_CREAT | os.O_TRUNC) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -117,8 +119,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def _is_device(path: Path) -> bool:
     """Return whether a path is a device, a pipe, or a link such as /dev/stdout to an open file of this process."""
-    if path.is_symlink() and any(path.absolute().is_relative_to(folder) for folder in ("/dev", "/proc")):
-        return True
+    if path.is_symlink():  # elsewhere, somebody else may have made a link to a device
+        return any(path.absolute().is_relative_to(folder) for folder in ("/dev", "/proc"))
     return path.exists() and not (path.is_file() or path.is_dir())
 
 
@@ -155,10 +157,29 @@ def place_folder(temporary: Path, final: Path) -> None:
     sync_folder(final.parent)
 
 
-def require_no_link(path: Path) -> None:
-    """Raise InputError if a file to which lines are appended is a link, which may lead out of its folder."""
-    if path.is_symlink():
-        raise InputError(f"{path}: this is a link to {os.readlink(path)}; replace it by the file itself")
+def require_plain_file(path: Path) -> None:
+    """Raise InputError if a file that is to be written in place is a link, a folder, a pipe or a device. It may be
+    missing."""
+    with suppress(OSError):
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            raise InputError(f"{path}: this is a link to {os.readlink(path)}; replace it by the file itself")
+        if not stat.S_ISREG(mode):
+            kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+            raise InputError(f"{path}: this is {kind}; move it away, because leaven writes a file there")
+
+
+def open_to_write(path: Path, flags: int = 0, buffering: int = -1) -> BinaryIO:
+    """Open a file to read and write it in place, but never through a link. ``flags`` are further flags of
+    :func:`os.open`.
+
+    Raises:
+        InputError: if :func:`require_plain_file` refuses the path.
+    """
+    require_plain_file(path)
+    no_link = getattr(os, "O_NOFOLLOW", 0)  # in case somebody makes a link just now
+    flags |= os.O_RDWR | no_link | getattr(os, "O_BINARY", 0)
+    return os.fdopen(os.open(path, flags, 0o666), "r+b", buffering)
 
 
 def write_text(path: Path | str, text: str) -> None:
@@ -225,6 +246,18 @@ def require_folder_name(path: Path) -> None:
         raise InputError(
             "the path of the folder is a URL or the login of a database; give the path of a folder on this machine"
         )
+
+
+def is_full(folder: Path) -> bool:
+    """Return whether 64 KiB cannot be written in a folder, because its disk is full or a quota is used up."""
+    try:
+        with TemporaryFile(dir=folder) as file:
+            file.write(bytes(2**16))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno in {errno.ENOSPC, errno.EDQUOT}
+    return False
 
 
 def require_writable(path: Path) -> None:
@@ -338,8 +371,8 @@ def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True)
     of the lines, but no incomplete line. With ``sync``, the lines survive a power cut. Without ``create``, the file
     must exist.
     """
-    flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT if create else 0) | getattr(os, "O_BINARY", 0)
-    with open(path, "r+b", buffering=0, opener=lambda name, _: os.open(name, flags, 0o666)) as file:
+    with open_to_write(path, os.O_APPEND | (os.O_CREAT if create else 0), buffering=0) as opened:
+        file = cast(FileIO, opened)
         tail = _torn(file)
         if json_object(tail) is not None:  # only its newline is missing
             lines = b"\n" + lines
@@ -424,9 +457,12 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
 
     Raises:
         TimeoutError: if another holder keeps the lock for ``seconds``. A negative number waits without a limit.
+        InputError: if :func:`require_plain_file` refuses the path.
         OSError: if the lock file cannot be made. The error names it, or its folder if there is no such file.
     """
     from filelock import FileLock  # slow to import
+
+    require_plain_file(path)
 
     held = FileLock(path, timeout=seconds)
     try:

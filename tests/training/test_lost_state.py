@@ -22,7 +22,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training import checkpoint
 from leaven.training.checkpoint import Checkpoint, _fingerprint
 from leaven.training.integrity import RECIPE, TOKENIZER, identity_of, newest_state, require_tokenizer
-from leaven.training.load import load_run
+from leaven.training.load import export_run, load_run
 from leaven.training.metrics import Step
 from leaven.training.rewind import ManualRewind, Rewind
 from leaven.training.run_folder import IDENTITY, RunFolder, checkpoints, read_state, state_digest, tokens_of
@@ -240,7 +240,7 @@ def test_a_pipe_in_place_of_the_metrics_is_refused(run: RunFolder, recipe: Recip
     metrics.unlink()
     os.mkfifo(metrics)
     before = files(run.path)
-    with pytest.raises(InputError, match=r"metrics.jsonl: cannot be read: a pipe or a device"):
+    with pytest.raises(InputError, match=r"metrics.jsonl: this is a pipe or a device"):
         train(recipe, tokens, run.path)
     assert files(run.path) == before
 
@@ -325,7 +325,7 @@ def test_events_that_were_changed_are_reported_once(
         ({"event": "finish"}, "the event finish in line {number} has no step"),
         ({"event": "finish", "step": True}, "the event finish in line {number} has a wrong step"),
         ({"event": "stop"}, "the event stop in line {number} has no why"),
-        ({"event": "rewind", "recipe": {"a": 1}}, "the event rewind in line {number} has no tokens"),
+        ({"event": "rewind", "recipe": {"a": 1}}, "its last recipe is damaged"),
         ({"event": "layout", "recipe": {"a": 1}}, "its last recipe is damaged"),
     ],
 )
@@ -340,11 +340,18 @@ def test_an_event_without_the_values_that_a_resume_needs_is_one_line(
     assert files(run.path) == before
 
 
-def test_checkpoints_that_a_rewind_has_undone_are_not_loaded(run: RunFolder) -> None:
+def test_a_run_whose_checkpoints_are_all_undone_by_a_rewind_is_neither_loaded_nor_started_again(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet
+) -> None:
     rewind = {"event": "rewind", "tokens": 5_120, "asked": {}} | asdict(Rewind(to_tokens=1, skip_from=0, skip_to=0))
     rewrite(run.path / "events.jsonl", lambda lines: [*lines, rewind])
-    with pytest.raises(InputError, match=r"a rewind has undone every checkpoint \(.*5_120.*\); bring back those"):
-        load_run(run.path)
+    before = files(run.path)
+    for read in (lambda: train(recipe, tokens, run.path), lambda: load_run(run.path)):
+        with pytest.raises(
+            InputError, match=r"undone by a rewind in events.jsonl: tokens-.*5120.*; bring back one of"
+        ):
+            read()
+    assert files(run.path) == before
 
 
 def test_metrics_without_their_values_do_not_end_a_run(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
@@ -679,6 +686,24 @@ def test_a_recipe_that_was_changed_after_the_checkpoint_is_refused(
     assert files(run.path) == before
     write_recipe(recipe, run.recipe_file)
     assert read_run(run.path).gaps == ""
+
+
+def test_a_recipe_that_was_edited_after_a_rewind_is_refused(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    slower = recipe.replace({"hyperparameters.lr": 0.005})
+    train(slower, tokens, run.path, back=ManualRewind(4_096))
+    write_recipe(recipe.replace({"hyperparameters.lr": 0.5}), run.recipe_file)
+    why = r"recipe.toml was changed after the checkpoint: hyperparameters.lr was 0.005, is now 0.5; change it back"
+    for read in (lambda: train(slower, tokens, run.path), lambda: load_run(run.path)):
+        with pytest.raises(InputError, match=why):
+            read()
+    assert re.search(why, read_run(run.path).gaps)
+    write_recipe(recipe, run.recipe_file)  # as after a kill between the event and the file
+    assert read_run(run.path).recipe.hyperparameters.lr == 0.005
+    assert read_run(run.path).gaps == ""
+    export_run(load_run(run.path), tmp_path / "exported")
+    assert "lr = 0.005" in (tmp_path / "exported" / "README.md").read_text()
 
 
 def test_a_recipe_changed_by_a_rewind_or_a_moved_text_belongs_to_the_checkpoints(

@@ -110,6 +110,7 @@ def test_a_rewind_survives_a_kill_before_the_recipe_is_written(
     assert run.recipe().hyperparameters.lr == 0.002
     assert train(LOWER, text(), run.path, back=ManualRewind(40 * STEP)).finished
     assert lines(run, "lr")[32] < lines(run, "lr")[31] / 4
+    assert read_recipe(run.recipe_file).hyperparameters.lr == 0.002
 
 
 def test_data_skipped_by_a_rollback_stay_skipped(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def test_a_rollback_without_a_whole_checkpoint_changes_nothing(tmp_path: Path) -
             for path in checkpoints(run.checkpoints):
                 (path / "model.safetensors").write_bytes(b"")
 
-    with pytest.raises(InputError, match="every checkpoint is damaged"):
+    with pytest.raises(InputError, match=r"no checkpoint can be used \(damaged: tokens-"):
         train(recipe(), SHARD, run.path, on_step=on_step)
     assert not events(run, "rollback")
     assert len(run.metrics()) == 133

@@ -1,5 +1,7 @@
+import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,8 +19,8 @@ from leaven.training.early_stopping import expected
 from leaven.training.engine import Training
 from leaven.training.metrics import Step
 from leaven.training.outcome import Baseline, Outcome
-from leaven.training.run_folder import checkpoints
-from leaven.training.trial import cooldown_start, train_trial
+from leaven.training.run_folder import checkpoints, state_digest
+from leaven.training.trial import TRIAL, cooldown_start, train_trial
 
 STEP = 256  # tokens
 STATEFUL: dict[str, Any] = KEPT_STATE | {
@@ -134,6 +136,29 @@ def test_torn_checkpoints_and_those_of_other_trials_are_ignored(
     with steps_counted(monkeypatch) as done:
         assert results(train_trial(tiny, checkpoint=folder, checkpoint_seconds=0)) == results(whole)
     assert done[0] == 1
+
+
+def test_a_checkpoint_copied_from_another_trial_is_ignored(
+    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, folder = train_trial(tiny), tmp_path / "trial"
+    with steps_counted(monkeypatch, die_at=3), pytest.raises(Killed):
+        train_trial(tiny.replace({"hyperparameters.lr": 0.02}), checkpoint=folder, checkpoint_seconds=0)
+    (other,) = folder.iterdir()
+    with steps_counted(monkeypatch, die_at=3), pytest.raises(Killed):
+        train_trial(tiny, checkpoint=folder, checkpoint_seconds=0)
+    (mine,) = set(folder.iterdir()) - {other}
+    shutil.rmtree(mine)
+    shutil.copytree(other, mine)
+    with steps_counted(monkeypatch) as done:
+        assert results(train_trial(tiny, checkpoint=folder)) == results(whole)
+    assert done[0] == 1
+    (sealed,) = checkpoints(mine)
+    state = json.loads((sealed / "state.json").read_text()) | {"state": {TRIAL: mine.name}}
+    del state["blake2b"]
+    (sealed / "state.json").write_text(json.dumps(state | {"blake2b": state_digest(state)}))
+    with pytest.raises(InputError, match="was not written by this trial; remove this folder"):
+        train_trial(tiny, checkpoint=folder)
 
 
 def test_a_short_trial_writes_nothing_and_a_full_disk_does_not_stop_one(tiny: Recipe, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain, repeat
 from pathlib import Path
 
 import psutil
@@ -27,6 +28,7 @@ from leaven.training.outcome import Baseline
 from leaven.training.run_logs import log_records, wandb_rows
 from leaven.tuning import search
 from leaven.tuning.command import Command, SearchedValue, command_space, fill, text_of
+from leaven.tuning.service import command_study
 from leaven.tuning.service.command_study import CommandStudy, CommandTrainer
 from leaven.tuning.service.losses import read_losses, why_none
 from leaven.tuning.service.search_loop import Proposal, TrialReleased, WorkerDied
@@ -218,7 +220,31 @@ def test_a_command_that_fails_elsewhere_is_run_twice_and_then_left_out(write: Wr
     assert [trial.state for trial in document().trials] == ["complete", "failed"]
     assert "trial 1 ended with exit code 7; the last lines of its output" in printed
     assert "iter 1: val loss 3 | too large" in printed
+    assert "1 of 2 trials, which gave no result at any attempt" in " ".join(printed.split())
     assert len(list(Path("study/trials").iterdir())) == 3  # each attempt has a folder
+
+
+def test_the_output_of_a_trial_is_not_written_through_a_link(write: Write) -> None:
+    file = write("echo iter 1: val loss 3; : {lr} {seed}", PATTERN, ONE)
+    assert tune(file, "--study", "study", "--trials", 1, "--noise", 0.01)[0] == 0
+    folder = Path("study/trials/000001")
+    folder.mkdir()
+    Path("thesis").write_text("line one of my thesis")
+    (folder / "output.log").symlink_to(Path("thesis").absolute())
+    code, printed = tune(file, "--study", "study", "--trials", 2, "--noise", 0.01)
+    assert (code, "output.log: this is a link to" in printed) == (2, True), printed
+    assert Path("thesis").read_text() == "line one of my thesis"
+
+
+def test_a_full_disk_fails_no_trial(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = chain([True, False, True, True], repeat(False))
+    monkeypatch.setattr(command_study, "is_full", lambda folder: next(answers))
+    file = write("test -e tried || { touch tried; exit 1; }; echo iter 1: val loss 3; : {lr} {seed}", PATTERN, ONE)
+    code, printed = tune(file, "--study", "study", "--trials", 1, "--noise", 0.01)
+    assert code == 0, printed
+    assert [trial.state for trial in document().trials] == ["complete"]
+    for number, note in ((0, "waits, because"), (0, "ended with exit code 1; the disk of"), (1, "waits, because")):
+        assert f"trial {number} {note}" in printed
 
 
 @pytest.mark.parametrize("loss", ["nan", "-inf", "1e60", "nan; echo iter 2: val loss 3", "inf; exit 1"])

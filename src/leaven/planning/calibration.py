@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from leaven import storage
 from leaven.documents.planning import CalibrationRow
+from leaven.errors import InputError
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.memory import GIB, worst_stage
@@ -104,7 +105,7 @@ def remember(record: CalibrationRecord) -> bool:
             storage.append(path, record.model_dump_json(exclude_defaults=True).encode() + b"\n")
             if path.stat().st_size > LIMIT_BYTES:
                 path.replace(folder / _FULL)
-    except OSError:
+    except (OSError, InputError):
         return False
     return True
 

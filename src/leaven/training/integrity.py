@@ -7,7 +7,7 @@ import torch.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from hashlib import blake2b
@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from leaven import storage
 from leaven.errors import InputError
+from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import NOT_NUMBERS, Difference, Recipe, differing
 from leaven.training.line_digests import LinesDigest, digest, kept_metrics, lines_digest
 from leaven.training.run_folder import (
@@ -65,7 +66,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
         storage.require_writable(run.path)
         return
     for file in (run.events_file, run.metrics_file):
-        storage.require_no_link(file)
+        storage.require_plain_file(file)
     begun = run.recipe()
     if changes := changes_of(begun, recipe):
         possible = all(changeable(path) for path, _, _ in changes)
@@ -74,7 +75,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
             f"run folder {run.path} holds a run of another recipe: {describe_changes(changes)}; "
             f"use another --run{or_back}"
         )
-    require_own_files(run, begun, newest_state(run))
+    require_own_files(run, newest_state(run))
     if not checkpoints(run.checkpoints) and run.finish() is None and (trained := progress(run, begun)):
         raise InputError(
             f"run folder {run.path} has no checkpoints, but {trained}; bring back {run.checkpoints} "
@@ -85,19 +86,15 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
 # Files of other runs
 
 
-def require_own_files(run: RunFolder, recipe: Recipe, state: Mapping[str, Any]) -> None:
+def require_own_files(run: RunFolder, state: Mapping[str, Any]) -> None:
     """Raise InputError if :func:`foreign_files` finds a file."""
-    if (fault := next(foreign_files(run, recipe, state), None)) is not None:
+    if (fault := next(foreign_files(run, state), None)) is not None:
         raise InputError(fault)
 
 
-def foreign_files(run: RunFolder, recipe: Recipe, state: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each file that belongs to another run, or is not as it was at a checkpoint.
-
-    Args:
-        recipe: the recipe in recipe.toml.
-        state: the state of the callbacks in the checkpoint.
-    """
+def foreign_files(run: RunFolder, state: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each file that belongs to another run, or is not as it was at a checkpoint. ``state`` is
+    the state of the callbacks in the checkpoint."""
     found = list(_identities(run, state))
     other = next((file for file, identity in found if identity != found[0][1]), None)
     if other is not None:
@@ -109,7 +106,7 @@ def foreign_files(run: RunFolder, recipe: Recipe, state: Mapping[str, Any]) -> I
             f"{run.tokenizer_file} is not the tokenizer with which the run was trained; bring back the file of this "
             "run"
         )
-    if changes := _changes_of_recipe(run, recipe, state):
+    if changes := _changes_of_recipe(run, state):
         yield f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}; change it back"
 
 
@@ -175,17 +172,21 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_dump(mode="json", exclude={"why"}, exclude_none=True)
 
 
-def _changes_of_recipe(run: RunFolder, recipe: Recipe, state: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences between the recipe in a checkpoint and ``recipe`` that neither a rewind nor another
-    place of the data explains."""
+def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
+    """Return the differences between recipe.toml and the recipe that the run has according to its last rewind or, if
+    no rewind has changed it, its checkpoint. Another place of the data is no difference.
+
+    If a process was killed after it had recorded a rewind, recipe.toml may still have the values of before.
+    """
+    there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
+    if change is not None:
+        recipe, before = change
+        changes = differing(_trained_values(recipe), there)
+        return [each for each in changes if each[0] not in before or before[each[0]] != each[2]]
     try:
-        saved = Recipe.model_validate(state[RECIPE])
+        return differing(_trained_values(Recipe.model_validate(state[RECIPE])), there)
     except (KeyError, ValidationError):  # a checkpoint of another version
         return []
-    changes = differing(_trained_values(saved), _trained_values(recipe))
-    if any(event["event"] == "rewind" and "recipe" in event for event in run.read_events()):
-        changes = [change for change in changes if not changeable(change[0])]
-    return changes
 
 
 def _trained_values(recipe: Recipe) -> dict[str, Any]:
@@ -279,6 +280,20 @@ def _saved_tokens(event: Mapping[str, Any]) -> int | None:
     """Return the number of trained tokens at the checkpoint that the event mentions, or None if it mentions none."""
     tokens = event.get("tokens") if event["event"] in ("checkpoint", "resume") else None
     return tokens if isinstance(tokens, int) else None
+
+
+def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | None = None) -> str | None:
+    """Return a sentence that says why none of the checkpoints that are there can be used, or None if there are none.
+    ``damaged`` are those that are damaged; a rewind has undone the others. With ``tokens``, consider only the
+    checkpoint at that token count."""
+    there = (path for path in checkpoints(run.checkpoints) if tokens is None or tokens_of(path) == tokens)
+    undone = [path for path in there if path not in damaged]
+    found = [
+        f"{why}: {', '.join(path.name for path in paths)}"
+        for why, paths in (("damaged", damaged), (f"undone by a rewind in {run.events_file.name}", undone))
+        if paths
+    ]
+    return f"no checkpoint can be used ({'; '.join(found)}); bring back one of this run" if found else None
 
 
 def missing_checkpoint(saved: int | None, found: int) -> str | None:

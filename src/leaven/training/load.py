@@ -20,7 +20,7 @@ from leaven.model.experts import MixtureOfExperts
 from leaven.model.generate import Sampling, generate
 from leaven.model.initialisation import name_seed
 from leaven.model.transformer import Transformer
-from leaven.recipe.files import read_text
+from leaven.recipe.files import read_text, render
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable, parameter_table
 from leaven.training.average import AVERAGE
@@ -31,6 +31,7 @@ from leaven.training.integrity import (
     newest_state,
     progress,
     require_own_files,
+    unusable_checkpoints,
 )
 from leaven.training.load_balance import BIASES
 from leaven.training.rewind import rewinds_of
@@ -116,24 +117,21 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         problem = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"
         raise InputError(f"{run}: {problem}; give the folder of a run, the DIR of leaven train RECIPE --run DIR")
     recipe = folder.recipe()
-    require_own_files(folder, recipe, newest_state(folder))
+    require_own_files(folder, newest_state(folder))
     saved = newest_saved(folder) if tokens is None else None  # first, because a run may be writing another one
     checkpoint, damaged = read_checkpoint(folder.checkpoints, rewinds_of(folder), tokens, recipe=recipe)
     if checkpoint is None:
-        names = [path.name for path in damaged]
-        there = ", ".join(f"{tokens_of(path):_}" for path in checkpoints(folder.checkpoints))
-        if names:
-            why = f"no whole checkpoint: {', '.join(names)} {'is' if len(names) == 1 else 'are'} damaged"
-        elif there and tokens is None:
-            why = f"a rewind has undone every checkpoint ({there}); bring back those of this run"
-        elif there:
-            why = f"no checkpoint at {tokens:,} tokens; there are {there}"
+        there = [tokens_of(path) for path in checkpoints(folder.checkpoints)]
+        if tokens is not None and there and tokens not in there:
+            why = f"no checkpoint at {tokens:,} tokens; there are {', '.join(f'{each:_}' for each in there)}"
+        elif (unusable := unusable_checkpoints(folder, damaged, tokens)) is not None:
+            why = unusable
         elif trained := progress(folder, recipe):
             why = f"no checkpoint, but {trained}; bring back {folder.checkpoints} (is its disk mounted?)"
         else:
             why = "no checkpoint yet; leaven train writes one at the start of a run"
         raise InputError(f"{run}: {why}")
-    require_own_files(folder, recipe, checkpoint.state)
+    require_own_files(folder, checkpoint.state)
     missing = missing_checkpoint(saved, checkpoint.progress.tokens)
     if averaged and not any(name.startswith(f"{AVERAGE}.") for name in checkpoint.optimizer):
         if recipe.average is None:
@@ -226,7 +224,7 @@ def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: st
     architecture = holding(shape)
     card = model_card(
         run.recipe,
-        read_text(run.folder.recipe_file),
+        render(run.recipe, read_text(run.folder.recipe_file)),
         architecture=architecture.name,
         tokens=run.tokens,
         dtype=dtype,

@@ -141,5 +141,5 @@ class ManualRewind:
                 f"--rewind-to {format_quantity(self.rewind_to)}: no whole checkpoint at or before this count; "
                 + (f"there are checkpoints at {there} tokens" if there else "the run folder has none")
             )
-        require_own_files(run, run.recipe(), found.state)
+        require_own_files(run, found.state)
         return found.progress.tokens

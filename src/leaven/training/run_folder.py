@@ -13,8 +13,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from leaven import storage
 from leaven.errors import InputError
 from leaven.recipe.files import finite, read_recipe, read_text, write_recipe
@@ -142,10 +140,19 @@ class RunFolder:
     def recipe(self) -> Recipe:
         """Return the run's current recipe. It is correct even if the process was killed after a manual rewind was
         recorded and before the recipe file was written."""
-        changed = [event["recipe"] for event in self.events() if "recipe" in event]
+        change = self.last_change()
+        return read_recipe(self.recipe_file) if change is None else change[0]
+
+    def last_change(self) -> tuple[Recipe, dict[str, Any]] | None:
+        """Return the recipe in the last event that has changed it, and the values before, by path. Return None if
+        there is no such event."""
+        changes = [event for event in self.read_events() if "recipe" in event]
+        if not changes:
+            return None
         try:
-            return Recipe.model_validate(changed[-1]) if changed else read_recipe(self.recipe_file)
-        except ValidationError:
+            recipe = Recipe.model_validate(changes[-1]["recipe"])
+            return recipe, {each["path"]: each["before"] for each in changes[-1].get("changes", ())}
+        except WRONG_TYPES:
             raise InputError(f"{self.events_file}: its last recipe is damaged; {DAMAGED_EVENTS}") from None
 
     @contextmanager
@@ -163,6 +170,8 @@ class RunFolder:
                     torn.unlink()
         if not self.recipe_file.exists():
             write_recipe(recipe, self.recipe_file)
+        elif differences(read_recipe(self.recipe_file), current := self.recipe()):
+            write_recipe(current, self.recipe_file)
 
     def require_there(self) -> None:
         """Raise InputError if the folder that :meth:`locked` has locked was deleted or moved, even if another process
@@ -214,7 +223,8 @@ class RunFolder:
         kept, difference = kept_metrics(lines, step, written)
         size = sum(map(len, lines[: min(kept, len(on_disk))]))
         if size < len(content):
-            os.truncate(self.metrics_file, size)
+            with storage.open_to_write(self.metrics_file) as file:
+                file.truncate(size)
         self._waiting.extend((self.metrics_file, line) for line in lines[len(on_disk) : kept])
         self._lines, self._digest = kept, digest(lines[:kept])
         return difference

@@ -81,6 +81,7 @@ from leaven.training.integrity import (
     require_run_of,
     require_text,
     require_tokenizer,
+    unusable_checkpoints,
 )
 from leaven.training.line_digests import lines_digest
 from leaven.training.loop import Callback, Diverged, Loop
@@ -230,6 +231,8 @@ class RunTrainer:
         rewinds, saved = rewinds_of(self.run), newest_saved(self.run)
         changed: str | None = None
         found = self._newest(rewinds)
+        if found is None and checkpoints(self.run.checkpoints):
+            raise self._unusable()
         if found is not None:
             require_text(self.run, self.tokens.fingerprint, found.state.get(TEXT))
             changed = events_changed(self.run, lines_digest(found.state.get(EVENTS)))
@@ -288,6 +291,8 @@ class RunTrainer:
         """Restore the newest checkpoint that the rewind does not undo, and record an event with ``values``."""
         rewinds = (*self.training.rewinds, rewind)
         found = self._newest(rewinds)
+        if found is None and self.damaged:  # the user may be able to repair one
+            raise self._unusable()
         if found is None:
             self.fail(values | {"why": f"{values['why']}; no checkpoint is left to go back to"})
         # The rollback is final once this line is on the disk: if the run is killed later, it resumes rolled back.
@@ -315,18 +320,16 @@ class RunTrainer:
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
         """Return the newest undamaged checkpoint that these rewinds have not undone, or None. Store the damaged
-        checkpoints that are newer in ``self.damaged``. Raise InputError if all are damaged: the user may be able to
-        repair one."""
+        checkpoints that are newer in ``self.damaged``."""
         found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group, recipe=self.training.recipe)
-        if found is None and damaged:
-            raise InputError(
-                f"{self.run.checkpoints}: every checkpoint is damaged ({', '.join(path.name for path in damaged)}); "
-                "restore an undamaged copy, or start again with another --run"
-            )
         if found is not None:
-            require_own_files(self.run, self.training.recipe, found.state)
+            require_own_files(self.run, found.state)
         self.damaged = damaged
         return found
+
+    def _unusable(self) -> InputError:
+        why = unusable_checkpoints(self.run, self.damaged)
+        return InputError(f"{self.run.checkpoints}: {why}, or start again with another --run")
 
     def _restore(self, found: Checkpoint | None, rewinds: tuple[Rewind, ...]) -> None:
         if found is not None:

@@ -39,12 +39,14 @@ from leaven.training.early_stopping import DivergenceMonitor, Pruned, Pruning, c
 from leaven.training.engine import Training
 from leaven.training.loop import Callback, Diverged, Loop, StepResult
 from leaven.training.outcome import Baseline, Curve, Outcome, curve_of, this_process
-from leaven.training.run_folder import checkpoints
+from leaven.training.run_folder import WRONG_TYPES, checkpoints
 
 if TYPE_CHECKING:
     from leaven.training.stack import TrialStack
 
 Result = TypeVar("Result")
+
+TRIAL = "trial"  # key of the name of the folder in the state of a trial's checkpoint
 
 
 def train_trial(
@@ -193,7 +195,8 @@ class Cooldowns(Callback):
 
 class TrialCheckpoint(Callback):
     """Writes a checkpoint of a trial at a fixed interval in seconds. If the disk is full, the trial continues without
-    a new checkpoint."""
+    a new checkpoint. Each checkpoint contains the name of its ``folder``, which :func:`checkpoint_folder` computes
+    from recipes and text, so that a checkpoint of another trial is not read."""
 
     def __init__(
         self, training: "Training | TrialStack", folder: Path, every_seconds: float, callbacks: Sequence[Callback]
@@ -202,17 +205,29 @@ class TrialCheckpoint(Callback):
         self._last = time.monotonic()
 
     def resume(self) -> None:
-        """Continue from the checkpoint of this trial, if there is one."""
+        """Continue from the checkpoint of this trial, if there is one.
+
+        Raises:
+            InputError: if its values are of other types or sizes, so that leaven has not written it.
+        """
         found, _ = read_checkpoint(self._folder)
-        if found is not None:
+        if found is None or found.state.get(TRIAL) != self._folder.name:
+            return
+        try:
             self._training.restore(found)
             for callback in self._callbacks:
                 callback.restore(found.state)
+        except (AssertionError, *WRONG_TYPES):
+            raise InputError(
+                f"{self._folder}: its checkpoint was not written by this trial; remove this folder"
+            ) from None
 
     def after_step(self, step: StepResult) -> None:
         if self._training.finished or time.monotonic() - self._last < self._every:
             return
-        state = {key: value for callback in self._callbacks for key, value in callback.state().items()}
+        state: dict[str, Any] = {TRIAL: self._folder.name}
+        for callback in self._callbacks:
+            state |= callback.state()
         with suppress(NotSaved, OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             kept = write_checkpoint(self._folder, self._training.checkpoint(state))

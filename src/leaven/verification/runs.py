@@ -136,7 +136,7 @@ class RunStore:
         """
         if self._pool is None:
             self._resources.enter_context(locked_folder(self.folder, "--run"))
-            storage.require_no_link(self.folder / LINES)
+            storage.require_plain_file(self.folder / LINES)
             read = storage.read_json_lines(self.folder / LINES)
             lost = len(read.damaged)
             for entry in read.documents:

@@ -73,7 +73,7 @@ class RunView:
         finish = finish_of(self.folder.read_events())
         for file, why in changed_since(self.folder, finish).items() if finish is not None else ():
             found.append(f"{file} is not as it was when the run finished: {why}")
-        return "; ".join([*found, *foreign_files(self.folder, self.recipe, newest_state(self.folder))])
+        return "; ".join([*found, *foreign_files(self.folder, newest_state(self.folder))])
 
 
 class StudyView(StudyDocument):
@@ -151,7 +151,8 @@ def read_folder(folder: Path) -> FolderView:
 
 def read_run(folder: Path) -> RunView:
     """Return the run in a folder. The run's title is the name of the recipe."""
-    recipe, written = read_recipe(folder / "recipe.toml"), RunFolder(folder)
+    written = RunFolder(folder)
+    recipe = written.recipe()
     metrics = written.read_metrics()
     steps = [line for line in map(_numbers, metrics.documents) if (line.get("tokens") or 0) > 0 and "loss" in line]
     if not steps:

@@ -130,12 +130,14 @@ def repeats(state: StudyDocument) -> str:
 def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
     """Return lines about what a study found besides the best hyperparameters.
 
-    The lines say whether fewer changes give an equally good loss, which hyperparameters are at a limit of the search
-    space, which hyperparameters do not matter, and what more trials are expected to gain.
+    The lines say how many trials failed, whether fewer changes give an equally good loss, which hyperparameters are
+    at a limit of the search space, which do not matter, and what more trials are expected to gain.
 
     ``budget`` is the number of trials that the search was allowed to run.
     """
     facts = _fewest_changes(state, state.fewest_octaves) if state.moved and state.fewest_octaves is not None else []
+    if failed := state.count("failed"):
+        facts.append(("failed", [f"{failed} of {state.ended} trials, which gave no result at any attempt"]))
     for each in state.coordinates:
         if each.at_end:
             wider = _wider(state.dimension(each.path), each.best)

@@ -11,6 +11,7 @@ ends:
 - Failed: both attempts at the run failed. An attempt fails if the command ends with another exit code, reports no
   loss or one that cannot be read, or takes longer than ``timeout_seconds``. If an attempt at the start point fails
   before any run has a result, there is no second attempt: the command itself is probably wrong, so the search ends.
+  An attempt that fails while the disk of the study's folder is full does not count. The next one waits for room.
 """
 
 import math
@@ -29,7 +30,7 @@ from typing import BinaryIO, Self
 from leaven.errors import InputError
 from leaven.planning.this_machine import VISIBLE
 from leaven.recipe.files import write_recipe
-from leaven.storage import make_folder, write_text
+from leaven.storage import is_full, make_folder, open_to_write, write_text
 from leaven.training.early_stopping import expected, should_prune
 from leaven.training.outcome import Outcome, this_process
 from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, fill
@@ -96,6 +97,8 @@ class CommandTrainer:
             values = values_of(command, self._space, proposal, folder, proposal.seed, proposal.worker)
         except ValueError:  # values that are invalid together, such as a warm-up longer than the run
             return Outcome(math.inf)
+        make_folder(self._folder)
+        self._wait_for_room(proposal)
         make_folder(folder / "out")
         write_inputs(command, self._space, proposal, values)
         # Without this, a command in Python would keep its output, and so its losses, in a buffer.
@@ -103,7 +106,7 @@ class CommandTrainer:
         if (device := self._devices[proposal.worker]) is not None:
             environment[VISIBLE] = device
         environment |= {name: fill(text, values) for name, text in command.environment.items()}
-        with (folder / OUTPUT).open("ab" if command.resume else "wb") as output:
+        with open_to_write(folder / OUTPUT, os.O_CREAT | (os.O_APPEND if command.resume else os.O_TRUNC)) as output:
             if command.resume:
                 self._wait_for(output)
             process = self._commands.start(command.filled(values), environment, output)
@@ -116,9 +119,23 @@ class CommandTrainer:
         finally:
             self._commands.end(process)
         if isinstance(outcome, str):
+            if is_full(self._folder):
+                self._note(f"trial {proposal.number} {outcome}; the disk of {self._folder} is full, so it runs again")
+                raise TrialReleased
             raise self._failure(proposal, folder / OUTPUT, outcome)
         self._works = True
         return outcome
+
+    def _wait_for_room(self, proposal: Proposal) -> None:
+        """Wait while the disk of the study's folder is full, because the output of the command would be lost."""
+        told = False
+        while is_full(self._folder):
+            if self._stop() or self._leaving.is_set():
+                raise TrialReleased
+            if not told:
+                self._note(f"trial {proposal.number} waits, because the disk of {self._folder} is full; make room")
+                told = True
+            time.sleep(POLL)
 
     def _wait_for(self, output: BinaryIO) -> None:
         """Wait until the command of an earlier attempt has ended, and lock the file ``output``.

@@ -63,7 +63,6 @@ PURPOSE, SEED, RETRY_OF, FINALIST, DIVERGED = "purpose", "seed", "retry_of", "fi
 OWNER, JOB, FINAL, RELEASED, CONFIRMS = "owner", "job", "final", "released", "confirms"
 BEGAN, ENDED = "began", "ended"  # Unix time by the owner's clock, seconds
 PREDICTED = "expected"  # the predicted final loss of a pruned trial
-CLOSED = "closed"  # whether a command has ended this trial without a result
 LAST_BEAT = "last_beat"  # the last heartbeat of an owner on another machine that was taken for dead: Unix time
 DIGEST = "digest"  # of a trial with a result (a user attribute), or of the settings (in ABOUT)
 WITH_RESULT = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -267,7 +266,6 @@ class StoredStudy:
                 self.store.set_trial_user_attr(self._trial_id(number), LAST_BEAT, ended)
             if released:
                 self.store.set_trial_user_attr(self._trial_id(number), RELEASED, True)
-            self.store.set_trial_user_attr(self._trial_id(number), CLOSED, True)
             self.store.set_trial_state_values(self._trial_id(number), TrialState.FAIL)
 
     def _trial_id(self, number: int) -> int:
@@ -359,17 +357,14 @@ def _change_of(trial: FrozenTrial, digests: bool) -> str:
     does, and for trials of other programs.
 
     leaven creates a trial as RUNNING, with an owner. It becomes COMPLETE or PRUNED together with a loss, or FAIL
-    without one. A running trial may have a digest, because its process was killed between writing the digest and the
-    state; if a command then closes the trial, the trial is marked as closed. ``digests`` is whether every trial with
-    a result has a digest.
+    without one. ``digests`` is whether every trial with a result has a digest. A trial without a result may have one,
+    because its process was killed between writing the digest and the state.
     """
     state, attributes = trial.state, trial.user_attrs
-    with_result = DIGEST in attributes and CLOSED not in attributes
     changes = {
         "its attributes are missing": digests and OWNER not in attributes,
         "its state is WAITING, which leaven never writes": state is TrialState.WAITING,
         f"its state is {state.name}, but it has a loss": state not in WITH_RESULT and trial.values is not None,
-        "its state is FAIL, but it ended with a result": state is TrialState.FAIL and with_result,
         "its state is COMPLETE, but it has no loss": state is TrialState.COMPLETE and trial.values is None,
     }
     return next((change for change, found in changes.items() if found and _ours(trial)), "")
@@ -378,7 +373,7 @@ def _change_of(trial: FrozenTrial, digests: bool) -> str:
 def _digest_of(trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> str:
     """Return the digest of a trial that ends, or has ended. ``state`` and ``values`` (its loss) are those at its
     end."""
-    attributes = {key: value for key, value in trial.user_attrs.items() if key not in {DIGEST, LAST_BEAT, CLOSED}}
+    attributes = {key: value for key, value in trial.user_attrs.items() if key not in {DIGEST, LAST_BEAT}}
     losses = [loss + 0.0 for loss in values or ()]  # SQLite stores -0.0 as 0.0
     # A key is text, but a changed row may have another one.
     params, attributes = ({str(key): value for key, value in of.items()} for of in (trial.params, attributes))

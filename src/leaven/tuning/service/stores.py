@@ -263,6 +263,7 @@ def open_journal(path: Path) -> JournalStorage:
     if not path.parent.is_dir():
         raise InputError(f"{path}: there is no folder {path.parent}; create it")
     try:
+        storage.require_plain_file(path)
         if path.exists():
             with storage.open_file(path) as file:
                 first = file.readline()

@@ -53,7 +53,7 @@ import optuna
 
 from leaven.errors import InputError
 from leaven.recipe.units import format_number
-from leaven.storage import make_folder, read, require_folder_name, require_no_link, write_text
+from leaven.storage import make_folder, read, require_folder_name, write_text
 from leaven.training.run_folder import describe_changes
 from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.trust_region import radius_of, results
@@ -431,7 +431,6 @@ def write_results(out: Path, space: SearchSpace, state: StudyDocument) -> None:
     if state.best is None:
         return
     for file, point, fewest in (("best.toml", state.octaves, False), ("fewest.toml", state.fewer, True)):
-        require_no_link(out / file)  # also to a device, which would be written to
         if point is None:  # remove the file of an earlier answer
             (out / file).unlink(missing_ok=True)
             continue
