@@ -1,5 +1,6 @@
 """What is shown of errors: one line, no escape sequences, no passwords; a bug leaves a file to report."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -186,12 +187,18 @@ def test_missing_permissions_are_one_line(
 
 
 def test_characters_that_the_terminal_lacks_are_escaped(tmp_path: Path, tiny_text: str) -> None:
-    (tmp_path / "r.toml").write_text(tiny_text.replace('"tiny"', '"t\u00edny"'), encoding="utf-8")
-    words = [sys.executable, "-m", "leaven", "show", "r.toml"]
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("t\\xedny")
+    name = "t\u00edny\U00020000"
+    (tmp_path / "r.toml").write_text(tiny_text.replace('"tiny"', f'"{name}"'), encoding="utf-8")
+
+    def shown_with(encoding: str, *options: str) -> str:
+        words = [sys.executable, "-m", "leaven", "show", "r.toml", *options]
+        environment = os.environ | {"PYTHONIOENCODING": encoding}
+        done = subprocess.run(words, capture_output=True, cwd=tmp_path, env=environment, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.decode(encoding)
+
+    assert shown_with("ascii").startswith("t\\xedny\\U00020000")
+    assert json.loads(shown_with("cp1252", "--json"))["name"] == name
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")

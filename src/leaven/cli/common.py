@@ -1,10 +1,12 @@
 """Define what several commands share: options, reading a recipe, printing a document and stopping at Ctrl-C."""
 
+import codecs
 import json
 import math
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -177,7 +179,9 @@ def print_document(
         data: Any = [each.dump() for each in document] if isinstance(document, Sequence) else document.dump()
         if following:
             data["next"] = list(following)
-        echo(json.dumps(finite(data), indent=2, ensure_ascii=False))  # infinite numbers and NaN become null
+        # Other encodings lack characters, which JSON must escape in its own way.
+        ascii_only = codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"
+        echo(json.dumps(finite(data), indent=2, ensure_ascii=ascii_only))  # infinite numbers and NaN become null
         return
     for part in chain(screen, next_lines(following)):
         console.print(part)
