@@ -196,6 +196,25 @@ def test_a_run_that_fails_while_its_first_checkpoint_fails_starts_again(
     assert train(short, tokens, tmp_path / "run").finished
 
 
+@pytest.mark.parametrize(("interval", "steps", "again"), [(204, 1, True), (1_000, 4, True), (1_000, 5, False)])
+def test_a_kill_during_the_first_save_costs_at_most_the_steps_to_the_second(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, interval: int, steps: int, again: bool
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    short = recipe.replace({"data.tokens": 2_048, "stability.checkpoint_every_tokens": interval})
+    train(short, tokens, run.path)
+    shutil.rmtree(run.checkpoints)
+    (run.checkpoints / ".tokens-000000000000000.x.tmp").mkdir(parents=True)
+    rewrite(run.path / "events.jsonl", lambda lines: [line for line in lines if line["event"] == "start"])
+    rewrite(run.path / "metrics.jsonl", lambda lines: lines[:steps])
+    assert run.metrics()[-1]["tokens"] == steps * 256
+    if again:
+        assert train(short, tokens, run.path).finished
+    else:
+        with pytest.raises(InputError, match="no checkpoints, but metrics.jsonl says that it has trained 5 steps"):
+            train(short, tokens, run.path)
+
+
 @pytest.mark.parametrize("harm", ["every save fails", "the checkpoints are gone"])
 def test_a_failed_save_does_not_let_a_run_start_again_that_has_trained_longer(
     recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str

@@ -219,8 +219,8 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
     """If a file shows that the run has trained, return a sentence with the name of the file and what it says.
 
     An example is "events.jsonl says that it has trained 1,024 tokens". A run that was killed before the end of its
-    first save, or whose first save failed, has nothing to resume from. So what it trained until the second save does
-    not count: after any kill, as much is trained again.
+    first save, or whose first save failed, has nothing to resume from. So what it trained until the second save, which
+    follows the step that completes the interval, does not count: after any kill, as much is trained again.
     """
     events = run.events()
     saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]
@@ -234,7 +234,8 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
         run.checkpoints.glob(f".{checkpoint_name(0)}.*.tmp")
     )
     trained = lines[-1].get("tokens") if lines else None
-    few = unsaved and isinstance(trained, int) and trained <= checkpoint_interval(recipe)
+    second_save = recipe.batches.tokens_at_step(recipe.batches.first_step_at(checkpoint_interval(recipe)))
+    few = unsaved and isinstance(trained, int) and trained <= second_save
     if lines and not few:
         return f"{run.metrics_file.name} says that it has trained {lines[-1]['step']:,} steps"
     if not few and (file := _trained_file(run, begun=bool(events))) is not None:
