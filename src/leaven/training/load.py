@@ -31,8 +31,8 @@ from leaven.training.integrity import (
     newest_state,
     progress,
     require_own_files,
-    unused_changes,
     unusable_checkpoints,
+    unused_changes,
 )
 from leaven.training.load_balance import BIASES
 from leaven.training.rewind import rewinds_of
