@@ -248,11 +248,12 @@ def require_folder_name(path: Path) -> None:
         )
 
 
-def is_full(folder: Path) -> bool:
-    """Return whether 64 KiB cannot be written in a folder, because its disk is full or a quota is used up."""
+def is_full(folder: Path, size: int = 2**16) -> bool:
+    """Return whether ``size`` bytes cannot be written in a folder, because its disk is full or a quota is used up. A
+    folder that is missing or cannot be written for another reason is not full."""
     try:
         with TemporaryFile(dir=folder) as file:
-            file.write(bytes(2**16))
+            file.write(bytes(size))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

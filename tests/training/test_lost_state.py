@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.training.conftest import losses
 
+from leaven import storage
 from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
 from leaven.recipe.files import write_recipe
@@ -22,7 +24,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training import checkpoint
 from leaven.training.checkpoint import Checkpoint, _fingerprint
 from leaven.training.integrity import RECIPE, TOKENIZER, identity_of, newest_state, require_tokenizer
-from leaven.training.load import export_run, load_run
+from leaven.training.load import export_run, load, load_run
 from leaven.training.metrics import Step
 from leaven.training.rewind import ManualRewind, Rewind
 from leaven.training.run_folder import IDENTITY, RunFolder, checkpoints, read_state, state_digest, tokens_of
@@ -194,6 +196,25 @@ def test_a_run_that_fails_while_its_first_checkpoint_fails_starts_again(
             train(short, tokens, tmp_path / "run", on_step=stops)
     assert RunFolder(tmp_path / "run").metrics()
     assert train(short, tokens, tmp_path / "run").finished
+
+
+@pytest.mark.parametrize(("interval", "steps", "again"), [(204, 1, True), (1_000, 4, True), (1_000, 5, False)])
+def test_a_kill_during_the_first_save_costs_at_most_the_steps_to_the_second(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, interval: int, steps: int, again: bool
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    short = recipe.replace({"data.tokens": 2_048, "stability.checkpoint_every_tokens": interval})
+    train(short, tokens, run.path)
+    shutil.rmtree(run.checkpoints)
+    (run.checkpoints / ".tokens-000000000000000.x.tmp").mkdir(parents=True)
+    rewrite(run.path / "events.jsonl", lambda lines: [line for line in lines if line["event"] == "start"])
+    rewrite(run.path / "metrics.jsonl", lambda lines: lines[:steps])
+    assert run.metrics()[-1]["tokens"] == steps * 256
+    if again:
+        assert train(short, tokens, run.path).finished
+    else:
+        with pytest.raises(InputError, match="no checkpoints, but metrics.jsonl says that it has trained 5 steps"):
+            train(short, tokens, run.path)
 
 
 @pytest.mark.parametrize("harm", ["every save fails", "the checkpoints are gone"])
@@ -414,6 +435,15 @@ def test_checkpoints_and_events_of_an_older_version_are_accepted(
     for path in checkpoints(run.checkpoints):
         seal(path, lambda state: [state["state"].pop(key) for key in (IDENTITY, RECIPE, TOKENIZER)])
     assert identity_of(run, newest_state(run)) is None
+    tokenizer = run.tokenizer_file.read_text()
+    run.tokenizer_file.write_text(tokenizer.replace('"a"', '"\\u00e4"', 1))
+    write_recipe(recipe.replace({"model.norm_eps": 0.01}), run.recipe_file)
+    assert load_run(run.path).recipe.model.norm_eps == 0.01  # nothing to compare with
+    run.tokenizer_file.write_text(tokenizer[:-7])
+    with pytest.raises(InputError, match=r"tokenizer.json: damaged \(.*\); replace it by the tokenizer.json that"):
+        load_run(run.path)
+    run.tokenizer_file.write_text(tokenizer)
+    write_recipe(recipe, run.recipe_file)
     train(recipe, tokens, run.path)
     assert identity_of(run, newest_state(run)) is not None
     assert losses(run.path) == expected
@@ -529,20 +559,23 @@ def test_a_checkpoint_of_an_older_version_has_no_digest(
     assert losses(run.path) == expected
 
 
-def test_lines_that_a_full_disk_kept_in_memory_belong_to_the_digest(tmp_path: Path) -> None:
+def test_lines_that_a_full_disk_kept_in_memory_belong_to_the_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
     run = RunFolder(tmp_path)
     lines = [{"step": step, "loss": 1.0} for step in range(1, 7)]
     for line in lines[:2]:
         run.record(line)
-    file = tmp_path / "metrics.jsonl"
-    (kept, _) = file.replace(tmp_path / "kept"), file.mkdir()  # appending to a folder fails
-    for line in lines[2:4]:
-        run.record(line)
-    at_four = run.metrics_digest()
-    for line in lines[4:]:
-        run.record(line)
-    file.rmdir()
-    kept.replace(file)
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "append", fails)
+        for line in lines[2:4]:
+            run.record(line)
+        at_four = run.metrics_digest()
+        for line in lines[4:]:
+            run.record(line)
     assert run.truncate_metrics(4, at_four) is None  # a rollback
     run.record({"step": 5, "loss": 2.0})
     assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5]
@@ -654,7 +687,7 @@ def test_an_error_of_training_is_not_hidden_by_one_of_closing(
 
 def test_the_tokenizer_of_another_run_is_refused(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
     before = run.tokenizer_file.read_text()
-    run.tokenizer_file.write_text(before + " ")
+    run.tokenizer_file.write_text(before.replace('"a"', '"\\u00e4"', 1))
     for read in (
         lambda: train(recipe, tokens, run.path),
         lambda: train(recipe, tokens, run.path, back=ManualRewind(4_096)),
@@ -663,8 +696,52 @@ def test_the_tokenizer_of_another_run_is_refused(run: RunFolder, recipe: Recipe,
         with pytest.raises(InputError, match=r"tokenizer.json is not the tokenizer with which the run was trained"):
             read()
     assert "tokenizer.json is not the tokenizer" in read_run(run.path).gaps
-    run.tokenizer_file.write_text(before)
+    run.tokenizer_file.write_text(json.dumps(json.loads(before)))  # the same tokenizer, formatted in another way
+    assert load_run(run.path).tokens
+    assert read_run(run.path).gaps == ""
     assert train(recipe, tokens, run.path).finished
+
+
+def test_a_tokenizer_of_a_checkpoint_of_an_older_version_is_compared_by_its_bytes(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet
+) -> None:
+    def old(state: dict[str, Any]) -> None:
+        state["state"][TOKENIZER] = blake2b(run.tokenizer_file.read_bytes(), digest_size=16).hexdigest()
+
+    for path in checkpoints(run.checkpoints):
+        seal(path, old)
+    assert read_run(run.path).gaps == ""
+    assert train(recipe, tokens, run.path).finished
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "metrics.jsonl"])
+def test_a_report_of_a_run_names_a_file_that_cannot_be_read(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    run, read = RunFolder(tmp_path / "run"), storage.read
+    train(recipe.replace({"data.tokens": 1_024}), tokens, run.path)
+    view = read_run(run.path)
+
+    def fails(path: Path, *rest: Any) -> bytes:
+        if path.name == name:
+            raise OSError(5, "Input/output error")
+        return read(path, *rest)
+
+    monkeypatch.setattr(storage, "read", fails)
+    assert f"{name}: cannot be read: Input/output error" in view.gaps
+
+
+def test_values_on_which_no_weight_depends_may_be_changed_before_weights_are_used(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    changed = recipe.replace({"evaluation.tokens": 256, "stability.keep": 7})
+    write_recipe(changed, run.recipe_file)
+    assert load_run(run.path).changed is not None
+    with pytest.warns(UserWarning, match="recipe.toml was changed after the checkpoint: .*keep was 3, is now 7"):
+        load(run.path)
+    export_run(load_run(run.path), tmp_path / "exported")
+    with pytest.raises(InputError, match="evaluation.tokens was 1024, is now 256.*; change it back"):
+        train(changed, tokens, run.path)
 
 
 @pytest.mark.parametrize(("path", "value"), [("model.norm_eps", 0.01), ("hyperparameters.lr", 0.5)])

@@ -101,6 +101,9 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
     muon = MuonWithAdamW([groups[0] | {"momentum": 0.9, "match": 0.2}], lr=0.02)
     with pytest.raises(ValueError, match="the state has Muon in the groups none, this optimizer in 0; load a state"):
         muon.load_state_dict(torch.optim.AdamW([groups[0] | {}], lr=0.02).state_dict())
+    more = {"params": [nn.Parameter(drawn((3,), 0))], "param_names": ["1"]}
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        muon.load_state_dict(torch.optim.AdamW([groups[0] | {}, more], lr=0.02).state_dict())
     assert "match" in muon.param_groups[0]
 
 

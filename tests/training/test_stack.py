@@ -94,6 +94,9 @@ def test_a_stack_trains_again_from_the_start(short: Recipe, tokens: TokenSet) ->
     longer = [recipe.replace({"data.tokens": 6_000}) for recipe in others]
     assert stacked.train(longer) == pytest.approx([train_trial(recipe).loss for recipe in longer], abs=5e-6)
     assert stacked.train([short]) == pytest.approx(first)
+    for other, size in ((short, 1), (short.replace({"model.d_ff": 48}), 2)):
+        with pytest.raises(ValueError, match="of other recipes"):
+            stacked.restore(TrialStack(other, size, tokens, "cpu").checkpoint())
 
 
 def test_a_killed_stack_resumes_from_its_checkpoint(

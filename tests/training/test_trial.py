@@ -133,7 +133,10 @@ def test_torn_checkpoints_and_those_of_other_trials_are_ignored(
     (kept,) = checkpoints(mine)  # only the newest is kept
     weights = kept / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-7])
-    with steps_counted(monkeypatch) as done:
+    with (
+        steps_counted(monkeypatch) as done,
+        pytest.warns(UserWarning, match=f"{kept.name} is ignored: it is dam"),
+    ):
         assert results(train_trial(tiny, checkpoint=folder, checkpoint_seconds=0)) == results(whole)
     assert done[0] == 1
 
@@ -150,15 +153,52 @@ def test_a_checkpoint_copied_from_another_trial_is_ignored(
     (mine,) = set(folder.iterdir()) - {other}
     shutil.rmtree(mine)
     shutil.copytree(other, mine)
-    with steps_counted(monkeypatch) as done:
+    with steps_counted(monkeypatch) as done, pytest.warns(UserWarning, match="is ignored: it is of another trial"):
         assert results(train_trial(tiny, checkpoint=folder)) == results(whole)
     assert done[0] == 1
-    (sealed,) = checkpoints(mine)
-    state = json.loads((sealed / "state.json").read_text()) | {"state": {TRIAL: mine.name}}
-    del state["blake2b"]
-    (sealed / "state.json").write_text(json.dumps(state | {"blake2b": state_digest(state)}))
+    reseal(mine, lambda state: {TRIAL: mine.name})
     with pytest.raises(InputError, match="was not written by this trial; remove this folder"):
         train_trial(tiny, checkpoint=folder)
+
+
+def reseal(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Change the state of the callbacks in the only checkpoint in a folder, and its digest."""
+    (sealed,) = checkpoints(folder)
+    state = json.loads((sealed / "state.json").read_text())
+    del state["blake2b"]
+    state["state"] = change(state["state"])
+    (sealed / "state.json").write_text(json.dumps(state | {"blake2b": state_digest(state)}))
+
+
+@pytest.mark.parametrize("d_ff", [48, 96, 128])
+def test_a_checkpoint_of_another_width_is_not_trained_on(
+    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, d_ff: int
+) -> None:
+    assert tiny.model.d_ff != d_ff
+    folder, others = tmp_path / "trial", tmp_path / "others"
+    for recipe, where in ((tiny, folder), (tiny.replace({"model.d_ff": d_ff}), others)):
+        with steps_counted(monkeypatch, die_at=3), pytest.raises(Killed):
+            train_trial(recipe, checkpoint=where, checkpoint_seconds=0)
+    (mine,), (other,) = folder.iterdir(), others.iterdir()
+    shutil.rmtree(mine)
+    shutil.copytree(other, mine)
+    reseal(mine, lambda state: state | {TRIAL: mine.name})
+    with steps_counted(monkeypatch, die_at=1) as done, pytest.raises(Killed), pytest.warns(match="other parameters"):
+        train_trial(tiny, checkpoint=folder)
+    assert done == [1]
+
+
+def test_a_checkpoint_of_an_older_version_is_continued(
+    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "trial"
+    with steps_counted(monkeypatch, die_at=3), pytest.raises(Killed):
+        train_trial(tiny, checkpoint=folder, checkpoint_seconds=0)
+    (mine,) = folder.iterdir()
+    reseal(mine, lambda state: {key: value for key, value in state.items() if key != TRIAL})
+    with steps_counted(monkeypatch, die_at=1) as done, pytest.raises(Killed):
+        train_trial(tiny, checkpoint=folder)
+    assert done == [4]
 
 
 def test_a_short_trial_writes_nothing_and_a_full_disk_does_not_stop_one(tiny: Recipe, tmp_path: Path) -> None:

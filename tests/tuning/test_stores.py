@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import resource
-import shutil
 import sqlite3
 import subprocess
 import sys
@@ -215,7 +214,12 @@ def test_a_full_disk_is_waited_for_and_leaves_no_torn_line(tmp_path: Path) -> No
 
 
 def test_a_full_disk_gets_no_empty_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 8_192, 8_192))
+    def fails(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(InputError, match="there is no folder .*nofolder"):
+        open_store(f"sqlite:///{tmp_path / 'nofolder' / 'a.db'}")
+    monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(InputError, match=r"study.db cannot be created: its disk is full; make room"):
         open_store(f"sqlite:///{tmp_path / 'study.db'}")
     assert not any(tmp_path.iterdir())
@@ -326,7 +330,7 @@ def without_psycopg(path: Path) -> None:
         (has_a_damaged_trial, "{}", "not a journal of Optuna, or a line is missing or was changed; restore"),
         (is_database, "{}", "an SQLite database; give sqlite:////"),
         (is_damaged, "{}", "line 2 is damaged; restore the file from a backup, or keep .* head -n 1"),
-        (os.mkfifo, "{}", "a pipe or a device, not a regular file"),
+        (os.mkfifo, "{}", "this is a pipe or a device; move it away"),
         (Path.mkdir, "{}", "a folder; give the file of a journal, such as .*journal.log"),
         (None, "sqlite:///{}/study.db", "there is no folder"),
         (None, "sqlite:///file:some.db?uri=true", "give sqlite:///FILE"),

@@ -196,7 +196,9 @@ def test_finished_runs_are_not_repeated(tiny: Recipe, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("harm", ["cut", '"loss": 1', '"loss": null, "x": ', '"loss": 1e999, "loss": "x", "y": '])
+@pytest.mark.parametrize(
+    "harm", ["cut", "\0", '"loss": 1', '"loss": null, "x": ', '"loss": 1e999, "loss": "x", "y": ']
+)
 def test_runs_that_were_lost_or_changed_are_named_and_trained_again(tiny: Recipe, tmp_path: Path, harm: str) -> None:
     short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128})
     trials = [RecipeTrial(short.replace({"data.seed": seed})) for seed in range(3)]
@@ -210,6 +212,8 @@ def test_runs_that_were_lost_or_changed_are_named_and_trained_again(tiny: Recipe
         with RunStore(tmp_path, 1, note=notes.append) as store:
             again = store.run(trials)
             assert [again(trial).loss for trial in trials] == [first(trial).loss for trial in trials]
+    with RunStore(tmp_path, 1, note=notes.append) as store:  # more runs, and none is lost any more
+        store.run([*trials, RecipeTrial(short.replace({"data.seed": 3}))])
     assert notes == [f"caution: one finished run is missing in {lines}, or changed, and trained again"]
 
 

@@ -55,7 +55,7 @@ def weights(
     from leaven.training.load import export_run, load_run
 
     loaded = load_run(run, tokens, averaged=averaged)
-    say_skipped(loaded.skipped)
+    say_skipped(loaded.skipped, loaded.changed)
     architecture = export_run(loaded, folder, dtype=dtype, licence=data_license)
     document = WeightsDocument(
         path=str(folder),

@@ -47,7 +47,7 @@ def sample(
     except UnicodeEncodeError:  # bytes on the command line that are not valid UTF-8
         raise InputError("TEXT is not valid UTF-8; type it again in UTF-8") from None
     loaded = load_run(run, tokens)
-    say_skipped(loaded.skipped)
+    say_skipped(loaded.skipped, loaded.changed)
     loaded.model.to(default_device())
     drawn, began = [], time.perf_counter()
     for number in range(samples):

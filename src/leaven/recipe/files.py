@@ -22,7 +22,7 @@ LONGEST = 10_000_000  # characters of a recipe; the longest ones have 10,000
 MOST_DOTS = 10_000  # in a line
 DEEPEST = 20  # levels of nested tables and arrays; recipes have 4
 LARGEST_INTEGER = 2**63 - 1  # of TOML, and of torch
-SMALLEST_FLOAT, LARGEST_FLOAT = 1e-38, 1e19  # fp32: smaller ones lose digits, and squares of larger ones overflow
+SMALLEST_FLOAT, LARGEST_FLOAT = 1.2e-38, 1e19  # fp32: smaller ones lose digits, and squares of larger ones overflow
 
 
 def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:

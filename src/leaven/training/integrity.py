@@ -6,8 +6,9 @@ to it. Older versions of leaven wrote less; a value that a file does not have is
 import torch.
 """
 
+import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from hashlib import blake2b
@@ -86,28 +87,49 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
 # Files of other runs
 
 
-def require_own_files(run: RunFolder, state: Mapping[str, Any]) -> None:
-    """Raise InputError if :func:`foreign_files` finds a file."""
-    if (fault := next(foreign_files(run, state), None)) is not None:
+def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> None:
+    """Raise InputError if :func:`foreign_files` finds a file.
+
+    If ``to_use`` is true, the weights are only used, so values of the recipe on which no weight depends
+    (:func:`unused_changes`) may differ.
+    """
+    if (fault := next(foreign_files(run, state, to_use=to_use), None)) is not None:
         raise InputError(fault)
 
 
-def foreign_files(run: RunFolder, state: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each file that belongs to another run, or is not as it was at a checkpoint. ``state`` is
-    the state of the callbacks in the checkpoint."""
+def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> Iterator[str]:
+    """Yield a sentence for each file that belongs to another run, is not as it was at a checkpoint, or is unreadable.
+    ``state`` is the state of the callbacks in the checkpoint. ``to_use`` is as in :func:`require_own_files`."""
     found = list(_identities(run, state))
     other = next((file for file, identity in found if identity != found[0][1]), None)
     if other is not None:
         where = f"{other} has lines of" if other == found[0][0] else f"{found[0][0]} and {other} belong to"
         yield f"{where} different runs; bring back those of one run, or start again with another --run"
-    saved, there = state.get(TOKENIZER), tokenizer_digest(run)
-    if isinstance(saved, str) and there not in {None, saved}:
-        yield (
-            f"{run.tokenizer_file} is not the tokenizer with which the run was trained; bring back the file of this "
-            "run"
-        )
-    if changes := _changes_of_recipe(run, state):
+    try:
+        there = _tokenizer_digests(run)
+        if there and isinstance(saved := state.get(TOKENIZER), str) and saved not in there:
+            yield (
+                f"{run.tokenizer_file} is not the tokenizer with which the run was trained; bring back the file of "
+                "this run"
+            )
+    except InputError as error:
+        yield str(error)
+    changes = _changes_of_recipe(run, state)
+    if to_use:
+        changes = [each for each in changes if not _without_weights(each)]
+    if changes:
         yield f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}; change it back"
+
+
+def unused_changes(run: RunFolder, state: Mapping[str, Any]) -> str | None:
+    """Return a sentence if recipe.toml differs from the checkpoint with this ``state`` in values on which no use of
+    its weights depends, else None."""
+    changes = [each for each in _changes_of_recipe(run, state) if _without_weights(each)]
+    return f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}" if changes else None
+
+
+def _without_weights(change: Difference) -> bool:
+    return change[0].split(".")[0] in {"evaluation", "stability"}
 
 
 def _identities(run: RunFolder, state: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
@@ -140,13 +162,32 @@ def newest_state(run: RunFolder) -> dict[str, Any]:
 
 
 def tokenizer_digest(run: RunFolder) -> str | None:
-    """Return a digest of tokenizer.json, or None if there is no such file."""
+    """Return a digest of tokenizer.json that does not depend on its formatting, or None if there is no such file.
+
+    Raises:
+        InputError: if the file cannot be read.
+    """
+    return next(iter(_tokenizer_digests(run)), None)
+
+
+def _tokenizer_digests(run: RunFolder) -> list[str]:
+    """Return the digest of tokenizer.json and the one that older versions made, which depends on the formatting.
+    Return nothing if there is no such file."""
     try:
-        return blake2b(storage.read(run.tokenizer_file), digest_size=16).hexdigest()
+        content = storage.read(run.tokenizer_file)
     except FileNotFoundError:
-        return None
+        return []
     except OSError as error:
         raise InputError(f"{run.tokenizer_file}: cannot be read: {error.strerror}") from None
+    return [blake2b(form, digest_size=16).hexdigest() for form in (_canonical(content), content)]
+
+
+def _canonical(tokenizer: bytes) -> bytes:
+    """Return the content of a tokenizer.json without its formatting, or as it is if it is no JSON."""
+    try:
+        return json.dumps(json.loads(tokenizer), sort_keys=True).encode()
+    except (ValueError, RecursionError):
+        return tokenizer
 
 
 def require_tokenizer(run: RunFolder, path: Path) -> None:
@@ -156,7 +197,7 @@ def require_tokenizer(run: RunFolder, path: Path) -> None:
 
     with suppress(FileNotFoundError):
         there, ours = storage.read(run.tokenizer_file), storage.read(path)
-        if there == ours:
+        if _canonical(there) == _canonical(ours):
             return
         with suppress(Exception):  # tokenizers raises no narrower class
             if Tokenizer.from_buffer(there).to_str() == Tokenizer.from_buffer(ours).to_str():
@@ -220,7 +261,7 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
 
     An example is "events.jsonl says that it has trained 1,024 tokens". A run that was killed before the end of its
     first save, or whose first save failed, has nothing to resume from. So what it trained until the second save does
-    not count: after any kill, as much is trained again.
+    not count: after any kill, as much is trained again. The second save follows the step that completes the interval.
     """
     events = run.events()
     saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]
@@ -234,7 +275,8 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
         run.checkpoints.glob(f".{checkpoint_name(0)}.*.tmp")
     )
     trained = lines[-1].get("tokens") if lines else None
-    few = unsaved and isinstance(trained, int) and trained <= checkpoint_interval(recipe)
+    second_save = recipe.batches.tokens_at_step(recipe.batches.first_step_at(checkpoint_interval(recipe)))
+    few = unsaved and isinstance(trained, int) and trained <= second_save
     if lines and not few:
         return f"{run.metrics_file.name} says that it has trained {lines[-1]['step']:,} steps"
     if not few and (file := _trained_file(run, begun=bool(events))) is not None:
@@ -340,18 +382,28 @@ def _torchrun_mark() -> Path | None:
 
 def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
     """Compare metrics.jsonl and events.jsonl with their digests in the ``finish`` event, and look for the checkpoint
-    at the end. Return the names of what differs, each with a sentence that says how. An event of an older version has
-    no digests. If all checkpoints are gone, they were removed to save space."""
+    at the end. Return the names of what differs or cannot be read, each with a sentence that says how. An event of an
+    older version has no digests. If all checkpoints are gone, they were removed to save space."""
     metrics, events = (lines_digest(finish.get(key)) for key in ("metrics", "events"))
     found: dict[str, str | None] = {}
-    if metrics is not None and isinstance(finish.get("step"), int):
-        found[run.metrics_file.name] = kept_metrics(run.lines_of(run.metrics_file), finish["step"], metrics)[1]
+    if metrics is not None and isinstance(step := finish.get("step"), int):
+        found[run.metrics_file.name] = _or_unreadable(
+            lambda: kept_metrics(run.lines_of(run.metrics_file), step, metrics)[1]
+        )
     if events is not None:
-        found[run.events_file.name] = events_changed(run, events)
+        found[run.events_file.name] = _or_unreadable(lambda: events_changed(run, events))
     there = [tokens_of(path) for path in checkpoints(run.checkpoints)]
     if there and isinstance(finish.get("tokens"), int) and finish["tokens"] not in there:
         found[run.checkpoints.name] = f"{checkpoint_name(finish['tokens'])} is missing"
     return {file: why for file, why in found.items() if why is not None}
+
+
+def _or_unreadable(compare: Callable[[], str | None]) -> str | None:
+    """Return the result of ``compare``, or a sentence if the file cannot be read."""
+    try:
+        return compare()
+    except InputError as error:
+        return str(error)
 
 
 def events_changed(run: RunFolder, written: LinesDigest | None) -> str | None:

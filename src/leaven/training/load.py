@@ -32,6 +32,7 @@ from leaven.training.integrity import (
     progress,
     require_own_files,
     unusable_checkpoints,
+    unused_changes,
 )
 from leaven.training.load_balance import BIASES
 from leaven.training.rewind import rewinds_of
@@ -52,6 +53,7 @@ class LoadedRun:
     tokenizer: "Tokenizer"
     tokens: int  # number of tokens trained up to the checkpoint
     skipped: Mapping[str, str]  # names of newer checkpoints, and what each is: "damaged" or "missing"
+    changed: str | None = None  # a sentence if recipe.toml was changed in values on which no weight depends
     averaged: bool = False  # whether ``weights`` are the averaged weights
     # The biases with which the routers choose experts, (layers, experts); None unless experts are balanced by biases.
     # These are the biases of the last step, even if ``weights`` are averages.
@@ -90,6 +92,8 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
     loaded = load_run(run, tokens)
     for name, why in loaded.skipped.items():
         warnings.warn(f"checkpoint {name} of {run} is {why}; the checkpoint before it is used", stacklevel=2)
+    if loaded.changed is not None:
+        warnings.warn(loaded.changed, stacklevel=2)
     return loaded.model, loaded.tokenizer
 
 
@@ -117,7 +121,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         problem = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"
         raise InputError(f"{run}: {problem}; give the folder of a run, the DIR of leaven train RECIPE --run DIR")
     recipe = folder.recipe()
-    require_own_files(folder, newest_state(folder))
+    require_own_files(folder, newest_state(folder), to_use=True)
     saved = newest_saved(folder) if tokens is None else None  # first, because a run may be writing another one
     checkpoint, damaged = read_checkpoint(folder.checkpoints, rewinds_of(folder), tokens, recipe=recipe)
     if checkpoint is None:
@@ -131,7 +135,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         else:
             why = "no checkpoint yet; leaven train writes one at the start of a run"
         raise InputError(f"{run}: {why}")
-    require_own_files(folder, checkpoint.state)
+    require_own_files(folder, checkpoint.state, to_use=True)
     missing = missing_checkpoint(saved, checkpoint.progress.tokens)
     if averaged and not any(name.startswith(f"{AVERAGE}.") for name in checkpoint.optimizer):
         if recipe.average is None:
@@ -161,6 +165,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         tokenizer=tokenizer,
         tokens=checkpoint.progress.tokens,
         skipped=({missing: "missing"} if missing else {}) | {path.name: "damaged" for path in damaged},
+        changed=unused_changes(folder, checkpoint.state),
         averaged=averaged,
         router_bias_LE=checkpoint.optimizer.get(BIASES),
     )

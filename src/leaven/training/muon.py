@@ -95,12 +95,13 @@ class MuonWithAdamW(torch.optim.AdamW):
         """Restore a state of this optimizer.
 
         Raises:
-            ValueError: if the state is of an optimizer that does not have Muon for the same groups.
+            ValueError: if the state is of an optimizer that does not have Muon for the same groups, or has another
+                number of groups (torch's own message).
         """
         given, own = (
             ["match" in group for group in groups] for groups in (state_dict["param_groups"], self.param_groups)
         )
-        if given != own:
+        if len(given) == len(own) and given != own:
             raise ValueError(
                 f"the state has Muon in the groups {_where(given)}, this optimizer in {_where(own)}; load a state of "
                 "leaven.MuonWithAdamW for the same model"

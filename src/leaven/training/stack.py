@@ -243,10 +243,18 @@ class TrialStack:
         return Checkpoint(self.progress, {"parameters": self.flat}, moments, state or {})
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the state from a checkpoint of the same recipes."""
-        self.flat.copy_(checkpoint.model["parameters"])
-        for buffer, name in ((self.first, "first"), (self.second, "second"), (self.record, "losses")):
-            buffer.copy_(checkpoint.optimizer[name])
+        """Restore the state from a checkpoint of the same recipes.
+
+        Raises:
+            ValueError: if a tensor of the checkpoint has another shape or type, so that it is of other recipes.
+        """
+        buffers = {"first": self.first, "second": self.second, "losses": self.record}
+        saved = [(self.flat, checkpoint.model["parameters"])]
+        saved += [(buffer, checkpoint.optimizer[name]) for name, buffer in buffers.items()]
+        if any((buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype) for buffer, tensor in saved):
+            raise ValueError("a checkpoint of other recipes")  # copy_ would broadcast or convert it
+        for buffer, tensor in saved:
+            buffer.copy_(tensor)
         self.progress = checkpoint.progress
         self.step.fill_(self.progress.step)
 

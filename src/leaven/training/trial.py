@@ -15,6 +15,7 @@ import math
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -39,7 +40,7 @@ from leaven.training.early_stopping import DivergenceMonitor, Pruned, Pruning, c
 from leaven.training.engine import Training
 from leaven.training.loop import Callback, Diverged, Loop, StepResult
 from leaven.training.outcome import Baseline, Curve, Outcome, curve_of, this_process
-from leaven.training.run_folder import WRONG_TYPES, checkpoints
+from leaven.training.run_folder import WRONG_TYPES, checkpoint_name, checkpoints
 
 if TYPE_CHECKING:
     from leaven.training.stack import TrialStack
@@ -80,7 +81,7 @@ def train_trial(
         callbacks.append(Pruning(monitor, baseline, trunk.schedule.warmup_tokens))
     if checkpoint is not None:
         folder = checkpoint_folder(checkpoint, (trunk, *branches), tokens)
-        saving = TrialCheckpoint(training, folder, checkpoint_seconds, callbacks)
+        saving = TrialCheckpoint(training, folder, checkpoint_seconds, callbacks, trunk)
         saving.resume()
         callbacks = [*callbacks, saving]
     loss, stopped = math.inf, False
@@ -196,22 +197,37 @@ class Cooldowns(Callback):
 class TrialCheckpoint(Callback):
     """Writes a checkpoint of a trial at a fixed interval in seconds. If the disk is full, the trial continues without
     a new checkpoint. Each checkpoint contains the name of its ``folder``, which :func:`checkpoint_folder` computes
-    from recipes and text, so that a checkpoint of another trial is not read."""
+    from recipes and text, so that a checkpoint of another trial is not read. Those of older versions have no name.
+
+    ``recipe`` is the recipe whose parameters a checkpoint must have, or None if ``training`` compares them itself.
+    """
 
     def __init__(
-        self, training: "Training | TrialStack", folder: Path, every_seconds: float, callbacks: Sequence[Callback]
+        self,
+        training: "Training | TrialStack",
+        folder: Path,
+        every_seconds: float,
+        callbacks: Sequence[Callback],
+        recipe: Recipe | None = None,
     ) -> None:
         self._training, self._folder, self._every, self._callbacks = training, folder, every_seconds, callbacks
+        self._recipe = recipe
         self._last = time.monotonic()
 
     def resume(self) -> None:
-        """Continue from the checkpoint of this trial, if there is one.
+        """Continue from the checkpoint of this trial, if there is one. A warning names those that are ignored.
 
         Raises:
             InputError: if its values are of other types or sizes, so that leaven has not written it.
         """
-        found, _ = read_checkpoint(self._folder)
-        if found is None or found.state.get(TRIAL) != self._folder.name:
+        found, damaged = read_checkpoint(self._folder, recipe=self._recipe)
+        ignored = {path: "it is damaged, or has other parameters than this trial" for path in damaged}
+        if found is not None and found.state.get(TRIAL, self._folder.name) != self._folder.name:
+            ignored[self._folder / checkpoint_name(found.progress.tokens)] = "it is of another trial"
+            found = None
+        for path, why in ignored.items():
+            warnings.warn(f"checkpoint {path} is ignored: {why}", stacklevel=2)
+        if found is None:
             return
         try:
             self._training.restore(found)

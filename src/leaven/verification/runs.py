@@ -5,7 +5,9 @@ a folder, and a check that was stopped or killed resumes with the missing runs.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
@@ -25,6 +27,7 @@ from leaven.verification.model_instance import RunSetting
 
 LINES, RESULT = "runs.jsonl", "check.json"
 DIGEST = "blake2b"  # key of the digest of a line, which lines of older versions do not have
+_KEY = re.compile(rb'\{"key": "(\w+)"')
 Key = TypeVar("Key")
 
 
@@ -138,16 +141,17 @@ class RunStore:
             self._resources.enter_context(locked_folder(self.folder, "--run"))
             storage.require_plain_file(self.folder / LINES)
             read = storage.read_json_lines(self.folder / LINES)
-            lost = len(read.damaged)
+            bad = self._keys_of_lines(read.damaged)
             for entry in read.documents:
-                digest = entry.pop(DIGEST, None)
+                digest, key = entry.pop(DIGEST, None), str(entry.get("key"))
                 try:
                     if digest not in {None, _digest(entry)}:
                         raise ValueError("a changed line")
-                    key = entry.pop("key")
+                    del entry["key"]
                     self._ended[key] = Outcome.of(entry)
                 except (KeyError, TypeError, ValueError, OverflowError):
-                    lost += 1
+                    bad.append(key)
+            lost = sum(key not in self._ended for key in bad)  # the others were trained again
             if (self.folder / RESULT).exists() and not self._ended:
                 raise InputError(
                     f"{self.folder} has the result of a check, but not its runs ({LINES}); bring back {LINES}, or "
@@ -156,6 +160,14 @@ class RunStore:
             self._lost = max(lost, self._known() - len(self._ended))
             self._pool = self._resources.enter_context(WorkerPool(self._workers))
         return self._pool
+
+    def _keys_of_lines(self, numbers: Sequence[int]) -> list[str | None]:
+        """Return the key in each of the damaged lines with these numbers, counted from 1, or None if it has none."""
+        if not numbers:
+            return []
+        lines = dict(enumerate(storage.read(self.folder / LINES, math.inf).split(b"\n"), start=1))
+        found = [_KEY.match(lines.get(number, b"")) for number in numbers]
+        return [None if each is None else each[1].decode() for each in found]
 
     def _known(self) -> int:
         """Return how many finished runs the folder had when the last result was written."""

@@ -13,7 +13,6 @@ import errno
 import json
 import random
 import re
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Container, Generator, Sequence
@@ -30,6 +29,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from leaven import storage
 from leaven.errors import InputError
+from leaven.storage import is_full
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL, Connection
@@ -164,7 +164,7 @@ def _database(url: "URL") -> BaseStorage:
 
     lite = url.drivername == "sqlite"
     file = Path(url.database or "")
-    if lite and not file.exists() and shutil.disk_usage(file.parent).free < NEW_DATABASE:
+    if lite and not file.exists() and is_full(file.parent, NEW_DATABASE):
         # SQLite would leave an empty file, which must not be removed, because another command may have opened it.
         raise InputError(f"{_name(url)} cannot be created: its disk is full; make room, or use another folder")
     options: dict[str, Any] = {"connect_args": {"timeout": BUSY_SECONDS}} if lite else {"pool_pre_ping": True}

@@ -50,9 +50,12 @@ def warn(messages: Iterable[str], label: str = "warning") -> None:
         errors.print(Text.assemble((f"{label}: ", "bold yellow"), " ".join(message.split())))
 
 
-def say_skipped(checkpoints: Mapping[str, str]) -> None:
-    """Warn of checkpoints that were not used. Each name comes with what the checkpoint is, such as "damaged"."""
+def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> None:
+    """Warn of checkpoints that were not used. Each name comes with what the checkpoint is, such as "damaged".
+    ``changed`` is a sentence on the recipe of the run."""
     warn(f"checkpoint {name} is {why}; the checkpoint before it is used" for name, why in checkpoints.items())
+    if changed is not None:
+        warn([changed])
 
 
 def next_lines(commands: Sequence[str]) -> list[str]:
