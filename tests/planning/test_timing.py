@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.planning.shapes import LLAMA_8B, LLM_FOUNDRY, TORCHTITAN, gpt
 
 from leaven.catalogue.runs import find_run
-from leaven.planning.accelerators import Accelerator, Sustained
+from leaven.planning.accelerators import SUSTAINED, Accelerator, Sustained
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.blueprint import blueprint
 from leaven.planning.collectives import (
@@ -27,7 +27,6 @@ from leaven.planning.operators import (
     FLASH,
     LAUNCH,
     STREAMED,
-    SUSTAINED,
     Operator,
     Work,
     block_operators,

@@ -31,8 +31,9 @@ ACCURACY = (
     "rows of torchtitan (worst -16%); see docs/evidence/planner-accuracy.md"
 )
 ACCURACY_OF_EXPERTS = (
-    "mean error on published mixtures of experts: time 12% over 6 rows of DeepSeek-V3 (worst -16%), 38% over 5 rows "
-    "of Qwen3 (worst +90%); memory 2% over 6 rows of DeepSeek-V3 (worst -2%); see docs/evidence/planner-accuracy.md"
+    "mean error on published mixtures of experts: time 16% over 6 rows of DeepSeek-V2 (worst -18%), 12% over 6 "
+    "rows of DeepSeek-V3 (worst -16%), 38% over 5 rows of Qwen3 (worst +90%); memory 2% over 6 rows of "
+    "DeepSeek-V2 (worst -3%), 2% over 6 rows of DeepSeek-V3 (worst -2%); see docs/evidence/planner-accuracy.md"
 )
 
 
