@@ -138,8 +138,8 @@ def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
 
 TRAINING_CODES: Mapping[str, TrainingCode] = dict(_read(Path(__file__).with_suffix(".toml")))
 LEAVEN_BF16, LEAVEN_FP32 = TRAINING_CODES["leaven-bf16"], TRAINING_CODES["leaven-fp32"]
-# The programs for which layouts may be searched. The others have measured rows in their own layouts, but not all that
-# the search tries: a ZeRO stage, a pipeline or experts are missing in each of them.
+# Programs for which layouts may be searched. The others are compared with measured rows in layouts that they have,
+# but lack some that the search tries, such as a ZeRO stage, a pipeline or experts, or this is not known.
 OFFERED = ("megatron-flash", "megatron-2026", "megatron-moe", "megatron-deepep", "megatron-deepep-overlap")
 
 

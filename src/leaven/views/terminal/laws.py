@@ -83,7 +83,15 @@ _LEGEND = Facts(
     [
         (
             "fitted range",
-            ("x7 N: N is 7 times above the range", "/7: below", "N parameters", "D tokens", "C FLOPs", "D/N ratio", "E experts"),
+            (
+                "x7 N: N is 7 times above the range",
+                "/7: below",
+                "N parameters",
+                "D tokens",
+                "C FLOPs",
+                "D/N ratio",
+                "E experts",
+            ),
         ),
         ("trust", tuple(f"{trust}: {meaning}" for trust, meaning in TRUST.items())),
     ]
@@ -96,6 +104,7 @@ def laws_screen(
     tokens: float,
     batch_tokens: float | None = None,
     params_non_embedding: float | None = None,
+    *,
     experts: float = 1,
 ) -> Iterator[RenderableType]:
     """Yield the predictions of all laws for a run, and the median and range of the predictions.
@@ -112,7 +121,7 @@ def laws_screen(
         yield _batch(rows, batch_tokens)
         yield ""
     yield _LEGEND
-    yield _spreads(rows, params, tokens, batch_tokens, params_non_embedding, experts)
+    yield _spreads(rows, params, tokens, batch_tokens, params_non_embedding, experts=experts)
 
 
 def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
@@ -162,6 +171,7 @@ def _spreads(
     tokens: float,
     batch_tokens: float | None,
     params_non_embedding: float | None,
+    *,
     experts: float,
 ) -> Facts:
     """Return lines with the median and range of each quantity that the laws predict.
