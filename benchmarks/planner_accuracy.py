@@ -32,6 +32,7 @@ _TOLD = {
 }
 # The tables with experts in which no faults were searched.
 _TOLD_OF_EXPERTS = {
+    "simumax_b200_deepseek_v2": "DeepSeek-V2",
     "simumax_b200_deepseek_v3": "DeepSeek-V3",
     "megatron_experts_h100": "Qwen3",
 }

@@ -151,6 +151,19 @@ def test_more_experts_lower_the_loss_of_one_law_alone() -> None:
     assert {law for law in dense if dense[law] != mixture[law]} == {"Ludziejewski 2025 loss"}
 
 
+@pytest.mark.parametrize(("experts", "beyond"), [(1, []), (32, []), (128, [("E", "above", 4.0)])])
+def test_the_law_of_mixtures_was_fitted_to_32_experts_at_most(
+    experts: int, beyond: list[tuple[str, str, float]]
+) -> None:
+    rows = {row.law: row for row in evaluate(1e9, 2e10, experts=experts)}
+    mixture = rows["Ludziejewski 2025 loss"]
+    assert [(each.axis, each.side, each.factor) for each in mixture.beyond] == beyond
+    assert (mixture.in_range, mixture.extrapolation) == (not beyond, beyond[0][2] if beyond else 1.0)
+    assert [law for law, row in rows.items() if row.of_experts] == ["Ludziejewski 2025 loss"]
+    # laws that do not depend on experts have no range of them
+    assert not any(each.axis == "E" for law, row in rows.items() if "Ludziejewski" not in law for each in row.beyond)
+
+
 def test_the_replication_differs_in_the_irreducible_loss() -> None:
     """E is 1.8172 and not 1.69 (arXiv 2404.10102). The two laws agree within 3% over Chinchilla's own runs."""
     replication = find_law("Besiroglu 2024 loss").loss

@@ -130,6 +130,14 @@ def test_laws_of_the_blocks_use_the_count_without_embeddings(leaven: Verb) -> No
     assert changed[0] != changed[1]
 
 
+def test_the_loss_of_a_mixture_is_apart_from_the_losses_of_dense_models(leaven: Verb) -> None:
+    size = ("--params", "1B", "--tokens", "20B")
+    assert "loss, dense" not in leaven("laws", *size)[1]
+    screen = leaven("laws", *size, "--experts", "16")[1]
+    assert re.search(r"loss, 16 experts +2\.\d+ by Ludziejewski 2025 loss", screen)
+    assert re.search(r"loss, dense +median 2\.\d+ of 2 laws", screen)
+
+
 def test_the_list_of_accelerators_marks_unverified_numbers(
     leaven: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,7 +125,7 @@ def test_a_plan_of_many_gpus_prints_a_torchrun_command(leaven: Verb, road: Path)
     assert changes[:2] == ["model.vocab_size=32768", "batch.tokens=4096"]
     assert read_recipe(recipe, changes).layout.ranks == 16
     found = json.loads(leaven("plan", "olmo-1b", "--gpus", "64xH100-80GB", "--json")[1])
-    assert "planned for Megatron-LM" in found["cautions"][-1]
+    assert "planned for the training code megatron-flash" in found["cautions"][-1]
     assert found["next"] == ["leaven new olmo-1b.toml --from olmo-1b --gpus 64xH100-SXM-80GB"]
 
 

@@ -57,8 +57,13 @@ def test_another_program_is_planned_by_its_name(rye, leaven):
     assert "the training code megatron-2026" in megatron["cautions"][0]
     code, _, err = leaven("plan", rye, *CLUSTER, "--code", "megatron-2027")
     assert (code, "megatron-2026, megatron-moe" in err) == (2, True)
-    code, _, err = leaven("plan", rye, *CLUSTER, "--code", "torchtitan", "--measure")
-    assert (code, "--code cannot be combined with --measure" in err) == (2, True)
+    assert leaven("plan", rye, *CLUSTER, "--code", "")[0] == 2
+    for option in ("--measure", "--history"):
+        code, _, err = leaven("plan", rye, *CLUSTER, "--code", "megatron-2026", option)
+        assert (code, f"--code cannot be combined with {option}" in err) == (2, True)
+    in_fp32 = ("--set", "precision.compute=fp32")
+    code, _, err = leaven("plan", rye, *CLUSTER, "--code", "megatron-2026", *in_fp32)
+    assert (code, "plan with --set precision.compute=bf16" in err) == (2, True)
 
 
 def test_the_page_repeats_the_command(rye, leaven, tmp_path):

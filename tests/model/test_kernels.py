@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from leaven.model import kernels
 from leaven.model.kernels import causal_attention, gate, linear, rms_norm, rotate
@@ -29,6 +30,20 @@ def test_a_gated_adam_step_changes_nothing() -> None:
     reference.step()
     assert torch.equal(gated, plain)
     assert float(optimizer.state[gated]["step"]) == 1
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+def test_flops_of_products_on_onednn_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "PREFERS_ONEDNN", True)
+    monkeypatch.setattr(kernels, "SMALL_PRODUCT", 0)
+    x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    product = 2 * 6 * 4 * 5
+    with FlopCounterMode(display=False) as counter:
+        linear(x, weight).sum().backward()
+    assert counter.get_total_flops() == 3 * product
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.leaven.onednn(x.detach(), weight.detach())
+    assert counter.get_total_flops() == product
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -156,6 +156,9 @@ def test_rates_are_dense_and_of_one_board() -> None:
     assert h100.matmul_flops / 989e12 == pytest.approx(0.80, abs=0.005)
     assert (h100.matmul("fp8"), h100.matmul("bf16")) == (1402.6, 794.5)
     assert h100.matmul("fp32") == pytest.approx(0.8 * 67)
+    # what large products are planned at: a share of the best matmul, or what was measured
+    assert h100.document().planned_tflops == pytest.approx(0.9 * 794.5)
+    assert find_accelerator("B200").document().planned_tflops == pytest.approx(1087)
     assert a100.peak("fp8") is None
     assert a100.matmul("fp8") is None
     v100 = find_accelerator("V100")  # no bf16: fp16 is planned

@@ -20,7 +20,7 @@ from leaven.planning.memory import GIB
 from leaven.planning.plan import plan as plan_job
 from leaven.planning.plan import plan_recipe
 from leaven.planning.published import plan_run
-from leaven.planning.training_codes import Moments
+from leaven.planning.training_codes import OFFERED, TRAINING_CODES, Moments
 from leaven.recipe.batch import Batch, BatchStage
 from leaven.recipe.files import read_recipe
 from leaven.recipe.layout import Layout
@@ -28,6 +28,25 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape, Role
 from leaven.recipe.units import format_quantity
 from leaven.views.terminal.plan import plan_screen
+
+
+@pytest.mark.parametrize("name", OFFERED)
+def test_runs_and_recipes_are_planned_for_every_program_that_is_offered(name: str) -> None:
+    for run, how in (("olmo-1b", "tp=2,zero=1,mbs=1"), ("olmoe-1b-7b", "ep=8,zero=1,mbs=1")):
+        assert name in plan_run(run, "64xH100-80GB", how, code=name).cautions[-1]
+    recipe = read_recipe(Path("examples/350m.toml"))
+    half = recipe.replace({"precision.compute": "bf16"})
+    assert plan_recipe(half, "8xH100-80GB", code=name).job.code.name == name
+    with pytest.raises(InputError, match=r"computes in fp32; plan with --set precision\.compute=bf16"):
+        plan_recipe(recipe.replace({"precision.compute": "fp32"}), "8xH100-80GB", code=name)
+
+
+@pytest.mark.parametrize("name", [*sorted(TRAINING_CODES.keys() - OFFERED), "megatron-2027", ""])
+def test_programs_that_lack_some_of_the_layouts_are_not_offered(name: str) -> None:
+    with pytest.raises(
+        InputError, match=rf"--code {name}: no program to plan for; give one of {', '.join(OFFERED)}$"
+    ):
+        plan_run("olmo-1b", "64xH100-80GB", code=name)
 
 
 def test_layouts_are_parsed() -> None:

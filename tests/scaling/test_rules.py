@@ -1,6 +1,7 @@
 """The rules as data, against the printed tables, row by row."""
 
 import math
+from copy import deepcopy
 
 import pytest
 
@@ -188,3 +189,14 @@ def test_every_cell_has_a_source_and_is_neutral_at_the_base_to_the_last_bit(rule
 def test_cells(text: str, expected: float) -> None:
     at = TensorRatios(fan_in=3, fan_out=5, depth=7, tokens=11, batch=13, head=2)
     assert Cell(text, "").factor(at, scaling(0.7, 0.4, True)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("role", Role)
+def test_a_copied_rule_gives_the_same_factors(name: str, role: Role) -> None:
+    """Rules are equal only to themselves, so a copy has its own entries in the cache of factors."""
+    base, target = SHAPES[role]
+    copied = deepcopy(RULES[name])
+    assert copied != RULES[name]
+    found = factors(copied, role, tensor_ratios(role, target, base, AT), scaling(1.0, 0.5, False))
+    assert found == moved(name, role)

@@ -265,6 +265,17 @@ def test_the_multiplier_of_another_alpha_is_found() -> None:
     assert all("eps GROWS relative to the gradient" in row.note for row in found.values())
 
 
+@pytest.mark.parametrize("overrides", [(), OLMO], ids=["dense", "olmo 3"])
+def test_at_alpha_below_1_gradients_finds_an_lr_of_the_key_that_is_constant_in_depth(
+    overrides: tuple[str, ...],
+) -> None:
+    constant = fault("attention.key", lr=times(lambda recipe: depth(recipe) ** (1 - recipe.scaling.alpha)))
+    found = failed(gradients(constant, *DEEP, alpha=ALPHA, overrides=overrides))
+    assert found.keys() == {("attention.key", "bookkeeping")}
+    # What reads the key may move by this much, so its outputs do not show the fault.
+    assert not failed(coordinates(constant, *DEEP, alpha=ALPHA, overrides=overrides))
+
+
 def test_embedding_eps_unscaled() -> None:
     verdict = gradients(fault("embedding", eps=lambda _, recipe: recipe.hyperparameters.eps))
     assert failed(verdict).keys() == {("embedding", "width"), ("embedding", "bookkeeping")}

@@ -161,8 +161,9 @@ class Fitted(Part):
     tokens: Range = ANY
     compute: Range = ANY  # training FLOPs
     tokens_per_param: Range = ANY
+    experts: Range = ANY  # experts for each that a token uses, for a law that depends on them; 1 for a dense model
 
-    def beyond(self, params: float, tokens: float, compute: float) -> list[BeyondRange]:
+    def beyond(self, params: float, tokens: float, compute: float, experts: float = 1) -> list[BeyondRange]:
         """Return the fitted ranges that a run is outside of, such as the range of N.
 
         Each has the factor by which the run is above or below the range. The largest factor comes first.
@@ -173,6 +174,7 @@ class Fitted(Part):
             ("D", tokens, self.tokens),
             ("C", compute, self.compute),
             ("D/N", tokens / params, self.tokens_per_param),
+            ("E", experts, self.experts),
         ):
             if value > highest:
                 found.append(BeyondRange(axis=axis, factor=value / highest, side="above"))
@@ -191,9 +193,9 @@ class Sourced(Part):
     doubt: str = ""  # what is uncertain about the constants
     fitted: Fitted = Fitted()
 
-    def common_fields(self, params: float, tokens: float, compute: float) -> dict[str, Any]:
+    def common_fields(self, params: float, tokens: float, compute: float, experts: float = 1) -> dict[str, Any]:
         """Return the fields of the law that :class:`LawRow` and :class:`OptimumRow` share, for a run of this size."""
-        beyond = self.fitted.beyond(params, tokens, compute)
+        beyond = self.fitted.beyond(params, tokens, compute, experts)
         known = any(low > 0 for low, _ in (getattr(self.fitted, axis) for axis in Fitted.model_fields))
         return {
             "law": self.name,
@@ -279,7 +281,7 @@ def evaluate(
         batch = law.batch.at(point) if law.batch else None
         results.append(
             LawRow(
-                **law.common_fields(n, tokens, point.compute),
+                **law.common_fields(n, tokens, point.compute, experts),
                 params_definition=law.params_definition,
                 lr=law.lr.at(point) if law.lr else None,
                 lr_batch_tokens=(law.lr_batch or batch) if law.lr else None,
@@ -290,6 +292,7 @@ def evaluate(
                 tau=law.tau.at(point) if law.tau else None,
                 says=law.says,
                 form_of=law.form_of,
+                of_experts=law.loss_of_experts is not None,
             )
         )
     return results

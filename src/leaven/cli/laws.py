@@ -64,7 +64,9 @@ def laws(
     rows = evaluate(params, tokens, params_non_embedding=params_non_embedding, experts=experts)
     if batch_tokens is not None:
         rows = [_at_batch(row, batch_tokens, critical_batch(rows)) for row in rows]
-    print_document(rows, laws_screen(rows, params, tokens, batch_tokens, params_non_embedding), json_output)
+    print_document(
+        rows, laws_screen(rows, params, tokens, batch_tokens, params_non_embedding, experts=experts), json_output
+    )
 
 
 def _at_batch(law: LawRow, batch_tokens: int, critical: float) -> LawRow:

@@ -93,9 +93,8 @@ def plan(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Plan for another program than leaven's own trainer, e.g. torchtitan, megatron-2026, or "
-            "megatron-deepep for mixtures of experts; a wrong name prints all. Published runs are planned for "
-            "megatron-flash.",
+            help="Plan for Megatron-LM instead of leaven's own trainer, e.g. megatron-2026, or megatron-deepep for "
+            "mixtures of experts; a wrong name prints all. Published runs are planned for megatron-flash.",
         ),
     ] = None,
     measure: Annotated[
@@ -131,18 +130,18 @@ def plan(
         )
     if not recipe.exists() and recipe.suffix != ".toml" and len(recipe.parts) == 1:
         require_alone(context, f"the published run {recipe}", "overrides measure")
-        name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments or "adam", code or "megatron-flash")
+        name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments or "adam", code=code)
         document = found.document(explain, hourly, share)
         following = next_commands.after_plan_of_run(name, document.cluster)
     else:
         read = load_recipe(recipe, overrides)
+        if code is not None:
+            require_alone(context, "--code", "measure history")
         name, found = read.name, plan_recipe(read, gpus, layout, moments, code)
         if code is None:
             found = by_measurement(found, read, gpus, measure=measure, history=history)
-        else:
-            require_alone(context, "--code", "measure")
         document = found.document(explain, hourly, share)
-        following = [] if code else next_commands.after_plan(recipe, read, document, overrides or ())
+        following = [] if code is not None else next_commands.after_plan(recipe, read, document, overrides or ())
     screen = plan_screen(document)
     if report is not None:
         from leaven.views.plan_page import plan_page

@@ -91,7 +91,7 @@ class RecipeCheck(Document, schema="recipe-check/1"):
 
 
 class BeyondRange(Entry):
-    axis: str  # N (parameters), D (tokens), C (FLOPs) or D/N (tokens per parameter)
+    axis: str  # N (parameters), D (tokens), C (FLOPs), D/N (tokens per parameter) or E (experts)
     side: str  # "above" or "below" the range on which the law was fitted
     factor: float  # factor between the value and the nearer end of the fitted range
 
@@ -124,6 +124,7 @@ class LawRow(Document, schema="law/1"):
     params_definition: str  # which parameters the law counts as model size: all, or without some embeddings
     beyond: list[BeyondRange]  # the axes on which the run is beyond the fitted range
     form_of: str | None  # name of the main law, if this law is another form of the same fit
+    of_experts: bool = False  # whether the prediction depends on the number of experts
     lr_batch_tokens: Number | None  # the batch size for which lr is predicted
     lr_batch_exponent: float | None  # exponent of the batch size in the law for lr
     at_batch: LrAtBatch | None = None  # lr at --batch-tokens, by several rules
@@ -166,7 +167,7 @@ class AcceleratorRow(Document, schema="accelerator/1"):
     name: str
     peak_tflops: dict[str, float | None]  # peak speed without sparsity, by dtype
     matmul_tflops: dict[str, float | None]  # highest measured speed of a matmul, by dtype
-    planned_tflops: float  # speed of a 16-bit matmul that the planner assumes
+    planned_tflops: float  # speed of large 16-bit products that the planner assumes
     sustained_tflops: dict[str, float] = {}  # measured speed of large 16-bit operators; empty if not measured
     memory_gib: float
     memory_tb_s: float

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils.flop_counter import register_flop_formula
 
 from leaven.planning.this_machine import processor
 
@@ -164,6 +165,17 @@ def _onednn(a_NK: Tensor, b_MK: Tensor) -> Tensor:
 torch.library.define("leaven::onednn", "(Tensor a_NK, Tensor b_MK) -> Tensor")
 torch.library.impl("leaven::onednn", "cpu")(_onednn)
 torch.library.register_fake("leaven::onednn")(lambda a_NK, b_MK: a_NK.new_empty(len(a_NK), len(b_MK)))
+
+
+def _onednn_flops(a_NK: tuple[int, ...], b_MK: tuple[int, ...], *others: Any, **named: Any) -> int:
+    return 2 * a_NK[0] * a_NK[1] * b_MK[0]
+
+
+# torch's FlopCounterMode counts no FLOPs of operators that it does not know.
+_COUNTED = [torch.ops.leaven.onednn]
+if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    _COUNTED.append(torch.ops.mkldnn._linear_pointwise)
+register_flop_formula(_COUNTED)(_onednn_flops)
 
 
 def causal_attention(

@@ -21,6 +21,9 @@ CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 """Number of logits in a chunk, by device type. Larger chunks make larger products, which are faster, and need more
 memory."""
 
+CHUNK_ELEMENTS_ELSEWHERE = 2**22
+"""Number of logits in a chunk on devices that `CHUNK_ELEMENTS` lacks."""
+
 
 def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
     """Return two tensors (B, T): the document number of each input token, and the targets.
@@ -152,7 +155,7 @@ class _CrossEntropy(torch.autograd.Function):
         grad_hidden_ND = torch.empty_like(hidden_ND) if learns else None
         grad_weight_VD: Tensor | None = None
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
-        size = max(1, CHUNK_ELEMENTS.get(hidden_ND.device.type, 2**22) // len(weight_VD))
+        size = max(1, CHUNK_ELEMENTS.get(hidden_ND.device.type, CHUNK_ELEMENTS_ELSEWHERE) // len(weight_VD))
         for first in range(0, len(hidden_ND), size):
             part = slice(first, first + size)
             # Multiplying the hidden values is cheaper than multiplying the logits, which are many more.

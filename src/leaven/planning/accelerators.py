@@ -37,7 +37,10 @@ EXAMPLE = (
 )
 _WRITE = f"write an accelerator as in this example: Z1-64GB = {EXAMPLE}"
 # Fastest matmul / peak, assumed for accelerators without a measurement: the median of the NVIDIA boards with one.
-_USUAL_MATMUL_SHARE = 0.80
+USUAL_MATMUL_SHARE = 0.80
+# Share of the best measured matmul rate that large products sustain in training, assumed for accelerators without
+# measured rates (``sustained``). The best rate is measured with the best shape, in isolation and on a cool device.
+SUSTAINED = 0.90
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
 
 
@@ -97,7 +100,7 @@ class Accelerator:
         If no matmul was measured, return 80% of the peak, or None if the peak is unknown too.
         """
         peak = self.peak(dtype)
-        return dict(self.matmuls).get(dtype, None if peak is None else peak * _USUAL_MATMUL_SHARE)
+        return dict(self.matmuls).get(dtype, None if peak is None else peak * USUAL_MATMUL_SHARE)
 
     @cached_property
     def peak_tflops(self) -> float:
@@ -107,19 +110,19 @@ class Accelerator:
     @cached_property
     def matmul_flops(self) -> float:
         """The FLOP/s of the fastest matmul in the training's dtype, which no training step can exceed."""
-        return dict(self.matmuls).get(self.dtype, self.peak_tflops * _USUAL_MATMUL_SHARE) * 1e12
+        return dict(self.matmuls).get(self.dtype, self.peak_tflops * USUAL_MATMUL_SHARE) * 1e12
 
     @cached_property
-    def sustained_share(self) -> float | None:
-        """The share of the fastest 16-bit matmul that large products sustain, or None if it was not measured."""
+    def sustained_share(self) -> float:
+        """The share of the fastest matmul that large products sustain, as measured in 16 bits or else assumed."""
         fastest = self.matmul("bf16") or self.matmul("fp16")
-        return self.sustained.matmul / fastest if self.sustained and fastest else None
+        return self.sustained.matmul / fastest if self.sustained and fastest else SUSTAINED
 
     def document(self) -> AcceleratorRow:
         values = {
             "peak_tflops": {dtype: self.peak(dtype) for dtype in DTYPES},
             "matmul_tflops": {dtype: dict(self.matmuls).get(dtype) for dtype in DTYPES},
-            "planned_tflops": self.matmul_flops / 1e12,
+            "planned_tflops": self.sustained_share * self.matmul_flops / 1e12,
             "sustained_tflops": self.sustained.rates if self.sustained else {},
             "sources": list(self.sources),
         }

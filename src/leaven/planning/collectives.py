@@ -80,7 +80,6 @@ def send_once(
     accelerator: Accelerator,
     *,
     experts: tuple[int, int],
-    most_nodes: int | None = None,
     network_share: float = LINK_SHARE,
 ) -> float:
     """Return the seconds in which a rank sends its tokens to their experts, once to each node and each rank there.
@@ -91,24 +90,21 @@ def send_once(
     Args:
         size: bytes of the rank's tokens.
         experts: the number of experts in a layer, and how many of them a token uses.
-        most_nodes: the most nodes that the experts of a token may be on (DeepSeek-V3); None: all.
         network_share: share of the network's bandwidth that the exchange reaches.
     """
     if ranks == 1:
         return 0.0
     near = min(ranks, max(1, accelerator.node_size // stride))  # ranks of the group in a node
     nodes = ceil(ranks / near)
-    usable = min(most_nodes or nodes, nodes)
-    number = max(1, experts[0] * usable // nodes)
-    used = min(experts[1], number)
+    number, used = experts
 
     def reached(groups: int) -> float:
         """Return the expected number of groups, of ``groups`` with equally many experts, that a token is sent to."""
         each = max(1, number // groups)
         return number // each * (1 - comb(number - each, used) / comb(number, used))
 
-    inside = reached(usable * near) * (near - 1) / near
-    across = reached(usable) * (nodes - 1) / nodes
+    inside = reached(nodes * near) * (near - 1) / near
+    across = reached(nodes) * (nodes - 1) / nodes
     return max(
         hop(inside * size, near * stride, accelerator) if near > 1 else 0.0,
         hop(across * size, ranks * stride, accelerator, network_share) if nodes > 1 else 0.0,

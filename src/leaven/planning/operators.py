@@ -15,14 +15,11 @@ from leaven.planning.accelerators import Accelerator, Dtype
 from leaven.planning.blueprint import BlockTable, Matmul
 from leaven.planning.training_codes import TrainingCode
 
-# Share of the best measured matmul rate that large products sustain in training. The best rate is measured with the
-# best shape, in isolation and on a cool device. It and FLASH are assumed for accelerators without measured rates
-# (``sustained`` in accelerators.toml).
-SUSTAINED = 0.90
 # Share of the memory bandwidth that a kernel reaches if it only reads and writes.
 STREAMED = 0.85
 # Speed of a flash attention kernel as a share of the sustained matmul rate, counting the full matrix of scores: a
-# causal kernel skips half of it and is about half as efficient on the rest.
+# causal kernel skips half of it and is about half as efficient on the rest. It is assumed for accelerators without
+# measured rates (``sustained`` in accelerators.toml).
 FLASH = 0.85
 # Share of the rate if n or k is not a multiple of 64 elements (128 bytes). Source: bigscience,
 # train/tr11-176B-ml/chronicles-prequel.md, line 582 (h 14,400 at tp 8).
@@ -82,7 +79,7 @@ def matmul_seconds(
     """
     m, n, k = mnk
     own = None if dtype == "bf16" else accelerator.matmul(dtype)
-    rate = (accelerator.sustained_share or SUSTAINED) * (accelerator.matmul_flops if own is None else own * 1e12)
+    rate = accelerator.sustained_share * (accelerator.matmul_flops if own is None else own * 1e12)
     aligned = 64 if over_tokens else k
     if n % 8 or aligned % 8:
         rate *= MISALIGNED
@@ -100,7 +97,7 @@ def matmul_seconds(
 
 def flash_flops(accelerator: Accelerator) -> tuple[float, float]:
     """Return the FLOP/s of a flash attention kernel in the forward and in the backward pass."""
-    rate, measured = accelerator.matmul_flops * (accelerator.sustained_share or SUSTAINED), accelerator.sustained
+    rate, measured = accelerator.matmul_flops * accelerator.sustained_share, accelerator.sustained
     if measured is None:
         return FLASH * rate, FLASH * rate
     return rate * measured.attention / measured.matmul, rate * measured.attention_backward / measured.matmul

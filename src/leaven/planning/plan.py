@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from leaven.documents.planning import MemoryPlan, PlanDocument, Price, SpeedPlan, StageMemory
+from leaven.errors import InputError
 from leaven.planning.accelerators import Accelerator
 from leaven.planning.arrangement import check_layout, parse_layout
 from leaven.planning.blueprint import blueprint
@@ -30,8 +31,9 @@ ACCURACY = (
     "rows of torchtitan (worst -16%); see docs/evidence/planner-accuracy.md"
 )
 ACCURACY_OF_EXPERTS = (
-    "mean error on published mixtures of experts: time 12% over 6 rows of DeepSeek-V3 (worst -16%), 38% over 5 rows "
-    "of Qwen3 (worst +90%); memory 2% over 6 rows of DeepSeek-V3 (worst -2%); see docs/evidence/planner-accuracy.md"
+    "mean error on published mixtures of experts: time 16% over 6 rows of DeepSeek-V2 (worst -18%), 12% over 6 "
+    "rows of DeepSeek-V3 (worst -16%), 38% over 5 rows of Qwen3 (worst +90%); memory 2% over 6 rows of "
+    "DeepSeek-V2 (worst -3%), 2% over 6 rows of DeepSeek-V3 (worst -2%); see docs/evidence/planner-accuracy.md"
 )
 
 
@@ -183,18 +185,24 @@ def plan_recipe(
 
     Raises:
         InputError: in the same cases as :func:`plan`, or if the training code or the accelerator's speed in the
-            recipe's dtype is unknown.
+            recipe's dtype is unknown, or if ``code`` is given and the recipe computes in fp32.
     """
     job = _job(recipe, gpus, moments, code)
     return plan(job, recipe.data.tokens, layout)
 
 
 def _job(recipe: Recipe, gpus: str, moments: Moments | None = None, other: str | None = None) -> Job:
+    named = None if other is None else training_code(other)
+    if named and recipe.precision.compute == "fp32":
+        raise InputError(
+            f"--code {other}: planned only in 16 bits, and this recipe computes in fp32; "
+            "plan with --set precision.compute=bf16"
+        )
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
-    code = training_code(other) if other else code
+    code = named or code
     code = code.with_moments(moments) if moments else code.with_muon(recipe.hyperparameters.ns_steps)
     code = code.averaging(recipe.average is not None)
-    return Job(recipe.model, recipe.batch, cluster, code, compile=recipe.layout.compile, by_leaven=not other)
+    return Job(recipe.model, recipe.batch, cluster, code, compile=recipe.layout.compile, by_leaven=named is None)
 
 
 def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:

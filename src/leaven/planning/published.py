@@ -26,15 +26,17 @@ class LayerWidths(NamedTuple):
 
 
 def plan_run(
-    id: str, gpus: str, layout: str | None = None, moments: Moments = "adam", code: str = "megatron-flash"
+    id: str, gpus: str, layout: str | None = None, moments: Moments = "adam", code: str | None = None
 ) -> ClusterPlan:
     """Plan a published run of any architecture by its id, as the training code ``code`` would train it.
+
+    By default it is planned for Megatron-LM with flash attention (``megatron-flash``).
 
     Sequence length, batch and tokens are those of the run; the vocabulary is padded to a multiple of 128. The limits
     of leaven's own trainer do not apply.
 
     Raises:
-        InputError: if there is no such run, or too little is published to plan it.
+        InputError: if there is no such run or training code, or too little is published to plan it.
     """
     run = find_run(id)
     seq_len = run.data.seq_len if run.data else None
@@ -47,7 +49,7 @@ def plan_run(
     model = published_blueprint(run.arch, seq_len)
     model = replace(model, vocab_size=-(-model.vocab_size // 128) * 128)
     batch = Batch(tokens=_sequences(run.batch_tokens, seq_len) * seq_len)
-    planned = training_code(code).with_moments(moments)
+    planned = training_code("megatron-flash" if code is None else code).with_moments(moments)
     return plan(Job(model, batch, parse_cluster(gpus), planned, by_leaven=False), run.tokens, layout)
 
 

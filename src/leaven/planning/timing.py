@@ -77,12 +77,14 @@ def block_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingC
         ep=layout.ep,
         fused=layout.compile or code.fused,
     )
-    return _block_time(table, work, layout.recompute, cluster.accelerator, code)
+    # Of m micro-batches, m - 1 are sent while another is computed.
+    hidden = 1 - 1 / how.grad_accumulation if code.hidden_sends else 0.0
+    return _block_time(table, work, layout.recompute, cluster.accelerator, code, hidden)
 
 
 @cache
-def _block_time(
-    table: Blueprint, work: Work, recompute: Recompute, accelerator: Accelerator, code: TrainingCode
+def _block_time(  # noqa: PLR0917 (a cache)
+    table: Blueprint, work: Work, recompute: Recompute, accelerator: Accelerator, code: TrainingCode, hidden: float
 ) -> BlockTime:
     forward = backward = exchanged = weight = 0.0
     for block, count in table.kinds:
@@ -95,8 +97,8 @@ def _block_time(
         weight += share * sum(operator.weight for operator in operators)
         passes = 3 if recompute == "full" else 2  # full recomputation repeats the forward pass
         sends = passes * _sends(block, work, accelerator, code)
-        if code.hidden_sends:
-            sends = max(0.0, sends - sum(operator.forward + operator.backward for operator in operators) - again)
+        computed = sum(operator.forward + operator.backward for operator in operators) + again
+        sends -= hidden * min(sends, computed)
         exchanged += share * (passes * _exchange(block, work, accelerator, code) + sends)
     return BlockTime(forward, backward, exchanged, weight)
 
@@ -142,8 +144,7 @@ def _sends(block: BlockTable, work: Work, accelerator: Accelerator, code: Traini
     size = code.element * work.tokens * work.width / (work.tp if code.sequence_parallel else 1)
     if code.sends == "expert":
         return 2 * all_to_all(experts[1] * size, ranks, stride, accelerator)
-    most, share = code.most_nodes, code.network_share
-    return 2 * send_once(size, ranks, stride, accelerator, experts=experts, most_nodes=most, network_share=share)
+    return 2 * send_once(size, ranks, stride, accelerator, experts=experts, network_share=code.network_share)
 
 
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from leaven.errors import InputError
-from leaven.model.loss import CHUNK_ELEMENTS
+from leaven.model.loss import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ELSEWHERE
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.memory import GIB, stage_memory
 from leaven.planning.training_codes import LEAVEN_BF16
@@ -143,7 +143,7 @@ def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
         element=ACTIVATION_BYTES[recipe.precision.compute],
         residual=ACTIVATION_BYTES[recipe.precision.compute],
         logit=12,
-        logits_at_once=CHUNK_ELEMENTS.get(device_type, 2**22),
+        logits_at_once=CHUNK_ELEMENTS.get(device_type, CHUNK_ELEMENTS_ELSEWHERE),
         # Attention with dropout has no fused kernel on a CPU.
         flash_attention=not (shape.dropout and device_type == "cpu"),
         fixed_gib=0,

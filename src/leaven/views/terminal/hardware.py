@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from rich.console import RenderableType
 
 from leaven.documents.catalogue import AcceleratorRow
-from leaven.planning.accelerators import CONFIDENCE, EXAMPLE, user_file
+from leaven.planning.accelerators import CONFIDENCE, EXAMPLE, USUAL_MATMUL_SHARE, user_file
 from leaven.views.numbers import NONE
 from leaven.views.tables import Column, Fact, Facts, Table
 
@@ -61,8 +61,8 @@ def accelerator_screen(one: AcceleratorRow) -> Iterator[RenderableType]:
         return label, (*values, *where)
 
     half = _half(one)
-    share = f"{one.planned_tflops / (one.peak_tflops[half] or math.inf):.0%} of the peak"
-    share += " is assumed" if one.matmul_tflops[half] is None else ""
+    best, peak = one.matmul_tflops[half], one.peak_tflops[half] or math.inf
+    share = f"{USUAL_MATMUL_SHARE:.0%} of the peak is assumed" if best is None else f"{best / peak:.0%} of the peak"
     peaks, measured = _by_dtype(one.peak_tflops), _by_dtype(one.matmul_tflops)
     sustained = [f"{operator.replace('_', ' ')} {rate:g}" for operator, rate in one.sustained_tflops.items()]
     yield Facts(
@@ -71,6 +71,7 @@ def accelerator_screen(one: AcceleratorRow) -> Iterator[RenderableType]:
             fact("peak", "peak", *peaks, "dense TFLOP/s"),
             fact("best matmul", "matmul", *(measured or ("none known",)), share),
             *([fact("sustained", "sustained", *sustained)] if sustained else []),
+            ("planned", (f"{one.planned_tflops:.4g} TFLOP/s in large 16-bit products",)),
             fact("memory", "memory", f"{one.memory_gib:.3g} GiB", f"{one.memory_tb_s:.3g} TB/s"),
             fact(
                 "board",

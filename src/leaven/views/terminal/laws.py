@@ -11,7 +11,7 @@ from leaven.documents.catalogue import LawRow, OptimumRow
 from leaven.recipe.units import format_quantity
 from leaven.views import numbers
 from leaven.views.numbers import quantity, scientific
-from leaven.views.tables import Column, Facts, Table
+from leaven.views.tables import Column, Fact, Facts, Table
 
 _KINDS: tuple[BatchKind, ...] = ("optimal", "critical")  # of batch sizes
 _COUNTED = {
@@ -83,7 +83,15 @@ _LEGEND = Facts(
     [
         (
             "fitted range",
-            ("x7 N: N is 7 times above the range", "/7: below", "N parameters", "D tokens", "C FLOPs", "D/N ratio"),
+            (
+                "x7 N: N is 7 times above the range",
+                "/7: below",
+                "N parameters",
+                "D tokens",
+                "C FLOPs",
+                "D/N ratio",
+                "E experts",
+            ),
         ),
         ("trust", tuple(f"{trust}: {meaning}" for trust, meaning in TRUST.items())),
     ]
@@ -96,6 +104,8 @@ def laws_screen(
     tokens: float,
     batch_tokens: float | None = None,
     params_non_embedding: float | None = None,
+    *,
+    experts: float = 1,
 ) -> Iterator[RenderableType]:
     """Yield the predictions of all laws for a run, and the median and range of the predictions.
 
@@ -111,7 +121,7 @@ def laws_screen(
         yield _batch(rows, batch_tokens)
         yield ""
     yield _LEGEND
-    yield _spreads(rows, params, tokens, batch_tokens, params_non_embedding)
+    yield _spreads(rows, params, tokens, batch_tokens, params_non_embedding, experts=experts)
 
 
 def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
@@ -161,11 +171,14 @@ def _spreads(
     tokens: float,
     batch_tokens: float | None,
     params_non_embedding: float | None,
+    *,
+    experts: float,
 ) -> Facts:
     """Return lines with the median and range of each quantity that the laws predict.
 
     The first line has the two model sizes N with which the laws were evaluated: some laws count N without any
     embeddings, and some without the input embedding only. Of a law with several forms, only the main form counts.
+    For a mixture of experts, the loss by the law that depends on experts is apart from that of dense models.
     """
     own = [law for law in laws if law.form_of is None]
     by_kind = [(kind, [law for law in own if law.batch_kind == kind]) for kind in _KINDS]
@@ -185,13 +198,26 @@ def _spreads(
     return Facts(
         [
             ("N", (smaller_n, head_n)),
-            ("loss", (*_spread(own, "loss", _loss), "nats per token, each of its own text")),
+            *_losses(own, experts),
             ("tokens a parameter", (f"{tokens / params:.3g}", compute_optimal)),
             *((f"{kind} batch", (*_spread(found, "batch_tokens", quantity), "tokens")) for kind, found in by_kind),
             ("weight decay", (decay,)),
             ("peak lr", (*_spread(own, "lr", scientific), "tune at small scale")),
         ]
     )
+
+
+def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
+    """Return the lines about the loss: one of all laws, or for a mixture one of its laws and one of dense models."""
+    unit = "nats per token, each of its own text"
+    if experts == 1:
+        return [("loss", (*_spread(own, "loss", _loss), unit))]
+    mixtures = [law for law in own if law.of_experts]
+    dense = [law for law in own if not law.of_experts]
+    return [
+        (f"loss, {experts:g} experts", (*(f"{_loss(law.loss)} by {law.law}" for law in mixtures), unit)),
+        ("loss, dense", (*_spread(dense, "loss", _loss), unit)),
+    ]
 
 
 def _spread(rows: Sequence[LawRow | OptimumRow], key: str, show: Callable[[float], str]) -> list[str]:
