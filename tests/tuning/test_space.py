@@ -10,6 +10,7 @@ from leaven.recipe.files import parse_recipe, read_recipe, render, write_recipe
 from leaven.recipe.hyperparameters import Multipliers
 from leaven.recipe.recipe import Recipe, differences
 from leaven.scaling.transfer import transfer
+from leaven.training.integrity import require_run_of
 from leaven.training.run_folder import RunFolder
 from leaven.tuning.bounds import BOUNDS
 from leaven.tuning.point import recipe_at
@@ -337,7 +338,7 @@ def test_the_tuning_table_does_not_change_a_run_or_an_export(deep: Recipe, tmp_p
     recipe = with_table(deep, space="per-module")
     assert differences(recipe, deep) == []
     write_recipe(deep, tmp_path / "recipe.toml")
-    RunFolder(tmp_path).check(recipe)  # raises for another recipe
+    require_run_of(RunFolder(tmp_path), recipe)  # raises for another recipe
     assert RecipeTrial(recipe).key == RecipeTrial(deep).key
     assert export("megatron", recipe) == export("megatron", deep)
     assert transfer(recipe, width=32).tuning == recipe.tuning
