@@ -153,7 +153,7 @@ def test_a_checkpoint_copied_from_another_trial_is_ignored(
     (mine,) = set(folder.iterdir()) - {other}
     shutil.rmtree(mine)
     shutil.copytree(other, mine)
-    with steps_counted(monkeypatch) as done, pytest.warns(UserWarning, match="is ignored: it is of another trial"):
+    with steps_counted(monkeypatch) as done, pytest.warns(UserWarning, match="it belongs to another trial"):
         assert results(train_trial(tiny, checkpoint=folder)) == results(whole)
     assert done[0] == 1
     reseal(mine, lambda state: {TRIAL: mine.name})

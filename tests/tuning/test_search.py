@@ -575,33 +575,24 @@ def test_pruned_runs_count_in_the_surrogate_and_are_never_the_answer() -> None:
     assert {baseline.noise for baseline in baselines} == {0.01}
 
 
-def test_a_trial_that_another_command_closes_before_its_result_is_retried() -> None:
-    class Hasty(InMemoryStorage):
-        closed = False
+@pytest.mark.parametrize(
+    "last",
+    [
+        pytest.param("ended", id="another command closes it before its result"),
+        pytest.param("digest", id="an older version closes it after a kill between its digest and its state"),
+    ],
+)
+def test_a_trial_that_is_closed_while_its_result_is_written_is_retried(last: str) -> None:
+    class Closed(InMemoryStorage):
+        done = False
 
         def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:
             super().set_trial_user_attr(trial_id, key, value)
-            if key == "ended" and not self.closed:
-                self.closed = True
+            if key == last and not self.done:
+                self.done = True
                 self.set_trial_state_values(trial_id, TrialState.FAIL)
 
-    found = search(bowl, SPACE, trials=4, method="random", storage=Hasty())
-    assert [trial.number for trial in found.trials] == [1, 2, 3, 4]
-
-
-def test_a_trial_that_was_killed_between_its_digest_and_its_state_is_retried() -> None:
-    class Killed(InMemoryStorage):
-        """Older versions of leaven closed such a trial just so."""
-
-        killed = False
-
-        def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:
-            super().set_trial_user_attr(trial_id, key, value)
-            if key == "digest" and not self.killed:
-                self.killed = True
-                self.set_trial_state_values(trial_id, TrialState.FAIL)
-
-    found = search(bowl, SPACE, trials=4, method="random", storage=Killed())
+    found = search(bowl, SPACE, trials=4, method="random", storage=Closed())
     assert [trial.number for trial in found.trials] == [1, 2, 3, 4]
 
 

@@ -150,7 +150,7 @@ def training_code(name: str) -> TrainingCode:
         InputError: if there is none of this name.
     """
     if name not in OFFERED:
-        raise InputError(f"--code {name}: no program to plan for; give one of {', '.join(OFFERED)}")
+        raise InputError(f"--code {name}: unknown; give one of {', '.join(OFFERED)}")
     return TRAINING_CODES[name]
 
 

@@ -133,7 +133,7 @@ def _without_weights(change: Difference) -> bool:
 
 
 def _identities(run: RunFolder, state: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Yield each file of a run that has an identifier of a run, and the identifier. ``state`` is of a checkpoint."""
+    """Yield each file that has the identifier of a run, and this identifier. ``state`` comes from a checkpoint."""
     first = b""
     with suppress(OSError), storage.open_file(run.metrics_file) as file:
         first = file.readline(_FIRST_LINE)
@@ -149,7 +149,7 @@ def _identities(run: RunFolder, state: Mapping[str, Any]) -> Iterator[tuple[Path
 
 
 def identity_of(run: RunFolder, state: Mapping[str, Any]) -> str | None:
-    """Return the identifier of a run, or None if no file has one. ``state`` is of a checkpoint, or empty."""
+    """Return the identifier of a run, or None if no file has one. ``state`` comes from a checkpoint, or is empty."""
     return next((identity for _, identity in _identities(run, state)), None)
 
 

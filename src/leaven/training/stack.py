@@ -246,7 +246,7 @@ class TrialStack:
         """Restore the state from a checkpoint of the same recipes.
 
         Raises:
-            ValueError: if a tensor of the checkpoint has another shape or type, so that it is of other recipes.
+            ValueError: if a tensor of the checkpoint has another shape or type, so it belongs to other recipes.
         """
         buffers = {"first": self.first, "second": self.second, "losses": self.record}
         saved = [(self.flat, checkpoint.model["parameters"])]

@@ -128,13 +128,13 @@ class CommandTrainer:
 
     def _wait_for_room(self, proposal: Proposal) -> None:
         """Wait while the disk of the study's folder is full, because the output of the command would be lost."""
-        told = False
+        warned = False
         while is_full(self._folder):
             if self._stop() or self._leaving.is_set():
                 raise TrialReleased
-            if not told:
+            if not warned:
                 self._note(f"trial {proposal.number} waits, because the disk of {self._folder} is full; make room")
-                told = True
+                warned = True
             time.sleep(POLL)
 
     def _wait_for(self, output: BinaryIO) -> None:
