@@ -43,9 +43,7 @@ def test_runs_and_recipes_are_planned_for_every_program_that_is_offered(name: st
 
 @pytest.mark.parametrize("name", [*sorted(TRAINING_CODES.keys() - OFFERED), "megatron-2027", ""])
 def test_programs_that_lack_some_of_the_layouts_are_not_offered(name: str) -> None:
-    with pytest.raises(
-        InputError, match=rf"--code {name}: unknown; give one of {', '.join(OFFERED)}$"
-    ):
+    with pytest.raises(InputError, match=rf"--code {name}: unknown; give one of {', '.join(OFFERED)}$"):
         plan_run("olmo-1b", "64xH100-80GB", code=name)
 
 
