@@ -129,7 +129,7 @@ def plan(
             "--mfu applies only to --budget, because the speed of a recipe is predicted; leave --mfu out"
         )
     if not recipe.exists() and recipe.suffix != ".toml" and len(recipe.parts) == 1:
-        require_alone(context, f"the published run {recipe}", "overrides measure")
+        require_alone(context, f"the published run {recipe}", "overrides measure history")
         name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments or "adam", code=code)
         document = found.document(explain, hourly, share)
         following = next_commands.after_plan_of_run(name, document.cluster)
