@@ -94,6 +94,7 @@ FP32 = {  # a model of 127 k parameters, whose states are smaller than its activ
     "model.seq_len": 128, "batch.tokens": 128 * 16, "data.tokens": 128 * 64, "precision.compute": "fp32",
     "model.qk_norm": True, "model.tied_embeddings": True,
 }  # fmt: skip
+WIDE_FP32 = FP32 | {"model.d_model": 512, "model.d_head": 128, "model.d_ff": 1536}  # its states are larger
 # With few blocks, ZeRO 3 prefetches none at the peak of memory, and the planner is too high: by 5.1% with two blocks,
 # and by 7.4% with three blocks with experts.
 QUICK: list[tuple[str, dict[str, Any]]] = [
@@ -128,6 +129,10 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
     ("dp=8,zero=2,mbs=2", FP32),
     ("dp=8,zero=1,mbs=1", FP32),
     ("dp=8,zero=3,mbs=2", FP32),
+    ("tp=1,mbs=16", FP32),
+    ("tp=1,mbs=16", WIDE_FP32),
+    ("tp=2,mbs=2", WIDE_FP32 | {"model.n_kv_heads": 2}),
+    ("pp=2,mbs=8", WIDE_FP32),
     ("tp=8,pp=8,dp=8,zero=1", LLAMA_70B | {"model.n_layers": 80}),
 ]
 

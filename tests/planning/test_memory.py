@@ -23,7 +23,7 @@ from leaven.planning.blueprint import BlockTable, Blueprint, Core, Matmul, bluep
 from leaven.planning.memory import GIB, activation_parts, block_kept, operators_kept, stage_memory, worst_stage
 from leaven.planning.published import published_blueprint
 from leaven.planning.stages import in_flight, rank_parameters, stage_layers
-from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode, states
+from leaven.planning.training_codes import LEAVEN_BF16, LEAVEN_FP32, TrainingCode, states
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
 
@@ -282,6 +282,17 @@ def test_an_average_of_the_weights_is_4_bytes_a_parameter_sharded_like_the_momen
         how = Arrangement(Layout(dp=4, zero=zero), 1, 1)
         plain, averaged = (stage_memory(SMALL, how, 0, code) for code in (FP32, FP32.averaging(True)))
         assert averaged.optimizer - plain.optimizer == pytest.approx(4 * blueprint(SMALL).params / ranks)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 64])
+def test_the_peak_of_a_single_micro_batch_is_its_backward_pass_or_the_update(micro_batch: int) -> None:
+    """In fp32: gradients take the memory of freed activations, and the update needs another copy of the parameters."""
+    one = stage_memory(SMALL, Arrangement(Layout(), micro_batch, 1), 0, LEAVEN_FP32)
+    several = stage_memory(SMALL, Arrangement(Layout(), micro_batch, 2), 0, LEAVEN_FP32)
+    params, kept = 4 * blueprint(SMALL).params, several.activations + several.logits
+    assert one.total - one.fixed - one.reserve == pytest.approx(
+        one.states + max(params + max(0, kept - params), 2 * params)
+    )
 
 
 @pytest.mark.parametrize(("code", "each"), [(LEAVEN_BF16, 16), (NANOTRON, 20), (MEGATRON_BF16, 20)])

@@ -98,7 +98,9 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
             waiting = flying if layout.schedule in {"gpipe", "zero-bubble"} else 1
             at_end = code.residual + code.element * (1 + waiting)
             unembedding = table.embedding / layout.tp
-            logits += waiting * code.unembedding * unembedding + code.element * unembedding
+            logits += waiting * code.unembedding * unembedding
+            if tokens * table.vocab_size / layout.tp > code.logits_at_once:
+                logits += code.element * unembedding
             # Tensor-parallel ranks also hold the unembedding in the compute dtype, and its input, a chunk of its
             # input and its input's gradient for all tokens.
             if layout.tp > 1:
@@ -109,12 +111,15 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
     units = min(rank.units, in_block - exchange)
     gathered = rank.gathered + units
     activations += in_block - exchange - units
-    grads = rank.grads
-    if code.autocast and not code.compute_copy and layout.ranks > layout.pp == how.grad_accumulation == 1:
-        # The gradients of a single micro-batch take the memory of activations that the backward pass frees. This is
-        # counted in fp32 only, where it was measured.
-        grads = max(0.0, grads - activations - logits)
-    update = max(0.0, rank.update - gathered - logits - activations)  # reuses freed memory
+    reused = 0.0
+    waits = flying == how.grad_accumulation and layout.schedule != "zero-bubble"
+    if waits and code.autocast and not code.compute_copy:
+        # No forward pass follows a backward pass, so gradients take the memory of activations that the first backward
+        # pass frees. This is counted in fp32 only, where it was measured.
+        reused = min(rank.grads, activations / flying + logits)
+    grads = rank.grads - reused
+    # The update has all gradients, and the memory that the backward pass has freed.
+    update = max(0.0, rank.update + reused - gathered - logits - activations)
     buffers = rank.buffers + exchange + update
     dynamic = rank.weights + grads + rank.accumulation + rank.optimizer
     dynamic += gathered + activations + logits + buffers
@@ -154,8 +159,8 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
     copy = code.compute_copy or code.weights
     unit, two_units = _units(tuple(block for block, _ in blocks), layout, code)
     # Under ZeRO 3, weights are gathered by unit: one unit is in use and the next is prefetched.
-    # Leaven's ranks that share a replica use a gathered copy of their weights, also in fp32.
-    whole_copy = copy if code.autocast and sharers > 1 else code.compute_copy
+    # With several ranks, leaven uses a gathered copy of the weights, also in fp32.
+    whole_copy = copy if code.autocast and layout.ranks > 1 else code.compute_copy
     units, gathered = 0.0, two_units * copy if layout.zero == 3 else whole_copy * (dense + experts)
     if code.gathered_ends and layout.ranks > 1:
         gathered += ends * (code.gathered_ends - (whole_copy if layout.zero < 3 else 0))
