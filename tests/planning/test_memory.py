@@ -286,7 +286,7 @@ def test_an_average_of_the_weights_is_4_bytes_a_parameter_sharded_like_the_momen
 
 @pytest.mark.parametrize("micro_batch", [1, 64])
 def test_the_peak_of_a_single_micro_batch_is_its_backward_pass_or_the_update(micro_batch: int) -> None:
-    """In fp32: gradients take the memory of freed activations, and the update needs another copy of the parameters."""
+    """In fp32: gradients take the memory of freed activations; the update needs another copy of the parameters."""
     one = stage_memory(SMALL, Arrangement(Layout(), micro_batch, 1), 0, LEAVEN_FP32)
     several = stage_memory(SMALL, Arrangement(Layout(), micro_batch, 2), 0, LEAVEN_FP32)
     params, kept = 4 * blueprint(SMALL).params, several.activations + several.logits
