@@ -73,7 +73,9 @@ def coordinates(
     steps: Annotated[
         int,
         typer.Option(
-            min=1, help="Number of training steps on the same batch. With more than 3 steps, the limits are wider."
+            min=1,
+            help="Number of training steps on the same batch. After more than 3 steps, a module passes even if its "
+            "activations change a little more with width or depth.",
         ),
     ] = 3,
     lr_factor: FactorOption = "1",

@@ -80,8 +80,8 @@ def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[st
 
 
 def _require_plain(document: dict[str, Any], origin: str) -> None:
-    """Raise InputError for values that TOML allows but leaven cannot use: very deep tables, numbers that overflow,
-    and strings with a NUL character, at which the file system would cut a name off."""
+    """Raise InputError for values that TOML allows but leaven cannot use: very deep tables, numbers that are too
+    large or too close to 0, and strings with a NUL character, which no file name may contain."""
     waiting: list[tuple[str, Any, int]] = [("", document, 0)]
     while waiting:
         path, value, depth = waiting.pop()
