@@ -330,7 +330,8 @@ def init(
 @app.command()
 @with_option_fields
 def equivalence(options: RunOptions, batch_ratios: BatchesOption = "0.25,0.5,2,4", scale: ScaleOption = None) -> None:
-    """Check that runs with different batch sizes reach the same loss with the rule, and different losses without it.
+    """Check that runs with different batch sizes reach the same loss if the scaling rule adapts the hyperparameters
+    to the batch, and different losses if it does not.
 
     The rule is exact only for many steps with noisy gradients. Choose small batches, and at least 200 steps with the
     largest batch.

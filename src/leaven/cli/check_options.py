@@ -137,7 +137,7 @@ class CheckOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeOptions(CheckOptions):
-    """Options of the checks that train small models for some steps."""
+    """Options of the coordinate and gradient checks, which train small models for a few steps."""
 
     widths: Annotated[
         Any, list_option(count_above_0, "Widths of the models, separated by commas.", "64,128,256,512 or similar")
@@ -152,7 +152,7 @@ class SizeOptions(CheckOptions):
         typer.Option(
             min=0.5,
             max=1,
-            help="With module:factory, alpha of the rule. Residual branches are multiplied by depth^-alpha.",
+            help="With module:factory: your model multiplies its residual branches by depth^-alpha.",
             show_default="1",
         ),
     ] = None

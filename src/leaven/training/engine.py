@@ -238,8 +238,8 @@ class Training:
             torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *ranks))
 
     def _first_targets(self, batch: TrainingBatch) -> Tensor:
-        """Return the number of targets that count in the loss in the first micro-batch, a scalar. The first
-        micro-batches of all processes are counted together."""
+        """Return how many targets of the first micro-batch count in the loss, a scalar. The first micro-batches of
+        all processes are counted together."""
         first = next(batch.micro_batches)
         batch.micro_batches = chain([first], batch.micro_batches)
         targets = widened((first[1] != IGNORED).sum())

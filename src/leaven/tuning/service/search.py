@@ -99,9 +99,9 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         space: lowest and highest log2 multiplier by name, within -1000 and 1000, or ``range(n)`` for a choice of n
             levels, which the objective gets as an index. While every trial diverges, values named ``lr``,
             ``learning_rate``, ``max_lr``, ``peak_lr`` or ``*.lr`` are lowered.
-        start: log2 multipliers at which the search starts; default 0. trials: number of trials, including those that
-        repeat a point. None if the budget is ``flops`` or ``hours``; see
-            :class:`leaven.tuning.service.search_plan.Budget` for these and ``run_flops``.
+        start: log2 multipliers at which the search starts; default 0.
+        trials: number of trials, including those that repeat a point. None if the budget is ``flops`` or ``hours``;
+            see :class:`leaven.tuning.service.search_plan.Budget` for these and ``run_flops``.
         method: ``trust-region``, ``random``, ``grid``, ``tpe``, ``cma`` or ``gp``.
         scales: octaves (units of log2) from the start point to a typical optimum, by name; default 1.
         near: the box in which the search begins, in octaves from the start point; default the whole space. All
