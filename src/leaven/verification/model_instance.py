@@ -36,7 +36,7 @@ class RunSetting:
     """The scale and hyperparameters of one training run."""
 
     scale: RunScale
-    # Of ``quantity``: the value in the recipe before scaling, or a multiple of the value of the user's factory function.
+    # Of ``quantity``: the value in the recipe before scaling, or a multiple of the one in the factory function.
     value: float
     seed: int = 0
     quantity: Quantity = "lr"  # the hyperparameter that is set
