@@ -214,8 +214,8 @@ def collapse(
     The check trains the recipe at each size, with the same number of steps and of tokens per parameter. Or check the
     curves of runs that you have trained: LOGS is a file, or a folder with files or with the run folders of leaven,
     TensorBoard or W&B (offline). The columns of a file are loss, and tokens or step. A file with several runs also
-    has columns for the size (width, depth or batch) and the seed. Otherwise each run has its own file, and each size
-    its own subfolder.
+    has columns for the size (width, depth or batch) and the seed. If each run has a file of its own, each size has a
+    subfolder.
     """
     from leaven.verification.collapse import collapse, collapse_of_family
     from leaven.verification.logged_runs import curves_of

@@ -99,7 +99,8 @@ class CheckOptions:
         """Return the recipe, or the text ``module:factory``.
 
         Raises:
-            InputError: if an option applies only to recipes and this is a factory, or the other way round.
+            InputError: if an option was given that applies only to recipes, and this is a factory, or an option that
+                applies only to factories, and this is a recipe.
         """
         if ":" in self.subject and not Path(self.subject).exists():
             if self.overrides:

@@ -78,7 +78,7 @@ def tune(
             help="The values to search: global (values for the whole model, e.g. lr), global-full (also schedule, "
             "clipping, dropout and optimizer), per-module (about 25 values), per-module-full (about 90 values), or "
             "keys of the recipe separated by commas, e.g. hyperparameters.lr.",
-            show_default="the tuning section of the recipe, else global",
+            show_default="the tuning section of the recipe, or global",
         ),
     ] = None,
     command: Annotated[

@@ -268,7 +268,8 @@ def write_recipe(recipe: Recipe, path: Path | str, template: str = "") -> None:
 
 
 def cache_folder() -> Path:
-    """Return leaven's cache folder: ``$LEAVEN_CACHE``, else ``$XDG_CACHE_HOME/leaven``, else ``~/.cache/leaven``."""
+    """Return leaven's cache folder: ``$LEAVEN_CACHE`` or, if this is not set, the folder ``leaven`` of
+    ``$XDG_CACHE_HOME`` or of ``~/.cache``."""
     if folder := os.environ.get("LEAVEN_CACHE"):
         return storage.expanded(folder)
     return storage.expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "leaven"

@@ -182,7 +182,7 @@ class Axes:
         return {name: self.whole[name].rounded(x) if name in self.whole else x for name, x in params.items()}
 
     def not_in(self, tried: Sequence[Mapping[str, float]], params: Mapping[str, float]) -> list[dict[str, float]]:
-        """Return ``[params]`` if ``params`` is not in ``tried``, else the nearest points that are not in ``tried``.
+        """Return the points nearest to ``params`` that are not in ``tried``: ``[params]`` itself if it is not.
 
         The distance of two points is the number of changes that lead from one to the other. A change moves one whole
         number by 1, or switches one choice to another level. The result is empty if all points are in ``tried``.

@@ -93,7 +93,7 @@ class StoredTrial(StudyTrial):
     params: Params  # log2 multipliers; a whole number has the multiplier of its rounded value
     origin: int  # number of the first attempt
     job: str | None = None  # job of the first attempt
-    final_of: str = ""  # in a final trial, the budget that it belongs to, such as "64 trials"; else empty
+    final_of: str = ""  # in a final trial, the budget that it belongs to, such as "64 trials"; empty in others
     finalist: int | None = None  # in a final trial, the index of the finalist
     finals: tuple[int, int] | None = None  # in the first final trial: (number of finalists, trials of each)
     began: float | None = None  # Unix time at which the last attempt began
