@@ -21,12 +21,12 @@ from optuna.storages import InMemoryStorage
 from benchmarks import _landscapes
 from leaven.tuning import search
 from leaven.tuning.algorithm import answer as answers
-from leaven.tuning.algorithm.answer import answer, to_confirm
+from leaven.tuning.algorithm.answer import answer, point_to_confirm
 from leaven.tuning.algorithm.noise import noise_between_seeds
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service.samplers import ped_anova
 from leaven.tuning.service.search_loop import Proposal
-from leaven.tuning.service.stored_study import runs_of
+from leaven.tuning.service.stored_study import trials_of
 from leaven.tuning.study_document import Dimension, StudyTrial
 
 SEEDS = 16  # more seeds than a search uses for one point
@@ -77,7 +77,7 @@ def searched(
 
     search(run, limits, None, trials, seed=seed, stop_at_noise=False, storage=store)
     kept = store.get_all_trials(store.get_study_id_from_name("leaven"), deepcopy=False)
-    return runs_of(kept, Axes(limits)), dimensions
+    return trials_of(kept, Axes(limits)), dimensions
 
 
 def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float]]:
@@ -141,7 +141,7 @@ def _ranked(a: Sequence[float], b: Sequence[float]) -> float:
 def found_in_nothing(seeds: Sequence[int]) -> None:
     """Print how often a search of values without effect reports a gain, with and without confirmation runs.
 
-    Confirmation runs repeat the best point with fresh seeds; the other runs choose this point.
+    Confirmation trials repeat the best point with fresh seeds; the other trials choose this point.
     """
     print("| trials | common to a seed | gain by the choosing runs | gain reported |\n|---|---|---|---|")
     for trials, share in itertools.product((8, 16, 32, 60), (0.0, 0.5, 0.9)):
@@ -150,7 +150,7 @@ def found_in_nothing(seeds: Sequence[int]) -> None:
             study, dimensions = searched(None, trials, seed, share)
             paths = [dimension.path for dimension in dimensions]
             before = [trial for trial in study if not trial.confirms]
-            chosen += to_confirm(before, paths, noise_between_seeds(before, paths)[0] or 0.0) is not None
+            chosen += point_to_confirm(before, paths, noise_between_seeds(before, paths)[0] or 0.0) is not None
             reported += any(answer(study, dimensions, over=True).octaves.values())
         print(f"| {trials} | {share:.0%} | {chosen / len(seeds):.0%} | {reported / len(seeds):.0%} |", flush=True)
 

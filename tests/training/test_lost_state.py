@@ -400,12 +400,12 @@ def test_checkpoints_of_another_run_are_refused(
     shutil.copytree(run.path, tmp_path / "copy")
     shutil.rmtree(run.checkpoints)
     shutil.copytree(tmp_path / "other" / "checkpoints", run.checkpoints)
-    back = ManualRewind(10_240)
+    rewind = ManualRewind(10_240)
     for name in ("events.jsonl", "metrics.jsonl", "plan.json"):  # each alone knows its run
         before = files(run.path)
         for read in (
             lambda: train(recipe, tokens, run.path),
-            lambda: train(recipe, tokens, run.path, back=back),
+            lambda: train(recipe, tokens, run.path, rewind=rewind),
             lambda: load_run(run.path),
         ):
             with pytest.raises(InputError, match=rf"{name} and .*checkpoints belong to different runs; bring back"):
@@ -690,7 +690,7 @@ def test_the_tokenizer_of_another_run_is_refused(run: RunFolder, recipe: Recipe,
     run.tokenizer_file.write_text(before.replace('"a"', '"\\u00e4"', 1))
     for read in (
         lambda: train(recipe, tokens, run.path),
-        lambda: train(recipe, tokens, run.path, back=ManualRewind(4_096)),
+        lambda: train(recipe, tokens, run.path, rewind=ManualRewind(4_096)),
         lambda: load_run(run.path),
     ):
         with pytest.raises(InputError, match=r"tokenizer.json is not the tokenizer with which the run was trained"):
@@ -754,7 +754,7 @@ def test_a_recipe_that_was_changed_after_the_checkpoint_is_refused(
     why = rf"recipe.toml was changed after the checkpoint: {path} was .*, is now {value}; change it back"
     for read in (
         lambda: train(changed, tokens, run.path),
-        lambda: train(changed, tokens, run.path, back=ManualRewind(4_096)),
+        lambda: train(changed, tokens, run.path, rewind=ManualRewind(4_096)),
         lambda: load_run(run.path),
     ):
         with pytest.raises(InputError, match=why):
@@ -769,7 +769,7 @@ def test_a_recipe_that_was_edited_after_a_rewind_is_refused(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
 ) -> None:
     slower = recipe.replace({"hyperparameters.lr": 0.005})
-    train(slower, tokens, run.path, back=ManualRewind(4_096))
+    train(slower, tokens, run.path, rewind=ManualRewind(4_096))
     write_recipe(recipe.replace({"hyperparameters.lr": 0.5}), run.recipe_file)
     why = r"recipe.toml was changed after the checkpoint: hyperparameters.lr was 0.005, is now 0.5; change it back"
     for read in (lambda: train(slower, tokens, run.path), lambda: load_run(run.path)):
@@ -795,7 +795,7 @@ def test_a_recipe_changed_by_a_rewind_or_a_moved_text_belongs_to_the_checkpoints
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(slower, tokens, run.path, back=ManualRewind(4_096), on_step=kill)
+        train(slower, tokens, run.path, rewind=ManualRewind(4_096), on_step=kill)
     assert load_run(run.path).recipe.hyperparameters.lr == 0.005
     assert read_run(run.path).gaps == ""
     assert train(slower, tokens, run.path).finished

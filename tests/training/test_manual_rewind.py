@@ -47,8 +47,8 @@ def lines(run: RunFolder, key: str) -> list[float]:
 
 def test_a_rewind_skips_data_and_changes_the_lr(run: RunFolder) -> None:
     before = RunFolder(run.path).metrics()
-    back = ManualRewind(rewind_to=40 * STEP, skip_tokens=3 * STEP - 5)
-    summary = train(LOWER, text(), run.path, back=back)
+    rewind = ManualRewind(rewind_to=40 * STEP, skip_tokens=3 * STEP - 5)
+    summary = train(LOWER, text(), run.path, rewind=rewind)
     assert summary.finished
     assert summary.rollbacks == 0  # no automatic rewind
     after = run.metrics()
@@ -72,24 +72,24 @@ def test_a_rewind_skips_data_and_changes_the_lr(run: RunFolder) -> None:
 
 
 def test_the_same_rewind_command_resumes_the_run(run: RunFolder) -> None:
-    back = ManualRewind(rewind_to=40 * STEP)
-    stopped = train(LOWER, text(), run.path, back=back, stop=lambda: len(run.metrics()) >= 45)
+    rewind = ManualRewind(rewind_to=40 * STEP)
+    stopped = train(LOWER, text(), run.path, rewind=rewind, stop=lambda: len(run.metrics()) >= 45)
     assert not stopped.finished
-    went_on = train(LOWER, text(), run.path, back=back)
+    went_on = train(LOWER, text(), run.path, rewind=rewind)
     assert went_on.finished
     assert [event["event"] for event in run.events()].count("rewind") == 1
-    assert train(LOWER, text(), run.path, back=back) == went_on
+    assert train(LOWER, text(), run.path, rewind=rewind) == went_on
     assert train(LOWER, text(), run.path) == went_on
     with pytest.raises(InputError, match=r"hyperparameters.lr was 0.002, is now 0.01; .*--rewind-to"):
         train(RUN, text(), run.path)
 
 
 def test_a_rewind_is_done_only_with_the_same_arguments_and_recipe(run: RunFolder) -> None:
-    back = ManualRewind(rewind_to=40 * STEP)
-    assert not back.done(run, LOWER)
-    back.go(run, LOWER)
-    assert back.done(run, LOWER)
-    assert not back.done(run, RUN)
+    rewind = ManualRewind(rewind_to=40 * STEP)
+    assert not rewind.done(run, LOWER)
+    rewind.go(run, LOWER)
+    assert rewind.done(run, LOWER)
+    assert not rewind.done(run, RUN)
     assert not ManualRewind(rewind_to=40 * STEP, skip_tokens=STEP).done(run, LOWER)
 
 
@@ -105,10 +105,10 @@ def test_a_rewind_survives_a_kill_before_the_recipe_is_written(
     with monkeypatch.context() as patch:
         patch.setattr(run_folder, "write_recipe", kill)
         with pytest.raises(Killed):
-            train(LOWER, text(), run.path, back=ManualRewind(40 * STEP))
+            train(LOWER, text(), run.path, rewind=ManualRewind(40 * STEP))
     assert read_recipe(run.recipe_file).hyperparameters.lr == 0.01
     assert run.recipe().hyperparameters.lr == 0.002
-    assert train(LOWER, text(), run.path, back=ManualRewind(40 * STEP)).finished
+    assert train(LOWER, text(), run.path, rewind=ManualRewind(40 * STEP)).finished
     assert lines(run, "lr")[32] < lines(run, "lr")[31] / 4
     assert read_recipe(run.recipe_file).hyperparameters.lr == 0.002
 
@@ -119,7 +119,7 @@ def test_data_skipped_by_a_rollback_stay_skipped(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     losses = lines(run, "loss")
     assert first.rollbacks == 1
-    again = train(longer, garbage, run.path, back=ManualRewind(40 * STEP))
+    again = train(longer, garbage, run.path, rewind=ManualRewind(40 * STEP))
     assert (again.rollbacks, again.loss) == (0, first.loss)  # no automatic rewind since the manual one
     assert lines(run, "loss") == losses
 

@@ -97,7 +97,7 @@ def at_speed(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """Return the seconds of a forward and backward pass by micro-batch, for the test to fill. A size that is missing
     runs out of memory."""
     seconds: dict[int, float] = {}
-    monkeypatch.setattr(micro_batch, "trial_step", lambda training, size: seconds.get(size))
+    monkeypatch.setattr(micro_batch, "time_passes", lambda training, size: seconds.get(size))
     return seconds
 
 
@@ -134,7 +134,7 @@ def test_timing_takes_at_most_a_minute(
         clock[0] += at_speed[size]
         return at_speed[size]
 
-    monkeypatch.setattr(micro_batch, "trial_step", trial)
+    monkeypatch.setattr(micro_batch, "time_passes", trial)
     monkeypatch.setattr(micro_batch.time, "perf_counter", lambda: clock[0])
     assert choose_micro_batch(Training(tiny.replace(LONG), tokens)).micro_batch == 1
     assert clock[0] == 40.0

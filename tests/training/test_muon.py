@@ -192,11 +192,11 @@ def test_a_rollback_and_a_rewind_restore_the_momentum(tmp_path: Path, monkeypatc
     recipe, garbage, run = planted(hyperparameters__optimizer="muon", **kept), text(74, 3), RunFolder(tmp_path)
     assert train(recipe, garbage, run.path).rollbacks == 1
     before = list(losses(run))
-    train(recipe, garbage, run.path, back=ManualRewind(40 * STEP))
+    train(recipe, garbage, run.path, rewind=ManualRewind(40 * STEP))
     assert list(losses(run)) == before
     # The user may change the momentum then, as the betas of Adam.
     slower = recipe.replace({"hyperparameters.muon": {"momentum": 0.8, "weight_decay": 0.2}})
-    train(slower, garbage, run.path, back=ManualRewind(40 * STEP))
+    train(slower, garbage, run.path, rewind=ManualRewind(40 * STEP))
     assert run.recipe().hyperparameters == slower.hyperparameters
     assert before[:30] == list(losses(run))[:30]
     assert before[-1] != list(losses(run))[-1]

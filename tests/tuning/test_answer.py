@@ -11,13 +11,13 @@ import pytest
 
 from leaven.tuning.algorithm.answer import (
     ELSEWHERE,
-    Confirmation,
+    ChosenPoint,
     FittedTrials,
     Point,
     advice_when_all_diverged,
     answer,
-    confirm,
-    to_confirm,
+    choose,
+    point_to_confirm,
 )
 from leaven.tuning.algorithm.noise import pooled_noise
 from leaven.tuning.algorithm.trust_region import Axes, region
@@ -175,7 +175,7 @@ def test_the_fewest_changes_are_those_of_brute_force(noise: float) -> None:
     assert excess(fewest) <= noise
 
 
-def confirmed_with(losses: dict[tuple[float, ...], dict[int, float]]) -> tuple[list[StudyTrial], Confirmation]:
+def confirmed_with(losses: dict[tuple[float, ...], dict[int, float]]) -> tuple[list[StudyTrial], ChosenPoint]:
     """Return three seeds at the start with the runs of other points, and their confirmation.
 
     Seeds 1 and 2 choose, seeds 3 and 4 confirm.
@@ -186,7 +186,7 @@ def confirmed_with(losses: dict[tuple[float, ...], dict[int, float]]) -> tuple[l
         trial(i, [x, 0, 0, 0], loss, seed=k, purpose="rerun" if i > 2 else "search", confirms=k > 2)
         for i, (x, k, loss) in enumerate(runs)
     ]
-    found = confirm(trials, PATHS, 0.02)
+    found = choose(trials, PATHS, 0.02)
     assert found is not None
     return trials, found
 
@@ -197,10 +197,10 @@ LUCKY, BETTER, START = (1.0, 0.0, 0.0, 0.0), (2.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.
 def test_a_refuted_point_makes_room_for_the_next() -> None:
     known = {LUCKY: {1: 2.8, 2: 2.8, 3: 3.1, 4: 3.1}, START: {3: 3.0, 4: 3.0}}
     trials, found = confirmed_with(known)
-    assert (found.point, to_confirm(trials, PATHS, 0.02)) == (START, None)
+    assert (found.point, point_to_confirm(trials, PATHS, 0.02)) == (START, None)
     # With a larger budget another finalist has runs; it is the answer once it is confirmed.
     trials, found = confirmed_with({**known, BETTER: {1: 2.9, 2: 2.9}})
-    assert (found.point, to_confirm(trials, PATHS, 0.02)) == (START, BETTER)
+    assert (found.point, point_to_confirm(trials, PATHS, 0.02)) == (START, BETTER)
     _, found = confirmed_with({**known, BETTER: {1: 2.9, 2: 2.9, 3: 2.91, 4: 2.91}})
     assert (found.point, found.loss, found.fresh, found.gain) == (BETTER, 2.91, 2, pytest.approx(0.09))
 
@@ -210,7 +210,7 @@ def test_a_point_without_confirmation_must_gain_two_and_a_half_times_the_noise()
         assert confirmed_with({LUCKY: {1: 3 - gained, 2: 3 - gained}})[1].point == point
     # A second finalist beside it does not make it surer.
     trials, found = confirmed_with({LUCKY: {1: 2.97, 2: 2.97}, BETTER: {1: 3.0, 2: 3.0}})
-    assert (found.point, to_confirm(trials, PATHS, 0.02)) == (START, LUCKY)
+    assert (found.point, point_to_confirm(trials, PATHS, 0.02)) == (START, LUCKY)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_likely_gain_needs_to_be_above_the_noise_in_two_fresh_runs(
     fresh: dict[int, float], predicted: float, answer: tuple[float, ...]
 ) -> None:
     trials, _ = confirmed_with({LUCKY: fresh})
-    found = confirm(trials, PATHS, 0.02, {START: 0.0, LUCKY: -predicted})
+    found = choose(trials, PATHS, 0.02, {START: 0.0, LUCKY: -predicted})
     assert found is not None
     assert found.point == answer
 
@@ -237,12 +237,12 @@ def test_if_the_only_finalist_diverges_the_next_best_point_is_the_answer() -> No
         dataclasses.replace(run, state="diverged", loss=math.inf) if run.purpose == "rerun" else run for run in trials
     ]
     trials.append(trial(9, BETTER, 2.9))
-    found = confirm(trials, PATHS, 0.02)
+    found = choose(trials, PATHS, 0.02)
     assert found is not None
     assert (found.point, found.fresh, found.gain) == (BETTER, 0, None)
     # Two finalists that diverge show that it is not safe there.
     trials.append(dataclasses.replace(trial(10, [3.0, 0, 0, 0], 2.9, seed=1, purpose="rerun"), state="diverged"))
-    found = confirm(trials, PATHS, 0.02)
+    found = choose(trials, PATHS, 0.02)
     assert found is not None
     assert found.point == START
 
@@ -252,7 +252,7 @@ def test_a_run_that_chose_is_not_fresh() -> None:
     trials, _ = confirmed_with({LUCKY: {1: math.inf, 2: 2.9}})
     trials[1] = dataclasses.replace(trials[1], state="diverged", loss=math.inf)
     trials.append(trial(9, BETTER, 2.9))
-    found = confirm(trials, PATHS, 0.02)
+    found = choose(trials, PATHS, 0.02)
     assert found is not None
     assert (found.point, found.losses, found.fresh) == (BETTER, (2.9,), 0)
 

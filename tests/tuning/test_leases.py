@@ -142,13 +142,13 @@ def test_every_run_is_counted_once(history: list[tuple[str, int]]) -> None:  # n
         elif chosen is None:
             continue
         elif action.startswith("retry"):
-            again = next(run for run in stored_study.runs_of(trials, AXES) if run.origin == chosen).retry
+            again = next(run for run in stored_study.trials_of(trials, AXES) if run.origin == chosen).retry
             assert again.attributes["retry_of"] == chosen
-            number = begin(job=again.name, **again.attributes)
+            number = begin(job=again.job, **again.attributes)
             runs[chosen] |= {"last": number, "state": "running"}
             if action == "retry twice":
-                twin = begin(job=again.name, **again.attributes)
-                assert stored_study.jobs_of(trials)[again.name].number == number < twin
+                twin = begin(job=again.job, **again.attributes)
+                assert stored_study.jobs_of(trials)[again.job].number == number < twin
         elif action in {"end", "stop"}:
             trials[chosen].state = TrialState.COMPLETE if action == "end" else TrialState.PRUNED
             if chosen in of:
@@ -160,7 +160,7 @@ def test_every_run_is_counted_once(history: list[tuple[str, int]]) -> None:  # n
             if chosen in of:
                 of[chosen]["deaths"] += action == "die"
                 of[chosen]["state"] = "failed" if of[chosen]["deaths"] == 2 else "waiting"
-    counted = stored_study.runs_of(trials, AXES)
+    counted = stored_study.trials_of(trials, AXES)
     assert [run.origin for run in counted] == sorted(runs)
     for run in counted:
         known = runs[run.origin]
@@ -178,7 +178,7 @@ if __name__ == "__main__":
     real, draw = time.time, random.Random(name)
     time.time = lambda: real() + skew
     leases._machine = lambda: name  # each command has a machine of its own
-    search_loop.POLL = 0.05
+    search_loop.STORE_POLL = 0.05
     def slowly(method):
         def call(self, *arguments):
             time.sleep(draw.uniform(0, slow))
@@ -228,7 +228,7 @@ def test_commands_with_other_clocks_share_a_slow_store_and_one_is_killed(tmp_pat
     assert len({output for output, _ in results}) == 1, results
     assert results[0][0].startswith("14 "), results
     study = optuna.load_study(study_name="leaven", storage=open_store(tmp_path / "journal.log"))
-    runs = stored_study.runs_of(study.get_trials(), Axes({"a": (-3.0, 3.0)}))
+    runs = stored_study.trials_of(study.get_trials(), Axes({"a": (-3.0, 3.0)}))
     assert [run.state for run in runs] == ["complete"] * 14
     assert len({run.job for run in runs}) == 14
 
@@ -261,9 +261,9 @@ def test_hours_of_a_run_are_by_the_clock_of_its_own_machine() -> None:
     seen = []
     with SearchLoop(plan, stored, lambda _: [], 1, lambda: True, 0.05) as loop:
         loop._look()
-        seen.append(busy(loop.runs, time.time()))
-        while loop.runs[0].state == "running":
+        seen.append(busy(loop.trials, time.time()))
+        while loop.trials[0].state == "running":
             time.sleep(0.01)
             loop._look()
-        seen.append(busy(loop.runs, time.time()))
+        seen.append(busy(loop.trials, time.time()))
     assert seen == [60.0, 60.0]

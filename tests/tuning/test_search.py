@@ -30,7 +30,7 @@ from leaven.tuning.service import stored_study
 from leaven.tuning.service.search import FINEST, OCTAVES, SearchResult
 from leaven.tuning.service.search_loop import HUGE, Proposal, WorkerDied
 from leaven.tuning.service.search_plan import METHODS, Budget, NothingFound, busy
-from leaven.tuning.service.stored_study import TrialRequest, join_study, runs_of
+from leaven.tuning.service.stored_study import TrialRequest, join_study, trials_of
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
 
@@ -302,7 +302,7 @@ def test_finished_trials_are_compared_with_their_digests_once(monkeypatch: pytes
     monkeypatch.setattr(
         stored_study, "_digest_of", lambda trial, *how: compared.append(trial.number) or digest_of(trial, *how)
     )
-    assert stored.runs == stored.runs
+    assert stored.trials == stored.trials
     assert compared == [2]  # the others when the next trial was created
 
 
@@ -317,12 +317,12 @@ def test_a_trial_that_ends_during_a_read_was_not_changed(monkeypatch: pytest.Mon
         return trials
 
     monkeypatch.setattr(stored.study, "get_trials", read)
-    assert len(stored.trials) == 3
+    assert len(stored.attempts) == 3
     still = copy.copy(whole[2])
     still.state = TrialState.RUNNING
     monkeypatch.setattr(stored.study, "get_trials", lambda **_: [*whole[:2], still])
     with pytest.raises(InputError, match="trial 2 of .* its state is RUNNING, but it has a loss"):
-        _ = stored.trials
+        _ = stored.attempts
 
 
 def stored_trials(count: int) -> stored_study.StoredStudy:
@@ -512,7 +512,7 @@ def test_two_searches_at_once_share_the_work() -> None:
 
 
 def test_a_trial_of_a_silent_process_on_another_machine_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leaven.tuning.service.search_loop.POLL", 0.02)
+    monkeypatch.setattr("leaven.tuning.service.search_loop.STORE_POLL", 0.02)
     store = InMemoryStorage()
     search(bowl, SPACE, trials=4, method="random", storage=store)
     (study,) = store.get_all_studies()
@@ -545,7 +545,7 @@ def test_hours_count_while_something_runs() -> None:
         state = TrialState.RUNNING if ended is None else TrialState.COMPLETE
         attributes = {"owner": "x", "began": began} | ({"ended": ended} if ended else {})
         study.add_trial(create_trial(state=state, value=ended and 1.0, user_attrs=attributes))
-    runs = runs_of(study.trials, Axes({}))
+    runs = trials_of(study.trials, Axes({}))
     at_once = runs[:2]
     assert busy(runs, 52_000) == 5400 + 2000
     budget = Budget(hours=2.0)
@@ -666,7 +666,7 @@ def test_results_are_ordered_by_unix_time_and_pruned_ones_have_their_expected_lo
     add(10.0, None, TrialState.PRUNED, expected=2.5)
     add(10.0, 7.0, diverged=True)
     add(5.0, None, TrialState.FAIL)
-    ended, _, losses = results(runs_of(study.trials, axes), axes)
+    ended, _, losses = results(trials_of(study.trials, axes), axes)
     assert ([run.number for run in ended], losses.tolist()) == ([1, 2, 0], [2.5, math.inf, 2.0])
 
 
@@ -683,10 +683,10 @@ def die(x: Proposal) -> float:
     [
         (diverge, {"trials": 12}, "^all 12 trials diverged, including the start: give a start at which .* finite$"),
         (diverge, {"trials": 6, "space": {"lr": (-3, 3)}}, r"^all 6 .* start from lr at 1/[\d.]+ of what it was or"),
-        (lambda x: Outcome(2.0, stopped=True), {"trials": 8}, "no run finished: 8 were pruned, 0 diverged"),
-        (die, {"trials": 3, "method": "random"}, "no run ended: 3 died, each of them twice"),
-        (die, {"hours": 100.0}, "no run ended: 8 died"),
-        (bowl, {"trials": 3, "stop": lambda: True}, "stopped before any run ended"),
+        (lambda x: Outcome(2.0, stopped=True), {"trials": 8}, "no trial finished: 8 were pruned, 0 diverged"),
+        (die, {"trials": 3, "method": "random"}, "no trial ended: 3 died, each of them twice"),
+        (die, {"hours": 100.0}, "no trial ended: 8 died"),
+        (bowl, {"trials": 3, "stop": lambda: True}, "stopped before any trial ended"),
     ],
 )
 def test_a_search_without_a_result_ends_and_says_why(

@@ -103,7 +103,7 @@ def test_a_loss_without_fresh_seeds_is_called_optimistic(tmp_path):
     state = studied.unjudged(studied.study(6, 24))
     page = folder_page(studied.write(tmp_path / "study", state))
     text = words(page)
-    assert "from the run that was also used to choose this point" in text
+    assert "from the trial that was also used to choose this point" in text
     assert "the mean of" not in text
     assert "95%" not in text.split("Where every value")[0]
     document = json.loads((tmp_path / "study/study.json").read_text())

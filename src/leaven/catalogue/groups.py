@@ -124,7 +124,7 @@ class PublishedArchitecture(PublishedGroup):
 
     @property
     def head_dim(self) -> int | None:
-        """Return the width of one head: ``d_head`` if it is given, else ``d_model / n_heads``."""
+        """Return the width of one head: ``d_head``, or ``d_model / n_heads`` if it is not given."""
         if self.d_head is None and self.d_model and self.n_heads:
             return self.d_model // self.n_heads
         return self.d_head

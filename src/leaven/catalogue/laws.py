@@ -259,7 +259,7 @@ def evaluate(
     ``experts`` is the number of experts for each that a token uses. Only the law that was fitted to mixtures of
     experts depends on it.
 
-    Laws that count parameters without the embeddings use ``params_non_embedding`` if it is given, else ``params``.
+    Laws that count parameters without the embeddings use ``params_non_embedding``, or ``params`` if it is not given.
     Above 1B parameters the two counts are nearly equal, but for GPT-2 124M ``params`` is 45% larger.
 
     >>> [round(r.batch_tokens) for r in evaluate(1e9, 20e9) if r.law == "Step Law 2025"]

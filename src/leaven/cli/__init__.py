@@ -33,7 +33,7 @@ VERBS = {
     "hardware": "List the accelerators that the planner knows, with a source for each number.",
     "check": "Check on small models, in minutes, that a scaling rule holds. The exit code is 1 if a check fails.",
     "tune": "Search for the best hyperparameters of a small recipe. Run the same command again to resume.",
-    "train": "Train a recipe. Run the same command again to resume, with bitwise equal losses.",
+    "train": "Train a recipe. Run the same command again to resume, on a CPU with the same bits.",
     "sample": "Generate text from a trained run.",
     "export": "Export weights, or export a recipe as a configuration for another training code.",
     "import": "Import the configuration of another training code as a recipe.",

@@ -73,7 +73,9 @@ def coordinates(
     steps: Annotated[
         int,
         typer.Option(
-            min=1, help="Number of training steps on the same batch. With more than 3 steps, the limits are wider."
+            min=1,
+            help="Number of training steps on the same batch. After more than 3 steps, a module passes even if its "
+            "activations change a little more with width or depth.",
         ),
     ] = 3,
     lr_factor: FactorOption = "1",
@@ -212,8 +214,8 @@ def collapse(
     The check trains the recipe at each size, with the same number of steps and of tokens per parameter. Or check the
     curves of runs that you have trained: LOGS is a file, or a folder with files or with the run folders of leaven,
     TensorBoard or W&B (offline). The columns of a file are loss, and tokens or step. A file with several runs also
-    has columns for the size (width, depth or batch) and the seed. Otherwise each run has its own file, and each size
-    its own subfolder.
+    has columns for the size (width, depth or batch) and the seed. If each run has a file of its own, each size has a
+    subfolder.
     """
     from leaven.verification.collapse import collapse, collapse_of_family
     from leaven.verification.logged_runs import curves_of
@@ -328,7 +330,8 @@ def init(
 @app.command()
 @with_option_fields
 def equivalence(options: RunOptions, batch_ratios: BatchesOption = "0.25,0.5,2,4", scale: ScaleOption = None) -> None:
-    """Check that runs with different batch sizes reach the same loss with the rule, and different losses without it.
+    """Check that runs with different batch sizes reach the same loss if the scaling rule adapts the hyperparameters
+    to the batch, and different losses if it does not.
 
     The rule is exact only for many steps with noisy gradients. Choose small batches, and at least 200 steps with the
     largest batch.

@@ -99,7 +99,8 @@ class CheckOptions:
         """Return the recipe, or the text ``module:factory``.
 
         Raises:
-            InputError: if an option applies only to recipes and this is a factory, or the other way round.
+            InputError: if an option was given that applies only to recipes, and this is a factory, or an option that
+                applies only to factories, and this is a recipe.
         """
         if ":" in self.subject and not Path(self.subject).exists():
             if self.overrides:
@@ -137,7 +138,7 @@ class CheckOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeOptions(CheckOptions):
-    """Options of the checks that train small models for some steps."""
+    """Options of the coordinate and gradient checks, which train small models for a few steps."""
 
     widths: Annotated[
         Any, list_option(count_above_0, "Widths of the models, separated by commas.", "64,128,256,512 or similar")
@@ -152,7 +153,7 @@ class SizeOptions(CheckOptions):
         typer.Option(
             min=0.5,
             max=1,
-            help="With module:factory, alpha of the rule. Residual branches are multiplied by depth^-alpha.",
+            help="With module:factory: your model multiplies its residual branches by depth^-alpha.",
             show_default="1",
         ),
     ] = None

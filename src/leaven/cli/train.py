@@ -86,12 +86,12 @@ def train(
     from leaven.distributed.exchange import rank_zero_first
     from leaven.distributed.process_group import join_process_group, rank, world_size
     from leaven.interop.weights import require_start
+    from leaven.training import trainer
     from leaven.training.device import default_device
     from leaven.training.loop import Diverged
     from leaven.training.metrics import writers
     from leaven.training.rewind import ManualRewind
     from leaven.training.run_folder import RunFolder
-    from leaven.training.trainer import check, train
 
     layout_is_set = any(change.startswith("layout.dp=") for change in overrides or ())
     if "WORLD_SIZE" in os.environ and not layout_is_set and RunFolder(folder).recipe_file.exists():
@@ -102,14 +102,16 @@ def train(
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         _exit_if_stopped_on_purpose(RunFolder(folder))
     curves = writers(log_to)
-    back = ManualRewind(rewind_to, skip_tokens or 0) if rewind_to is not None else None
-    check(loaded, folder, back)  # before hours of tokenising; `train` checks again, because the folder may change
+    rewind = ManualRewind(rewind_to, skip_tokens or 0) if rewind_to is not None else None
+    trainer.check(
+        loaded, folder, rewind
+    )  # before hours of tokenising; `trainer.train` checks again, because the folder may change
     warn([*(each.message for each in warnings(loaded)), *layout_cautions(loaded)])
     with join_process_group(loaded.layout, default_device()) as group:
         tokens = rank_zero_first(group, lambda: prepare_text(loaded.data, loaded.model.vocab_size))
         with stop_on_signal() as stop, TrainScreen(loaded, log_every) as screen:
             try:
-                summary = train(
+                summary = trainer.train(
                     loaded,
                     tokens,
                     folder,
@@ -117,7 +119,7 @@ def train(
                     on_event=screen.event,
                     stop=stop,
                     log_to=curves,
-                    back=back,
+                    rewind=rewind,
                     group=group,
                 )
             except Diverged as error:

@@ -78,7 +78,7 @@ def tune(
             help="The values to search: global (values for the whole model, e.g. lr), global-full (also schedule, "
             "clipping, dropout and optimizer), per-module (about 25 values), per-module-full (about 90 values), or "
             "keys of the recipe separated by commas, e.g. hyperparameters.lr.",
-            show_default="the tuning section of the recipe, else global",
+            show_default="the tuning section of the recipe, or global",
         ),
     ] = None,
     command: Annotated[
@@ -175,7 +175,7 @@ def tune(
     if trials is None and flops is None and hours is None:
         trials = TRIALS
     budget: dict[str, Any] = {"flops": flops, "hours": hours}
-    run, of_file = _command(context, recipe, command, loss, overrides)
+    program, of_file = _command(context, recipe, command, loss, overrides)
     searched: SearchSpace
     if of_file is not None:
         searched = of_file
@@ -184,11 +184,11 @@ def tune(
     if not study:
         raise InputError("--study is empty; give a folder, or the URL of a database")
     url, folder = (study, out or Path("studies", searched.name)) if "://" in study else (None, Path(study))
-    asked, devices = workers, _devices(workers, run)
-    workers = len(devices) or workers or (1 if run else _usual_workers())
+    asked, devices = workers, _devices(workers, program)
+    workers = len(devices) or workers or (1 if program else _usual_workers())
     given: dict[str, Any] = {"noise": noise, "from_study": from_study}
-    if run is not None:
-        study_of: BaseStudy = CommandStudy(folder, run, searched, method, url, **given)
+    if program is not None:
+        study_of: BaseStudy = CommandStudy(folder, program, searched, method, url, **given)
         study_of.check_budget(trials, hours)
     else:
         given["durations"] = durations or ()

@@ -61,10 +61,8 @@ class Pipeline:
         return max(scheduled(self.layout, micro_batches), least)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Run all micro-batches forward and backward, and accumulate gradients.
-
-        Return the sum of the losses, a scalar, if this process has the last stage, and 0 if not.
-        """
+        """Run all micro-batches forward and backward, and accumulate gradients. Return the sum of the losses, a
+        scalar: 0 if this process does not have the last stage."""
         inputs, targets, documents = (
             None if parts[0] is None else torch.cat(parts) for parts in zip(*micro_batches, strict=True)
         )

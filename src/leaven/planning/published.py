@@ -61,8 +61,8 @@ class KnownCluster(NamedTuple):
 
 
 def known_cluster(recipe: Recipe) -> KnownCluster | None:
-    """Return the cluster for which ``leaven new --gpus`` chose the recipe's layout, or else the cluster of the
-    published run with the recipe's shape and number of tokens. Return None if neither is known."""
+    """Return the cluster for which ``leaven new --gpus`` chose the recipe's layout. If it chose none, return the
+    cluster of the published run with the recipe's shape and number of tokens. Return None if neither is known."""
     planned_for = re.search(r"fits (\S+):", recipe.why.get("layout.dp", ""))
     if planned_for:
         with suppress(InputError):

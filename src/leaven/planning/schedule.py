@@ -80,7 +80,7 @@ def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
     passes = v * micro_batches
     ahead = (v - 1) * p + (p - 1 - rank) * (2 if layout.schedule == "interleaved" else 1)
     ahead = passes if layout.schedule == "gpipe" else min(ahead, passes)
-    forwards, backwards = (list(_turns(layout, rank, micro_batches, last)) for last in (False, True))
+    forwards, backwards = (list(_turns(layout, rank, micro_batches, backward)) for backward in (False, True))
     split = layout.schedule == "zero-bubble"
     found: list[Key] = [("forward", *at) for at in forwards[:ahead]]
     for n, at in enumerate(backwards):
@@ -94,15 +94,13 @@ def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
     return found
 
 
-def _turns(layout: Layout, rank: int, micro_batches: int, last_first: bool) -> Iterator[tuple[int, int]]:
-    """Yield (stage, micro-batch) for the forward passes of a rank, in order.
-
-    With ``last_first``, yield the backward passes instead.
-    """
+def _turns(layout: Layout, rank: int, micro_batches: int, backward: bool) -> Iterator[tuple[int, int]]:
+    """Yield (stage, micro-batch) for the forward or the backward passes of a rank, in order. Backward passes begin
+    with the last stage of the rank."""
     p, v = layout.pp, layout.stages_per_rank
     together = p if v > 1 else micro_batches
     for first in range(0, micro_batches, together):
-        for turn in reversed(range(v)) if last_first else range(v):
+        for turn in reversed(range(v)) if backward else range(v):
             for micro_batch in range(first, first + together):
                 yield rank + p * turn, micro_batch
 

@@ -80,8 +80,8 @@ def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[st
 
 
 def _require_plain(document: dict[str, Any], origin: str) -> None:
-    """Raise InputError for values that TOML allows but leaven cannot use: very deep tables, numbers that overflow,
-    and strings with a NUL character, at which the file system would cut a name off."""
+    """Raise InputError for values that TOML allows but leaven cannot use: very deep tables, numbers that are too
+    large or too close to 0, and strings with a NUL character, which no file name may contain."""
     waiting: list[tuple[str, Any, int]] = [("", document, 0)]
     while waiting:
         path, value, depth = waiting.pop()
@@ -268,7 +268,8 @@ def write_recipe(recipe: Recipe, path: Path | str, template: str = "") -> None:
 
 
 def cache_folder() -> Path:
-    """Return leaven's cache folder: ``$LEAVEN_CACHE``, else ``$XDG_CACHE_HOME/leaven``, else ``~/.cache/leaven``."""
+    """Return leaven's cache folder: ``$LEAVEN_CACHE`` or, if this is not set, the folder ``leaven`` of
+    ``$XDG_CACHE_HOME`` or of ``~/.cache``."""
     if folder := os.environ.get("LEAVEN_CACHE"):
         return storage.expanded(folder)
     return storage.expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "leaven"

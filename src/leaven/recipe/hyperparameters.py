@@ -150,7 +150,7 @@ class Hyperparameters(Part):
         return values
 
     def muon_of(self, role: Role) -> Muon | None:
-        """Return the settings of Muon if it updates parameters of this role, else None."""
+        """Return the settings of Muon, or None if it does not update parameters of this role."""
         return self.muon if role.in_branches else None
 
     @property

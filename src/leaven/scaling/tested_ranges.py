@@ -57,7 +57,7 @@ def warnings(recipe: Recipe) -> list[CautionRow]:
 
 
 def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
-    """Return a warning if the transfer from ``before`` to ``after`` dropped the batch ramp, else an empty list."""
+    """Return a list with a warning if the transfer from ``before`` to ``after`` dropped the batch ramp."""
     if before.batch.ramp is None or after.batch.ramp is not None:
         return []
     return [_caution("ramp", after.batch.tokens / after.model.seq_len, 2.0)]

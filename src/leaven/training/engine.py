@@ -178,17 +178,9 @@ class Training:
         recipe, start, scale = self.recipe, self.progress, self.loss_scale.value if self.loss_scale else None
         batch = self._batch_at(start.tokens)
         tokens = start.tokens + batch.tokens
-        noise = self.noise if self.noise and passes(self.noise.every, start.tokens, tokens) else None
-        if noise:
-            noise.first_targets = self._first_targets(batch)
-        if recipe.model.dropout:  # seeded by seed, step and rank, so that a resumed run draws the same masks
-            ranks = () if self.group is SINGLE_PROCESS else (self.group.rank,)
-            torch.manual_seed(name_seed(recipe.data.seed, "dropout", start.step, *ranks))
-
-        factor = (1 if scale is None else scale) / batch.targets
-        after_first = noise.after_first if noise else None
-        loss = self.sharded.total(self.sharded.forward_backward(batch.micro_batches, factor, after_first))
-        loss = loss if scale is None else loss / scale
+        noise = self._noise_of(batch)
+        self._seed_dropout()
+        loss = self._forward_backward(batch, scale, noise)
         z_loss = self.sharded.total_z_loss()
         loads, *routed = self.load_balance.measure() if self.load_balance else (None, None, None)
 
@@ -200,12 +192,11 @@ class Training:
         grad_norm = self.clipper.unscale_and_clip(scale, ramp)
         noise_scale = noise.after_all(batch.targets, grad_norm, scale) if noise else None
         applied = (loss < self.limits.loss) & (grad_norm < self.limits.grad_norm)  # False for nan
-
-        if self.load_balance and loads is not None:
-            self.load_balance.update(loads, applied)
         self.telemetry.remember_parameters()
         multiplier = recipe.schedule.multiplier(tokens, recipe.data.tokens) * lr_factor(self.rewinds, tokens)
         self.optimizer.step(multiplier, skip=~applied, ramp=ramp)
+        if self.load_balance and loads is not None:
+            self.load_balance.update(loads, applied)
         if self.loss_scale is not None:
             self.loss_scale.update(loss.isfinite() & grad_norm.isfinite())
         if self.average and recipe.average:
@@ -213,6 +204,7 @@ class Training:
             if share:
                 self.average.add(share)
         self.progress = Progress(start.step + 1, tokens, start.seconds)
+
         of_tokens = [None if value is None else value / batch.targets for value in (z_loss, routed[0])]
         measured = (loss, grad_norm, applied, scale, noise_scale, *of_tokens, routed[1])
         read = self.telemetry.measure_later(self.progress, batch.tokens, multiplier * ramp.lr, measured)
@@ -224,9 +216,30 @@ class Training:
 
         return result
 
+    def _forward_backward(self, batch: TrainingBatch, scale: Tensor | None, noise: NoiseScale | None) -> Tensor:
+        """Add the gradients of a batch to the parameters, multiplied by the loss scale. Return the mean loss, a
+        scalar."""
+        factor = (1 if scale is None else scale) / batch.targets
+        losses = self.sharded.forward_backward(batch.micro_batches, factor, noise.after_first if noise else None)
+        loss = self.sharded.total(losses)
+        return loss if scale is None else loss / scale
+
+    def _noise_of(self, batch: TrainingBatch) -> NoiseScale | None:
+        """Return what measures the gradient noise scale in the next step, or None if no measurement is due."""
+        if self.noise is None or not passes(self.noise.every, self.tokens, self.tokens + batch.tokens):
+            return None
+        self.noise.first_targets = self._first_targets(batch)
+        return self.noise
+
+    def _seed_dropout(self) -> None:
+        """Seed the dropout masks by seed, step and rank, so that a resumed run draws the same masks."""
+        if self.recipe.model.dropout:
+            ranks = () if self.group is SINGLE_PROCESS else (self.group.rank,)
+            torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *ranks))
+
     def _first_targets(self, batch: TrainingBatch) -> Tensor:
-        """Return the number of targets that count in the loss in the first micro-batch, a scalar. The first
-        micro-batches of all processes are counted together."""
+        """Return how many targets of the first micro-batch count in the loss, a scalar. The first micro-batches of
+        all processes are counted together."""
         first = next(batch.micro_batches)
         batch.micro_batches = chain([first], batch.micro_batches)
         targets = widened((first[1] != IGNORED).sum())

@@ -122,8 +122,9 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
 
 
 def unused_changes(run: RunFolder, state: Mapping[str, Any]) -> str | None:
-    """Return a sentence if recipe.toml differs from the checkpoint with this ``state`` in values on which no use of
-    its weights depends, else None."""
+    """Return a sentence about the values of recipe.toml that were changed after the checkpoint with this ``state``
+    and
+    that change nothing about its weights: those of [evaluation] and [stability]. Return None if there are none."""
     changes = [each for each in _changes_of_recipe(run, state) if _without_weights(each)]
     return f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}" if changes else None
 
@@ -407,10 +408,8 @@ def _or_unreadable(compare: Callable[[], str | None]) -> str | None:
 
 
 def events_changed(run: RunFolder, written: LinesDigest | None) -> str | None:
-    """Return a message if the first lines of events.jsonl do not have the digest ``written``, else None.
-
-    If ``written`` is None, return a message only if the file is empty or missing.
-    """
+    """Return a message if the first lines of events.jsonl do not have the digest ``written``, and None if they do.
+    Without a digest, return a message only if the file is empty or missing."""
     lines = run.lines_of(run.events_file)
     if not lines:
         return "its lines are missing"

@@ -84,31 +84,28 @@ class Loop:
     def run(self, stop: Callable[[], bool] = lambda: False) -> bool:
         """Train until all steps are done, or until ``stop()`` returns true. Return whether all steps are done."""
         training = self._training
-        while not stop():
-            if training.finished:
-                if self.read():  # the result of the last step may make the run roll back
-                    break
-                continue
+        # The result of the last step is read before the run ends, because it may rewind the run.
+        while not stop() and (not training.finished or self.read()):
             before = training.tokens
             for callback in self._callbacks:
                 callback.before_step()
-            previous = self._unread
-            self._unread = training.issue()
-            if not self._pass_on(previous) or training.finished:
-                continue
-            if not self._lookahead and not self.read():
-                continue
-            after = training.tokens
-            due = [each for each in self._callbacks if each.every_tokens and passes(each.every_tokens, before, after)]
-            if due and self.read():
-                for callback in due:
-                    callback.on_due()
+            previous, self._unread = self._unread, training.issue()
+            rewound = self._pass_on(previous) or (not self._lookahead and self.read())
+            if not rewound and not training.finished:
+                self._call_due(before, training.tokens)
         self.read()
         return training.finished
 
+    def _call_due(self, before: int, after: int) -> None:
+        """Call ``on_due`` of each callback whose multiple of tokens the run has reached with the last step."""
+        due = [each for each in self._callbacks if each.every_tokens and passes(each.every_tokens, before, after)]
+        if due and not self.read():
+            for callback in due:
+                callback.on_due()
+
     def read(self) -> bool:
         """If a step has been started but its result has not been read, wait for the result and pass it to the
-        callbacks. Return False if a callback has rewound the run."""
+        callbacks. Return whether one of them has rewound the run."""
         started, self._unread = self._unread, None
         return self._pass_on(started)
 
@@ -122,7 +119,7 @@ class Loop:
             step = started()
             for callback in self._callbacks:
                 callback.after_step(step)
-        return not self._rewound
+        return self._rewound
 
 
 @dataclass

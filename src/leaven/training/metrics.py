@@ -299,7 +299,7 @@ class Validation(Callback):
 
 def writers(log_to: str | None) -> tuple[str, ...]:
     """Return the names of the writers in ``log_to``, the value of ``--log-to``: names separated by commas, or "none".
-    If ``log_to`` is None, the result is TensorBoard if it is installed, else no writer.
+    If ``log_to`` is None, the result is TensorBoard, or no writer if it is not installed.
 
     Raises:
         InputError: if a name is unknown or its package is not installed.

@@ -214,7 +214,7 @@ def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | 
     """Halve the micro-batch of the rule of thumb until it fits. Return None if not even one sequence fits."""
     size = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
     too_large: list[int] = []
-    while trial_step(training, size) is None:
+    while time_passes(training, size) is None:
         too_large.append(size)
         size //= 2
         if size == 0:
@@ -238,7 +238,7 @@ def _fastest(training: "Training", candidates: list[int]) -> Choice | None:
         reset_peak_memory(training.device)
         times = []
         for _ in range(1 + ROUNDS):
-            seconds = trial_step(training, size)
+            seconds = time_passes(training, size)
             if seconds is None:
                 break
             times.append(seconds)
@@ -258,7 +258,7 @@ def _fastest(training: "Training", candidates: list[int]) -> Choice | None:
     return Choice(chosen, f"fastest of {speeds} tokens/s{eager}", tuple(timings), too_large)
 
 
-def trial_step(training: "Training", size: int) -> float | None:
+def time_passes(training: "Training", size: int) -> float | None:
     """Time a forward and a backward pass over a micro-batch of the run's data. Return the seconds, or None if memory
     runs out.
 

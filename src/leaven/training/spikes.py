@@ -198,8 +198,8 @@ class SpikeDetector:
 
 
 def was_skipped(step: "Step") -> bool:
-    """Return whether a step was skipped because its loss or gradient was not finite or above the limits. A step that
-    was skipped only because the fp16 loss scale was too large does not count."""
+    """Return whether a step was skipped because its loss or gradient was not finite, or above the spike guard's
+    limits. A step that was skipped only because the fp16 loss scale was too large does not count."""
     return step.skipped and (step.diverged or math.isfinite(step.grad_norm))
 
 

@@ -1,16 +1,17 @@
 """Trains a recipe in a run folder.
 
-What ``leaven train recipe.toml`` does, in order. Every run goes through the files in bold. Each other file answers
-the question beside it.
+What ``leaven train recipe.toml`` does, in order. Every run goes through the ten files in bold: to follow a run, open
+these. Each other file answers the question beside it.
 
 1. **cli/train.py** reads the recipe. ``--set a.b=value`` replaces a value of the TOML document, and pydantic
    validates the result: types and ranges, whole sequences in a batch, a warm-up shorter than the run. The first
    mistake becomes one line that says what to type (How? ``recipe/files.py``; which rules? ``recipe/recipe.py``).
    Before the text is tokenised, the command also checks that the processes and devices can train the recipe, and that
-   the folder is new or has a run of this recipe.
+   the folder is new or has a run of this recipe. (Where does an error become a line and an exit code?
+   ``cli/__init__.py``. What do commands share, such as Ctrl-C? ``cli/common.py``.)
 2. The text becomes token ids in shards, in a cache whose folders are named after the content, so it is tokenised once
-   (``data/tokens.py``). Training samples are numbered. Sample n depends only on the seed and n, so a run resumes at
-   sample n without a stored state of the data (``data/stream.py``).
+   (How? ``data/tokens.py``). **data/stream.py** numbers the training samples. Sample n depends only on the seed and
+   n, so a run resumes at sample n without a stored state of the data.
 3. **trainer.py**, this file. :func:`train` compares the recipe and the text with those in the folder. If the run has
    finished, :func:`train` returns the result. Otherwise it builds the state
    (:class:`~leaven.training.engine.Training`), chooses the micro-batch (How? ``micro_batch.py``), locks the folder,
@@ -19,31 +20,36 @@ the question beside it.
 4. **loop.py** starts a step, and reads its result only after it has started the next one, so that the device does not
    wait between steps. Callbacks act around the steps, in this order: metrics, profile, validation, checkpoints, spike
    guard.
-5. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes in micro-batches,
-   clipping, update. The device skips the update if the loss or the gradient norm is not finite or, with
-   ``on_spike = "skip"``, above the limits of the spike guard.
-6. **optimizer.py** clips the gradients and updates the parameters with Adam. The lr of a parameter is the base lr x
+5. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes, clipping, update.
+   The device skips the update if the loss or the gradient norm is not finite or, with ``on_spike = "skip"``, above
+   the limits of the spike guard.
+6. **distributed/sharded_model.py** runs the passes, a micro-batch at a time: loss, ``backward()``, and in a run of
+   several processes the exchange between them (Which layers has a process? ``distributed/pipeline.py``).
+7. **optimizer.py** clips the gradients and updates the parameters with Adam. The lr of a parameter is the base lr x
    multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). For
    example, complete-d-p gives a hidden weight the factor I^-1 L^(alpha-1) B^(1/2) D^-t, where I, L, B and D are the
    ratios of its fan in, the depth, the batch and the tokens to those of the base model. Each step multiplies
    this by the lr schedule at the end of the step. After a rewind, one more factor lowers the lr for a while. During a
    batch ramp, another factor changes it.
-7. **metrics.py** measures the step, appends a line to metrics.jsonl and the curves, and computes the validation loss
-   ten times in a run, unless the recipe says otherwise.
-8. **checkpoint.py** copies the state to host memory, and a thread writes it while training continues: safetensors
+8. **metrics.py** measures the step, appends a line to metrics.jsonl and the curves, and computes the validation loss
+   ten times in a run, unless the recipe says otherwise. When a run resumes or rolls back, the lines after its
+   checkpoint are cut off.
+9. **checkpoint.py** copies the state to host memory, and a thread writes it while training continues: safetensors
    files, then state.json with their digests. Last, the folder is renamed to its final name. The newest two
    checkpoints are kept, and the last one before a possible anomaly. (How does one process read a tensor that several
    processes saved? ``checkpoint_tensors.py``.)
-9. **spikes.py** is the spike guard. It compares loss, gradient norm and update norm with their usual levels. At an
-   anomaly the run returns to a checkpoint before it, and skips the data that follow (which data, and how is the
-   lr lowered? ``rewind.py``). After three attempts, or if nothing is left to return to, the run stops.
-10. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. After Ctrl-C it drops
+10. **spikes.py** is the spike guard. It compares loss, gradient norm and update norm with their usual levels. At an
+    anomaly, :meth:`RunTrainer.roll_back` restores a checkpoint before it, and the state of all callbacks. The run
+    skips the data that follow (Which data, and how is the lr lowered? ``rewind.py``). After three attempts, or if
+    nothing is left to return to, the run stops.
+11. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. After Ctrl-C it drops
     the step that is under way and saves the state before it. It returns a ``TrainDocument``, which the command prints
     with the commands to type next (``views/terminal/training.py``).
 
-The folder of a run (``run_folder.py``) has recipe.toml, tokenizer.json, metrics.jsonl (a line for each step),
-events.jsonl (start, resume, validation, checkpoint, rollback, finish and others), plan.json (planned and measured
-time and memory: ``profiling.py``), checkpoints/ and tensorboard/.
+The folder of a run has recipe.toml, tokenizer.json, metrics.jsonl (a line for each step), events.jsonl (start,
+resume, validation, checkpoint, rollback, finish and others), plan.json (planned and measured time and memory:
+``profiling.py``), checkpoints/ and tensorboard/. (How are lines added, and what if the disk is full?
+``run_folder.py``.)
 """
 
 import math
@@ -118,15 +124,15 @@ def train(
     on_event: Callable[[str, dict[str, Any]], None] = lambda event, values: None,
     stop: Callable[[], bool] = lambda: False,
     log_to: Sequence[str] = (),
-    back: ManualRewind | None = None,
+    rewind: ManualRewind | None = None,
     group: ProcessGroup = SINGLE_PROCESS,
     history: bool = True,
 ) -> TrainDocument:
     """Train a recipe in a run folder, and return the result. If the folder has undamaged checkpoints, continue from
     the newest one. If the run has finished already, only return its result.
 
-    On one device, the losses are bit-identical no matter how often the run is stopped or killed. Every process of a
-    ``group`` must call this with the same arguments.
+    On a CPU, a run that was stopped or killed resumes with the same bits (docs/concepts/promises.md). Every process
+    of a ``group`` must call this with the same arguments.
 
     Args:
         on_step: called with the metrics of each step, after the step.
@@ -135,7 +141,7 @@ def train(
             it returns True, the current step is abandoned, the state before that step is saved, and ``finished`` of
             the result is False.
         log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
-        back: a manual rewind to do before training. It is done only once: a repeated call resumes the rewound run.
+        rewind: a manual rewind to do before training. It is done only once: a repeated call resumes the rewound run.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
 
     Raises:
@@ -143,11 +149,11 @@ def train(
         Diverged: if an anomaly occurs and ``on_spike`` is ``stop``, if rolling back does not help or is not possible,
             if too many steps in a row are skipped, or if the final validation loss is not finite.
     """
-    run, recipe, back = check(recipe, folder, back)
+    run, recipe, rewind = check(recipe, folder, rewind)
     require_text(run, tokens.fingerprint)
     if tokens.tokenizer_path is not None:
         require_tokenizer(run, tokens.tokenizer_path)
-    finish = run.finish() if back is None else None
+    finish = run.finish() if rewind is None else None
     if finish is not None:
         for file, why in changed_since(run, finish).items():
             on_event("finished_file_changed", {"file": file, "tokens": finish["tokens"], "why": why})
@@ -161,7 +167,7 @@ def train(
     factor = bits_per_byte_factor(tokens.tokenizer_path, training.validation_targets())
     rearranged = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
     # Nothing is written up to here, so that a recipe that cannot be trained leaves no folder.
-    with _no_folder_of_a_failed_start(run), _opened(run, training.recipe, back, group):
+    with _no_folder_of_a_failed_start(run), _opened(run, training.recipe, rewind, group):
         if tokens.tokenizer_path is not None:
             run.keep_tokenizer(tokens.tokenizer_path)
         reset_peak_memory(training.device)  # timing may have used more than training does
@@ -355,7 +361,7 @@ def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
 
 
 @contextmanager
-def _opened(run: RunFolder, recipe: Recipe, back: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
+def _opened(run: RunFolder, recipe: Recipe, rewind: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
     """Open the run folder for training, once every process of ``group`` has read it. Only the first process locks it,
     rewinds it and writes to it."""
     group.barrier()
@@ -363,8 +369,8 @@ def _opened(run: RunFolder, recipe: Recipe, back: ManualRewind | None, group: Pr
     with ExitStack() as stack:
         refused: str | None = None
         try:
-            if back is not None and group.is_first:
-                back.go(run, recipe)
+            if rewind is not None and group.is_first:
+                rewind.go(run, recipe)
             if group.is_first:
                 stack.enter_context(run.locked())
                 require_run_of(run, recipe)  # again: another process may have started a run here before the lock
@@ -390,7 +396,7 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 
 
 def check(
-    recipe: Recipe, folder: Path, back: ManualRewind | None = None
+    recipe: Recipe, folder: Path, rewind: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
     """Check a recipe and a rewind against a folder. Return the run folder, the recipe to train (with the run's
     micro-batch), and the rewind, or None if it has been done already.
@@ -400,9 +406,9 @@ def check(
     """
     run = RunFolder(folder)
     recipe = as_started(recipe, run)
-    if back is not None and not back.done(run, recipe):
-        back.check(run, recipe)
-        return run, recipe, back
+    if rewind is not None and not rewind.done(run, recipe):
+        rewind.check(run, recipe)
+        return run, recipe, rewind
     require_run_of(run, recipe)
     return run, recipe, None
 

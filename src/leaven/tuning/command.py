@@ -152,11 +152,13 @@ class Command(Part):
     loss: LossSource
     environment: Annotated[dict[str, Text], AfterValidator(_variables)] = {}  # additional environment variables
     config: Text | None = None  # the path of a text file that leaven fills in for every trial
-    devices: Annotated[int, Field(gt=0)] | None = None  # GPUs of a run, in CUDA_VISIBLE_DEVICES; None: see --workers
-    timeout_seconds: Annotated[float, Field(gt=0)] | None = None  # a run that takes longer has failed
-    diverged: Annotated[str, AfterValidator(_expression)] | None = None  # a run with such an output has diverged
+    devices: Annotated[int, Field(gt=0)] | None = (
+        None  # GPUs of a trial, in CUDA_VISIBLE_DEVICES; None: see --workers
+    )
+    timeout_seconds: Annotated[float, Field(gt=0)] | None = None  # a trial that takes longer has failed
+    diverged: Annotated[str, AfterValidator(_expression)] | None = None  # a trial with such an output has diverged
     resume: bool = False  # whether all attempts at a trial share the folder {out}, so that the command can resume
-    prune: bool = True  # whether a run ends early if its losses are too far behind those of the best run
+    prune: bool = True  # whether a trial ends early if its losses are too far behind those of the best trial
 
     @model_validator(mode="after")
     def _stepped(self) -> Self:
@@ -344,7 +346,7 @@ class CommandFile(Command):
 
     name: Annotated[str, AfterValidator(_name_of_study)]  # the name of the study; by default the name of the file
     seed: Annotated[int, Field(ge=0)] = (
-        0  # the seed of the search; {seed} is this seed, or in repeated runs this seed + 1, + 2, ...
+        0  # the seed of the search; {seed} is this seed, or in repeated trials this seed + 1, + 2, ...
     )
     space: Annotated[dict[str, SearchedValue], AfterValidator(_names_of_values)]
     why: dict[str, str] = {}  # the reason for the start of each value
@@ -378,8 +380,8 @@ class CommandSpace(SearchSpace):
         return self.values(octaves)
 
     def write(self, path: Path, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> None:
-        """Write a copy of the command file whose search starts at the distances ``octaves``, with ``reasons`` under
-        ``[why]``."""
+        """Write a copy of the command file whose search starts elsewhere: ``octaves`` has the distance of each value
+        from the start of this file. ``reasons`` are added to ``[why]``."""
         document = tomlkit.parse(self.text)
         changes: dict[str, Any] = {}
         for name, value in self.values(octaves).items():

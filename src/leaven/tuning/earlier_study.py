@@ -40,12 +40,12 @@ from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial
 PointOf = Callable[[StudyTrial, Sequence[Dimension]], list[float]]
 
 LEAST = 4  # the fewest finished trials that an earlier study must have
-MEASURED = 4  # the new search uses the noise of the earlier study if it has at least so many degrees of freedom
+EARLIER_DEGREES = 4  # the noise of the earlier study is used if it has at least so many degrees of freedom
 
 
 def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, float | None]:
     """Return (trials, noise): the finished trials of the study in ``folder`` as points of ``space``, and the standard
-    deviation of the loss between seeds in this study. The noise is None if too few runs measured it.
+    deviation of the loss between seeds in this study. The noise is None if too few trials measured it.
 
     The first columns of the points are the distances of the values of ``space``. The other columns are the distances
     of numbers that only the earlier study searched, divided by the typical distance of an optimum (``scale``).
@@ -76,7 +76,7 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
             f"{what}: its trials cannot be compared with this {space.kind} ({error}); usual cause: a value that is 0 "
             f"or missing in one of the two {space.kind}s; leave --from-study out"
         ) from None
-    noise = document.noise_floor if document.noise_runs >= MEASURED else None
+    noise = document.noise_floor if document.noise_runs >= EARLIER_DEGREES else None
     return EarlierTrials(np.array(rows), np.array([trial.loss for trial in ended], float), noise), noise
 
 

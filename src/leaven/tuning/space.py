@@ -86,8 +86,8 @@ class SearchSpace(ABC):
     @property
     @abstractmethod
     def seed(self) -> int:
-        """The seed of the search. Each run adds a number to it: 0 during the search, and 1, 2, ... if the run needs a
-        fresh seed."""
+        """The seed of the search. Each trial adds a number to it: 0 during the search, and 1, 2, ... if the trial
+        needs a fresh seed."""
 
     @abstractmethod
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:

@@ -115,9 +115,9 @@ class Dimension:
 
 @dataclass(frozen=True)
 class StudyTrial:
-    """One run of a study."""
+    """One trial of a study: one training of a point with one seed. A retry belongs to the same trial."""
 
-    number: int
+    number: int  # of its last attempt: a retry has a number of its own
     state: State  # complete | diverged | pruned | failed (its process died) | running | waiting (for a retry)
     loss: Loss  # validation loss, nats per token; of a pruned trial, the predicted loss
     values: dict[str, bool | int | float | str] = field(default_factory=dict)  # by path, in the units of the recipe
@@ -125,7 +125,7 @@ class StudyTrial:
     tokens_per_second: float | None = None
     octaves: dict[str, float] | None = None  # distances from the start point, by path
     purpose: str = "search"  # search | noise (the start, other seeds) | rerun (the best points, fresh seeds)
-    confirms: bool = False  # whether this is a confirmation run: of the chosen point or the start, with a new seed
+    confirms: bool = False  # whether this is a confirmation trial: of the chosen point or the start, with a new seed
     seed: int = 0  # added to the recipe's seed; 0 in the search, so that its trials share init and data order
     tokens: int = 0
     flops: float = 0.0
@@ -142,18 +142,18 @@ class Best:
     number: int  # number of the first trial at this point
     loss: float
     interval: Interval
-    fresh: int = 0  # number of runs that were not used to choose the point; if 0, the loss is probably too low
-    runs: int = 1  # number of runs whose mean is the loss
+    fresh: int = 0  # number of trials that were not used to choose the point; if 0, the loss is probably too low
+    runs: int = 1  # number of trials whose mean is the loss
 
     @property
     def certainty(self) -> str:
         """A phrase that says how certain the loss is, such as "95% interval 3.1000 to 3.2000"."""
         if not self.fresh and self.runs > 1:
-            return f"the mean of {self.runs} runs that were also used to choose this point, so it may be too low"
+            return f"the mean of {self.runs} trials that were also used to choose this point, so it may be too low"
         if not self.fresh:
-            return "from the run that was also used to choose this point, so it is probably too low"
+            return "from the trial that was also used to choose this point, so it is probably too low"
         low, high = self.interval
-        return f"95% interval {low:.4f} to {high:.4f}" if math.isfinite(low) else "from one run"
+        return f"95% interval {low:.4f} to {high:.4f}" if math.isfinite(low) else "from one trial"
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ class Answer(BaseModel):
 
     best: Best | None = None  # the best point; None before the search has ended
     octaves: dict[str, float] = {}  # the best point; if ``best`` is None, the point that is predicted to be best
-    noise_floor: float | None = None  # standard deviation between runs of one point
-    noise_runs: int = 0  # degrees of freedom of the noise, about runs minus points; 10^6 if the user gave the noise
+    noise_floor: float | None = None  # standard deviation between trials of one point
+    noise_runs: int = 0  # degrees of freedom of the noise, about trials minus points; 10^6 if the user gave the noise
     coordinates: tuple[Coordinate, ...] = ()  # the most important first
     fewest: Best | None = None  # the rerun point with the fewest changes that equals the best within noise
     fewest_octaves: dict[str, float] | None = None  # the point ``fewest``; if ``fewest`` is None, a predicted point
@@ -209,7 +209,8 @@ class Answer(BaseModel):
     # Paths of values that were not worth tuning: if all of them are reset to the start, the loss rises by less than
     # the noise. Empty if this holds for every value: then the start is the best point, or there are too few trials.
     idle: tuple[str, ...] = ()
-    gain: float | None = None  # nats: loss of the start minus that of the best, from runs not used to choose the best
+    # Loss of the start minus that of the best point, nats, from trials that were not used to choose the best point.
+    gain: float | None = None
     outlook: Outlook | None = None  # None before the end of a search, and for other methods than trust-region
     # Whether the search uses prior knowledge; False if the trials contradict the knowledge, None if there is none.
     informed: bool | None = None
@@ -296,19 +297,19 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
     """Return the Pareto front of loss and FLOPs, the cheapest first.
 
-    If a run has branches (compared durations), each branch is a separate candidate. The cost of a branch is the FLOPs
-    of the run times the branch's share of the tokens. Runs that differ only in their seed are averaged. Diverged
-    runs, pruned runs and runs of unknown FLOPs are left out.
+    If a trial has branches (compared durations), each branch is a separate candidate. The cost of a branch is the
+    FLOPs of the trial times the branch's share of the tokens. Trials that differ only in their seed are averaged.
+    Diverged trials, pruned trials and trials of unknown FLOPs are left out.
     """
-    runs: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
+    of_point: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
     for trial in trials:
         if trial.state == "complete" and trial.octaves and trial.flops and trial.tokens and trial.loss is not None:
             point = tuple(sorted(trial.octaves.items()))
             for tokens, loss in trial.branches or ((trial.tokens, trial.loss),):
                 cost = trial.flops * tokens / trial.tokens
-                runs.setdefault((point, tokens), []).append((trial.number, cost, loss))
+                of_point.setdefault((point, tokens), []).append((trial.number, cost, loss))
     means = []
-    for (_, tokens), of in runs.items():
+    for (_, tokens), of in of_point.items():
         numbers, costs, losses = zip(*of, strict=True)
         means.append(Front(min(numbers), tokens, statistics.fmean(costs), statistics.fmean(losses)))
     found: list[Front] = []

@@ -62,8 +62,8 @@ A wrong power in a rule changes the slope by 0.5 or 1. Errors that were planted 
 Under correct rules, measured with a dozen recipes on text (docs/log.md), slopes over width were at most 0.12. Over
 depth they were at most 0.08 at the start, and 0.19 after three steps. More seeds or larger sizes do not reduce these
 slopes: a part of what a block adds to the stream is independent of the other blocks, and falls as L^-1/2. After more
-steps, shallow models fit the batch through their attention. For some steps, the slope of the attention's output over
-depth is then as low as -0.46.
+steps, shallow models fit the batch through their attention. In some of these steps, the slope of the attention's
+output over depth is as low as -0.46.
 """
 
 MUON = {"width": (0.0, 0.1), "depth": (0.1, 0.0)}
@@ -126,7 +126,7 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         return (*axes, SizeAxis("width", far, f" at depth {max(self.depths)}"))
 
     def record(self, instance: ModelInstance) -> dict[str, ActivationRecord]:
-        """Train a model for some steps on its first batch. Return its records by label.
+        """Train a model for ``steps`` steps on its first batch. Return its records by label.
 
         A record compares the outputs before the first step with those after the last step.
         """
@@ -232,10 +232,8 @@ def _allowed(
 
 
 def _note(axis: str, module: str, value: float, foreign: bool) -> str:
-    """Return the usual cause of a slope beyond the limits, whose value is ``value``.
-
-    ``foreign`` says whether a user's factory function made the model.
-    """
+    """Return the usual cause of a slope, ``value``, that is beyond its limit. ``foreign``: whether the model is a
+    user's, made by a factory function."""
     if value < 0:
         hint = "scaled twice?"
         if axis == "depth":

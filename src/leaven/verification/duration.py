@@ -47,12 +47,14 @@ def duration(
     *,
     seeds: int = 3,
 ) -> CheckDocument:
-    """Run or resume the duration check at ``ratios`` times the tokens of the recipe or factory. Return its result.
+    """Run or resume the duration check. Return its result.
 
-    ``lrs`` are the lrs of the sweep, by default the default grid of a sweep.
+    Args:
+        ratios: run lengths, as multiples of the model family's own.
+        lrs: the lrs to try; None for the grid that :func:`leaven.verification.sweep.sweep` chooses.
 
     Raises:
-        InputError: if there is no ratio other than 1, or for a reason of :func:`leaven.verification.sweep.sweep`.
+        InputError: if there is no ratio other than 1, or if ``sweep`` raises it.
         ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
     """
     base, *longer = (replace(scale, tokens=ratio) for ratio in (1.0, *sorted({*ratios} - {1.0})))

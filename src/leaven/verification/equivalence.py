@@ -41,11 +41,12 @@ ARMS = ("rule", "no rule")  # the two groups of runs
 def equivalence(
     family: ModelFamily, scale: RunScale, ratios: Sequence[float], store: RunStore, *, seeds: int = 3
 ) -> CheckDocument:
-    """Run or resume the equivalence check at ``ratios`` times the batch of the recipe or factory. Return its result.
+    """Run or resume the equivalence check. Return its result. ``ratios`` are batch sizes, as multiples of the model
+    family's own.
 
     Raises:
         InputError: if there are too few ratios or steps, if a batch is not a whole number of sequences, if the
-            factory has no parameter ratios, or if another command uses the folder of ``store``.
+            user's factory function has no parameter ``ratios``, or if another command uses the folder of ``store``.
         ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
     """
     kappas = sorted({1.0, *ratios})

@@ -107,8 +107,8 @@ class GradientCheck(SizeCheck[GradientRecord]):
     def record(self, instance: ModelInstance) -> dict[str, GradientRecord]:
         """Train a model with a warm-up, on a new batch in each step. Return, by label, the records of its parameters.
 
-        Gradients at the end are averaged over the last quarter of the steps, because a gain has few entries, so its
-        gradient on one batch is noisy.
+        The gradient at the end is an RMS over the last quarter of the steps and one more batch. The gain of a norm
+        has few entries, and their gradient on a single batch is noisy.
         """
         instance.scale_lr(self.lr_factor)
         parameters = dict(instance.model.named_parameters())

@@ -23,12 +23,12 @@ ScaleAxis = Literal["width", "depth", "batch", "tokens"]
 
 @dataclass(frozen=True)
 class RunScale:
-    """The scale of a training run."""
+    """The scale of a training run. Batch and tokens are relative to those of the model family."""
 
     width: int
     depth: int
-    batch: float = 1.0  # batch size / batch size of the recipe or factory
-    tokens: float = 1.0  # tokens of the run / tokens of a run of the recipe or factory
+    batch: float = 1.0  # batch size / batch size of the family
+    tokens: float = 1.0  # tokens of the run / tokens of a run of the family
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,16 @@ class RunSetting:
     """The scale and hyperparameters of one training run."""
 
     scale: RunScale
-    value: float  # of ``quantity``: the value in the recipe before scaling, or a multiple of the factory's value
+    # Of ``quantity``: the value in the recipe before scaling, or a multiple of the one in the factory function.
+    value: float
     seed: int = 0
     quantity: Quantity = "lr"  # the hyperparameter that is set
     ruled: bool = True  # whether the scaling rule adapts hyperparameters to the batch and tokens
 
     @property
     def ruled_scale(self) -> RunScale:
-        """The scale for which the rule computes hyperparameters.
-
-        If ``ruled`` is false, it has the batch and tokens of the recipe or factory: both ratios are 1.
-        """
+        """The scale for which the scaling rule computes hyperparameters. If ``ruled`` is false, it has the batch and
+        tokens of the family."""
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 
 

@@ -94,7 +94,7 @@ class StudyView(StudyDocument):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the best loss in nats per token, or None if no runs with fresh seeds were made."""
+        """The 95% interval of the best loss in nats per token, or None if no trial has a fresh seed."""
         return self.best.interval if self.best is not None and math.isfinite(self.best.interval[0]) else None
 
     @property

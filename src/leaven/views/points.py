@@ -16,7 +16,7 @@ from leaven.views.tables import Fact, cut, under
 
 EARLY_ENDS = ("diverged", PRUNED, "failed")  # states of trials that ended without a final loss
 NAMES = 6  # largest number of names in a sentence
-SURE = 3  # number of repeated runs from which on the noise counts as well known
+SURE = 3  # number of repeated trials from which on the noise counts as well known
 UNMOVED = 0.005  # octaves (factors of 2); a smaller change would be printed as x1.00
 
 
@@ -108,7 +108,7 @@ def result(state: StudyDocument) -> list[str]:
     against = "" if gain is None else f", {signed(-gain)} against the start"
     lines = [f"{best.loss:.4f} nats per token, {best.certainty}{against}"]
     if best.fresh > 1:
-        lines.append(f"the mean of {best.fresh} runs with fresh seeds, which were not used to choose these values")
+        lines.append(f"the mean of {best.fresh} trials with fresh seeds, which were not used to choose these values")
     if state.coordinates and not state.moved:
         tried = any(each.importance for each in state.coordinates)
         reason = "nothing was found that is known to be better" if tried else "nothing else was run"
@@ -121,7 +121,7 @@ def result(state: StudyDocument) -> list[str]:
 
 
 def repeats(state: StudyDocument) -> str:
-    """Return how many repeated runs measured the noise, as text, or ``given`` if the user gave the noise."""
+    """Return how many repeated trials measured the noise, as text, or ``given`` if the user gave the noise."""
     if state.noise_runs == GIVEN:
         return "given"
     return f"{state.noise_runs} repeat{'' if state.noise_runs == 1 else 's'}"

@@ -90,7 +90,7 @@ def search(study: StudyView) -> Figure:
     """Draw the losses of all trials in order, with a line through the lowest loss so far.
 
     To the right of the trials is the loss of the best hyperparameters, with its interval. If these hyperparameters
-    were run again with fresh seeds, the loss is the mean of these runs. A band around the loss shows the noise
+    were run again with fresh seeds, the loss is the mean of these trials. A band around the loss shows the noise
     between seeds.
     """
     low, top = window(study)

@@ -204,10 +204,8 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
 
 
 def _divisible(sequences: int, gpus: int) -> int:
-    """Round a number of sequences, by at most 1/32 of it, so that it splits evenly over many of the GPUs.
-
-    The result is a multiple of the largest power of two that divides ``gpus`` and is at most ``sequences`` / 16.
-    """
+    """Round a number of sequences to a multiple of the largest power of two that divides ``gpus`` and is at most
+    ``sequences`` / 16. So the batch splits evenly over that many GPUs, and changes by at most 1/32."""
     unit = math.gcd(gpus, 1 << max(sequences // 16, 1).bit_length() - 1)
     return max(round(sequences / unit), 1) * unit
 

@@ -3,9 +3,10 @@
 A target is a trainer to which recipes are exported. The comparison finds what an export does not preserve: settings
 of parameters (:class:`ParameterSettings`) that would have another value in the target than in the recipe.
 
-Equivalent settings do not count as different. A matrix whose output is multiplied by c trains like a matrix that is c
-times as large, with c times the lr, eps / c and decay / c (decay / c^2 for ``adam``, where the decay is part of the
-gradient). So multipliers are folded into the matrices on both sides before the comparison.
+Equivalent settings do not count as different. A matrix W whose output is multiplied by c trains like the matrix c W
+without a multiplier, if its lr is c times as large and its eps and decay are divided by c (the decay by c^2 for
+``adam``, where decay is part of the gradient). So multipliers are folded into the matrices on both sides before the
+comparison.
 """
 
 import json

@@ -189,9 +189,9 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
 
 
 def _texts(rows: Iterable[Mapping[str, str]], known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a target's file whose condition ``when`` is true, with templates and expressions evaluated.
+    """Yield the tables ``[[lost]]`` or ``[[notes]]`` of ``targets/*.toml`` whose condition ``when`` is true.
 
-    A row is a note, or a value that is lost in the export.
+    Their templates and expressions are evaluated with the variables ``known``.
     """
 
     def evaluated(expression: str) -> Any:

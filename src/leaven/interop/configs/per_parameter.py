@@ -154,7 +154,8 @@ def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for litgpt.
 
-    All parameters, including gains, have the same lr and weight decay. litgpt fixes the initial stds. Its setting for
+    All parameters, including gains, have the same lr and weight decay. The initial stds are constants
+    of litgpt's code. Its setting for
     1 / attention scale^2 must be a whole number, so the recipe's value is rounded.
     """
     base, width = replace(run.hidden, multiplier=1.0), run.recipe.model.d_model

@@ -1,21 +1,21 @@
-"""Determine the answer of a search: the best point, its loss, and the points of the final runs.
+"""Determine the answer of a search: the best point, its loss, and the points of the final trials.
 
 The noise is the standard deviation of the loss between seeds. The start is the recipe that the search varies. A point
 is one setting of all searched values.
 
-1. The lowest of many noisy losses is partly luck. So a search ends with final runs: the best few points (the
+1. The lowest of many noisy losses is partly luck. So a search ends with final trials: the best few points (the
    finalists) are run again with fresh seeds, which the search did not use. The finalist with the lowest mean loss in
-   these runs is chosen. A point that diverges with any seed cannot be chosen. If a single finalist diverges, or if
-   there are no runs with fresh seeds, the point of the search with the lowest predicted loss is chosen.
+   these trials is chosen. A point that diverges with any seed cannot be chosen. If a single finalist diverges, or if
+   there are no trials with fresh seeds, the point of the search with the lowest predicted loss is chosen.
 2. The gain is the loss of the start minus the loss of the chosen point, over the seeds that both points were run
    with. If the gain is not above the noise, the answer is the start: the search found nothing better. A point without
-   confirmation runs (see 3.) must gain more than 2.5 times the noise, because a gain just above the noise is often
-   chance. There is one exception: a single finalist that has two runs with fresh seeds, and for which the surrogate
+   confirmation trials (see 3.) must gain more than 2.5 times the noise, because a gain just above the noise is often
+   chance. There is one exception: a single finalist that has two trials with fresh seeds, and for which the surrogate
    predicts a gain of more than 1.5 times the noise. Its measured gain must only be above the noise.
-3. The lowest of several means is partly luck, too. For example, if three equally good points have two runs each,
+3. The lowest of several means is partly luck, too. For example, if three equally good points have two trials each,
    their lowest mean is on average 0.6 times the noise too low. So a point that was chosen among several finalists is
-   run again with new seeds, and so is the start. In these confirmation runs, too, the gain must be above the noise.
-   The reported loss and gain come from the confirmation runs. A single finalist needs no confirmation runs.
+   run again with new seeds, and so is the start. In these confirmation trials, too, the gain must be above the noise.
+   The reported loss and gain come from the confirmation trials. A single finalist needs no confirmation trials.
 
 The answer is a pure function of the trials. Predicted losses come from a surrogate (a quadratic regression) fitted to
 all trials. ``sensitivity.py`` computes how much each searched value contributes.
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from leaven.documents.runs import Outlook
 from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_number
-from leaven.tuning.algorithm.noise import interval_of_mean, noise_between_seeds
+from leaven.tuning.algorithm.noise import FEWEST_DEGREES, interval_of_mean, noise_between_seeds
 from leaven.tuning.algorithm.sensitivity import best_pair, coordinates, cost_of, fewest_changes, further_gain
 from leaven.tuning.algorithm.surrogate import FITTED, EarlierTrials, fit_divergence, fitted_noise
 from leaven.tuning.algorithm.trust_region import (
@@ -52,15 +52,14 @@ from leaven.tuning.study_document import PRUNED, Answer, Best, Dimension, StudyT
 
 Array = NDArray[np.float64]
 
-RERUNS = 2  # runs with fresh seeds of each of the best few points
-CONFIRMATIONS = 2  # further runs of the chosen point, and of the start
-ALONE = 2.5  # times the noise: the gain that a point without confirmation runs must exceed
+RERUNS = 2  # trials with fresh seeds of each of the best few points
+CONFIRMATIONS = 2  # confirmation trials of the chosen point, and of the start
+ALONE = 2.5  # times the noise: the gain that a point without confirmation trials must exceed
 LIKELY = 1.5  # times the noise: with a higher predicted gain, the gain of an only finalist must only exceed the noise
-MEASURED = 2  # the fewest degrees of freedom of a measured noise that gains are compared with
 ELSEWHERE = "lower the recipe's learning rate, which is not searched, to half or a quarter"
 
 Point = tuple[float, ...]  # octaves from the start point
-Losses = Mapping[int, float]  # of the runs at one point, by seed
+Losses = Mapping[int, float]  # of the trials at one point, by seed
 
 
 def answer(
@@ -83,10 +82,10 @@ def answer(
     hardly correlates with the true importance (docs/concepts/search.md).
 
     Args:
-        noise: standard deviation of the loss between runs of one point; by default measured from the trials.
+        noise: standard deviation of the loss between trials of one point; by default measured from the trials.
         over: whether the search has ended. Before the end, the answer has a best point only if some points have been
             run again with fresh seeds.
-        by_surrogate: whether points without fresh runs are compared by the surrogate's predictions rather than by
+        by_surrogate: whether points without fresh seeds are compared by the surrogate's predictions rather than by
             their losses.
         optunas: a function that returns Optuna's importances (D,) for points (n, D) and losses (n,).
         earlier: trials of an earlier search that this search used as prior knowledge.
@@ -97,13 +96,13 @@ def answer(
         advice = advice_when_all_diverged(trials, dimensions) if len(seen.trials) else ""
         return Answer(noise_floor=seen.noise, noise_runs=seen.degrees, advice=advice, dimensions=tuple(dimensions))
     over = over or any(trial.purpose == "rerun" for trial in seen.trials)
-    confirmed = seen.confirmed(by_surrogate=by_surrogate) if over else None
-    point = seen.region.predicted if confirmed is None else np.array(confirmed.point)
+    chosen = seen.chosen(by_surrogate=by_surrogate) if over else None
+    point = seen.region.predicted if chosen is None else np.array(chosen.point)
     fewer = fewest_changes(seen.region, point, seen.floor)
     best, fewest, near, outlook = None, None, fewer, None
-    if confirmed is not None:
-        best = seen.best(confirmed.point, confirmed.losses, confirmed.fresh)
-        fewest, near = _fewest_measured(seen, confirmed.point, best)
+    if chosen is not None:
+        best = seen.best(chosen.point, chosen.losses, chosen.fresh)
+        fewest, near = _fewest_measured(seen, chosen.point, best)
         if by_surrogate and axes.not_in([axes.params(point) for point in seen.points], axes.start):
             outlook = _outlook(seen, axes, point)
     return Answer(
@@ -124,7 +123,7 @@ def answer(
         fewest_octaves=dict(zip(paths, near.tolist(), strict=True)),
         fewest_cost=cost_of(seen.region, near, point)[0],
         idle=tuple(path for path, x in zip(paths, fewer, strict=True) if x == 0) if fewer.any() else (),
-        gain=confirmed.gain if confirmed is not None else None,
+        gain=chosen.gain if chosen is not None else None,
         informed=seen.region.surrogate.informed if axes.expected or axes.earlier else None,
         outlook=outlook,
         dimensions=tuple(dimensions),
@@ -149,20 +148,22 @@ def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Be
     result is (the point as a Best, the point as an array (D,) of octaves from the start point).
 
     A point is as good as ``point`` if its measured loss and its predicted loss are each at most the noise higher.
-    Only points with at least ``RERUNS`` runs with fresh seeds, none of which diverged, are considered. All runs of
-    the start count as fresh, because the start was not chosen by its losses. If no other point is as good, the
+    Only points with at least ``RERUNS`` trials with fresh seeds, none of which diverged, are considered. All trials
+    of the start count as fresh, because the start was not chosen by its losses. If no other point is as good, the
     result is ``point`` itself.
     """
     fresh: dict[Point, dict[int, float]] = {}
-    for run, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
-        if run.state != PRUNED and (run.purpose == "rerun" or not x.any()):
-            fresh.setdefault(tuple(x.tolist()), {})[run.seed] = float(loss)
-    rerun = {x: runs for x, runs in fresh.items() if len(runs) >= RERUNS and math.isfinite(sum(runs.values()))}
-    mine = rerun.get(point, {0: best.loss})  # its run during the search, if it has no other
+    for trial, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
+        if trial.state != PRUNED and (trial.purpose == "rerun" or not x.any()):
+            fresh.setdefault(tuple(x.tolist()), {})[trial.seed] = float(loss)
+    rerun = {
+        x: by_seed for x, by_seed in fresh.items() if len(by_seed) >= RERUNS and math.isfinite(sum(by_seed.values()))
+    }
+    mine = rerun.get(point, {0: best.loss})  # its trial during the search, if it has no other
     equal = [
         x
-        for x, runs in rerun.items()
-        if gain(runs, mine) <= seen.floor and cost_of(seen.region, np.array(x), np.array(point))[0] <= seen.floor
+        for x, by_seed in rerun.items()
+        if gain(by_seed, mine) <= seen.floor and cost_of(seen.region, np.array(x), np.array(point))[0] <= seen.floor
     ]
     nearest = min([point, *equal], key=changes)
     if nearest == point:
@@ -180,7 +181,7 @@ class FittedTrials:
     points: Array  # (n, D), octaves
     losses: Array  # (n,), infinite for a divergence
     region: Region
-    noise: float | None  # nats, between runs of one point; None if unknown
+    noise: float | None  # nats, between trials of one point; None if unknown
     degrees: int  # degrees of freedom of the noise
     floor: float  # nats; smaller differences of losses do not count
 
@@ -190,7 +191,7 @@ class FittedTrials:
 
         ``floor`` (the smallest difference of losses that counts) depends on how well the noise was measured:
 
-        - With at least ``MEASURED`` degrees of freedom, ``floor`` is the measured noise.
+        - With at least ``FEWEST_DEGREES`` degrees of freedom, ``floor`` is the measured noise.
         - With fewer, the measured noise may be far too small, so the noise is also estimated by a fit to the losses.
           ``floor`` is the measured noise or, if larger, the geometric mean of the measured and the fitted noise.
         - If no noise was measured, ``floor`` is the fitted noise.
@@ -199,7 +200,7 @@ class FittedTrials:
         ended, points, losses = results(trials, axes)
         noise, degrees = noise_between_seeds(ended, paths, given)
         floor, sound = noise or 0.0, np.isfinite(without_outliers(losses))
-        if noise != 0 and degrees < MEASURED and 0 < sound.sum() <= FITTED:
+        if noise != 0 and degrees < FEWEST_DEGREES and 0 < sound.sum() <= FITTED:
             columns = Features(np.zeros(len(paths)), axes.scale, axes.levels).of(points)
             fitted = fitted_noise(columns[sound], losses[sound])
             floor = fitted if noise is None else max(noise, math.sqrt(noise * fitted))
@@ -212,7 +213,7 @@ class FittedTrials:
         out.
 
         The predicted loss of a point is the surrogate's prediction plus a part of its residual: the mean of measured
-        minus predicted loss over the point's runs. The other part is taken to be noise between seeds.
+        minus predicted loss over the point's trials. The other part is taken to be noise between seeds.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]
@@ -224,26 +225,26 @@ class FittedTrials:
             by_point.setdefault(tuple(x.tolist()), []).append(float(loss))
         return {x: statistics.fmean(found) for x, found in by_point.items()}
 
-    def confirmed(self, *, by_surrogate: bool) -> "Confirmation | None":
-        """Return the best point of a search that has ended, with the losses of its runs. Return None if no trial
+    def chosen(self, *, by_surrogate: bool) -> "ChosenPoint | None":
+        """Return the best point of a search that has ended, with the losses of its trials. Return None if no trial
         finished."""
         if not by_surrogate or not np.isfinite(self.losses).any():
-            return confirm(self.trials, self.paths, self.noise)
-        return confirm(self.trials, self.paths, None if self.noise is None else self.floor, self.predicted)
+            return choose(self.trials, self.paths, self.noise)
+        return choose(self.trials, self.paths, None if self.noise is None else self.floor, self.predicted)
 
     def best(self, point: Point, losses: Sequence[float], fresh: int) -> Best:
-        number = min(run.number for run, x in zip(self.trials, self.points, strict=True) if tuple(x) == point)
+        number = min(trial.number for trial, x in zip(self.trials, self.points, strict=True) if tuple(x) == point)
         interval = interval_of_mean(losses if fresh else (), self.noise, self.degrees)
         return Best(number, statistics.fmean(losses), interval, fresh, len(losses))
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the predicted gain over the start is too small to be accepted without a final run."""
+        """Whether the predicted gain over the start is too small to be accepted without a final trial."""
         start = self.predicted.get((0.0,) * len(self.paths), math.inf)
         return start - min(self.predicted.values(), default=math.inf) <= ALONE * self.floor
 
     def finalists(self, *, by_surrogate: bool) -> list[Point]:
-        """Return the candidates for final runs (with fresh seeds), the most promising first.
+        """Return the candidates for final trials (with fresh seeds), the most promising first.
 
         A trust-region search compares points by their predicted losses (:attr:`predicted`). The order is:
 
@@ -263,7 +264,7 @@ class FittedTrials:
         if not ended.any():
             return []
         if by_surrogate:
-            # The start is left out, because it has several runs already.
+            # The start is left out, because it has several trials already.
             ranked = [x for x in sorted(self.predicted, key=lambda x: self.predicted[x]) if any(x)]
             lowest, outliers = self.region.predicted, ended & ~np.isfinite(without_outliers(self.losses))
             fewest = fewest_changes(self.region, lowest, self.floor)
@@ -274,79 +275,78 @@ class FittedTrials:
 
 
 @dataclass(frozen=True)
-class Confirmation:
-    """The answer of a search: a point and the losses of its runs."""
+class ChosenPoint:
+    """The point that a search chooses, with the losses of its trials."""
 
     point: Point
     losses: tuple[float, ...]  # nats; the reported loss is their mean
     fresh: int  # number of these losses that were not used to choose the point: all or 0
-    gain: (
-        float | None
-    )  # loss of the start minus that of the point, nats, in runs that did not choose it; None without such runs
+    # Loss of the start minus that of the point, nats, in trials that did not choose the point; None without such.
+    gain: float | None
 
     @property
     def loss(self) -> float:
         return statistics.fmean(self.losses)
 
 
-def confirm(
+def choose(
     trials: Sequence[StudyTrial],
     paths: Sequence[str],
     noise: float | None,
     predicted: Mapping[Point, float] = MappingProxyType({}),
-) -> Confirmation | None:
-    """Return the answer of a search from its ``trials``, or None if no trial finished.
+) -> ChosenPoint | None:
+    """Return the point that a search chooses from its ``trials``, or None if no trial finished.
 
     Args:
-        noise: standard deviation of the loss between seeds. If it is 0, seeds have no effect, and a single run
+        noise: standard deviation of the loss between seeds. If it is 0, seeds have no effect, and a single trial
             measures the loss of its point exactly. If it is None, the noise is unknown: then any gain above 0 is
-            large enough, but a single run does not measure a loss exactly.
+            large enough, but a single trial does not measure a loss exactly.
         predicted: the predicted losses of points. Without them, points are compared by their measured losses.
     """
     exact, noise = noise == 0, noise or 0.0
-    runs = _Runs.of(trials, paths, predicted)
-    chosen = runs.chosen(noise)
+    found = _LossesByPurpose.of(trials, paths, predicted)
+    chosen = found.best(noise)
     if chosen is None:
         return None
-    if confirmed := runs.confirming.get(chosen):
-        better = gain(runs.start_again, confirmed) if runs.start_again else None
+    if confirmed := found.confirming.get(chosen):
+        better = gain(found.start_again, confirmed) if found.start_again else None
         if better is None or better > noise:
-            return Confirmation(chosen, tuple(confirmed.values()), len(confirmed), better)
-        chosen = runs.start
-    elif runs.refuted(noise) or not (
-        runs.ahead(chosen, ALONE * noise) or runs.likely(chosen, predicted, LIKELY * noise)
+            return ChosenPoint(chosen, tuple(confirmed.values()), len(confirmed), better)
+        chosen = found.start
+    elif found.refuted(noise) or not (
+        found.ahead(chosen, ALONE * noise) or found.likely(chosen, predicted, LIKELY * noise)
     ):
-        chosen = runs.start  # without confirmation runs, the point is not far enough ahead
-    if chosen == runs.start:
-        losses = runs.start_again
-        return Confirmation(chosen, tuple(losses.values()), len(losses), 0.0)
-    losses = runs.candidates[chosen]
-    if not (exact or runs.alone(chosen)):
-        return Confirmation(chosen, tuple(losses.values()), 0, None)
-    better = gain(runs.at_start, losses) if runs.at_start else None
-    return Confirmation(chosen, tuple(losses.values()), len(losses), better)
+        chosen = found.start  # without confirmation trials, the point is not far enough ahead
+    if chosen == found.start:
+        losses = found.start_again
+        return ChosenPoint(chosen, tuple(losses.values()), len(losses), 0.0)
+    losses = found.candidates[chosen]
+    if not (exact or found.is_only_finalist(chosen)):
+        return ChosenPoint(chosen, tuple(losses.values()), 0, None)
+    better = gain(found.at_start, losses) if found.at_start else None
+    return ChosenPoint(chosen, tuple(losses.values()), len(losses), better)
 
 
-def to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
-    """Return the best point if it needs confirmation runs. Return None if the best point is the start or was the
+def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
+    """Return the best point if it needs confirmation trials. Return None if the best point is the start or was the
     only finalist."""
-    runs = _Runs.of(trials, paths)
-    chosen = runs.chosen(noise or 0.0)
-    return None if chosen is None or chosen == runs.start or runs.alone(chosen) else chosen
+    found = _LossesByPurpose.of(trials, paths)
+    best = found.best(noise or 0.0)
+    return None if best is None or best == found.start or found.is_only_finalist(best) else best
 
 
 @dataclass(frozen=True)
-class _Runs:
-    """The losses of the runs of a search, grouped by the purpose of the run. The loss of a diverged run is
+class _LossesByPurpose:
+    """The losses of the trials of a search, grouped by the purpose of the trial. The loss of a diverged trial is
     infinite."""
 
     start: Point
-    at_start: Losses  # runs of the start in the search; empty if the start diverged and another point can be chosen
-    start_again: Losses  # ``at_start`` and the confirmation runs of the start
-    choosing: Mapping[Point, Losses]  # runs of the finalists with fresh seeds
-    confirming: Mapping[Point, Losses]  # confirmation runs
-    candidates: Mapping[Point, Losses]  # points that can be chosen: none of their runs diverged
-    predicted: Mapping[Point, float]  # predicted losses; empty if runs with fresh seeds are compared
+    at_start: Losses  # trials of the start in the search; empty if the start diverged and another point can be chosen
+    start_again: Losses  # ``at_start`` and the confirmation trials of the start
+    choosing: Mapping[Point, Losses]  # trials of the finalists with fresh seeds
+    confirming: Mapping[Point, Losses]  # confirmation trials
+    candidates: Mapping[Point, Losses]  # points that can be chosen: none of their trials diverged
+    predicted: Mapping[Point, float]  # predicted losses; empty if trials with fresh seeds are compared
 
     @classmethod
     def of(
@@ -354,7 +354,7 @@ class _Runs:
         trials: Sequence[StudyTrial],
         paths: Sequence[str],
         predicted: Mapping[Point, float] = MappingProxyType({}),
-    ) -> "_Runs":
+    ) -> "_LossesByPurpose":
         searched: dict[Point, dict[int, float]] = {}
         choosing: dict[Point, dict[int, float]] = {}
         confirming: dict[Point, dict[int, float]] = {}
@@ -369,7 +369,7 @@ class _Runs:
         def ends(point: Point, losses: Losses) -> bool:
             return math.isfinite(sum({**losses, **confirming.get(point, {})}.values()))
 
-        # A finalist counts once it has as many fresh runs as the others, all of them finite.
+        # A finalist counts once it has as many fresh trials as the others, all of them finite.
         whole = min(RERUNS, max(map(len, choosing.values()), default=0))
         found = {point: losses for point, losses in choosing.items() if len(losses) >= whole and ends(point, losses)}
         sound = bool(again) and math.isfinite(sum(again.values()))
@@ -383,21 +383,21 @@ class _Runs:
             at_start = again = {seed: loss for seed, loss in again.items() if math.isfinite(loss) and not found}
         return cls(start, at_start, again, choosing, confirming, found, {} if rerun else predicted)
 
-    def alone(self, chosen: Point) -> bool:
-        """Return whether ``chosen`` is the only point that was run with fresh seeds."""
-        return chosen in self.choosing and len(self.choosing) == 1
+    def is_only_finalist(self, point: Point) -> bool:
+        """Return whether ``point`` is the only point that was run with fresh seeds."""
+        return point in self.choosing and len(self.choosing) == 1
 
-    def likely(self, chosen: Point, predicted: Mapping[Point, float], least: float) -> bool:
-        """Return whether a gain is likely, although ``chosen`` has no confirmation runs.
+    def likely(self, point: Point, predicted: Mapping[Point, float], least: float) -> bool:
+        """Return whether a gain is likely, although ``point`` has no confirmation trials.
 
-        It is likely if ``chosen`` is the only finalist, has at least ``RERUNS`` runs with fresh seeds, and has a
+        It is likely if ``point`` is the only finalist, has at least ``RERUNS`` trials with fresh seeds, and has a
         predicted gain over the start above ``least`` nats.
         """
-        repeated = self.alone(chosen) and len(self.choosing[chosen]) >= RERUNS
-        return repeated and predicted.get(self.start, -math.inf) - predicted.get(chosen, math.inf) > least
+        repeated = self.is_only_finalist(point) and len(self.choosing[point]) >= RERUNS
+        return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 
     def refuted(self, noise: float) -> set[Point]:
-        """Return the points whose confirmation runs failed: in these runs, the gain over the start is at most
+        """Return the points whose confirmation trials failed: in these trials, the gain over the start is at most
         ``noise``."""
         beside = [
             point
@@ -406,12 +406,12 @@ class _Runs:
         ]
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
-    def chosen(self, noise: float) -> Point | None:
+    def best(self, noise: float) -> Point | None:
         """Return the best of the ``candidates``, or the start if no candidate is better by more than ``noise``.
 
-        Candidates are compared by their predicted losses. If a candidate has none, the mean loss of its runs counts.
-        Candidates whose confirmation runs failed (:meth:`refuted`) are left out. Return None if no candidate is left
-        and the start has no run.
+        Candidates are compared by their predicted losses. If a candidate has none, the mean loss of its trials
+        counts. Candidates whose confirmation trials failed (:meth:`refuted`) are left out. Return None if no
+        candidate is left and the start has no trial.
         """
         refuted = self.refuted(noise)
         means = {
@@ -424,16 +424,16 @@ class _Runs:
         lowest = min(means, key=lambda point: (means[point], changes(point)))
         return lowest if self.ahead(lowest, noise) else self.start
 
-    def ahead(self, chosen: Point, least: float) -> bool:
-        """Return whether the loss at ``chosen`` is more than ``least`` nats below the loss at the starting point.
+    def ahead(self, point: Point, least: float) -> bool:
+        """Return whether the loss at ``point`` is more than ``least`` nats below the loss at the starting point.
 
-        If there are no runs at the starting point, the result is True unless ``chosen`` is the starting point.
+        If there are no trials at the starting point, the result is True unless ``point`` is the starting point.
         """
-        if chosen == self.start or not self.at_start:
-            return chosen != self.start
-        if chosen in self.predicted and self.start in self.predicted:
-            return self.predicted[self.start] - self.predicted[chosen] > least
-        return gain(self.at_start, self.candidates[chosen]) > least
+        if point == self.start or not self.at_start:
+            return point != self.start
+        if point in self.predicted and self.start in self.predicted:
+            return self.predicted[self.start] - self.predicted[point] > least
+        return gain(self.at_start, self.candidates[point]) > least
 
 
 def gain(start: Losses, there: Losses) -> float:
@@ -460,8 +460,8 @@ def advice_when_all_diverged(
     The usual cause is the learning rate, so the advice is to start from half of the lowest rate that was tried. If no
     learning rate is searched, the advice is the text ``elsewhere``.
 
-    The advice may name a second value, whose changes best explain why some runs diverged early: before half the
-    length of the longest run. To find this value, a divergence model is fitted that counts only these early runs as
+    The advice may name a second value, whose changes best explain why some trials diverged early: before half the
+    length of the longest one. To find this value, a divergence model is fitted that counts only these early trials as
     diverged.
     """
     diverged = [trial for trial in trials if trial.state == "diverged"]

@@ -1,4 +1,4 @@
-"""Estimate the noise between seeds: the standard deviation of the loss between runs of one point of a search. Also
+"""Estimate the noise between seeds: the standard deviation of the loss between trials of one point of a search. Also
 compute confidence intervals of mean losses."""
 
 import math
@@ -11,6 +11,7 @@ from leaven.tuning.study_document import StudyTrial
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
 _Z95 = 1.959964
 WILD = 5.0  # a point whose spread is above this times the median spread of all points is left out of the noise
+FEWEST_DEGREES = 2  # a measured noise decides about gains and pruning only with so many degrees of freedom
 GIVEN = 10**6  # degrees of freedom of a noise that the user gives
 
 
@@ -34,22 +35,22 @@ def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
     return math.sqrt(sum(statistics.variance(group) * (len(group) - 1) for group in repeats) / degrees), degrees
 
 
-def pooled_noise(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, int]:
-    """Return the noise and its degrees of freedom, from ``runs`` (point, seed, loss) pooled over repeated points.
+def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, int]:
+    """Return the noise and its degrees of freedom, from ``trials`` (point, seed, loss) pooled over repeated points.
 
-    The noise is the standard deviation of the loss between runs of one point. Runs with equal point, seed and loss
-    are the same run and count once. Diverged runs do not count. Runs with the same seed share init and data order. So
-    a part of their noise is the same at all points, and more points do not average this part out. Therefore, if there
-    are several seeds, the degrees of freedom are at most the number of seeds minus one.
+    The noise is the standard deviation of the loss between trials of one point. Trials with equal point, seed and
+    loss count once. Diverged trials do not count. Trials with the same seed share init and data order. So a part of
+    their noise is the same at all points, and more points do not average this part out. Therefore, if there are
+    several seeds, the degrees of freedom are at most the number of seeds minus one.
 
-    A point is left out if the losses of its runs differ much more than those of other points. Such a point is at the
-    divergence boundary, where the spread is not noise. (The rule rarely leaves out a point by mistake. Example: four
-    points with the same noise, three with two runs and one with three. Each of the three is left out with a
-    probability of 0.6%.) The point with the most runs is never left out if it has more than two runs: it is the
-    start, which was repeated to measure the noise.
+    A point is left out if the losses of its trials differ much more than those of other points. Such a point is at
+    the divergence boundary, where the spread is not noise. (The rule rarely leaves out a point by mistake. Example:
+    four points with the same noise, three with two trials and one with three. Each of the three is left out with a
+    probability of 0.6%.) The point with the most trials is never left out if it has more than two: it is the start,
+    which was repeated to measure the noise.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
-    for point, seed, loss in runs:
+    for point, seed, loss in trials:
         if math.isfinite(loss):
             points.setdefault(point, set()).add((seed, loss))
     repeated = [(ran, statistics.stdev(loss for _, loss in ran)) for ran in points.values() if len(ran) > 1]
@@ -66,9 +67,9 @@ def noise_between_seeds(
 ) -> tuple[float | None, int]:
     """Return the noise between seeds and its degrees of freedom. ``given`` is the noise that the user gave, or None.
 
-    ``paths`` are those of the searched values. The noise is measured from all runs of the start and from the repeated
-    runs of the best points. The first run of a best point does not count: the point was selected because the loss of
-    this run is low. Pruned trials have no final loss and do not count.
+    ``paths`` are those of the searched values. The noise is measured from all trials of the start and from the
+    repeated trials of the best points. The first trial of a best point does not count: the point was selected because
+    the loss of this trial is low. Pruned trials have no final loss and do not count.
     """
     if given is not None:
         return given, GIVEN

@@ -135,7 +135,7 @@ def further_gain(
 
     Args:
         now: the trust region after trials at ``points`` (n, D) with ``losses`` (n,).
-        searched: (n,), whether the search proposed the trial. False for repeated runs of a point with other seeds.
+        searched: (n,), whether the search proposed the trial. False for repeated trials of a point with other seeds.
         best: the best point (D,).
     """
     first = np.flatnonzero(searched)

@@ -329,7 +329,7 @@ class DivergenceModel:
     slopes: Array  # (2 D,), log odds per squared distance: first of increases (up), then of decreases (down)
 
     def risk(self, x: Array) -> Array:
-        """Return the probability that a run at points (..., D) diverges."""
+        """Return the probability that a trial at points (..., D) diverges."""
         return np.asarray(1 / (1 + np.exp(-self.level - _squares(x) @ self.slopes)))
 
     def shorten(self, x: Array, safe: Array, most: float) -> Array:

@@ -36,7 +36,7 @@ init and the data order, so their losses vary by less than the noise. But an imp
 is useless. So the surrogate assumes at least the noise between seeds, and a trial replaces the incumbent only if its
 gain is above the noise. These rules make the search only a little slower (docs/concepts/search.md). During the
 search, the noise is pooled over all points that were run with several seeds. For the final result,
-``noise.noise_between_seeds`` leaves out some of these runs.
+``noise.noise_between_seeds`` leaves out some of these trials.
 """
 
 import math
@@ -75,7 +75,7 @@ RISK = 0.1  # the highest accepted probability that a proposal diverges
 OUTLIER = 10.0  # a loss further above the median than this times (median - lowest) counts as diverged
 DOWN = 0.25  # octaves by which a divergence lowers the learning rates before any trial has finished
 CLOSER, CLOSEST = 0.9, 0.05  # factor on the radius for each of these divergences, and the smallest radius
-ROUNDS = 3  # rounds without a gain above the noise after which a search stops
+QUIET_ROUNDS = 3  # rounds without a gain above the noise after which a search stops
 RESULTS = ("complete", "diverged", PRUNED)  # states of trials with a result
 
 Ran = TypeVar("Ran", bound=StudyTrial)
@@ -182,7 +182,7 @@ class Axes:
         return {name: self.whole[name].rounded(x) if name in self.whole else x for name, x in params.items()}
 
     def not_in(self, tried: Sequence[Mapping[str, float]], params: Mapping[str, float]) -> list[dict[str, float]]:
-        """Return ``[params]`` if ``params`` is not in ``tried``, else the nearest points that are not in ``tried``.
+        """Return the points nearest to ``params`` that are not in ``tried``: ``[params]`` itself if it is not.
 
         The distance of two points is the number of changes that lead from one to the other. A change moves one whole
         number by 1, or switches one choice to another level. The result is empty if all points are in ``tried``.
@@ -285,13 +285,13 @@ class Region:
         return self._within(self._lowest(mean, levels) + self.radius * steps)
 
     def stalled(self) -> bool:
-        """Return whether the search has stalled: no trial in the last ``ROUNDS`` rounds replaced the incumbent, and
-        the predicted further gain is below the noise.
+        """Return whether the search has stalled: no trial in the last ``QUIET_ROUNDS`` rounds replaced the incumbent,
+        and the predicted further gain is below the noise.
 
         A round has half as many trials as there are values, but at least 10.
         """
         here, there = self.belief(np.array([self.incumbent, self.predicted]))
-        quiet = self.since >= ROUNDS * max(10, len(self.incumbent) // 2)
+        quiet = self.since >= QUIET_ROUNDS * max(10, len(self.incumbent) // 2)
         return bool(quiet and here - there < self.surrogate.noise)
 
     def belief(self, x: Array) -> Array:
@@ -315,7 +315,7 @@ class Region:
         return mean.reshape(d, m), self.deviation(there, base).reshape(d, m)
 
     def risk(self, x: Array) -> Array:
-        """Return the probability that a run at points (..., D) diverges."""
+        """Return the probability that a trial at points (..., D) diverges."""
         return self.divergence.risk(self.features.of(x))
 
     def risk_along(self, base: Array, x: Array) -> Array:

@@ -1,16 +1,16 @@
 """A study whose trials run a shell command, such as another trainer or a cluster job.
 
-Every attempt at a run has a folder ``trials/NUMBER`` in the study's folder. The folder contains the output of the
+Every attempt at a trial has a folder ``trials/NUMBER`` in the study's folder. The folder contains the output of the
 command (``output.log``), the recipe, a folder ``config`` with the filled-in config file, and a folder ``out``, which
-is empty at first. With ``resume = true``, all attempts at a run share the folder of the first attempt. How a run
+is empty at first. With ``resume = true``, all attempts at a trial share the folder of the first attempt. How a trial
 ends:
 
 - Complete: the command ends with exit code 0 and has reported a loss.
 - Diverged: a loss is NaN or infinite, or the output matches the pattern ``diverged``. The command is ended at once.
 - Pruned: its losses are too far behind those of the best trial. The command is ended.
-- Failed: both attempts at the run failed. An attempt fails if the command ends with another exit code, reports no
+- Failed: both attempts at the trial failed. An attempt fails if the command ends with another exit code, reports no
   loss or one that cannot be read, or takes longer than ``timeout_seconds``. If an attempt at the start point fails
-  before any run has a result, there is no second attempt: the command itself is probably wrong, so the search ends.
+  before any trial has a result, there is no second attempt: the command itself is probably wrong, so the search ends.
   An attempt that fails while the disk of the study's folder is full does not count. The next one waits for room.
 """
 
@@ -44,7 +44,7 @@ from leaven.tuning.study_document import StudyDocument
 
 TRIALS, OUTPUT, BEST = "trials", "output.log", "best"
 FOLDER = "leaven:folder"  # study attribute: the folder in which commands run, relative to the study's folder
-POLL = 0.25  # seconds between checks of a running command
+COMMAND_POLL = 0.25  # seconds between checks of a running command
 READING = 0.1  # the largest share of the time that is spent on reading the losses of a running command
 LAST_LINES, LAST_CHARACTERS = 4, 400  # how much of a failed command's output a message shows
 
@@ -135,7 +135,7 @@ class CommandTrainer:
             if not warned:
                 self._note(f"trial {proposal.number} waits, because the disk of {self._folder} is full; make room")
                 warned = True
-            time.sleep(POLL)
+            time.sleep(COMMAND_POLL)
 
     def _wait_for(self, output: BinaryIO) -> None:
         """Wait until the command of an earlier attempt has ended, and lock the file ``output``.
@@ -149,7 +149,7 @@ class CommandTrainer:
             try:
                 return fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                time.sleep(POLL)
+                time.sleep(COMMAND_POLL)
             except OSError:  # the file system does not support locks
                 return
         raise TrialReleased
@@ -163,7 +163,7 @@ class CommandTrainer:
         baseline = proposal.baseline if command.prune else None
         while True:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(POLL)
+                process.wait(COMMAND_POLL)
             code, look = process.poll(), time.monotonic()
             if code is None:
                 if self._stop() or self._leaving.is_set():
@@ -318,7 +318,7 @@ class CommandStudy(BaseStudy):
             self.space,
             self.out / TRIALS,
             devices=devices,
-            works=any(run.finished for run in self._stored.runs),
+            works=any(trial.finished for trial in self._stored.trials),
             stop=self._stop,
             note=self._screen.note,
         ) as trainer:

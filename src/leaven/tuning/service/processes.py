@@ -38,7 +38,8 @@ GRACE_SECONDS = 10.0  # from SIGTERM until processes are killed
 
 
 class Commands:
-    """A context manager that starts commands, and has a guard for them."""
+    """A context manager that starts commands. Its guard, a process of its own (this file), ends them if leaven
+    dies."""
 
     def __enter__(self) -> "Commands":
         self._token = uuid.uuid4().hex

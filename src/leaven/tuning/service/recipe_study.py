@@ -1,4 +1,4 @@
-"""A study whose trials are training runs of a recipe, in worker processes of leaven."""
+"""A study whose trials train a recipe, in worker processes of leaven."""
 
 import math
 import threading
@@ -22,15 +22,15 @@ from leaven.training.trial import WorkerPool, branches_of, cooldown_start, train
 from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, DROPOUT, OPTIMIZER, TOKENS, WARM_UP, recipe_at
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
-from leaven.tuning.service.search_plan import ROUNDS, Budget, check_search, known_runs
+from leaven.tuning.service.search_plan import LEAST_ROUNDS, Budget, check_search, known_trials
 from leaven.tuning.service.study import CHECKPOINTS, BaseStudy, attempts
 from leaven.tuning.space import Space
 
-POLL = 0.25  # seconds between checks of whether to stop
+STOP_POLL = 0.25  # seconds between checks of whether to stop
 # FLOPs of a step of the largest trial for which a stack (several trials trained as one batched model) was measured to
 # be faster on a GPU than single trials: width 256, 4 blocks, 1,280 tokens a step (docs/log.md). A larger trial may
 # fill a GPU alone.
-MEASURED = 2.8e10
+STACKED_FLOPS = 2.8e10
 
 
 def check_request(
@@ -49,12 +49,12 @@ def check_request(
     method, budget and earlier study.
 
     Raises:
-        InputError: if the method is unknown, if there is no budget, if one trial or the smallest grid does not fit
+        InputError: if the method is unknown, if there is no budget, if one trial or the coarsest grid does not fit
             into the budget, or if the earlier study cannot be used.
     """
     space = _narrowed(space, method, durations)
     one = flops_per_token(recipe.model) * max(durations, default=recipe.data.tokens)
-    known_runs(space.axes, method, Budget(trials, flops, hours, one), noise)
+    known_trials(space.axes, method, Budget(trials, flops, hours, one), noise)
     if flops is not None and flops < one:
         raise InputError(
             f"--flops {flops:g} is too small, because one trial takes {one:.3g} FLOPs; give at least this number"
@@ -111,17 +111,17 @@ def stack_size(
         free: a function that returns the number of free bytes on a GPU.
     """
     recipe, why = space.recipe, why_not_stacked(space, durations)
-    if why is None and flops_per_token(recipe.model) * recipe.batch.tokens > MEASURED:
-        why = f"a stack was not measured for steps of more than {MEASURED:.2g} FLOPs"
+    if why is None and flops_per_token(recipe.model) * recipe.batch.tokens > STACKED_FLOPS:
+        why = f"a stack was not measured for steps of more than {STACKED_FLOPS:.2g} FLOPs"
     if why is not None or trials is None:
         return 1, why or "the number of trials is unknown; give --trials, or --stack"
-    if (share := trials // (ROUNDS * gpus)) < 2:
+    if (share := trials // (LEAST_ROUNDS * gpus)) < 2:
         return 1, f"{trials} trials are too few for a stack"
     if (fitting := most_trials(recipe, free())) < 2:
         return 1, "two trials do not fit into its memory"
     if fitting < share:
         return fitting, f"a stack, the largest that {'was measured' if fitting == MOST else 'fits into its memory'}"
-    return share, f"a stack, 1/{ROUNDS * gpus} of all trials"
+    return share, f"a stack, 1/{LEAST_ROUNDS * gpus} of all trials"
 
 
 class TrialTrainer:
@@ -197,7 +197,7 @@ class TrialTrainer:
         else:
             baseline = first.baseline if self._prunes else None
             future = pool.submit(train_trial, *recipes, baseline=baseline, durations=self._durations, **saving)
-        while not wait([future], timeout=POLL).done:
+        while not wait([future], timeout=STOP_POLL).done:
             if self._stop() or self._leaving.is_set():
                 raise TrialReleased
         try:
@@ -213,8 +213,8 @@ class TrialTrainer:
         return found if isinstance(found, list) else [found]
 
     def _checkpoint(self, proposal: Proposal) -> Path:
-        """Return the checkpoint folder of this attempt at a run. If an earlier attempt left a checkpoint, move it to
-        this folder.
+        """Return the checkpoint folder of this attempt at a trial. If an earlier attempt left a checkpoint, move it
+        to this folder.
 
         Each attempt has its own folder, because the worker of an earlier attempt may still write for half a second
         after its command was killed.
@@ -227,7 +227,7 @@ class TrialTrainer:
 
 
 class Study(BaseStudy):
-    """A study over training runs of a recipe. See :class:`BaseStudy` for the other arguments.
+    """A study over trials that train a recipe. See :class:`BaseStudy` for the other arguments.
 
     Args:
         durations: run lengths in tokens. Each trial trains and compares all of them, and its loss is that of the

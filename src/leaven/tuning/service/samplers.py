@@ -14,7 +14,7 @@ from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial
 
 from leaven.tuning.algorithm.trust_region import RADIUS, Array, Axes, results
-from leaven.tuning.service.stored_study import JOB, Evaluation, distributions, runs_of
+from leaven.tuning.service.stored_study import JOB, StoredTrial, distributions, trials_of
 
 Distributions = dict[str, BaseDistribution]
 
@@ -92,12 +92,12 @@ class SeededSampler(BaseSampler):
 
     def _of(self, trial: FrozenTrial) -> BaseSampler:
         if trial.number != self._number:
-            seed = np.random.SeedSequence([self._seed, run_index(trial)]).generate_state(1)[0]
+            seed = np.random.SeedSequence([self._seed, job_index(trial)]).generate_state(1)[0]
             self._number, self._sampler = trial.number, self._optunas(int(seed))
         return self._sampler
 
-    def _results(self, study: optuna.Study) -> tuple[list[Evaluation], Array, Array]:
-        return results(runs_of(study.get_trials(deepcopy=False), self._axes), self._axes)
+    def _results(self, study: optuna.Study) -> tuple[list[StoredTrial], Array, Array]:
+        return results(trials_of(study.get_trials(deepcopy=False), self._axes), self._axes)
 
     def _box(self, study: optuna.Study) -> Distributions:
         axes = self._axes
@@ -131,9 +131,9 @@ class SeededSampler(BaseSampler):
         limits = param_distribution if self._everywhere else self._box(study)[param_name]
         drawn = self._of(trial).sample_independent(study, trial, param_name, limits)
         if self._everywhere and isinstance(limits, CategoricalDistribution):
-            runs, _, losses = self._results(study)
-            rng = np.random.default_rng([self._seed, run_index(trial), list(self._axes.start).index(param_name)])
-            return runs[int(np.argmin(losses))].params[param_name] if runs and rng.random() < 1 / 2 else drawn
+            trials, _, losses = self._results(study)
+            rng = np.random.default_rng([self._seed, job_index(trial), list(self._axes.start).index(param_name)])
+            return trials[int(np.argmin(losses))].params[param_name] if trials and rng.random() < 1 / 2 else drawn
         return self._inside(param_name, drawn)
 
     def _inside(self, name: str, value: float) -> float:
@@ -141,7 +141,7 @@ class SeededSampler(BaseSampler):
         return value if isinstance(limits, range) else float(np.clip(value, *limits))
 
 
-def run_index(trial: FrozenTrial) -> int:
+def job_index(trial: FrozenTrial) -> int:
     """Return the index in the name of the trial's job, ``search:INDEX``. If the job has another name, return the
     trial's number."""
     job = trial.user_attrs.get(JOB, "")

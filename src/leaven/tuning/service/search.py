@@ -18,7 +18,7 @@ from leaven.tuning.algorithm.noise import interval_of_mean
 from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes, loss_of, results
 from leaven.tuning.service.search_loop import HUGE, Objective, Proposal, SearchLoop
-from leaven.tuning.service.search_plan import Budget, NothingFound, SearchPlan, check_search, known_runs
+from leaven.tuning.service.search_plan import Budget, NothingFound, SearchPlan, check_search, known_trials
 from leaven.tuning.service.stored_study import join_study
 from leaven.tuning.service.stores import open_store
 
@@ -43,7 +43,7 @@ class SearchTrial:
     loss: float  # infinite if the trial diverged; the predicted loss if it was pruned
     finalist: int | None = None  # index of the finalist (one of the best points) that this trial reruns
     purpose: str = "search"  # search | noise (the start, other seeds) | rerun (the best points, fresh seeds)
-    seed: int = 0  # 0 in the search; 1, 2, ... in runs that repeat a point
+    seed: int = 0  # 0 in the search; 1, 2, ... in trials that repeat a point
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class SearchResult:
     """The result of a search."""
 
     params: dict[str, float]  # log2 multipliers of the best point, by name
-    loss: float  # mean loss of the best point, from runs that were not used to choose it if there are any
+    loss: float  # mean loss of the best point, from trials that were not used to choose it if there are any
     interval: tuple[float, float]  # 95% interval of the loss; infinite if ``fresh`` is 0 or the noise is unknown
-    fresh: int  # number of runs that were not used to choose the point
-    noise: float | None  # standard deviation of the loss between runs of one point; None if it was not measured
+    fresh: int  # number of trials that were not used to choose the point
+    noise: float | None  # standard deviation of the loss between trials of one point; None if it was not measured
     stalled: bool  # whether the search stopped early because several rounds gained less than the noise
     trials: tuple[SearchTrial, ...]  # the trials with a result, in the order in which they ended
 
@@ -88,20 +88,20 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         result = search(lambda x: (x["lr"] - 1) ** 2, {"lr": (-3, 3)}, trials=30)
         result.params["lr"], result.interval
 
-    The first three runs are at the start and measure the noise, unless ``noise`` is given. The last runs repeat the
-    best points with fresh seeds, and only these runs decide which point is best. Optuna's dashboard shows the search
-    as an ordinary study.
+    The first three trials are at the start and measure the noise, unless ``noise`` is given. The last trials repeat
+    the best points with fresh seeds, and only these trials decide which point is best. Optuna's dashboard shows the
+    search as an ordinary study.
 
     Args:
         objective: a function that takes log2 multipliers by name (a :class:`Proposal`) and returns a
             loss or an :class:`leaven.training.outcome.Outcome`. A loss that is infinite, nan or beyond +-1e50 is a
             divergence. The objective is called from ``workers`` threads.
         space: lowest and highest log2 multiplier by name, within -1000 and 1000, or ``range(n)`` for a choice of n
-            levels, which the objective gets as an index. While every run diverges, values named ``lr``,
+            levels, which the objective gets as an index. While every trial diverges, values named ``lr``,
             ``learning_rate``, ``max_lr``, ``peak_lr`` or ``*.lr`` are lowered.
         start: log2 multipliers at which the search starts; default 0.
-        trials: number of runs, including reruns. None if the budget is ``flops`` or ``hours``; see
-            :class:`leaven.tuning.service.search_plan.Budget` for these and ``run_flops``.
+        trials: number of trials, including those that repeat a point. None if the budget is ``flops`` or ``hours``;
+            see :class:`leaven.tuning.service.search_plan.Budget` for these and ``run_flops``.
         method: ``trust-region``, ``random``, ``grid``, ``tpe``, ``cma`` or ``gp``.
         scales: octaves (units of log2) from the start point to a typical optimum, by name; default 1.
         near: the box in which the search begins, in octaves from the start point; default the whole space. All
@@ -112,20 +112,20 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         earlier: trials of an earlier search over the same values, for example for a smaller model. Their points are
             in octaves from the start point of this search. ``trust-region`` uses them in the same way as
             ``expected``.
-        noise: standard deviation of the loss between runs of one point, if known.
+        noise: standard deviation of the loss between trials of one point, if known.
         stop_at_noise: stop a trust-region search when several rounds have gained less than the noise.
         storage: an Optuna storage, its URL, or the path of an Optuna journal file; default in memory. The same call
             resumes a stored study, even while other commands work on it.
         name: the name of the study in its storage.
-        stop: a function that is called repeatedly. Once it returns true, no further run starts, and the answer is
-            computed from the finished runs.
-        watch: callbacks for the start and end of each run of this call, called from the calling thread.
-        lease_seconds: how long a process on another machine may send no heartbeat before its runs are retried.
+        stop: a function that is called repeatedly. Once it returns true, no further trial starts, and the answer
+            is computed from the finished trials.
+        watch: callbacks for the start and end of each trial of this call, called from the calling thread.
+        lease_seconds: how long a process on another machine may send no heartbeat before its trials are retried.
 
     Raises:
         InputError: if an argument is invalid, if the stored study has another space, method, seed or noise, or if
             the objective does not return a loss.
-        NothingFound: if every run diverged, or none finished.
+        NothingFound: if every trial diverged, or none finished.
         StoreGone: if the storage is unreachable for 300 seconds.
     """
     given = SearchArguments.of(
@@ -148,7 +148,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     axes, seed, noise = given.axes, given.seed, given.noise
     check_search(method, axes, name)
     budget = Budget(given.trials, given.flops, given.hours, given.run_flops)
-    known_runs(axes, method, budget, noise)  # raises for a grid above the budget, before anything is written
+    known_trials(axes, method, budget, noise)  # raises for a grid above the budget, before anything is written
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     stored = join_study(
         open_store(storage),
@@ -169,28 +169,29 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         for event in loop:
             if watch is not None:
                 watch.started(event) if isinstance(event, Proposal) else watch.ended(event)
-    runs = loop.runs
-    chosen, (noise, degrees) = plan.chosen(runs), plan.noise_of(runs)
+    ran = loop.trials
+    chosen, (noise, degrees) = plan.chosen(ran), plan.noise_of(ran)
     if chosen is None:
-        raise NothingFound(plan.why_nothing(runs))
+        raise NothingFound(plan.why_nothing(ran))
+    ended, _, _ = results(ran, stored.axes)
     found = [
         SearchTrial(
-            number=run.number,
-            params=dict(run.params),
-            loss=loss_of(run),
-            finalist=run.finalist if run.final_of == budget.label else None,
-            purpose=run.purpose,
-            seed=run.seed,
+            number=trial.number,
+            params=dict(trial.params),
+            loss=loss_of(trial),
+            finalist=trial.finalist if trial.final_of == budget.label else None,
+            purpose=trial.purpose,
+            seed=trial.seed,
         )
-        for run in results(runs, stored.axes)[0]
+        for trial in ended
     ]
     return SearchResult(
-        params=plan.params_of(runs, chosen.point),
+        params=plan.params_of(ran, chosen.point),
         loss=chosen.loss,
         interval=interval_of_mean(chosen.losses if chosen.fresh else (), noise, degrees),
         fresh=chosen.fresh,
         noise=noise,
-        stalled=not stop() and plan.ended_early(runs, time.time()),
+        stalled=not stop() and plan.ended_early(ran, time.time()),
         trials=tuple(found),
     )
 

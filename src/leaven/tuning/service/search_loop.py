@@ -2,7 +2,7 @@
 store (``stored_study.py``).
 
 Several commands may run the same search. ``leases.py`` finds out which of them are dead, and the others retry the
-trials of a dead command.
+trials of a dead command. A retry is another attempt at the same trial, with a number of its own.
 """
 
 import math
@@ -23,27 +23,27 @@ from leaven.tuning.service.search_plan import SearchPlan, by_surrogate
 from leaven.tuning.service.stored_study import (
     OWNER,
     RETRY_OF,
-    Evaluation,
     StoredStudy,
+    StoredTrial,
     TrialRequest,
     first_attempts,
 )
 from leaven.tuning.service.stores import StoreGone
 
 HUGE = 1e50  # the largest loss: the surrogate computes its fourth power, which must be finite
-POLL = 0.5  # seconds between reads of the store while trials run
+STORE_POLL = 0.5  # seconds between reads of the store while trials run
 
 
 class Proposal(dict[str, float]):
-    """The argument of an objective: a dict of log2 multipliers by name, with attributes.
+    """The argument of an objective: the point of a trial (log2 multipliers by name), with attributes.
 
-    - ``number``: the number of the trial.
-    - ``seed``: 0 in the search, so that all trials share init and data order; 1, 2, ... in runs that measure noise or
-      confirm the best points.
-    - ``origin``: the number of the first trial of this run; ``number`` is larger in a retry. Name checkpoints by
-      ``origin``, so that a retry finds them.
+    - ``number``: the number of this attempt at the trial.
+    - ``seed``: 0 in the search, so that all trials share init and data order; 1, 2, ... in trials that measure the
+      noise or run the best points again.
+    - ``origin``: the number of the first attempt; ``number`` is larger in a retry. Name checkpoints by ``origin``, so
+      that a retry finds them.
     - ``baseline``: the loss curve of the best trial so far. An objective may compare its own curve with it and prune
-      the run. None if the run must not be pruned.
+      the trial. None if the trial must not be pruned.
     - ``worker``: the index of the calling thread, from 0. Concurrent calls have different indices.
     """
 
@@ -63,11 +63,11 @@ class Proposal(dict[str, float]):
 
 
 class WorkerDied(Exception):
-    """Raised by an objective if the process that computed the loss has died. The run is retried once."""
+    """Raised by an objective if the process that computed the loss has died. The trial is retried once."""
 
 
 class TrialReleased(Exception):
-    """Raised by an objective that stops without a result, for example at Ctrl-C. The run is retried later."""
+    """Raised by an objective that stops without a result, for example at Ctrl-C. The trial is retried later."""
 
 
 Objective = Callable[[Any], float | Outcome]  # the argument is a Proposal, which is a dict[str, float]
@@ -77,7 +77,7 @@ Objectives = Callable[[Sequence[Proposal]], Sequence[float | Outcome]]  # the pr
 class SearchLoop:
     """Runs the trials of a plan in threads, and writes their results to the store.
 
-    A thread runs ``stack`` trials at once. It runs fewer if the plan can give further runs only after a running trial
+    A thread runs ``stack`` trials at once. It runs fewer if the plan can give further trials only after a running one
     has ended.
 
         with SearchLoop(...) as loop:
@@ -86,8 +86,8 @@ class SearchLoop:
 
     An event is the :class:`Proposal` of a trial that has started, or a list of the numbers of trials that have ended.
     The events end when the plan is complete and no command is running a trial, or when ``stop`` has returned true and
-    the trials of this command have ended. After the last event, ``runs`` has all runs of the study. If an exception
-    ends the context, the trials that are running are released, so that they run again later.
+    the trials of this command have ended. After the last event, ``trials`` has all trials of the study. If an
+    exception ends the context, the trials that are running are released, so that they run again later.
     """
 
     def __init__(  # noqa: PLR0917 - one of each
@@ -100,7 +100,7 @@ class SearchLoop:
         lease_seconds: float,
         stack: int = 1,
     ) -> None:
-        self.runs: list[Evaluation] = []
+        self.trials: list[StoredTrial] = []
         self._plan, self._stored, self._objectives, self._stop = plan, stored, objectives, stop
         self._sampler = None if by_surrogate(plan.method) else SeededSampler(plan.method, plan.axes, plan.seed)
         self._leases = Leases(stored.store, stored.id, lease_seconds)
@@ -128,52 +128,52 @@ class SearchLoop:
             turn = self._look()
             stopping, request = self._error is not None or self._stop(), None
             if self._free and not stopping:
-                request = self._plan.next(self.runs, turn, time.time())
+                request = self._plan.next(self.trials, turn, time.time())
             if request is not None:
                 if (proposal := self._begin(request)) is not None:
                     yield proposal
-            elif self._next:  # the plan gives no further run now, so start the collected ones
+            elif self._next:  # the plan gives no further trial now, so start the collected ones
                 self._submit()
             elif self._ended:  # after all workers have got work, because handling the event may be slow
                 ended, self._ended = self._ended, []
                 yield ended
             elif self._pending:
-                for future in wait(self._pending, POLL, FIRST_COMPLETED).done:
+                for future in wait(self._pending, STORE_POLL, FIRST_COMPLETED).done:
                     self._end(self._pending.pop(future), future)
-            elif stopping or not any(run.state == "running" for run in self.runs):
+            elif stopping or not any(trial.state == "running" for trial in self.trials):
                 break
             else:
-                time.sleep(POLL)  # other commands are running trials
+                time.sleep(STORE_POLL)  # other commands are running trials
         if self._error is not None:
             raise self._error
 
     def _look(self) -> int:
-        """Mark the running trials of dead commands as failed, then read all runs of the study. Return the index of
-        the next job: the number of jobs so far, without retries."""
-        trials = self._stored.trials
-        running = {t.number: t.user_attrs.get(OWNER) for t in trials if t.state is TrialState.RUNNING}
+        """Mark the running attempts of dead commands as failed, then read all trials of the study. Return the index
+        of the next job: the number of jobs so far, without retries."""
+        attempts = self._stored.attempts
+        running = {a.number: a.user_attrs.get(OWNER) for a in attempts if a.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
         if taken := [number for number, owner in running.items() if owner in dead]:
             for number in taken:
                 self._stored.close(number, ended=self._leases.clocks.get(str(running[number])))
-            trials = self._stored.trials
-        # Times of a run are by the clock of its owner, which may differ from this machine's.
+            attempts = self._stored.attempts
+        # Times of a trial are by the clock of its owner, which may differ from this machine's.
         clocks = {number: self._leases.clocks.get(str(owner)) for number, owner in running.items()}
-        self.runs = [
-            replace(run, until=clocks.get(run.number)) if run.state == "running" else run
-            for run in self._stored.runs_of(trials)
+        self.trials = [
+            replace(trial, until=clocks.get(trial.number)) if trial.state == "running" else trial
+            for trial in self._stored.trials_of(attempts)
         ]
-        return len(first_attempts(trials))
+        return len(first_attempts(attempts))
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
         """Create the trial of a request and return its proposal. Return None if another command runs the trial.
 
-        Proposals are collected: once there are ``stack`` of them, a free thread starts them all.
+        Proposals are collected for the worker that :meth:`_submit` takes next: it starts ``stack`` of them at once.
         """
         if (created := self._stored.create(request, self._leases.node, self._sampler)) is None:
             return None
         number, point = created
-        best = self._plan.baseline(self.runs, point) if request.purpose == "search" else None
+        best = self._plan.baseline(self.trials, point) if request.purpose == "search" else None
         origin = int(request.attributes.get(RETRY_OF, number))
         proposal = Proposal(point, number, request.seed, origin, best, worker=self._free[-1])
         self._next.append(proposal)
@@ -183,7 +183,7 @@ class SearchLoop:
 
     def _submit(self) -> None:
         proposals, self._next = self._next, []
-        self._free.pop()
+        self._free.pop()  # the worker of these proposals
         self._pending[self._pool.submit(self._objectives, proposals)] = proposals
 
     def _end(self, proposals: Sequence[Proposal], future: "Future[Sequence[float | Outcome]]") -> None:

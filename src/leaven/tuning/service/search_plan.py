@@ -1,15 +1,16 @@
-"""Decide which run of a search is next, from the budget and the runs so far (``stored_study.py``).
+"""Decide which trial of a search is next, from the budget and the trials so far (``stored_study.py``).
 
-The next run is of the first kind in this list that still has runs to do:
+The next trial is of the first kind in this list that still has trials to do:
 
-1. The retry of a run whose process died.
+1. The retry of a trial whose process died.
 2. Runs of the start with several seeds, which measure the noise (the standard deviation of the loss between seeds).
    In a grid search, the points of the grid follow.
-3. Proposals of the search. They end when the rest of the budget is reserved for final runs, or when several rounds
+3. Proposals of the search. They end when the rest of the budget is reserved for final trials, or when several rounds
    gained less than the noise.
-4. Final runs, with fresh seeds, of the best few points (the finalists). The first of these runs stores the number of
+4. Final trials, with fresh seeds, of the best few points (the finalists). The first of them stores the number of
    finalists, so that all commands use the same number.
-5. If there are several finalists: confirmation runs of the best finalist and of the start (``algorithm/answer.py``).
+5. If there are several finalists: confirmation trials of the best finalist and of the start
+(``algorithm/answer.py``).
 """
 
 import itertools
@@ -26,20 +27,20 @@ from leaven.training.outcome import Baseline
 from leaven.tuning.algorithm.answer import (
     CONFIRMATIONS,
     RERUNS,
-    Confirmation,
+    ChosenPoint,
     FittedTrials,
     advice_when_all_diverged,
-    to_confirm,
+    point_to_confirm,
 )
-from leaven.tuning.algorithm.noise import noise_between_seeds
+from leaven.tuning.algorithm.noise import FEWEST_DEGREES, noise_between_seeds
 from leaven.tuning.algorithm.trust_region import RISK, Axes, Region, loss_of, region, results
 from leaven.tuning.service.stored_study import (
     CONFIRMS,
     FINAL,
     FINALIST,
     OPTIONS,
-    Evaluation,
     Params,
+    StoredTrial,
     TrialRequest,
 )
 from leaven.tuning.study_document import PRUNED, Dimension, covered
@@ -47,29 +48,29 @@ from leaven.tuning.study_document import PRUNED, Dimension, covered
 METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")
 # At most 1/12 of the trials should run at once, because they are proposed without knowing each other's losses. With
 # more at once, the answer of a trust-region search of 48 trials is clearly worse (benchmarks/parallel_trials.py).
-ROUNDS = 12
+LEAST_ROUNDS = 12
 LONGEST = 512  # characters of a study's name in Optuna's tables
-RESERVED = 1 / 8  # the largest share of the budget that is reserved for final runs
-FEW = 24  # runs: a smaller budget runs only one finalist, once
-# The final runs that a search may have, from cheap to expensive: (number of finalists, runs of each).
+RESERVED = 1 / 8  # the largest share of the budget that is reserved for final trials
+FEW = 24  # trials: a smaller budget has one final trial at most
+# The final trials that a search may have, from cheap to expensive: (number of finalists, trials of each).
 FINALS = ((0, 0), (1, 1), (1, RERUNS), (2, RERUNS), (3, RERUNS))
-# How often the start is run, by the least size of the budget. If the user gives the noise, the start is run once.
+# Trials of the start, by the least size of the budget. If the user gives the noise, there is one.
 REPEATS = {24: 3, 12: 2, 0: 1}
-SMALL = 16  # runs: a smaller budget has a final run only if the gain would not be accepted without one
-SURE = 2  # runs are pruned only if the noise has at least so many degrees of freedom
-# A search without a complete run ends after so many failed runs if no other run ended, or so many diverged runs.
+SMALL = 16  # trials: a smaller budget has a final trial only if the gain would not be accepted without one
+# A search without a complete trial ends after so many failed trials if no other trial ended, or so many diverged
+# trials.
 DEATHS, DIVERGENCES = 8, 100
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of a search, for all commands of a study together. No further run starts once one of the limits is
-    reached; runs that are running then are finished."""
+    """The limits of a search, for all commands of a study together. No further trial starts once one of the limits is
+    reached; trials that are running then are finished."""
 
-    trials: int | None = None  # number of runs, including final runs
-    flops: float | None = None  # total FLOPs of all runs
-    hours: float | None = None  # time during which at least one run is active; parallel runs count once
-    run_flops: float | None = None  # FLOPs of one run; if None, the first run starts alone to measure them
+    trials: int | None = None  # number of trials, including final trials
+    flops: float | None = None  # total FLOPs of all trials
+    hours: float | None = None  # time during which at least one trial is active; parallel trials count once
+    run_flops: float | None = None  # FLOPs of one trial; if None, the first trial starts alone to measure them
 
     def __post_init__(self) -> None:
         if not self._given:
@@ -85,13 +86,13 @@ class Budget:
 
     @cached_property
     def label(self) -> str:
-        """The budget as text, such as ``100 trials``. Each final run stores this text, which distinguishes it from
-        the final runs of a later, larger budget."""
+        """The budget as text, such as ``100 trials``. Each final trial stores this text, which distinguishes it from
+        the final trials of a later, larger budget."""
         return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
 
     @property
     def size(self) -> float:
-        """The number of runs that the budget allows, or infinity if the limits do not determine it in advance."""
+        """The number of trials that the budget allows, or infinity if the limits do not determine it in advance."""
         flops = self.flops / self.run_flops if self.flops and self.run_flops else math.inf
         return min(self.trials or math.inf, flops)
 
@@ -99,60 +100,64 @@ class Budget:
     def _allowed(self) -> tuple[tuple[int, int], ...]:
         return FINALS[:2] if self.size < FEW else FINALS
 
-    def finals(self, runs: Sequence[Evaluation], now: float) -> tuple[int, int]:
-        """Return (number of finalists, runs of each with fresh seeds).
+    def finals(self, trials: Sequence[StoredTrial], now: float) -> tuple[int, int]:
+        """Return (number of finalists, trials of each with fresh seeds).
 
         The result is the most expensive pair in ``FINALS`` that costs at most ``RESERVED`` (1/8) of the budget and at
-        most the rest of the budget. A budget of fewer than ``FEW`` (24) runs allows only the two cheapest pairs.
+        most the rest of the budget. A budget of fewer than ``FEW`` (24) trials allows only the two cheapest pairs.
         """
-        affordable = min(min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
-        return max(final for final in self._allowed if final_runs(*final) <= max(affordable, 0))
+        affordable = min(
+            min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(trials, now)
+        )
+        return max(final for final in self._allowed if final_trials(*final) <= max(affordable, 0))
 
-    def reserved(self, runs: Sequence[Evaluation] = (), now: float = 0.0) -> int:
-        """Return how many runs are reserved for final runs."""
-        affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(runs, now))
-        costs = {final_runs(*final) for final in self._allowed}
-        if any(run.final_of not in {"", self.label} for run in runs):
+    def reserved(self, trials: Sequence[StoredTrial] = (), now: float = 0.0) -> int:
+        """Return how many trials are reserved for final trials."""
+        affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(trials, now))
+        costs = {final_trials(*final) for final in self._allowed}
+        if any(trial.final_of not in {"", self.label} for trial in trials):
             # An earlier, smaller budget had finalists, too. So even an only new finalist is one of several.
-            costs.add(final_runs(1, RERUNS) + 2 * CONFIRMATIONS)
+            costs.add(final_trials(1, RERUNS) + 2 * CONFIRMATIONS)
         return max(cost for cost in costs if cost <= affordable)
 
-    def left(self, runs: Sequence[Evaluation], now: float) -> float:
-        """Return how many more runs the budget allows."""
-        return min((limit - used) / cost for limit, used, cost in self._limits(runs, now))
+    def left(self, trials: Sequence[StoredTrial], now: float) -> float:
+        """Return how many more trials the budget allows."""
+        return min((limit - used) / cost for limit, used, cost in self._limits(trials, now))
 
-    def _limits(self, runs: Sequence[Evaluation], now: float) -> Iterator[tuple[float, float, float]]:
-        """Yield (limit, amount used, cost of one run) for each limit, in the unit of the limit."""
+    def _limits(self, trials: Sequence[StoredTrial], now: float) -> Iterator[tuple[float, float, float]]:
+        """Yield (limit, amount used, cost of one trial) for each limit, in the unit of the limit."""
         if self.trials is not None:
-            yield self.trials, len(runs), 1
+            yield self.trials, len(trials), 1
         if self.flops is not None:
-            spent = [run.flops for run in runs if run.finished]
+            spent = [trial.flops for trial in trials if trial.finished]
             whole = [flops for flops in spent if flops > 0]
-            if not whole and any(run.state == "complete" for run in runs):
+            if not whole and any(trial.state == "complete" for trial in trials):
                 raise InputError(
                     "the budget is in FLOPs, but the objective returns no FLOPs; set the budget in trials or hours"
                 )
             cost = max([*whole, self.run_flops or 0.0]) or self.flops
-            # The FLOPs of a run whose process died are unknown, and may be as many as those of a finished run.
-            yield self.flops, sum(spent) + cost * sum(not run.finished for run in runs), cost
+            # The FLOPs of a trial whose process died are unknown, and may be as many as those of a finished trial.
+            yield self.flops, sum(spent) + cost * sum(not trial.finished for trial in trials), cost
         if self.hours is not None:
-            hours = busy(runs, now) / 3600
-            yield self.hours, hours, max(hours / max(len(runs), 1), 1e-300)
+            hours = busy(trials, now) / 3600
+            yield self.hours, hours, max(hours / max(len(trials), 1), 1e-300)
 
 
-def final_runs(finalists: int, each: int) -> int:
-    """Return the number of final runs: ``each`` runs of every finalist and, if there are several finalists, the
-    confirmation runs."""
+def final_trials(finalists: int, each: int) -> int:
+    """Return the number of final trials: ``each`` trials of every finalist and, if there are several finalists, the
+    confirmation trials."""
     return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
 
-def busy(runs: Sequence[Evaluation], now: float) -> float:
-    """Return the seconds in which at least one run was active, up to ``now`` (Unix time)."""
-    return covered((run.began, now if run.until is None else run.until) for run in runs if run.began is not None)
+def busy(trials: Sequence[StoredTrial], now: float) -> float:
+    """Return the seconds in which at least one trial was active, up to ``now`` (Unix time)."""
+    return covered(
+        (trial.began, now if trial.until is None else trial.until) for trial in trials if trial.began is not None
+    )
 
 
 class NothingFound(InputError):
-    """Raised if no run of a search finished with a finite loss."""
+    """Raised if no trial of a search finished with a finite loss."""
 
 
 def by_surrogate(method: str) -> bool:
@@ -177,12 +182,12 @@ def check_search(method: str, axes: Axes, name: str) -> None:
         raise InputError(f"the study's name is {name!r:.60}; give it a text of 1 to {LONGEST} characters")
 
 
-def known_runs(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
-    """Return the runs that are known before the search begins: those at the starting point and, in a grid search,
+def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
+    """Return the trials that are known before the search begins: those at the starting point and, in a grid search,
     those at the points of the grid.
 
     Raises:
-        InputError: in a grid search, if the smallest grid has more points than the budget has trials, or if the
+        InputError: in a grid search, if the coarsest grid has more points than the budget has trials, or if the
             budget is not given as a number of trials.
     """
     repeats = next(times for least, times in REPEATS.items() if budget.size >= least) if noise is None else 1
@@ -223,13 +228,13 @@ def grid(axes: Axes, trials: int) -> list[Params]:
 
 @dataclass
 class SearchPlan:
-    """The plan of a search: decides the next run from the runs so far."""
+    """The plan of a search: decides the next trial from the trials so far."""
 
     axes: Axes
     method: str
     seed: int
     budget: Budget
-    noise: float | None  # nats, the standard deviation between runs of one point, if known before the search
+    noise: float | None  # nats, the standard deviation between trials of one point, if known before the search
     stop_at_noise: bool  # whether to stop when several rounds gained less than the noise
     # The last trust region, and the numbers of its trials.
     _known: tuple[list[int], Region] | None = field(default=None, init=False)
@@ -238,48 +243,48 @@ class SearchPlan:
     def by_surrogate(self) -> bool:
         return by_surrogate(self.method)
 
-    def next(self, runs: Sequence[Evaluation], turn: int, now: float) -> TrialRequest | None:
-        """Return the next run, or None if the search is complete or must wait for a running trial.
+    def next(self, trials: Sequence[StoredTrial], turn: int, now: float) -> TrialRequest | None:
+        """Return the next trial, or None if the search is complete or must wait for a running trial.
 
-        A search in which no run has completed ends early in two cases:
+        A search in which no trial has completed ends early in two cases:
 
-        - ``DIVERGENCES`` (100) runs have diverged or were pruned.
-        - ``DEATHS`` (8) runs have failed because their processes died, and no run has diverged or was pruned.
+        - ``DIVERGENCES`` (100) trials have diverged or were pruned.
+        - ``DEATHS`` (8) trials have failed because their processes died, and no trial has diverged or was pruned.
 
-        ``turn`` is the number of runs that have been started, without retries. It is the number in the name of a
+        ``turn`` is the number of trials that have been started, without retries. It is the number in the job of a
         proposal and its random seed.
         """
-        states = [run.state for run in runs]
+        states = [trial.state for trial in trials]
         if "waiting" in states:
-            return runs[states.index("waiting")].retry
-        ended, died = sum(run.finished for run in runs), states.count("failed")
+            return trials[states.index("waiting")].retry
+        ended, died = sum(trial.finished for trial in trials), states.count("failed")
         if "complete" not in states and (ended >= DIVERGENCES or (died >= DEATHS and not ended)):
             return None
-        begun = {run.job for run in runs}
-        for known in known_runs(self.axes, self.method, self.budget, self.noise):
-            if known.name not in begun and self.budget.left(runs, now) >= 1:
+        begun = {trial.job for trial in trials}
+        for known in known_trials(self.axes, self.method, self.budget, self.noise):
+            if known.job not in begun and self.budget.left(trials, now) >= 1:
                 return known
-        stored = [run.finals for run in runs if run.final_of == self.budget.label and run.finals]
+        stored = [trial.finals for trial in trials if trial.final_of == self.budget.label and trial.finals]
         if not stored:
-            stalled = self.by_surrogate and self.stop_at_noise and self._region(runs).stalled()
-            if self._room(runs, now) and not stalled:
-                last = not self._room(runs, now, more=2)
-                point = self._proposal(runs, turn, last) if self.by_surrogate else None
+            stalled = self.by_surrogate and self.stop_at_noise and self._region(trials).stalled()
+            if self._room(trials, now) and not stalled:
+                last = not self._room(trials, now, more=2)
+                point = self._proposed_point(trials, turn, last) if self.by_surrogate else None
                 if point is not None or not self.by_surrogate:
                     return TrialRequest("search", f"search:{turn}", point=point)
-            if "running" in states or not self._needs_final_runs(runs):
+            if "running" in states or not self._needs_final_trials(trials):
                 return None
-        finalists, each = stored[0] if stored else self.budget.finals(runs, now)
-        request = self._final_run(runs, finalists, each, now)
-        choosing = any(run.state == "running" and not run.confirms for run in runs)
+        finalists, each = stored[0] if stored else self.budget.finals(trials, now)
+        request = self._final_trial(trials, finalists, each, now)
+        choosing = any(trial.state == "running" and not trial.confirms for trial in trials)
         if request is None and not choosing:
-            request = next((run for run in self._confirmation_runs(runs, now) if run.name not in begun), None)
+            request = next((each for each in self._confirmation_trials(trials, now) if each.job not in begun), None)
         return request
 
-    def _proposal(self, runs: Sequence[Evaluation], turn: int, last: bool) -> Params | None:
-        """Return the point of the next run of the search. Return None if all points have been run."""
-        region = self._region(runs)
-        rng, tried = np.random.default_rng([self.seed, turn]), _searched(runs)
+    def _proposed_point(self, trials: Sequence[StoredTrial], turn: int, last: bool) -> Params | None:
+        """Return the point of the next trial of the search. Return None if all points have been run."""
+        region = self._region(trials)
+        rng, tried = np.random.default_rng([self.seed, turn]), _searched(trials)
         point = self.axes.params(region.proposal(rng, last=last))
         if last and point in tried:  # too few trials for a prediction; running the point again would be useless
             point = self.axes.params(region.proposal(rng))
@@ -291,65 +296,67 @@ class SearchPlan:
 
         return min(new, key=rank, default=None)
 
-    def _region(self, runs: Sequence[Evaluation]) -> Region:
+    def _region(self, trials: Sequence[StoredTrial]) -> Region:
         """Return the trust region. It is cached until another trial ends, because computing it takes 0.1 s with
         1,000 trials of 90 values."""
-        numbers = [run.number for run in runs if run.finished]
+        numbers = [trial.number for trial in trials if trial.finished]
         if self._known is None or self._known[0] != numbers:
-            ended, points, losses = results(runs, self.axes)
-            seeds = np.array([run.seed for run in ended], np.int64)
+            ended, points, losses = results(trials, self.axes)
+            seeds = np.array([trial.seed for trial in ended], np.int64)
             self._known = numbers, region(self.axes, points, losses, self.noise, seeds)
         return self._known[1]
 
-    def _fitted(self, runs: Sequence[Evaluation]) -> FittedTrials:
-        return FittedTrials.of(runs, self.axes, self.noise)
+    def _fitted(self, trials: Sequence[StoredTrial]) -> FittedTrials:
+        return FittedTrials.of(trials, self.axes, self.noise)
 
-    def _room(self, runs: Sequence[Evaluation], now: float, more: int = 1) -> bool:
-        """Return whether the budget allows ``more`` further runs of the search, besides the final runs."""
-        reserved = self.budget.reserved(runs, now) if self._needs_final_runs(runs) else 0
-        return self.budget.left(runs, now) >= more + reserved
+    def _room(self, trials: Sequence[StoredTrial], now: float, more: int = 1) -> bool:
+        """Return whether the budget allows ``more`` further trials of the search, besides the final trials."""
+        reserved = self.budget.reserved(trials, now) if self._needs_final_trials(trials) else 0
+        return self.budget.left(trials, now) >= more + reserved
 
-    def _needs_final_runs(self, runs: Sequence[Evaluation]) -> bool:
-        """Return whether the search ends with final runs: runs of the best points with fresh seeds.
+    def _needs_final_trials(self, trials: Sequence[StoredTrial]) -> bool:
+        """Return whether the search ends with final trials: trials of the best points with fresh seeds.
 
-        The result is False if the noise is 0, or if all runs that have ended diverged, failed or were pruned. In a
+        The result is False if the noise is 0, or if all trials that have ended diverged, failed or were pruned. In a
         trust-region search, the result is also False in these cases:
 
         - The best point is still the start.
-        - The budget is below ``SMALL`` runs, and the noise is unknown.
-        - The budget is below ``SMALL`` runs, and the gain is large enough to be accepted without a final run.
+        - The budget is below ``SMALL`` trials, and the noise is unknown.
+        - The budget is below ``SMALL`` trials, and the gain is large enough to be accepted without a final trial.
         """
-        noise, _ = self.noise_of(runs)
-        if noise == 0 or (any(run.finished for run in runs) and not any(run.state == "complete" for run in runs)):
+        noise, _ = self.noise_of(trials)
+        ended = {trial.state for trial in trials if trial.finished}
+        if noise == 0 or (ended and "complete" not in ended):
             return False
         if not self.by_surrogate:
             return True
-        if not self._region(runs).incumbent.any():
+        if not self._region(trials).incumbent.any():
             return False
-        return self.budget.size >= SMALL or (noise is not None and self._fitted(runs).in_doubt)
+        return self.budget.size >= SMALL or (noise is not None and self._fitted(trials).in_doubt)
 
-    def _final_run(self, runs: Sequence[Evaluation], count: int, each: int, now: float) -> TrialRequest | None:
-        """Return the next run of one of the ``count`` finalists with a fresh seed. Each finalist gets ``each`` runs.
+    def _final_trial(self, trials: Sequence[StoredTrial], count: int, each: int, now: float) -> TrialRequest | None:
+        """Return the next final trial: one of the ``count`` finalists with a fresh seed. Each of them gets ``each``
+        trials.
 
-        If a finalist diverges, the next best point replaces it. Return None if all runs of the finalists have been
+        If a finalist diverges, the next best point replaces it. Return None if all trials of the finalists have been
         started, if the budget is used up, or if no point is left.
         """
-        reruns: dict[int | None, list[Evaluation]] = {}
-        for run in runs:
-            if run.final_of == self.budget.label and not run.confirms:
-                reruns.setdefault(run.finalist, []).append(run)
+        reruns: dict[int | None, list[StoredTrial]] = {}
+        for trial in trials:
+            if trial.final_of == self.budget.label and not trial.confirms:
+                reruns.setdefault(trial.finalist, []).append(trial)
         sound, which = 0, 0
         while sound < count:
             mine = reruns.get(which, [])
-            diverged = any(run.state in {"diverged", PRUNED} for run in mine)
+            diverged = any(trial.state in {"diverged", PRUNED} for trial in mine)
             if len(mine) < each and not diverged:
-                if self.budget.left(runs, now) < 1:
+                if self.budget.left(trials, now) < 1:
                     return None
-                had = [run.params for found in reruns.values() for run in found]
-                points = [mine[0].params] if mine else [x for x in self._finalists(runs) if x not in had]
+                had = [trial.params for found in reruns.values() for trial in found]
+                points = [mine[0].params] if mine else [x for x in self._finalists(trials) if x not in had]
                 if not points:
                     return None
-                others = [run for run in runs if run.final_of != self.budget.label or run.confirms]
+                others = [trial for trial in trials if trial.final_of != self.budget.label or trial.confirms]
                 seed = _fresh(others, points[0], each)[len(mine)]
                 attributes = {FINALIST: [self.budget.label, which]} | ({} if reruns else {FINAL: [count, each]})
                 name = f"rerun:{self.budget.label}:{which}:{len(mine)}"
@@ -357,105 +364,109 @@ class SearchPlan:
             sound, which = sound + (not diverged), which + 1
         return None
 
-    def _finalists(self, runs: Sequence[Evaluation]) -> list[Params]:
+    def _finalists(self, trials: Sequence[StoredTrial]) -> list[Params]:
         """Return the points that may be finalists, the best first. The start and pruned points are left out."""
-        excluded = {tuple((run.octaves or {}).values()) for run in runs if run.state == PRUNED}
+        excluded = {tuple((trial.octaves or {}).values()) for trial in trials if trial.state == PRUNED}
         excluded.add((0.0,) * len(self.axes.start))
-        points = self._fitted(runs).finalists(by_surrogate=self.by_surrogate)
+        points = self._fitted(trials).finalists(by_surrogate=self.by_surrogate)
         if self.axes.whole:  # after rounding, two points may be the same
             points = list(
                 dict.fromkeys(tuple(self.axes.octaves(self.axes.params(np.array(x))).tolist()) for x in points)
             )
         return [self.axes.params(np.array(point)) for point in points if point not in excluded]
 
-    def _confirmation_runs(self, runs: Sequence[Evaluation], now: float) -> Iterator[TrialRequest]:
-        """Yield runs of the best finalist and of the search's start, which confirm the gain. Both get the same
+    def _confirmation_trials(self, trials: Sequence[StoredTrial], now: float) -> Iterator[TrialRequest]:
+        """Yield trials of the best finalist and of the search's start, which confirm the gain. Both get the same
         seeds."""
-        point = to_confirm(runs, list(self.axes.start), self.noise_of(runs)[0])
-        if point is None or self.budget.left(runs, now) < 1:
+        point = point_to_confirm(trials, list(self.axes.start), self.noise_of(trials)[0])
+        if point is None or self.budget.left(trials, now) < 1:
             return
         attributes = {FINALIST: [self.budget.label, None], CONFIRMS: True}
-        others = [run for run in runs if not run.confirms]
-        at, start = self.params_of(runs, point), dict(self.axes.start)
+        others = [trial for trial in trials if not trial.confirms]
+        at, start = self.params_of(trials, point), dict(self.axes.start)
         for seed in _fresh(others, at, CONFIRMATIONS):
             yield TrialRequest("rerun", f"confirm:{list(point)}:{seed}", seed, at, attributes)
             if seed not in _seeds(others, start):
                 yield TrialRequest("rerun", f"confirm:start:{seed}", seed, start, attributes)
 
-    def noise_of(self, runs: Sequence[Evaluation]) -> tuple[float | None, int]:
-        """Return the noise (the standard deviation of the loss between runs of one point, or None if it is unknown)
+    def noise_of(self, trials: Sequence[StoredTrial]) -> tuple[float | None, int]:
+        """Return the noise (the standard deviation of the loss between trials of one point, or None if it is unknown)
         and its degrees of freedom."""
-        return noise_between_seeds(runs, list(self.axes.start), self.noise)
+        return noise_between_seeds(trials, list(self.axes.start), self.noise)
 
-    def params_of(self, runs: Sequence[Evaluation], point: tuple[float, ...]) -> Params:
-        """Return the log2 multipliers of a finished run. ``point`` is the point of the run in octaves from the
+    def params_of(self, trials: Sequence[StoredTrial], point: tuple[float, ...]) -> Params:
+        """Return the log2 multipliers of a finished trial. ``point`` is the point of the trial in octaves from the
         start."""
-        return next(dict(run.params) for run in runs if run.finished and tuple((run.octaves or {}).values()) == point)
+        return next(
+            dict(trial.params)
+            for trial in trials
+            if trial.finished and tuple((trial.octaves or {}).values()) == point
+        )
 
-    def baseline(self, runs: Sequence[Evaluation], point: Mapping[str, float]) -> Baseline | None:
-        """Return the loss curve with which a new run at ``point`` is compared; the run is pruned if it falls far
+    def baseline(self, trials: Sequence[StoredTrial], point: Mapping[str, float]) -> Baseline | None:
+        """Return the loss curve with which a new trial at ``point`` is compared; the trial is pruned if it falls far
         behind.
 
-        This is the curve of the best completed run with the same choices as ``point``, because a choice (such as the
-        schedule) changes the shape of a loss curve. Return None if no such run has completed, or if too few runs
-        measure the noise.
+        This is the curve of the best completed trial with the same choices as ``point``, because a choice (such as
+        the schedule) changes the shape of a loss curve. Return None if no such trial has completed, or if too few
+        trials measure the noise.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
-        noise, degrees = self.noise_of(runs)
+        noise, degrees = self.noise_of(trials)
         curves = [
-            run
-            for run in runs
-            if run.state == "complete"
-            and run.seed == 0
-            and run.curve
-            and all(run.params.get(name) == point[name] for name in choices)
+            trial
+            for trial in trials
+            if trial.state == "complete"
+            and trial.seed == 0
+            and trial.curve
+            and all(trial.params.get(name) == point[name] for name in choices)
         ]
-        if noise is None or degrees < SURE or not curves:
+        if noise is None or degrees < FEWEST_DEGREES or not curves:
             return None
         best = min(curves, key=loss_of)
         return Baseline(best.curve, loss_of(best), noise)
 
-    def chosen(self, runs: Sequence[Evaluation]) -> Confirmation | None:
-        """Return the best point of a search that has ended, and the losses of its runs. Return None if no run
+    def chosen(self, trials: Sequence[StoredTrial]) -> ChosenPoint | None:
+        """Return the best point of a search that has ended, and the losses of its trials. Return None if no trial
         finished; :meth:`why_nothing` says why."""
-        return self._fitted(runs).confirmed(by_surrogate=self.by_surrogate)
+        return self._fitted(trials).chosen(by_surrogate=self.by_surrogate)
 
-    def ended_early(self, runs: Sequence[Evaluation], now: float) -> bool:
+    def ended_early(self, trials: Sequence[StoredTrial], now: float) -> bool:
         """Return whether a completed search stopped early because several rounds gained less than the noise.
 
-        A search stopped early if there was budget for another run of it, and a point that had not been run. The final
-        runs do not count as used budget, because they come after the search. Do not call this for a search that the
-        user stopped.
+        A search stopped early if there was budget for another trial of it, and a point that had not been run. The
+        final trials do not count as used budget, because they come after the search. Do not call this for a search
+        that the user stopped.
         """
-        left = self._room([run for run in runs if run.final_of != self.budget.label], now)
-        return left and bool(self.axes.not_in(_searched(runs), self.axes.start))
+        left = self._room([trial for trial in trials if trial.final_of != self.budget.label], now)
+        return left and bool(self.axes.not_in(_searched(trials), self.axes.start))
 
-    def why_nothing(self, runs: Sequence[Evaluation]) -> str:
+    def why_nothing(self, trials: Sequence[StoredTrial]) -> str:
         """Return the message that says why the search has no answer."""
-        states = [run.state for run in runs]
+        states = [trial.state for trial in trials]
         if PRUNED in states:
-            return f"no run finished: {states.count(PRUNED)} were pruned, {states.count('diverged')} diverged"
+            return f"no trial finished: {states.count(PRUNED)} were pruned, {states.count('diverged')} diverged"
         if "diverged" in states:
             named = [
                 Dimension(name, 0.0, 0.0, 0.0, levels=("",) * n)
                 for name, n in zip(self.axes.limits, self.axes.levels, strict=True)
             ]
-            return advice_when_all_diverged(runs, named, "give a start at which the objective is finite")
+            return advice_when_all_diverged(trials, named, "give a start at which the objective is finite")
         if "failed" in states:
-            return f"no run ended: {states.count('failed')} died, each of them twice; possible cause: out of memory"
-        return "stopped before any run ended; run it again to resume"
+            return f"no trial ended: {states.count('failed')} died, each of them twice; possible cause: out of memory"
+        return "stopped before any trial ended; run it again to resume"
 
 
-def _searched(runs: Sequence[Evaluation]) -> list[Params]:
+def _searched(trials: Sequence[StoredTrial]) -> list[Params]:
     """Return the points that have been run with the seed of the search."""
-    return [run.params for run in runs if run.seed == 0]
+    return [trial.params for trial in trials if trial.seed == 0]
 
 
-def _fresh(others: Sequence[Evaluation], point: Params, count: int) -> list[int]:
-    """Return the ``count`` lowest seeds, from 1, that no run of ``point`` in ``others`` has used."""
+def _fresh(others: Sequence[StoredTrial], point: Params, count: int) -> list[int]:
+    """Return the ``count`` lowest seeds, from 1, that no trial of ``point`` in ``others`` has used."""
     had = {0} | _seeds(others, point)
     return list(itertools.islice((k for k in itertools.count(1) if k not in had), count))
 
 
-def _seeds(runs: Sequence[Evaluation], point: Params) -> set[int]:
-    return {run.seed for run in runs if run.params == point}
+def _seeds(trials: Sequence[StoredTrial], point: Params) -> set[int]:
+    return {trial.seed for trial in trials if trial.params == point}

@@ -1,24 +1,25 @@
-"""A study in a store (an Optuna storage): join or create it, read its runs, and write its trials.
+"""A study in a store (an Optuna storage): join or create it, and read and write its trials.
 
 The first command stores its settings (recipe, space, method and so on) in the study. A command with other settings
 is refused, because its trials could not be compared with those in the store.
 
-A run is one training at one point with one seed: to measure the noise, to search, or to run the best points again
-with fresh seeds at the end (a final run). A run has one trial in the store, and another trial for each retry. Any
-number of commands on any machines can share a study, and the command that starts a search also resumes it:
+A trial is one training of a point with one seed. In the store it is one Optuna trial, and another one for each retry.
+In this file, an Optuna trial is called an attempt. Any number of commands on any machines can share a study, and the
+command that starts a search also resumes it:
 
-- Each trial has two user attributes from the beginning: its ``owner``, the id of the command that runs it, and its
+- Each attempt has two user attributes from the beginning: its ``owner``, the id of the command that runs it, and its
   ``job``, a name for its work, such as ``search:12``. There is no queue: the next job follows from the existing
-  trials, so a crash cannot lose a job. If two commands create a trial for the same job at once, the trial with the
-  lower number runs and the other one is closed as a duplicate.
-- If the process of trial NUMBER dies, the run is retried once, by a new trial with the job ``retry:NUMBER``. If the
-  process of the retry dies too, the run has failed. A command that is stopped by Ctrl-C releases its trials. Their
-  runs are retried in the same way, but the release does not count as a death.
-- A diverged run is marked by a user attribute. Optuna's samplers need a finite loss, so the store gets the worst
-  finite loss so far. leaven itself counts the loss of a diverged run as infinite.
-- A trial with a result has a digest of its number, state, loss, point and user attributes, and the settings of the
-  study have a digest, too. So a changed value or a deleted line of the store is noticed when trials are read. Studies
-  and trials of older versions have no digest and are not checked. A state that leaven does not write is refused, too.
+  attempts, so a crash cannot lose a job. If two commands create an attempt for the same job at once, the one with the
+  lower number runs, and the other one is closed as a duplicate.
+- If the process of attempt NUMBER dies, the trial is retried once, by a new attempt with the job ``retry:NUMBER``. If
+  its process dies too, the trial has failed. A command that is stopped by Ctrl-C releases its attempts. Their trials
+  are retried in the same way, but the release does not count as a death.
+- A diverged trial is marked by a user attribute. Optuna's samplers need a finite loss, so the store gets the worst
+  finite loss so far. leaven itself counts the loss of a diverged trial as infinite.
+- An attempt with a result has a digest of its number, state, loss, point and user attributes, and the settings of the
+  study have a digest, too. So a changed value or a deleted line of the store is noticed when attempts are read.
+  Studies and attempts of older versions have no digest and are not checked. A state that leaven does not write is
+  refused, too.
 """
 
 import json
@@ -57,58 +58,55 @@ EXPECTED, EARLIER = "expected", "earlier"  # the settings with knowledge from be
 OPTIONS = {EXPECTED: "--prior (or expected)", EARLIER: "--from-study (or earlier)"}
 PATIENCE = 5.0  # seconds to wait for the settings of a study that another command has just created
 
-# Names of user attributes of a trial: fields of an Outcome, and others.
-MEASURED = ("tokens", "flops", "seconds", "branches", "worker", "stopped")
+# Names of user attributes of an attempt: fields of an Outcome, and others.
+OUTCOME = ("tokens", "flops", "seconds", "branches", "worker", "stopped")
 PURPOSE, SEED, RETRY_OF, FINALIST, DIVERGED = "purpose", "seed", "retry_of", "finalist", "diverged"
 OWNER, JOB, FINAL, RELEASED, CONFIRMS = "owner", "job", "final", "released", "confirms"
 BEGAN, ENDED = "began", "ended"  # Unix time by the owner's clock, seconds
 PREDICTED = "expected"  # the predicted final loss of a pruned trial
 LAST_BEAT = "last_beat"  # the last heartbeat of an owner on another machine that was taken for dead: Unix time
-DIGEST = "digest"  # of a trial with a result (a user attribute), or of the settings (in ABOUT)
+DIGEST = "digest"  # of an attempt with a result (a user attribute), or of the settings (in ABOUT)
 WITH_RESULT = (TrialState.COMPLETE, TrialState.PRUNED)
 RESTORE = "restore the store from a backup, or use another study"
-LIVES = 2  # attempts of a run before it has failed
-NEVER_ENDED = 1e6  # the stored loss of a diverged run before there is any finite loss
+LIVES = 2  # a trial has failed after so many attempts whose process died
+NEVER_ENDED = 1e6  # the stored loss of a diverged trial before there is any finite loss
 
 Params = dict[str, float]  # log2 multipliers by name
 
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """A run that the search plan asks to start."""
+    """A trial that the search plan asks to start."""
 
     purpose: str  # search | noise | rerun
-    name: str  # name of the job; a run was started already if a trial with this job exists
+    job: str  # its name; the trial was started already if an attempt with this job exists
     seed: int = 0
     point: Params | None = None  # None if Optuna's sampler proposes it
-    attributes: Mapping[str, Any] = field(default_factory=dict)  # further user attributes of the trial
+    attributes: Mapping[str, Any] = field(default_factory=dict)  # further user attributes of the attempt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation(StudyTrial):
-    """A training run of a search.
-
-    If its process dies, the run goes on in a new trial. The inherited fields are those of the last trial, but
-    ``values`` is always empty.
-    """
+class StoredTrial(StudyTrial):
+    """A trial of a search, read from the store. The inherited fields are those of its last attempt, but ``values`` is
+    always empty."""
 
     params: Params  # log2 multipliers; a whole number has the multiplier of its rounded value
-    origin: int  # number of the run's first trial
-    job: str | None = None  # name of the request that started the first trial
-    final_of: str = ""  # in a final run, the budget that it belongs to, such as "64 trials"; else empty
-    finalist: int | None = None  # in a final run, the index of the finalist
-    finals: tuple[int, int] | None = None  # in the first final run: (number of finalists, runs of each)
-    began: float | None = None  # Unix time at which the last trial began
-    until: float | None = None  # Unix time at which the last trial ended or was found dead
+    origin: int  # number of the first attempt
+    job: str | None = None  # job of the first attempt
+    final_of: str = ""  # in a final trial, the budget that it belongs to, such as "64 trials"; empty in others
+    finalist: int | None = None  # in a final trial, the index of the finalist
+    finals: tuple[int, int] | None = None  # in the first final trial: (number of finalists, trials of each)
+    began: float | None = None  # Unix time at which the last attempt began
+    until: float | None = None  # Unix time at which the last attempt ended or was found dead
 
     @property
     def finished(self) -> bool:
-        """Whether the run has a result: it completed, diverged, or was pruned."""
+        """Whether the trial has a result: it completed, diverged, or was pruned."""
         return self.state in RESULTS
 
     @property
     def retry(self) -> TrialRequest:
-        """The request that retries the run."""
+        """The request that retries the trial."""
         attributes: dict[str, Any] = {RETRY_OF: self.origin}
         if self.final_of:
             attributes |= {FINALIST: [self.final_of, self.finalist]}
@@ -117,7 +115,7 @@ class Evaluation(StudyTrial):
         return TrialRequest(self.purpose, f"retry:{self.number}", self.seed, dict(self.params), attributes)
 
     def document(self, values: dict[str, Any]) -> StudyTrial:
-        """Return the run as it is written to study.json, with its ``values`` in the units of the recipe."""
+        """Return the trial as it is written to study.json, with its ``values`` in the units of the recipe."""
         own = {each.name: getattr(self, each.name) for each in fields(StudyTrial)}
         return StudyTrial(**own | {"values": values})
 
@@ -131,11 +129,11 @@ class StoredStudy:
     axes: Axes  # with the prior knowledge of the stored study
     noise: float | None  # standard deviation of the loss between seeds, if it was known before the search
     what: str = "the stored study"  # the name of the study in messages
-    digests: bool = False  # whether every trial with a result must have a digest
-    # Caches, because a trial with a result never changes: the numbers of the trials that were checked, and the runs
-    # with a result by the number of their last trial.
+    digests: bool = False  # whether every attempt with a result must have a digest
+    # Caches, because an attempt with a result never changes: the numbers of the attempts that were checked, and the
+    # trials with a result by the number of their last attempt.
     _checked: set[int] = field(default_factory=set)
-    _finished: dict[int, Evaluation] = field(default_factory=dict)
+    _finished: dict[int, StoredTrial] = field(default_factory=dict)
 
     @cached_property
     def id(self) -> int:
@@ -146,52 +144,53 @@ class StoredStudy:
         return random_id(self.study.user_attrs)
 
     @property
-    def trials(self) -> list[FrozenTrial]:
-        """All trials of the study.
+    def attempts(self) -> list[FrozenTrial]:
+        """All attempts of the study.
 
         Raises:
-            InputError: if a trial is missing, or was changed after it had ended.
+            InputError: if an attempt is missing, or was changed after it had ended.
         """
-        trials = self.study.get_trials(deepcopy=False)
-        suspects = {trial.number for trial in trials if _change_of(trial, self.digests)}
+        attempts = self.study.get_trials(deepcopy=False)
+        suspects = {attempt.number for attempt in attempts if _change_of(attempt, self.digests)}
         if suspects:
-            # PostgreSQL reads states before losses, so a trial that ends in between seems to run and to have a loss.
-            # The second read can show the same of another trial, so only a trial that both show was changed.
-            trials = self.study.get_trials(deepcopy=False)
-        if missing := set(range(len(trials))) - {trial.number for trial in trials}:
+            # PostgreSQL reads states before losses, so an attempt that ends in between seems to run and to have a
+            # loss. The second read can show the same of another one, so only one that both show was changed.
+            attempts = self.study.get_trials(deepcopy=False)
+        if missing := set(range(len(attempts))) - {attempt.number for attempt in attempts}:
             raise InputError(f"{self.what} has lost trial {min(missing)}; {RESTORE}")
-        # The job search:N is created when there are at least N jobs. In a journal without the line that created a
-        # trial, all later trials have other numbers.
-        for count, (job, trial) in enumerate(first_attempts(trials).items()):
+        # The job search:N is created when there are at least N jobs. In a journal without the line that created an
+        # attempt, all later attempts have other numbers.
+        for count, (job, attempt) in enumerate(first_attempts(attempts).items()):
             if job.startswith("search:") and int(job.removeprefix("search:")) > count:
-                raise InputError(f"{self.what} has lost a trial before trial {trial.number}; {RESTORE}")
-        for trial in trials:
-            if trial.number in suspects and (change := _change_of(trial, self.digests)):
-                raise InputError(f"trial {trial.number} of {self.what} was changed in its store: {change}; {RESTORE}")
-            if trial.state in WITH_RESULT and trial.number not in self._checked:
-                known = trial.user_attrs.get(DIGEST)
-                required = self.digests and _ours(trial)
-                if (required or known is not None) and known != _digest_of(trial, trial.state, trial.values):
-                    raise InputError(f"trial {trial.number} of {self.what} was changed after it had ended; {RESTORE}")
-                self._checked.add(trial.number)
-        return trials
+                raise InputError(f"{self.what} has lost a trial before trial {attempt.number}; {RESTORE}")
+        for attempt in attempts:
+            what = f"trial {attempt.number} of {self.what}"
+            if attempt.number in suspects and (change := _change_of(attempt, self.digests)):
+                raise InputError(f"{what} was changed in its store: {change}; {RESTORE}")
+            if attempt.state in WITH_RESULT and attempt.number not in self._checked:
+                known = attempt.user_attrs.get(DIGEST)
+                required = self.digests and _ours(attempt)
+                if (required or known is not None) and known != _digest_of(attempt, attempt.state, attempt.values):
+                    raise InputError(f"{what} was changed after it had ended; {RESTORE}")
+                self._checked.add(attempt.number)
+        return attempts
 
     @property
-    def runs(self) -> list[Evaluation]:
-        return self.runs_of(self.trials)
+    def trials(self) -> list[StoredTrial]:
+        return self.trials_of(self.attempts)
 
-    def runs_of(self, trials: Sequence[FrozenTrial]) -> list[Evaluation]:
-        """Return the runs of the ``trials`` of this study. See the function :func:`runs_of`."""
-        return runs_of(trials, self.axes, self._finished)
+    def trials_of(self, attempts: Sequence[FrozenTrial]) -> list[StoredTrial]:
+        """Return the trials to which the ``attempts`` of this study belong. See the function :func:`trials_of`."""
+        return trials_of(attempts, self.axes, self._finished)
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
-        """Create the trial of a request, and return (number, point). If the request has no point, ``sampler`` draws
+        """Create the attempt of a request, and return (number, point). If the request has no point, ``sampler`` draws
         it.
 
-        Return None if another command already runs a trial for the same job, or if another command took this command
-        for dead and closed the new trial.
+        Return None if another command already runs an attempt for the same job, or if another command took this
+        command for dead and closed the new attempt.
         """
-        # A template creates the trial in one call, so that no trial exists without the name of its job.
+        # A template creates the attempt in one call, so that none exists without the name of its job.
         template = create_trial(
             state=TrialState.RUNNING,
             params=request.point or {},
@@ -201,14 +200,15 @@ class StoredStudy:
                 PURPOSE: request.purpose,
                 SEED: request.seed,
                 BEGAN: time.time(),
-                # Two commands that have read the same trials choose the same name, and only one of them runs the job.
-                JOB: request.name,
+                # Two commands that have read the same attempts choose the same job, and only one of them runs the
+                # job.
+                JOB: request.job,
                 **request.attributes,
             },
         )
         trial_id = self.store.create_new_trial(self.id, template)
         number = self.store.get_trial_number_from_id(trial_id)
-        if jobs_of(self.trials)[request.name].number != number:  # a duplicate
+        if jobs_of(self.attempts)[request.job].number != number:  # a duplicate
             self.close(number)
             return None
         if request.point is not None:
@@ -216,7 +216,7 @@ class StoredStudy:
         # A new Study object, because Optuna caches trials in a Study.
         study = optuna.Study(self.study.study_name, self.store, sampler=sampler)
         trial, point = optuna.Trial(study, trial_id), {}
-        with suppress(UpdateFinishedTrialError):  # another command took this process for dead and closed the trial
+        with suppress(UpdateFinishedTrialError):  # another command took this process for dead and closed the attempt
             for key, limits in self.axes.limits.items():
                 if isinstance(limits, range):
                     point[key] = float(trial.suggest_categorical(key, [float(level) for level in limits]))
@@ -226,9 +226,9 @@ class StoredStudy:
         return None
 
     def record(self, number: int, outcome: Outcome) -> bool:
-        """Write the outcome of a trial. Return False if another command took this process for dead and has closed the
-        trial."""
-        about = {key: getattr(outcome, key) for key in MEASURED}
+        """Write the outcome of an attempt. Return False if another command took this process for dead and has closed
+        the attempt."""
+        about = {key: getattr(outcome, key) for key in OUTCOME}
         about |= {"curve": [point for point in outcome.curve if math.isfinite(point[1])], DIVERGED: outcome.diverged}
         about |= {PREDICTED: outcome.loss} if outcome.stopped else {}
         trial_id = self._trial_id(number)
@@ -240,7 +240,7 @@ class StoredStudy:
             self.store.set_trial_user_attr(trial_id, ENDED, time.time())
             if outcome.diverged:
                 # Optuna's samplers need a finite number: the worst loss, so that it does not dominate the others.
-                loss = max((run.loss for run in self.runs if run.loss is not None), default=NEVER_ENDED)
+                loss = max((trial.loss for trial in self.trials if trial.loss is not None), default=NEVER_ENDED)
             if outcome.stopped:
                 # Optuna's samplers use the last intermediate value of a pruned trial, and its step.
                 self.store.set_trial_intermediate_value(trial_id, len(outcome.curve), loss)
@@ -253,12 +253,12 @@ class StoredStudy:
         return False
 
     def close(self, number: int, *, released: bool = False, ended: float | None = None) -> None:
-        """Mark a trial as failed, unless it has ended already.
+        """Mark an attempt as failed, unless it has ended already.
 
         Args:
-            released: whether this command gives the trial up. If so, the trial does not count as one whose process
-                died.
-            ended: the last heartbeat of the trial's owner, if the owner ran on another machine: Unix time.
+            released: whether this command gives the attempt up. If so, the attempt does not count as one whose
+                process died.
+            ended: the last heartbeat of the attempt's owner, if the owner ran on another machine: Unix time.
         """
         with suppress(UpdateFinishedTrialError):
             if ended is not None:
@@ -272,40 +272,40 @@ class StoredStudy:
         return self.store.get_trial_id_from_study_id_trial_number(self.id, number)
 
 
-def runs_of(
-    trials: Sequence[FrozenTrial], axes: Axes, finished: dict[int, Evaluation] | None = None
-) -> list[Evaluation]:
-    """Return the runs, ordered by the number of each run's first trial.
+def trials_of(
+    attempts: Sequence[FrozenTrial], axes: Axes, finished: dict[int, StoredTrial] | None = None
+) -> list[StoredTrial]:
+    """Return the trials to which ``attempts`` belong, in the order of their first attempts.
 
-    Trials whose process died before the sampler had drawn all values are left out. So are trials without an owner,
-    which another program made. ``finished`` caches runs that end with a result, by the number of their last trial.
+    Trials whose process died before the sampler had drawn all values are left out. So are attempts without an owner,
+    which another program made. ``finished`` caches trials with a result, by the number of their last attempt.
     """
-    jobs = jobs_of(trials)
+    jobs = jobs_of(attempts)
     finished = {} if finished is None else finished
     found = []
-    for trial in sorted(trials, key=lambda trial: trial.number):
-        job = trial.user_attrs.get(JOB)
-        begins = job is None or (jobs[job] is trial and not job.startswith("retry:"))
-        drawn = len(trial.params) == len(axes.start) or trial.state is TrialState.RUNNING
-        if not (begins and drawn and OWNER in trial.user_attrs):
+    for first in sorted(attempts, key=lambda attempt: attempt.number):
+        job = first.user_attrs.get(JOB)
+        begins = job is None or (jobs[job] is first and not job.startswith("retry:"))
+        drawn = len(first.params) == len(axes.start) or first.state is TrialState.RUNNING
+        if not (begins and drawn and OWNER in first.user_attrs):
             continue
-        last, deaths = trial, 0
+        last, deaths = first, 0
         while last.state is TrialState.FAIL:
             deaths += not last.user_attrs.get(RELEASED, False)
             following = jobs.get(f"retry:{last.number}")
             if following is None:
                 break
             last = following
-        run = finished.get(last.number) or _evaluation(trial, last, deaths, axes)
+        trial = finished.get(last.number) or _trial_of(first, last, deaths, axes)
         if last.state in WITH_RESULT:
-            finished[last.number] = run
-        found.append(run)
+            finished[last.number] = trial
+        found.append(trial)
     return found
 
 
-def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) -> Evaluation:
-    """Return the run whose first trial is ``origin`` and whose last trial is ``last``. ``deaths`` is the number of
-    its trials whose process died."""
+def _trial_of(first: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) -> StoredTrial:
+    """Return a trial from its first and its last attempt. ``deaths`` is the number of its attempts whose process
+    died."""
     ran, state, loss = last.user_attrs, "running", None
     if last.state is TrialState.FAIL:
         state = "failed" if deaths >= LIVES else "waiting"
@@ -319,8 +319,8 @@ def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes)
     ended = until = ran.get(ENDED, ran.get(LAST_BEAT))
     if until is None and state != "running" and last.datetime_complete:
         until = last.datetime_complete.timestamp()
-    final_of, finalist = origin.user_attrs.get(FINALIST, ("", None))
-    return Evaluation(
+    final_of, finalist = first.user_attrs.get(FINALIST, ("", None))
+    return StoredTrial(
         number=last.number,
         state=state,
         loss=loss,
@@ -337,66 +337,66 @@ def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes)
         worker=ran.get("worker"),
         ended=ended,
         params=params,
-        origin=origin.number,
-        job=origin.user_attrs.get(JOB),
+        origin=first.number,
+        job=first.user_attrs.get(JOB),
         final_of=final_of,
         finalist=finalist,
-        finals=origin.user_attrs.get(FINAL),
+        finals=first.user_attrs.get(FINAL),
         began=ran.get(BEGAN),
         until=until,
     )
 
 
-def _ours(trial: FrozenTrial) -> bool:
-    """Return whether leaven created a trial, even if its user attributes were removed."""
-    return OWNER in trial.user_attrs or TICKET in trial.system_attrs
+def _ours(attempt: FrozenTrial) -> bool:
+    """Return whether leaven created an attempt, even if its user attributes were removed."""
+    return OWNER in attempt.user_attrs or TICKET in attempt.system_attrs
 
 
-def _change_of(trial: FrozenTrial, digests: bool) -> str:
-    """Return what shows that another program changed a trial of leaven in the store. The text is empty if nothing
-    does, and for trials of other programs.
+def _change_of(attempt: FrozenTrial, digests: bool) -> str:
+    """Return what shows that another program changed an attempt of leaven in the store. The text is empty if nothing
+    does, and for Optuna trials of other programs.
 
-    leaven creates a trial as RUNNING, with an owner. It becomes COMPLETE or PRUNED together with a loss, or FAIL
-    without one. ``digests`` is whether every trial with a result has a digest. A trial without a result may have one,
-    because its process was killed between writing the digest and the state.
+    leaven creates an attempt as RUNNING, with an owner. It becomes COMPLETE or PRUNED together with a loss, or FAIL
+    without one. ``digests`` is whether every attempt with a result has a digest. An attempt without a result may have
+    one, because its process was killed between writing the digest and the state.
     """
-    state, attributes = trial.state, trial.user_attrs
+    state, attributes = attempt.state, attempt.user_attrs
     changes = {
         "its attributes are missing": digests and OWNER not in attributes,
         "its state is WAITING, which leaven never writes": state is TrialState.WAITING,
-        f"its state is {state.name}, but it has a loss": state not in WITH_RESULT and trial.values is not None,
-        "its state is COMPLETE, but it has no loss": state is TrialState.COMPLETE and trial.values is None,
+        f"its state is {state.name}, but it has a loss": state not in WITH_RESULT and attempt.values is not None,
+        "its state is COMPLETE, but it has no loss": state is TrialState.COMPLETE and attempt.values is None,
     }
-    return next((change for change, found in changes.items() if found and _ours(trial)), "")
+    return next((change for change, found in changes.items() if found and _ours(attempt)), "")
 
 
-def _digest_of(trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> str:
-    """Return the digest of a trial that ends, or has ended. ``state`` and ``values`` (its loss) are those at its
+def _digest_of(attempt: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> str:
+    """Return the digest of an attempt that ends, or has ended. ``state`` and ``values`` (its loss) are those at its
     end."""
-    attributes = {key: value for key, value in trial.user_attrs.items() if key not in {DIGEST, LAST_BEAT}}
+    attributes = {key: value for key, value in attempt.user_attrs.items() if key not in {DIGEST, LAST_BEAT}}
     losses = [loss + 0.0 for loss in values or ()]  # SQLite stores -0.0 as 0.0
     # A key is text, but a changed row may have another one.
-    params, attributes = ({str(key): value for key, value in of.items()} for of in (trial.params, attributes))
-    return _digest([trial.number, state.name, losses, params, attributes])
+    params, attributes = ({str(key): value for key, value in of.items()} for of in (attempt.params, attributes))
+    return _digest([attempt.number, state.name, losses, params, attributes])
 
 
 def _digest(document: Any) -> str:
     return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def jobs_of(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
-    """Return the trial of each job by the job's name. If two commands created a trial for the same job at once, the
-    trial with the lowest number counts."""
+def jobs_of(attempts: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
+    """Return the attempt of each job. If two commands created one for the same job at once, the one with the lowest
+    number counts."""
     jobs: dict[str, FrozenTrial] = {}
-    for trial in sorted(trials, key=lambda trial: trial.number):
-        if JOB in trial.user_attrs:
-            jobs.setdefault(trial.user_attrs[JOB], trial)
+    for attempt in sorted(attempts, key=lambda attempt: attempt.number):
+        if JOB in attempt.user_attrs:
+            jobs.setdefault(attempt.user_attrs[JOB], attempt)
     return jobs
 
 
-def first_attempts(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
-    """Return the trials that are not retries, by the name of their job. The order is that of the trial numbers."""
-    return {job: trial for job, trial in jobs_of(trials).items() if not job.startswith("retry:")}
+def first_attempts(attempts: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
+    """Return the attempts that are not retries, by their job, in the order of their numbers."""
+    return {job: attempt for job, attempt in jobs_of(attempts).items() if not job.startswith("retry:")}
 
 
 def distributions(axes: Axes) -> dict[str, BaseDistribution]:

@@ -1,32 +1,33 @@
-"""A study: a search over short training runs of a recipe or a command. It keeps all trials and writes the best
+"""A study: a search over short trainings of a recipe or runs of a command. It keeps all trials and writes the best
 values.
 
-This is what ``leaven tune recipe.toml --study FOLDER`` does, in order. To follow a search, read the files in bold. A
-run is one training of a point with one seed. A trial is an attempt at a run: if its process dies, another trial
-retries the run.
+This is what ``leaven tune recipe.toml --study FOLDER`` does, in order. To follow a search, open the ten files in
+bold; each other file answers the question beside it. A trial is one training of a point with one seed. If its process
+dies, the trial gets another attempt.
 
-1. **cli/tune.py** reads the recipe and makes the search space: which values are searched, and how far (``space.py``).
-   :class:`BaseStudy` checks the arguments. When its context is entered, it opens the store of all trials
-   (``stores.py``): an Optuna journal in the folder, or a database. Then it joins the study in the store, or creates
-   the study (**stored_study.py**).
+1. **cli/tune.py** reads the recipe and makes the search space: which values are searched, and how far (``space.py``;
+   how is a value moved? ``point.py``). :class:`BaseStudy`, in this file (**study.py**), checks the arguments. When
+   its context is entered, it opens the store of all trials: an Optuna journal in the folder, or a database (What if
+   it is damaged or cannot be reached? ``stores.py``). Then it joins the study in the store, or creates the study
+   (**stored_study.py**).
 2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used. The loop asks the
-   plan (**search_plan.py**) for the next run: the start, a proposal of the search (**algorithm/trust_region.py**) or
-   the best points again. :class:`TrialTrainer` (**recipe_study.py**) trains the run in a worker process
-   (``training/trial.py``), or several runs at once (``training/stack.py``); in a study over a command,
-   ``CommandTrainer`` runs the command (``command_study.py``). A trial ends early if it diverges. It is pruned if it
-   is so far behind the best trial that it cannot win (``training/early_stopping.py``). Pruning begins once the noise
-   is given, or known from 3 seeds. A search with many trials also ends when several rounds gained less than the noise
-   (``Region.stalled``).
-3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). It is measured by running
-   the start, which is the recipe itself, up to 3 times (``REPEATS`` in ``search_plan.py``), and by every other point
-   that is run again. If the noise is given, the start is run once.
-4. If the search has found a better point than the start, it ends with final runs of the best points (the finalists),
-   with fresh seeds. The budget decides how many (``FINALS``). If there are several finalists, the best of them and
-   the start are run with more seeds, which confirm the gain.
-5. The runs with fresh seeds choose the answer (**algorithm/answer.py**). The answer is the start unless the best
-   point gains more than the noise. The reported loss is the mean of the confirmation runs or, without them, of the
-   runs that chose the point. Its 95% interval is mean +- t x noise / sqrt(runs). A loss without fresh seeds has no
-   interval.
+   plan (**search_plan.py**) for the next trial: the start, a proposal of the search, or one of the best points again.
+   **algorithm/trust_region.py** proposes a point, from a model of the loss that is fitted to all trials
+   (**algorithm/surrogate.py**). :class:`TrialTrainer` (**recipe_study.py**) puts the values of the point into the
+   recipe and trains it in a worker process (**training/trial.py**), or several trials at once
+   (``training/stack.py``); in a study over a command, ``CommandTrainer`` runs the command (``command_study.py``). A
+   trial ends early if it diverges. It is pruned if it is so far behind the best trial that it cannot win (When?
+   ``training/early_stopping.py``). Pruning begins once the noise is given, or known from 3 seeds. A search with many
+   trials also ends when several rounds gained less than the noise (``Region.stalled``).
+3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). It is measured by up to 3
+   trials of the start, which is the recipe itself (``REPEATS`` in ``search_plan.py``), and by every other point that
+   has several trials. If the noise is given, the start has one trial.
+4. If the search has found a better point than the start, it ends with final trials of the best points (the
+   finalists), with fresh seeds. The budget decides how many (``FINALS``). If there are several finalists, the best of
+   them and the start have confirmation trials with more seeds, which confirm the gain.
+5. The trials with fresh seeds choose a point (**algorithm/answer.py**): the start, unless the best point gains more
+   than the noise. The reported loss is the mean of the confirmation trials or, without them, of the trials that chose
+   the point. Its 95% interval is mean +- t x noise / sqrt(trials). A loss without fresh seeds has no interval.
 6. :meth:`BaseStudy.state` makes the study's document (``study_document.py``) from the trials.
 7. :meth:`BaseStudy.save` writes the document, study.json, when trials end. Once the search has ended, it also writes
    best.toml and fewest.toml, with a reason for every searched value. The folder also contains the recipe at the start
@@ -50,6 +51,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 import optuna
+from optuna.storages import BaseStorage
 
 from leaven.errors import InputError
 from leaven.recipe.units import format_number
@@ -61,12 +63,12 @@ from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.service.samplers import ped_anova
 from leaven.tuning.service.search_loop import Objectives, Proposal, SearchLoop
 from leaven.tuning.service.search_plan import (
-    ROUNDS,
+    LEAST_ROUNDS,
     Budget,
     SearchPlan,
     by_surrogate,
     check_search,
-    known_runs,
+    known_trials,
 )
 from leaven.tuning.service.stored_study import RESTORE, join_study, random_id
 from leaven.tuning.service.stores import StoreGone, exists, open_store
@@ -76,15 +78,15 @@ from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 CHECKPOINTS = "checkpoints"
 # Names in the folder of a study that was killed before it wrote its first result.
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)
-_ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the run's first trial)-(number of the attempt)
+_ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the first attempt)-(number of the attempt)
 ANSWERED = "leaven:answered"  # an attribute of a study, set once a command has run the search to its end
 NOTE_AFTER = 5.0  # after so many seconds without the store, the screen says so, and a stopping command gives up
 SAVING = 0.1  # the largest share of the time for writing study.json, which takes seconds with thousands of trials
 
 
 def attempts(folder: Path) -> list[tuple[int, Path]]:
-    """Return the checkpoint folders of attempts at runs, in order, each as (number of the run's first trial, folder).
-    Folders with other names, such as copies that a user made, are ignored."""
+    """Return the checkpoint folders of attempts at trials, in order, each as (number of the trial's first attempt,
+    folder). Folders with other names, such as copies that a user made, are ignored."""
     named = ((_ATTEMPT.fullmatch(path.name), path) for path in sorted(folder.glob("*-*")))
     return [(int(name[1]), path) for name, path in named if name]
 
@@ -117,7 +119,7 @@ class BaseStudy(ABC):
         noise: the standard deviation of the loss between seeds, in nats per token, if it is known.
         from_study: the folder of an earlier study, whose trials and noise are prior knowledge for this study.
         shared: settings that must be equal in all commands on the study, in addition to the recipe.
-        run_flops: FLOPs of a run, if they are known.
+        run_flops: FLOPs of a trial, if they are known.
         about: further fields of the study's document.
 
     Raises:
@@ -183,27 +185,11 @@ class BaseStudy(ABC):
 
     def __enter__(self) -> Self:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        (saved_id, saved), begun = self._saved_results(), (self.out / "centre.toml").exists()
-        ended = set(saved)
-        if begun and not exists(self._where):
-            raise self._store_lost(ended, ended)
-        if isinstance(self._where, Path):
-            make_folder(self.out)
-        store, name = open_store(self._where, self._waited), self.space.name
-        stored = {study.study_name: study._study_id for study in store.get_all_studies()}
-        if others := [other for other in stored if other != name and isinstance(self._where, Path)]:
-            raise InputError(f"{self._name} contains the study {others[0]}, not {name}; use another --study")
-        if begun and name not in stored:
-            raise self._store_lost(ended, ended)
-        stored_id = random_id(store.get_study_user_attrs(stored[name])) if saved_id else ""
-        if stored_id and saved_id != stored_id:
-            raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored_id}")
-        there = store.get_all_trials(stored[name], deepcopy=False) if ended else []
-        if lost := ended - {trial.number for trial in there if trial.state.is_finished()}:
-            raise self._store_lost(ended, lost)
+        saved_id, saved = self._saved_results()
+        store = self._open_store(saved_id, set(saved))
         self._stored = join_study(
             store,
-            name,
+            self.space.name,
             self._name,
             "give it the same, or use another --study",
             method=self.method,
@@ -224,6 +210,32 @@ class BaseStudy(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self._stored.store.remove_session()
+
+    def _open_store(self, saved_id: str, ended: set[int]) -> BaseStorage:
+        """Open the store, and check that it contains what the folder knows: a study if there is a centre.toml, the
+        study ``saved_id`` and the ``ended`` trials of study.json.
+
+        Raises:
+            InputError: if the store lacks one of them, or contains another study.
+        """
+        begun = (self.out / "centre.toml").exists()
+        if begun and not exists(self._where):
+            raise self._store_lost(ended, ended)
+        if isinstance(self._where, Path):
+            make_folder(self.out)
+        store, name = open_store(self._where, self._waited), self.space.name
+        stored = {study.study_name: study._study_id for study in store.get_all_studies()}
+        if others := [other for other in stored if other != name and isinstance(self._where, Path)]:
+            raise InputError(f"{self._name} contains the study {others[0]}, not {name}; use another --study")
+        if begun and name not in stored:
+            raise self._store_lost(ended, ended)
+        stored_id = random_id(store.get_study_user_attrs(stored[name])) if saved_id else ""
+        if stored_id and saved_id != stored_id:
+            raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored_id}")
+        attempts = store.get_all_trials(stored[name], deepcopy=False) if ended else []
+        if lost := ended - {attempt.number for attempt in attempts if attempt.state.is_finished()}:
+            raise self._store_lost(ended, lost)
+        return store
 
     def _saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
         """Return the random id of the study in study.json, and (state, loss) of its ended trials by number. Both are
@@ -246,18 +258,18 @@ class BaseStudy(ABC):
         Raises:
             InputError: if the store lacks a result that study.json has, or has another one.
         """
-        runs = {run.number: run for run in self._stored.runs} if saved else {}
+        trials = {trial.number: trial for trial in self._stored.trials} if saved else {}
         for number, (state, loss) in saved.items():
-            if number not in runs:  # a run that another trial continued
+            if number not in trials:  # a trial with another attempt since
                 continue
-            run = runs[number]
-            if state != "failed" and not run.finished:
+            trial = trials[number]
+            if state != "failed" and not trial.finished:
                 raise InputError(
                     f"trial {number} of {self._name} has lost its result, which {self.out / 'study.json'} has; "
                     f"{RESTORE}"
                 )
-            if run.loss != loss:
-                raise self._other_study(f"has the loss {loss} for trial {number}", f"has {run.loss}")
+            if trial.loss != loss:
+                raise self._other_study(f"has the loss {loss} for trial {number}", f"has {trial.loss}")
 
     def _other_study(self, saved: str, stored: str) -> InputError:
         """Return the error for a store and a study.json of different studies. ``saved`` and ``stored`` say what each
@@ -311,7 +323,7 @@ class BaseStudy(ABC):
         lease_seconds: float = 60.0,
         checkpoint_seconds: float = 60.0,
     ) -> StudyDocument:
-        """Run trials until the budget is used, final runs included. Return the study's document.
+        """Run trials until the budget is used, final trials included. Return the study's document.
 
         All commands that work on the study share the budget. The search ends early if ``stop`` returns true or, with
         ``stop_at_noise``, if several rounds gained less than the noise.
@@ -328,9 +340,9 @@ class BaseStudy(ABC):
         """
         self._screen, self._stop = screen or NoScreen(), stop
         at_once = workers * self.stack
-        if by_surrogate(self.method) and trials is not None and at_once > max(1, trials / ROUNDS):
+        if by_surrogate(self.method) and trials is not None and at_once > max(1, trials / LEAST_ROUNDS):
             self._screen.note(
-                f"caution: {at_once} trials at once are more than 1/{ROUNDS} of all {trials}; none learns from "
+                f"caution: {at_once} trials at once are more than 1/{LEAST_ROUNDS} of all {trials}; none learns from "
                 "the others, so the best values may be worse than with fewer --workers (or a smaller --stack)"
             )
         budget, seed = Budget(trials, flops, hours, self._run_flops), self.space.seed
@@ -344,10 +356,10 @@ class BaseStudy(ABC):
                     self._screen.started(event.number, f"w{event.worker + 1}")
                 else:
                     self._save_meanwhile()
-        found = plan.chosen(loop.runs) is not None
+        found = plan.chosen(loop.trials) is not None
         self._over = found and not stop()
-        self._stalled = self._over and plan.ended_early(loop.runs, time.time())
-        self.nothing = "" if found else self.state().advice or plan.why_nothing(loop.runs)
+        self._stalled = self._over and plan.ended_early(loop.trials, time.time())
+        self.nothing = "" if found else self.state().advice or plan.why_nothing(loop.trials)
         if self._over:
             self._stored.study.set_user_attr(ANSWERED, True)
         self._remove_checkpoints()
@@ -361,12 +373,13 @@ class BaseStudy(ABC):
         return state
 
     def check_budget(self, trials: int | None, hours: float | None) -> None:
-        """Raise InputError if the smallest grid does not fit into the budget of :meth:`run`."""
-        known_runs(self.space.axes, self.method, Budget(trials, None, hours, self._run_flops), self._noise)
+        """Raise InputError if the method is grid and even the coarsest grid has more points than the budget of
+        :meth:`run` has trials."""
+        known_trials(self.space.axes, self.method, Budget(trials, None, hours, self._run_flops), self._noise)
 
     def _remove_checkpoints(self) -> None:
-        """Remove the checkpoints of runs that have ended."""
-        ended = {run.origin for run in self._stored.runs if run.state not in UNDER_WAY}
+        """Remove the checkpoints of trials that have ended."""
+        ended = {trial.origin for trial in self._stored.trials if trial.state not in UNDER_WAY}
         for origin, folder in attempts(self.out / CHECKPOINTS):
             if origin in ended:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -393,10 +406,10 @@ class BaseStudy(ABC):
         The document's ``best`` is None until a command has run the search to its end. After that, ``best`` stays set
         while a command with a larger budget runs.
         """
-        space, runs, ranks_by_surrogate = self.space, self._stored.runs, by_surrogate(self.method)
+        space, stored, ranks_by_surrogate = self.space, self._stored.trials, by_surrogate(self.method)
         over = self._over or bool(self._stored.study.user_attrs.get(ANSWERED))
         found = answer(
-            runs,
+            stored,
             space.dimensions,
             self._stored.noise,
             over=over,
@@ -404,14 +417,15 @@ class BaseStudy(ABC):
             optunas=ped_anova,
             earlier=space.earlier,
         )
-        trials = tuple(run.document(space.values(run.octaves or {})) for run in runs)
+        trials = tuple(trial.document(space.values(trial.octaves or {})) for trial in stored)
+        _, _, losses = results(stored, space.axes)
         return StudyDocument(
             **vars(found) | {"best": found.best if over else None, "trials": trials},
             id=self._stored.random_id,
             name=self._stored.study.study_name,
             method=self.method,
             space=space.paths,
-            radius=radius_of(space.axes, results(runs, space.axes)[2]) if ranks_by_surrogate else None,
+            radius=radius_of(space.axes, losses) if ranks_by_surrogate else None,
             stalled=self._stalled,
             front=front(trials),
             **self._about,

@@ -180,7 +180,7 @@ class TuneScreen(LiveScreen):
 
 
 def _noise(state: StudyDocument, least: int = 2) -> str | None:
-    """Return the noise between seeds as text, or None if fewer than ``least`` repeated runs measured it."""
+    """Return the noise between seeds as text, or None if fewer than ``least`` repeated trials measured it."""
     if state.noise_floor is None or state.noise_runs < least:
         return None
     return f"noise {state.noise_floor:.4f} nats ({repeats(state)})"
