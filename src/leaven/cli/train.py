@@ -103,9 +103,8 @@ def train(
         _exit_if_stopped_on_purpose(RunFolder(folder))
     curves = writers(log_to)
     rewind = ManualRewind(rewind_to, skip_tokens or 0) if rewind_to is not None else None
-    trainer.check(
-        loaded, folder, rewind
-    )  # before hours of tokenising; `trainer.train` checks again, because the folder may change
+    # Before hours of tokenising. `trainer.train` checks again, because the folder may change.
+    trainer.check(loaded, folder, rewind)
     warn([*(each.message for each in warnings(loaded)), *layout_cautions(loaded)])
     with join_process_group(loaded.layout, default_device()) as group:
         tokens = rank_zero_first(group, lambda: prepare_text(loaded.data, loaded.model.vocab_size))

@@ -122,9 +122,8 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
 
 
 def unused_changes(run: RunFolder, state: Mapping[str, Any]) -> str | None:
-    """Return a sentence about the values of recipe.toml that were changed after the checkpoint with this ``state``
-    and
-    that change nothing about its weights: those of [evaluation] and [stability]. Return None if there are none."""
+    """Return a sentence that names the values of recipe.toml which were changed after the checkpoint with this
+    ``state``, but do not affect its weights: those of [evaluation] and [stability]. None if there are none."""
     changes = [each for each in _changes_of_recipe(run, state) if _without_weights(each)]
     return f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}" if changes else None
 
