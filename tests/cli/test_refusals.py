@@ -118,7 +118,7 @@ REFUSED = {
     "check transfer absent.csv": "absent.csv: no such file or folder",
     "check transfer rows.csv --seeds 2": "rows.csv cannot be combined with --seeds; leave one of them out",
     "check transfer rows.csv": "rows.csv has one size only, width 64; a check of transfer compares two or more",
-    "check collapse rows.csv": "its columns are width, lr, loss; a loss curve needs tokens or step, and loss",
+    "check collapse rows.csv": "its columns with values are width, lr, loss; a loss curve needs tokens or",
     "check transfer rows.tsv": "rows.tsv: logs end in .csv or .jsonl or .wandb; write them in one of these formats",
     "check coordinates rows.csv": "rows.csv: this check needs a recipe; only the checks transfer and collapse read",
     "check transfer ROWS.CSV": "ROWS.CSV has one size only, width 64; a check of transfer compares two or more",

@@ -193,6 +193,7 @@ def test_the_fan_out_of_a_branch_end_must_be_the_width() -> None:
     ("options", "says"),
     [
         ({"hyperparameters": {"init_std": 0.1}}, "lr: missing"),
+        ({"hyperparameters": {"lrr": 0.1}}, "lrr: no such key; did you mean lr"),
         ({"hyperparameters": {"lr": 0.1}, "initialise": True}, "init_std: missing"),
         ({"initialise": False}, "init_std is given, but initialise=False"),
         ({"hyperparameters": MITCHELL, "initialise": True}, "and rule complete-d-p both scale the init"),

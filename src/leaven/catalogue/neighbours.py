@@ -221,8 +221,8 @@ class Neighbours:
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
-        """Return the published values at a path of a recipe and the most frequent one (in a tie, that of the nearest
-        run), or None if no run publishes a value."""
+        """Return the values of a recipe's key ``path`` that the runs publish, and the most frequent of them (in a
+        tie, that of the nearest run), or None if no run publishes a value."""
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:

@@ -46,11 +46,8 @@ class CandidateRow(Entry):
 
     @property
     def trained(self) -> bool:
-        """Whether leaven can train with the layout.
-
-        leaven can plan and export layouts with context or expert parallelism, but cannot train with them.
-        """
-        return bool(self.layout["cp"] == self.layout["ep"] == 1)
+        """Whether leaven can train with the layout, and not only plan and export it: without context parallelism."""
+        return bool(self.layout["cp"] == 1)
 
 
 class Price(Entry):

@@ -161,7 +161,7 @@ def parametrize(
         scaling = Scaling.model_validate({"rule": rule} | stated)
         tuned, initialise = _tuned(hyperparameters, initialise)
     except ValidationError as error:
-        raise InputError(f"parametrize: {explain(error)}") from None
+        raise InputError(f"parametrize: {explain(error, Hyperparameters)}") from None
     if tuned.muon and any(isinstance(site.parameter, DTensor) for site in structure.sites):
         raise InputError(
             "parametrize: optimizer is muon, which needs whole matrices, but the model is sharded over processes; "

@@ -116,9 +116,9 @@ def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
 def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, ...]:
     """Return at most four lines that say why neighbours of the chosen layout were not chosen.
 
-    A neighbour has another value of tp, pp, zero or recompute, and dp is adjusted. It is listed if it does not fit
-    into memory, or is more than 3% slower with its best micro-batch. If other keys had to change too, the line names
-    them, as in ``pp 2 (with zero 1)``.
+    A neighbour has another value of one key of tp, pp, zero and recompute, and dp is adjusted. It is listed if it
+    does not fit into memory, or is more than 3% slower with its best micro-batch. If other keys had to change too,
+    the line of a neighbour that fits names them, as in ``pp 2 (with zero 1)``.
     """
     own = chosen.arrangement.layout
     found: list[tuple[float, str]] = []

@@ -86,7 +86,7 @@ def _require_plain(document: dict[str, Any], origin: str) -> None:
     while waiting:
         path, value, depth = waiting.pop()
         if depth > DEEPEST:
-            raise InputError(f"{origin}: {path}: more than {DEEPEST} tables or arrays in one another")
+            raise InputError(f"{origin}: {path}: nested more than {DEEPEST} deep; use fewer levels")
         if isinstance(value, dict):
             waiting += [(f"{path}.{key}".lstrip("."), inner, depth + 1) for key, inner in value.items()]
         elif isinstance(value, list):
@@ -124,7 +124,7 @@ def _override(document: dict[str, Any], path: str, text: str) -> None:
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except RecursionError:
-        raise InputError(f"--set {path}: more than {DEEPEST} tables or arrays in one another") from None
+        raise InputError(f"--set {path}: nested more than {DEEPEST} deep; use fewer levels") from None
     except ValueError:
         # Not a TOML value, so a quantity (7B) or a bare word (cosine).
         try:

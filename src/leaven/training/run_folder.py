@@ -241,8 +241,8 @@ class RunFolder:
         return LinesDigest(len(lines), digest(lines).hexdigest())
 
     def lines_of(self, path: Path) -> list[bytes]:
-        """Return the lines of a file with their newlines. An incomplete last line does not count: the next
-        append completes or removes it."""
+        """Return the lines of a file with their newlines. A last line that lacks only its newline counts; the next
+        append adds the newline. Any other incomplete last line does not count; the next append removes it."""
         *lines, last = _content(path).split(b"\n")
         return [line + b"\n" for line in (lines if storage.json_object(last) is None else [*lines, last])]
 

@@ -13,18 +13,18 @@ The first size is the base. If the normalised curve of another size is equal to 
 
     L(x T) - L(T) = r (L_base(x T) - L_base(T)),    r = (L(T) - L0) / (L_base(T) - L0)
 
-The deviation at x is the left side minus the right side, divided by the fall of L after the first part of the run
-(:data:`FROM`). The check judges the largest deviation after this part. The authors fit L0 to the final losses of many
-sizes, but the final losses of two or three sizes do not determine L0. So unless the user gives L0, the check takes
-the L0, from 0 to the lowest final loss, for which the sum of squared deviations is least. On three of four families
-of the authors' own curves, this L0 is within 2% of the authors' L0 (docs/log.md). If the lengths of the runs are not
-compute-optimal, curves may be equal with a fitted L0 that is not the irreducible loss.
+The deviation at x is the left side minus the right side, divided by L(:data:`FROM` T) - L(T), by which the loss
+falls after the first part of the run. The check judges the largest deviation after this part. Qiu et al. fit L0 to
+the final losses of many sizes, but the final losses of two or three sizes do not determine L0. So unless the user
+gives L0, the check takes the L0, from 0 to the lowest final loss, for which the sum of squared deviations is least.
+On three of four families of the curves of Qiu et al., this L0 is within 2% of theirs (docs/log.md). If the lengths of
+the runs are not compute-optimal, curves may be equal with a fitted L0 that is not the irreducible loss.
 
 Curves are averaged over intervals of the run, because the loss of one step is noisy; L(T) is the average over the
 last interval. A bootstrap over seeds gives a band around the deviations, which contains the true deviations at all x
 with 95% probability. If a size has only one run, the bootstrap draws from the noise within the curve of this run. The
-band then does not contain the differences between seeds. The check passes if the band is within :data:`LIMIT`
-everywhere. It fails if the whole band is beyond the limit at some x. Otherwise it is undecided.
+band then is too narrow, because it lacks the variation between seeds. The check passes if the band is within
+:data:`LIMIT` everywhere. It fails if the whole band is beyond the limit at some x. Otherwise it is undecided.
 """
 
 import math

@@ -327,8 +327,10 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
         rows = [row for row in rows if row.has("loss")] or rows
         time = next((column for column in TIMES if any(row.has(column) for row in rows)), None)
         if time is None or "loss" not in columns:
+            filled = [column for column in columns if any(row.has(column) for row in rows)]
             raise InputError(
-                f"{file}: its columns are {', '.join(columns)}; a loss curve needs {' or '.join(TIMES)}, and loss"
+                f"{file}: its columns with values are {', '.join(filled) or 'none'}; a loss curve needs "
+                f"{' or '.join(TIMES)}, and loss"
             )
         axes = [axis for axis in ("width", "depth", "batch") if axis in columns]
         sized.setdefault(tuple(axes), file)

@@ -105,8 +105,9 @@ def batch_evidence(at: RunSize) -> Evidence:
 def choose_batch(draft: StarterDraft, at: RunSize) -> int:
     """Choose and return the batch in tokens.
 
-    The batch is that of the reference run (``--from``). Without a reference run, the batch is a mean of the batches
-    that laws predict and that published runs used, but at most the critical batch.
+    The batch is that of the reference run (``--from``) if it publishes one. Otherwise it is the weighted geometric
+    mean of the batches that laws predict and that published runs used, but at most the critical batch, and small
+    enough for :data:`LEAST_STEPS` steps. It is a number of sequences that divides well among the GPUs.
 
     Raises:
         InputError: if the run is too short for the batch of the reference run.

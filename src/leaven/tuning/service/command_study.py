@@ -108,7 +108,7 @@ class CommandTrainer:
         environment |= {name: fill(text, values) for name, text in command.environment.items()}
         with open_to_write(folder / OUTPUT, os.O_CREAT | (os.O_APPEND if command.resume else os.O_TRUNC)) as output:
             if command.resume:
-                self._wait_for(output)
+                self._lock_when_free(output)
             process = self._commands.start(command.filled(values), environment, output)
         try:
             where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
@@ -137,11 +137,14 @@ class CommandTrainer:
                 warned = True
             time.sleep(COMMAND_POLL)
 
-    def _wait_for(self, output: BinaryIO) -> None:
-        """Wait until the command of an earlier attempt has ended, and lock the file ``output``.
+    def _lock_when_free(self, output: BinaryIO) -> None:
+        """Lock the file ``output``, once the command of an earlier attempt has ended.
 
-        If leaven was killed, the command of an earlier attempt may still run. It then holds the lock until it ends,
-        because every command inherits the lock.
+        leaven locks the file before it starts a command, and the command inherits the open file. So if leaven was
+        killed, the lock lasts until that command ends, too.
+
+        Raises:
+            TrialReleased: if the search stops before the file is free.
         """
         import fcntl  # not available on Windows
 
