@@ -26,7 +26,6 @@ from leaven.tuning.service.stored_study import (
     Evaluation,
     StoredStudy,
     TrialRequest,
-    first_attempts,
 )
 from leaven.tuning.service.stores import StoreGone
 
@@ -163,7 +162,7 @@ class SearchLoop:
             replace(run, until=clocks.get(run.number)) if run.state == "running" else run
             for run in self._stored.runs_of(trials)
         ]
-        return len(first_attempts(trials))
+        return self._stored.first_attempts
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
         """Create the trial of a request and return its proposal. Return None if another command runs the trial.

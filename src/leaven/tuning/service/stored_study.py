@@ -132,9 +132,11 @@ class StoredStudy:
     noise: float | None  # standard deviation of the loss between seeds, if it was known before the search
     what: str = "the stored study"  # the name of the study in messages
     digests: bool = False  # whether every trial with a result must have a digest
-    # Caches, because a trial with a result never changes: the numbers of the trials that were checked, and the runs
+    # Caches, because reading 10,000 trials again at each turn would take longer than a short trial: the trials that
+    # were checked, by number (a trial that changes becomes another object); the first trial of each job; and the runs
     # with a result by the number of their last trial.
-    _checked: set[int] = field(default_factory=set)
+    _checked: dict[int, FrozenTrial] = field(default_factory=dict)
+    _jobs: dict[str, FrozenTrial] = field(default_factory=dict)
     _finished: dict[int, Evaluation] = field(default_factory=dict)
 
     @cached_property
@@ -153,28 +155,45 @@ class StoredStudy:
             InputError: if a trial is missing, or was changed after it had ended.
         """
         trials = self.study.get_trials(deepcopy=False)
-        suspects = {trial.number for trial in trials if _change_of(trial, self.digests)}
+        suspects = {trial.number for trial in self._unchecked(trials) if _change_of(trial, self.digests)}
         if suspects:
             # PostgreSQL reads states before losses, so a trial that ends in between seems to run and to have a loss.
             # The second read can show the same of another trial, so only a trial that both show was changed.
             trials = self.study.get_trials(deepcopy=False)
         if missing := set(range(len(trials))) - {trial.number for trial in trials}:
             raise InputError(f"{self.what} has lost trial {min(missing)}; {RESTORE}")
-        # The job search:N is created when there are at least N jobs. In a journal without the line that created a
-        # trial, all later trials have other numbers.
-        for count, (job, trial) in enumerate(first_attempts(trials).items()):
-            if job.startswith("search:") and int(job.removeprefix("search:")) > count:
-                raise InputError(f"{self.what} has lost a trial before trial {trial.number}; {RESTORE}")
-        for trial in trials:
-            if trial.number in suspects and (change := _change_of(trial, self.digests)):
+        count = self.first_attempts
+        for trial in self._unchecked(trials):
+            job = trial.user_attrs.get(JOB)
+            if job is not None and (job not in self._jobs or trial.number <= self._jobs[job].number):
+                # The job search:N is created when there are at least N jobs. In a journal without the line that
+                # created a trial, all later trials have other numbers.
+                is_new = job not in self._jobs
+                if is_new and job.startswith("search:") and int(job.removeprefix("search:")) > count:
+                    raise InputError(f"{self.what} has lost a trial before trial {trial.number}; {RESTORE}")
+                count += is_new and not job.startswith("retry:")
+                self._jobs[job] = trial
+            change = _change_of(trial, self.digests) if suspects else ""
+            if change and trial.number in suspects:
                 raise InputError(f"trial {trial.number} of {self.what} was changed in its store: {change}; {RESTORE}")
-            if trial.state in WITH_RESULT and trial.number not in self._checked:
+            if trial.state in WITH_RESULT:
                 known = trial.user_attrs.get(DIGEST)
                 required = self.digests and _ours(trial)
                 if (required or known is not None) and known != _digest_of(trial, trial.state, trial.values):
                     raise InputError(f"trial {trial.number} of {self.what} was changed after it had ended; {RESTORE}")
-                self._checked.add(trial.number)
+            if not change:
+                self._checked[trial.number] = trial
         return trials
+
+    def _unchecked(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+        """Return the trials that are new or have changed since the last read, ordered by number."""
+        found = [trial for trial in trials if self._checked.get(trial.number) is not trial]
+        return sorted(found, key=lambda trial: trial.number)
+
+    @property
+    def first_attempts(self) -> int:
+        """The number of jobs without retries, as of the last read of ``trials``."""
+        return sum(not job.startswith("retry:") for job in self._jobs)
 
     @property
     def runs(self) -> list[Evaluation]:
@@ -182,7 +201,7 @@ class StoredStudy:
 
     def runs_of(self, trials: Sequence[FrozenTrial]) -> list[Evaluation]:
         """Return the runs of the ``trials`` of this study. See the function :func:`runs_of`."""
-        return runs_of(trials, self.axes, self._finished)
+        return runs_of(trials, self.axes, self._finished, self._jobs)
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
         """Create the trial of a request, and return (number, point). If the request has no point, ``sampler`` draws
@@ -208,7 +227,8 @@ class StoredStudy:
         )
         trial_id = self.store.create_new_trial(self.id, template)
         number = self.store.get_trial_number_from_id(trial_id)
-        if jobs_of(self.trials)[request.name].number != number:  # a duplicate
+        self.trials  # noqa: B018 - reads the job of the new trial
+        if self._jobs[request.name].number != number:  # a duplicate
             self.close(number)
             return None
         if request.point is not None:
@@ -273,17 +293,25 @@ class StoredStudy:
 
 
 def runs_of(
-    trials: Sequence[FrozenTrial], axes: Axes, finished: dict[int, Evaluation] | None = None
+    trials: Sequence[FrozenTrial],
+    axes: Axes,
+    finished: dict[int, Evaluation] | None = None,
+    jobs: Mapping[str, FrozenTrial] | None = None,
 ) -> list[Evaluation]:
     """Return the runs, ordered by the number of each run's first trial.
 
     Trials whose process died before the sampler had drawn all values are left out. So are trials without an owner,
     which another program made. ``finished`` caches runs that end with a result, by the number of their last trial.
+    ``jobs`` is the result of :func:`jobs_of`, if it is known.
     """
-    jobs = jobs_of(trials)
+    jobs = jobs_of(trials) if jobs is None else jobs
     finished = {} if finished is None else finished
     found = []
     for trial in sorted(trials, key=lambda trial: trial.number):
+        known = finished.get(trial.number)
+        if known is not None and known.origin == trial.number:
+            found.append(known)
+            continue
         job = trial.user_attrs.get(JOB)
         begins = job is None or (jobs[job] is trial and not job.startswith("retry:"))
         drawn = len(trial.params) == len(axes.start) or trial.state is TrialState.RUNNING
@@ -392,11 +420,6 @@ def jobs_of(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
         if JOB in trial.user_attrs:
             jobs.setdefault(trial.user_attrs[JOB], trial)
     return jobs
-
-
-def first_attempts(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
-    """Return the trials that are not retries, by the name of their job. The order is that of the trial numbers."""
-    return {job: trial for job, trial in jobs_of(trials).items() if not job.startswith("retry:")}
 
 
 def distributions(axes: Axes) -> dict[str, BaseDistribution]:
