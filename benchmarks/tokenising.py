@@ -1,10 +1,10 @@
-"""Measure speed and memory of tokenising: `python benchmarks/tokenising.py [--mb 200] [--repeats 3]`.
+"""Measure speed and memory of tokenising: `python benchmarks/tokenising.py [--mb 200] [--repeats 3] [--ways NAMES]`.
 
 The text is a .jsonl of consecutive lines of Python's standard library, so that it is similar on every machine. Each
 method runs in its own process, methods take turns, and medians are printed with minimum and maximum. One of the
 methods uses a single process with one thread per core, as leaven does for small corpora. "tokenizers alone" encodes
 the same texts with the `tokenizers` library and one thread: it reads and writes no files, and its seconds begin when
-the texts are in memory.
+the texts are in memory. The last column compares processor seconds with it, in the same turn.
 """
 
 import argparse
@@ -26,7 +26,8 @@ from leaven.data.tokens import prepare
 from leaven.recipe.data import Data, DataSource
 
 VOCAB_SIZE = 32_768
-WAYS = {"1 thread": (1, 1), "threads": (1, 0), "2 processes": (2, 0), "tokenizers alone": (0, 1)}
+ALONE = "tokenizers alone"
+WAYS = {"1 thread": (1, 1), "threads": (1, 0), "2 processes": (2, 0), ALONE: (0, 1)}
 """(processes of leaven, or 0 without leaven; threads of the tokenizer, or 0 for as many as there are cores)."""
 WHOSE = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
 BATCH = 1_000  # documents that "tokenizers alone" encodes at a time
@@ -80,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mb", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ways", default=",".join(WAYS), help="methods to measure, comma-separated")
     parser.add_argument("--way", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
@@ -90,9 +92,10 @@ def main() -> None:
         path = Path(folder, "generated.jsonl")
         generate(path, options.mb * 10**6)
         trained = prepare(Data(tokens=1), VOCAB_SIZE, Path(folder, "tokenizer"))
-        results: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+        ways = {way: WAYS[way] for way in options.ways.split(",")}
+        results: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         for repeat in range(options.repeats):
-            for way, (processes, threads) in WAYS.items():
+            for way, (processes, threads) in ways.items():
                 cache = Path(folder, f"{way} {repeat}")
                 command = [sys.executable, __file__, "--way", str(path), str(trained.tokenizer_path), str(cache)]
                 environment = os.environ | ({"RAYON_NUM_THREADS": str(threads)} if threads else {})
@@ -101,15 +104,18 @@ def main() -> None:
         size = path.stat().st_size / 1e6
         print(f"{size:.0f} MB of .jsonl, vocabulary {trained.vocab_size:,}, medians of {options.repeats} (range)")
         heads = f"{'k tokens/s':>20} {'MB/s':>6} {'processor s':>12} {'MB a processor s':>17}"
-        print(f"{'':16} {heads} {'GiB here':>9} {'largest child':>14}")
+        print(f"{'':16} {heads} {'GiB here':>9} {'largest child':>14} {'of tokenizers':>14}")
+        alone = results.get(ALONE, [])
         for way, runs in results.items():
             speeds = sorted(run["tokens"] / run["seconds"] / 1e3 for run in runs)
             keys = ("seconds", "processor_seconds", "self_gib", "largest_child_gib")
             seconds, busy, here, child = (statistics.median(run[key] for run in runs) for key in keys)
             speed = f"{statistics.median(speeds):,.0f} ({speeds[0]:,.0f} to {speeds[-1]:,.0f})"
+            pairs = zip(alone, runs, strict=False)  # without "tokenizers alone" there are none
+            shares = [theirs["processor_seconds"] / run["processor_seconds"] for theirs, run in pairs]
             print(
                 f"{way:16} {speed:>20} {size / seconds:6.1f} {busy:12.1f} {size / busy:17.2f} "
-                f"{here:9.2f} {child:14.2f}"
+                f"{here:9.2f} {child:14.2f} {f'{statistics.median(shares):.2f}' if shares else '-':>14}"
             )
 
 

@@ -101,19 +101,24 @@ def results(function: object, given: Case, dtype: torch.dtype = torch.float64, *
 
 @pytest.mark.parametrize("length", [1, 5, 12])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (3, 1)])
+@pytest.mark.parametrize("kept_length", [0, 12])
 def test_output_and_gradients_in_float64(
-    heads: int, kv_heads: int, length: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, kv_heads: int, length: int, kept_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "BLOCK", 4)
+    monkeypatch.setattr(kernels, "KEPT_LENGTH", kept_length)
     given = case(heads, kv_heads, length)
     for ours, theirs in zip(results(causal_attention, given), results(whole, given), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("window", [1, 3, 4, 6, 20])
-@pytest.mark.parametrize("softcap", [None, 0.7])
-def test_windows_and_softcaps_in_float64(window: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("softcap", "kept_length"), [(None, 0), (None, 12), (0.7, 12)])
+def test_windows_and_softcaps_in_float64(
+    window: int, softcap: float | None, kept_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "BLOCK", 4)
+    monkeypatch.setattr(kernels, "KEPT_LENGTH", kept_length)
     documents = torch.tensor([[0] * 5 + [1] * 7, [0] * 11 + [1]])
     same = documents[:, None, :, None] == documents[:, None, None, :]
     given = case(4, 2, 12)

@@ -325,6 +325,17 @@ def test_a_trial_that_ends_during_a_read_was_not_changed(monkeypatch: pytest.Mon
         _ = stored.attempts
 
 
+def test_trials_that_have_not_changed_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search reads all trials several times for each of its trials."""
+    stored, checked = stored_trials(5), list[int]()
+    assert len(stored.trials) == 5
+    monkeypatch.setattr(stored_study, "_change_of", lambda trial, digests: checked.append(trial.number) or "")
+    assert [trial.number for trial in stored.trials] == list(range(5))
+    stored.create(TrialRequest("search", "search:5", point={"lr": 1.0}), "x", None)
+    assert len(stored.trials) == stored.first_attempts == 6
+    assert checked.count(5) == len(checked) == 1
+
+
 def stored_trials(count: int) -> stored_study.StoredStudy:
     """Return a study in memory with ``count`` finished trials."""
     axes = Axes({"lr": (-3.0, 3.0)})

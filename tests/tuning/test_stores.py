@@ -171,6 +171,17 @@ def begun(where: str, **options: Any) -> tuple[BaseStorage, int]:
     return store, store.create_new_study([StudyDirection.MINIMIZE], "s")
 
 
+def test_only_the_end_of_a_trial_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, study = begun(str(tmp_path / "study.log"))
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    trial = store.create_new_trial(study)
+    store.set_trial_user_attr(trial, "loss curve", [[1, 2.0]])
+    assert not flushed
+    store.set_trial_state_values(trial, TrialState.COMPLETE, [2.0])
+    assert len(flushed) == 1
+
+
 def test_a_disk_that_goes_away_is_waited_for(tmp_path: Path) -> None:
     """The folder is an empty mount point meanwhile: no second journal may be created there."""
     disk, away = tmp_path / "disk", tmp_path / "away"

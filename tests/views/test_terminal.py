@@ -66,15 +66,16 @@ def test_every_event_has_a_message(seen: StringIO, tiny_file: Path) -> None:
     values: dict[str, Any] = dict(tokens=5_000, why="loss rose", loss=9.0, grad_norm=3.0, step=7, lr=0.5, attempt=1)
     values |= dict(attempts=3, from_tokens=1_000, skip_from=2_000, skip_to=3_000, writer="wandb", slowest=3)
     values |= dict(micro_batch=4, batch_tokens=256, times_the_median=2.0, damaged_checkpoints=["tokens-1"])
-    values |= dict(file="metrics.jsonl", missing_checkpoint="tokens-2")
+    values |= dict(file="metrics.jsonl", missing_checkpoint="tokens-2", emulated=3.42)
     values |= dict(changes=[{"path": "layout.dp", "before": 2, "after": 1}])
-    renamed = {"full_batch": "ramp", "slow_rank": "ranks"}
+    renamed = {"emulated": "start", "full_batch": "ramp", "slow_rank": "ranks"}
     with TrainScreen(read_recipe(tiny_file)) as screen:
         for event in EVENTS:
             before = len(seen.getvalue())
             screen.event(renamed.get(event, event), values)
             assert len(seen.getvalue()) > before, event
     assert "rolled back to 1 k tokens, skipping the data from 2 k to 3 k, lr x0.5" in seen.getvalue()
+    assert "emulates fp32, so matrix products take 3.4 times as long" in seen.getvalue()
     assert "checkpoint tokens-2 is missing; the steps up to it are trained again" in seen.getvalue()
 
 

@@ -6,7 +6,7 @@ Shapes: B sequences, T positions, H query heads, K key/value heads, G = H / K, N
 size, t queries of a block, s keys that the block attends to.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,10 @@ from leaven.planning.this_machine import processor
 BLOCK = 128
 """Number of queries in a block of attention. Smaller blocks make small, slow products; larger blocks compute more
 scores that the causal mask discards (measured)."""
+
+KEPT_LENGTH = 512
+"""Sequences of at most this many tokens keep their attention probabilities for the backward pass, which makes a step
+3 to 4% faster (measured: docs/log.md). The probabilities of longer sequences need too much memory."""
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -200,9 +204,10 @@ def causal_attention(
         softcap: scores become softcap x tanh(score / softcap); None: no soft cap.
         allowed_B1TT: whether a query (row) may attend to a key (column); None: to all keys up to its own position.
 
-    The backward pass computes the scores again, so that nothing of size T x T is stored. Products are computed in the
-    dtype of the arguments. The softmax and the sums over blocks are computed in fp32 or wider. Torch function modes
-    intercept this function as they intercept torch's own functions.
+    The backward pass of sequences of more than `KEPT_LENGTH` tokens, or with a softcap, computes the probabilities
+    again, so that nothing of size T x T is stored. Products are computed in the dtype of the arguments. The softmax
+    and the sums over blocks are computed in fp32 or wider. Torch function modes intercept this function as they
+    intercept torch's own functions.
     """
     if has_torch_function((q_BHTE, k_BKTE, v_BKTE)):
         arguments = q_BHTE, k_BKTE, v_BKTE
@@ -225,26 +230,37 @@ class _CausalAttention(torch.autograd.Function):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        ctx.how = scale, window, softcap
+        ctx.how = scale, softcap
         q_NGTE = q_BHTE.reshape(-1, q_BHTE.shape[1] // k_BKTE.shape[1], *q_BHTE.shape[2:])
         k_NTE, v_NTE = k_BKTE.flatten(0, 1), v_BKTE.flatten(0, 1)
-        ctx.save_for_backward(q_NGTE, k_NTE, v_NTE, allowed_B1TT)
+        ctx.blocks, kept = _blocks(q_BHTE.shape[2], window), []
+        keeps = any(ctx.needs_input_grad) and q_BHTE.shape[2] <= KEPT_LENGTH and softcap is None
         # Stored in memory as (B, T, H, E), the order in which the next product reads it; so is the gradient of v.
         y_BHTE = _heads_last(q_BHTE, q_BHTE.dtype)
-        for rows, keys, p_Nts, _ in _blocks(q_NGTE, k_NTE, allowed_B1TT, *ctx.how):
+        for block in ctx.blocks:
+            rows, keys = block
+            p_Nts, _ = _probabilities(q_NGTE, k_NTE, allowed_B1TT, block, window, *ctx.how)
             y_BHTE[:, :, rows] = (p_Nts @ v_NTE[:, keys]).view_as(y_BHTE[:, :, rows])
+            kept += [p_Nts] if keeps else []
+        ctx.window = window
+        ctx.save_for_backward(q_NGTE, k_NTE, v_NTE, allowed_B1TT, *kept)
         return y_BHTE
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_BHTE: Tensor) -> tuple[Tensor | None, ...]:
-        q_NGTE, k_NTE, v_NTE, allowed_B1TT = ctx.saved_tensors
+        q_NGTE, k_NTE, v_NTE, allowed_B1TT, *kept = ctx.saved_tensors
         scale = ctx.how[0]
         g_NGTE = g_BHTE.reshape(q_NGTE.shape)
         wide = torch.promote_types(g_BHTE.dtype, torch.float32)
         dq_NGTE = torch.empty_like(q_NGTE)
         dk_NTE, dv_NTE = torch.zeros_like(k_NTE, dtype=wide), torch.zeros_like(v_NTE, dtype=wide)
-        for rows, keys, p_Nts, tanh_Nts in _blocks(q_NGTE, k_NTE, allowed_B1TT, *ctx.how):
+        for number, block in enumerate(ctx.blocks):
+            rows, keys = block
+            if kept:
+                p_Nts, tanh_Nts = kept[number], None
+            else:
+                p_Nts, tanh_Nts = _probabilities(q_NGTE, k_NTE, allowed_B1TT, block, ctx.window, *ctx.how)
             g_NtE, q_NtE = g_NGTE[:, :, rows].flatten(1, 2), q_NGTE[:, :, rows].flatten(1, 2)
             dv_NTE[:, keys] += p_Nts.mT @ g_NtE
             dp_Nts = g_NtE @ v_NTE[:, keys].mT
@@ -258,45 +274,57 @@ class _CausalAttention(torch.autograd.Function):
         return dq_NGTE.view(g_BHTE.shape), dk_BKTE.to(g_BHTE.dtype), dv_BKTE, None, None, None, None
 
 
-def _blocks(  # noqa: PLR0917 (the arguments of the backward pass)
-    q_NGTE: Tensor,
-    k_NTE: Tensor,
-    allowed_B1TT: Tensor | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
-    """Compute attention probabilities, and yield ``(rows, keys, p_Nts, tanh_Nts)`` for each block of queries.
+def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
+    """Return ``(rows, keys)`` for each block of queries.
 
     - ``rows``: the positions of the block's t queries.
     - ``keys``: the s positions to which these queries may attend. The last of them is the block's last position.
-    - ``p_Nts``: the attention probabilities, (N, G x t, s).
-    - ``tanh_Nts``: the scores after the softcap, divided by the softcap; None without a softcap.
 
     For example, the second block has the queries 128 to 255. Without a window, its keys are 0 to 255, so s is 256.
     """
-    groups, length = q_NGTE.shape[1:3]
-    later_tt = q_NGTE.new_full((BLOCK, BLOCK), -torch.inf).triu(1)
-    for first in range(0, length, BLOCK):
-        last = min(first + BLOCK, length)
-        size, start, tanh_Nts = last - first, max(first - window + 1, 0) if window else 0, None
-        bias_ts = q_NGTE.new_zeros(size, last - start)
-        bias_ts[:, first - start :] = later_tt[:size, :size]
-        if window and last > window:
-            row_t = torch.arange(first, last, device=q_NGTE.device)[:, None]
-            bias_ts.masked_fill_(torch.arange(start, last, device=q_NGTE.device) <= row_t - window, -torch.inf)
-        bias_ts, q_NtE = bias_ts.repeat(groups, 1), q_NGTE[:, :, first:last].flatten(1, 2)
-        if softcap is None:
-            scores_Nts = torch.baddbmm(bias_ts, q_NtE, k_NTE[:, start:last].mT, alpha=scale)
-        else:
-            wide_Nts = (q_NtE @ k_NTE[:, start:last].mT).to(torch.promote_types(q_NtE.dtype, torch.float32))
-            tanh_Nts = wide_Nts.mul_(scale / softcap).tanh_()
-            scores_Nts = tanh_Nts * softcap + bias_ts
-        if allowed_B1TT is not None:
-            scores_BHts = scores_Nts.view(len(allowed_B1TT), -1, size, last - start)
-            scores_BHts.masked_fill_(~allowed_B1TT[:, :, first:last, start:last], -torch.inf)
-        # torch computes the softmax of lower precision in fp32.
-        yield slice(first, last), slice(start, last), scores_Nts.softmax(-1).to(q_NGTE.dtype), tanh_Nts
+    ends = [(first, min(first + BLOCK, length)) for first in range(0, length, BLOCK)]
+    starts = [max(first - window + 1, 0) if window else 0 for first, _ in ends]
+    return [(slice(*end), slice(start, end[1])) for end, start in zip(ends, starts, strict=True)]
+
+
+def probabilities_kept(length: int) -> int:
+    """Return how many attention probabilities of a head :func:`causal_attention` keeps for the backward pass."""
+    if length > KEPT_LENGTH:
+        return 0
+    return sum((rows.stop - rows.start) * keys.stop for rows, keys in _blocks(length, None))
+
+
+def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
+    q_NGTE: Tensor,
+    k_NTE: Tensor,
+    allowed_B1TT: Tensor | None,
+    block: tuple[slice, slice],
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the attention probabilities of a block of queries, (N, G x t, s). Also return the scores after the
+    softcap, divided by the softcap; None without a softcap."""
+    rows, keys = block
+    first, last, start, tanh_Nts = rows.start, rows.stop, keys.start, None
+    size, groups = last - first, q_NGTE.shape[1]
+    bias_ts = q_NGTE.new_zeros(size, last - start)
+    bias_ts[:, first - start :] = q_NGTE.new_full((size, size), -torch.inf).triu(1)
+    if window and last > window:
+        row_t = torch.arange(first, last, device=q_NGTE.device)[:, None]
+        bias_ts.masked_fill_(torch.arange(start, last, device=q_NGTE.device) <= row_t - window, -torch.inf)
+    bias_ts, q_NtE = bias_ts.repeat(groups, 1), q_NGTE[:, :, rows].flatten(1, 2)
+    if softcap is None:
+        scores_Nts = torch.baddbmm(bias_ts, q_NtE, k_NTE[:, keys].mT, alpha=scale)
+    else:
+        wide_Nts = (q_NtE @ k_NTE[:, keys].mT).to(torch.promote_types(q_NtE.dtype, torch.float32))
+        tanh_Nts = wide_Nts.mul_(scale / softcap).tanh_()
+        scores_Nts = tanh_Nts * softcap + bias_ts
+    if allowed_B1TT is not None:
+        scores_BHts = scores_Nts.view(len(allowed_B1TT), -1, size, last - start)
+        scores_BHts.masked_fill_(~allowed_B1TT[:, :, rows, keys], -torch.inf)
+    # torch computes the softmax of lower precision in fp32.
+    return scores_Nts.softmax(-1).to(q_NGTE.dtype), tanh_Nts
 
 
 def _heads_last(like_BHTE: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ weights include the unembedding, but not the embedding.
 """
 
 import ctypes
+import json
 import os
 import platform
 import re
@@ -27,12 +28,16 @@ from leaven.errors import InputError, out_of_memory
 from leaven.planning.accelerators import Accelerator
 from leaven.planning.hardware import known_device, parse_cluster
 from leaven.planning.this_machine import cores, processor
+from leaven.recipe.files import cache_folder
 from leaven.recipe.recipe import Recipe
+from leaven.storage import json_object, read, write_text
 
 T = TypeVar("T")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MEASURING_SECONDS = 0.5
+TIMES_FP32 = "times_fp32.json"  # a file of the cache folder: what `times_fp32` has measured
+EMULATED = 1.25  # a dtype is emulated if its matmuls take more than this many times as long as in fp32
 FIXED_WORK_SIZE = {"cpu": 256, "cuda": 4096}
 DEVICES = ("cuda", "mps", "cpu")  # the best first
 _CGROUP = Path("/sys/fs/cgroup")
@@ -44,6 +49,8 @@ class Peak:
 
     flops: float  # FLOP/s
     source: str  # where the number comes from: a data sheet or a measurement
+    # If the device only emulates the dtype of the recipe: how many times as long as in fp32 a matmul takes in it.
+    emulated: float | None = None
 
 
 def mfu_convention(peak: Peak) -> str:
@@ -135,10 +142,30 @@ def device_peak(device: torch.device, compute: str) -> Peak:
     if known is not None:
         return known
     threads = torch.get_num_threads()
-    measured = {dtype: best_matmul(device, DTYPES[dtype], threads) for dtype in dict.fromkeys((compute, "fp32"))}
-    best = max(measured, key=measured.__getitem__)
-    emulated = "" if best == compute else f" ({compute} is slower: emulated)"
-    return Peak(measured[best], f"best {best} matmul measured here{emulated}, no data sheet")
+    times = times_fp32(device, compute, threads)
+    best, slower = (compute, "") if times <= 1 else ("fp32", f" ({compute} is slower: emulated)")
+    source = f"best {best} matmul measured here{slower}, no data sheet"
+    return Peak(best_matmul(device, DTYPES[best], threads), source, times if times > EMULATED else None)
+
+
+def times_fp32(device: torch.device, compute: str, threads: int) -> float:
+    """Return how many times as long as in fp32 a matmul takes in ``compute``.
+
+    The number is remembered in leaven's cache folder, so that later runs measure only the speed of the faster dtype.
+    """
+    if compute == "fp32":
+        return 1.0
+    key = f"{device_name(device)}, torch {torch.__version__}, {threads} threads, {compute}"
+    remembered: dict[str, Any] = {}
+    with suppress(OSError, InputError):
+        remembered = json_object(read(cache_folder() / TIMES_FP32)) or {}
+    times = remembered.get(key)
+    if not isinstance(times, float):
+        times = best_matmul(device, torch.float32, threads) / best_matmul(device, DTYPES[compute], threads)
+        with suppress(OSError, InputError):
+            cache_folder().mkdir(parents=True, exist_ok=True)
+            write_text(cache_folder() / TIMES_FP32, json.dumps(remembered | {key: times}, indent=1))
+    return times
 
 
 @cache

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from leaven.errors import InputError
+from leaven.model.kernels import probabilities_kept
 from leaven.model.loss import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ELSEWHERE
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.memory import GIB, stage_memory
@@ -148,8 +149,13 @@ def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
         flash_attention=not (shape.dropout and device_type == "cpu"),
         fixed_gib=0,
     ).averaging(recipe.average is not None)
-    memory = stage_memory(shape, Arrangement(Layout(recompute=recipe.layout.recompute), micro_batch, 1), 0, code)
-    return memory.total - memory.weights
+    recompute = recipe.layout.recompute
+    memory = stage_memory(shape, Arrangement(Layout(recompute=recompute), micro_batch, 1), 0, code)
+    probabilities = 0
+    if device_type == "cpu" and code.flash_attention and not shape.attention_softcap:
+        layers = 1 if recompute == "full" else shape.n_layers
+        probabilities = layers * micro_batch * shape.n_heads * probabilities_kept(shape.seq_len)
+    return memory.total - memory.weights + (2 if lower else 4) * probabilities
 
 
 def require_memory(recipe: Recipe) -> None:

@@ -174,7 +174,8 @@ def train(
         profile = RunProfile(run, training, memory_before, history)
         trainer = RunTrainer(run, training, tokens, factor, profile, on_step, on_event, log_to)
         with _closing(trainer.callbacks):
-            trainer.start(mfu_convention=mfu_convention(peak), peak_tflops=peak.flops / 1e12)
+            about = {"mfu_convention": mfu_convention(peak), "peak_tflops": peak.flops / 1e12}
+            trainer.start(**about, **({"emulated": peak.emulated} if peak.emulated else {}))
             if rearranged:
                 trainer.rearrange(rearranged)
             if choice is not None:

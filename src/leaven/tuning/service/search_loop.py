@@ -26,7 +26,6 @@ from leaven.tuning.service.stored_study import (
     StoredStudy,
     StoredTrial,
     TrialRequest,
-    first_attempts,
 )
 from leaven.tuning.service.stores import StoreGone
 
@@ -163,7 +162,7 @@ class SearchLoop:
             replace(trial, until=clocks.get(trial.number)) if trial.state == "running" else trial
             for trial in self._stored.trials_of(attempts)
         ]
-        return len(first_attempts(attempts))
+        return self._stored.first_attempts
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
         """Create the trial of a request and return its proposal. Return None if another command runs the trial.

@@ -236,8 +236,9 @@ class SearchPlan:
     budget: Budget
     noise: float | None  # nats, the standard deviation between trials of one point, if known before the search
     stop_at_noise: bool  # whether to stop when several rounds gained less than the noise
-    # The last trust region, and the numbers of its trials.
+    # The last trust region and the last noise, each with the numbers of its trials.
     _known: tuple[list[int], Region] | None = field(default=None, init=False)
+    _known_noise: tuple[list[int], tuple[float | None, int]] | None = field(default=None, init=False)
 
     @property
     def by_surrogate(self) -> bool:
@@ -391,8 +392,11 @@ class SearchPlan:
 
     def noise_of(self, trials: Sequence[StoredTrial]) -> tuple[float | None, int]:
         """Return the noise (the standard deviation of the loss between trials of one point, or None if it is unknown)
-        and its degrees of freedom."""
-        return noise_between_seeds(trials, list(self.axes.start), self.noise)
+        and its degrees of freedom. Like the trust region, it is cached until another trial ends."""
+        numbers = [trial.number for trial in trials if trial.finished]
+        if self._known_noise is None or self._known_noise[0] != numbers:
+            self._known_noise = numbers, noise_between_seeds(trials, list(self.axes.start), self.noise)
+        return self._known_noise[1]
 
     def params_of(self, trials: Sequence[StoredTrial], point: tuple[float, ...]) -> Params:
         """Return the log2 multipliers of a finished trial. ``point`` is the point of the trial in octaves from the

@@ -130,9 +130,11 @@ class StoredStudy:
     noise: float | None  # standard deviation of the loss between seeds, if it was known before the search
     what: str = "the stored study"  # the name of the study in messages
     digests: bool = False  # whether every attempt with a result must have a digest
-    # Caches, because an attempt with a result never changes: the numbers of the attempts that were checked, and the
-    # trials with a result by the number of their last attempt.
-    _checked: set[int] = field(default_factory=set)
+    # Caches, because reading 10,000 attempts again at each turn would take longer than a short trial: the attempts
+    # that were checked, by number (an attempt that changes becomes another object); the first attempt of each job;
+    # and the trials with a result by the number of their last attempt.
+    _checked: dict[int, FrozenTrial] = field(default_factory=dict)
+    _jobs: dict[str, FrozenTrial] = field(default_factory=dict)
     _finished: dict[int, StoredTrial] = field(default_factory=dict)
 
     @cached_property
@@ -151,29 +153,46 @@ class StoredStudy:
             InputError: if an attempt is missing, or was changed after it had ended.
         """
         attempts = self.study.get_trials(deepcopy=False)
-        suspects = {attempt.number for attempt in attempts if _change_of(attempt, self.digests)}
+        suspects = {each.number for each in self._unchecked(attempts) if _change_of(each, self.digests)}
         if suspects:
             # PostgreSQL reads states before losses, so an attempt that ends in between seems to run and to have a
             # loss. The second read can show the same of another one, so only one that both show was changed.
             attempts = self.study.get_trials(deepcopy=False)
         if missing := set(range(len(attempts))) - {attempt.number for attempt in attempts}:
             raise InputError(f"{self.what} has lost trial {min(missing)}; {RESTORE}")
-        # The job search:N is created when there are at least N jobs. In a journal without the line that created an
-        # attempt, all later attempts have other numbers.
-        for count, (job, attempt) in enumerate(first_attempts(attempts).items()):
-            if job.startswith("search:") and int(job.removeprefix("search:")) > count:
-                raise InputError(f"{self.what} has lost a trial before trial {attempt.number}; {RESTORE}")
-        for attempt in attempts:
+        count = self.first_attempts
+        for attempt in self._unchecked(attempts):
             what = f"trial {attempt.number} of {self.what}"
-            if attempt.number in suspects and (change := _change_of(attempt, self.digests)):
+            job = attempt.user_attrs.get(JOB)
+            if job is not None and (job not in self._jobs or attempt.number <= self._jobs[job].number):
+                # The job search:N is created when there are at least N jobs. In a journal without the line that
+                # created an attempt, all later attempts have other numbers.
+                is_new = job not in self._jobs
+                if is_new and job.startswith("search:") and int(job.removeprefix("search:")) > count:
+                    raise InputError(f"{self.what} has lost a trial before trial {attempt.number}; {RESTORE}")
+                count += is_new and not job.startswith("retry:")
+                self._jobs[job] = attempt
+            change = _change_of(attempt, self.digests) if suspects else ""
+            if change and attempt.number in suspects:
                 raise InputError(f"{what} was changed in its store: {change}; {RESTORE}")
-            if attempt.state in WITH_RESULT and attempt.number not in self._checked:
+            if attempt.state in WITH_RESULT:
                 known = attempt.user_attrs.get(DIGEST)
                 required = self.digests and _ours(attempt)
                 if (required or known is not None) and known != _digest_of(attempt, attempt.state, attempt.values):
                     raise InputError(f"{what} was changed after it had ended; {RESTORE}")
-                self._checked.add(attempt.number)
+            if not change:
+                self._checked[attempt.number] = attempt
         return attempts
+
+    def _unchecked(self, attempts: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+        """Return the attempts that are new or have changed since the last read, ordered by number."""
+        found = [attempt for attempt in attempts if self._checked.get(attempt.number) is not attempt]
+        return sorted(found, key=lambda attempt: attempt.number)
+
+    @property
+    def first_attempts(self) -> int:
+        """The number of attempts that are not retries, as of the last read of ``attempts``."""
+        return sum(not job.startswith("retry:") for job in self._jobs)
 
     @property
     def trials(self) -> list[StoredTrial]:
@@ -181,7 +200,7 @@ class StoredStudy:
 
     def trials_of(self, attempts: Sequence[FrozenTrial]) -> list[StoredTrial]:
         """Return the trials to which the ``attempts`` of this study belong. See the function :func:`trials_of`."""
-        return trials_of(attempts, self.axes, self._finished)
+        return trials_of(attempts, self.axes, self._finished, self._jobs)
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
         """Create the attempt of a request, and return (number, point). If the request has no point, ``sampler`` draws
@@ -208,7 +227,8 @@ class StoredStudy:
         )
         trial_id = self.store.create_new_trial(self.id, template)
         number = self.store.get_trial_number_from_id(trial_id)
-        if jobs_of(self.attempts)[request.job].number != number:  # a duplicate
+        self.attempts  # noqa: B018 - reads the job of the new attempt
+        if self._jobs[request.job].number != number:  # a duplicate
             self.close(number)
             return None
         if request.point is not None:
@@ -273,17 +293,25 @@ class StoredStudy:
 
 
 def trials_of(
-    attempts: Sequence[FrozenTrial], axes: Axes, finished: dict[int, StoredTrial] | None = None
+    attempts: Sequence[FrozenTrial],
+    axes: Axes,
+    finished: dict[int, StoredTrial] | None = None,
+    jobs: Mapping[str, FrozenTrial] | None = None,
 ) -> list[StoredTrial]:
     """Return the trials to which ``attempts`` belong, in the order of their first attempts.
 
     Trials whose process died before the sampler had drawn all values are left out. So are attempts without an owner,
     which another program made. ``finished`` caches trials with a result, by the number of their last attempt.
+    ``jobs`` is the result of :func:`jobs_of`, if it is known.
     """
-    jobs = jobs_of(attempts)
+    jobs = jobs_of(attempts) if jobs is None else jobs
     finished = {} if finished is None else finished
     found = []
     for first in sorted(attempts, key=lambda attempt: attempt.number):
+        known = finished.get(first.number)
+        if known is not None and known.origin == first.number:
+            found.append(known)
+            continue
         job = first.user_attrs.get(JOB)
         begins = job is None or (jobs[job] is first and not job.startswith("retry:"))
         drawn = len(first.params) == len(axes.start) or first.state is TrialState.RUNNING
@@ -392,11 +420,6 @@ def jobs_of(attempts: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
         if JOB in attempt.user_attrs:
             jobs.setdefault(attempt.user_attrs[JOB], attempt)
     return jobs
-
-
-def first_attempts(attempts: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
-    """Return the attempts that are not retries, by their job, in the order of their numbers."""
-    return {job: attempt for job, attempt in jobs_of(attempts).items() if not job.startswith("retry:")}
 
 
 def distributions(axes: Axes) -> dict[str, BaseDistribution]:

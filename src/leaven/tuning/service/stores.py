@@ -43,6 +43,8 @@ GRACE_SECONDS = 3  # an older lock of Optuna counts as left by a killed process
 # The first bytes of a journal, whose first record creates a study (op code 0), and of a database.
 RECORD, SQLITE = b'{"op_code":0,', b"SQLite format 3"
 _SCHEMA = re.compile("no such (table|column)|malformed|could not decode", re.IGNORECASE)  # in errors of SQLite
+# Operations of a journal on a running trial: create it; set a value, an intermediate loss, an attribute.
+RUNNING = {4, 5, 7, 8}
 TICKET = "leaven:ticket"  # a system attribute of every trial: the id of the call that created the trial
 
 # Without these options, libpq waits for hours for a server that was switched off, and a command that is suspended
@@ -310,6 +312,8 @@ class Journal(JournalFileBackend):
         path = Path(self._file_path)
         path.stat()  # raises OSError if the disk is unmounted
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode()
+        # A power cut may lose a running trial. The line that ends a trial flushes its other lines, too.
+        sync = not all(log["op_code"] in RUNNING for log in logs)
         # Two locks: the operating system releases the first one when its holder dies. Optuna's dashboard only knows
         # the second one.
         with storage.lock(path.with_name(f"{path.name}.flock"), LOCK_SECONDS):
@@ -317,7 +321,7 @@ class Journal(JournalFileBackend):
             optunas.acquire()
             try:
                 # This may remove an incomplete line. No reader has used it, because Optuna reads complete lines only.
-                storage.append(path, lines, sync=True, create=False)
+                storage.append(path, lines, sync=sync, create=False)
             finally:
                 with suppress(RuntimeError):  # this process was suspended, and another one broke its lock
                     optunas.release()

@@ -22,6 +22,8 @@ LONGEST_SILENCE = 60.0  # seconds after which a row is printed
 
 # The messages of events, by the name of the event. :q formats a quantity such as 2.5 M, and :v any other number.
 EVENTS = {
+    "emulated": "caution: this device only emulates {compute}, so matrix products take {emulated:.1f} times as long "
+    "as in fp32; to train faster, start a new run with --set precision.compute=fp32",
     "resume": "resumed at {tokens:q} tokens",
     "micro_batch": "micro-batch {micro_batch}, {why}",
     "skip": "step {step:,} at {tokens:q} tokens was skipped: loss {loss:.3f}, gradient norm {grad_norm:v}",
@@ -113,6 +115,8 @@ class TrainScreen(LiveScreen):
             self._say_waiting()
         fields = dict(values)
         match event:
+            case "start" if values.get("emulated"):
+                event, fields["compute"] = "emulated", self._recipe.precision.compute
             case "validation" if self._last is not None:
                 self._say(self._last, f"{values['loss']:.4f}")
             case "ramp" if values["batch_tokens"] == self._recipe.batch.tokens:
