@@ -119,7 +119,7 @@ class MuonWithAdamW(torch.optim.AdamW):
                 loss = closure()
         everything, of_adam = self.param_groups, torch.optim.AdamW.step
         if getattr(of_adam, "hooked", False):  # torch's wrapper, which would call the hooks a second time
-            of_adam = of_adam.__wrapped__
+            of_adam = vars(of_adam)["__wrapped__"]
         self.param_groups = [group for group in everything if "match" not in group]
         try:
             of_adam(self)
