@@ -211,7 +211,7 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
         json.dump(state | {"blake2b": state_digest(state)}, file, indent=1 if len(parts) == 1 else None)
     sync_file(temporary / "state.json")
     if final.exists():  # damaged, or undone by a rewind
-        shutil.rmtree(final)
+        _remove(final)
     place_folder(temporary, final)
 
 

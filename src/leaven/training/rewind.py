@@ -70,7 +70,8 @@ def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
     with suppress(*WRONG_TYPES):  # such a checkpoint is damaged, and is named when it is loaded
         rewinds = [Rewind.of(each) for each in newest_document(run)["rewinds"]]
     for position, event in enumerate(event for event in run.events() if event["event"] in RETURNS):
-        if event.get("earlier_rewinds", position) >= len(rewinds):
+        earlier = event.get("earlier_rewinds")  # None: of an older version
+        if (position if earlier is None else earlier) >= len(rewinds):
             try:
                 rewinds.append(Rewind.of(event))
             except WRONG_TYPES:
