@@ -59,7 +59,10 @@ def open_file(path: Path | str) -> BinaryIO:
     Raises:
         OSError: if there is no regular file at this path. Other kinds, such as pipes, may never answer.
     """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except ValueError:  # it contains NUL or half of a surrogate pair
+        raise FileNotFoundError(errno.ENOENT, "no file can have this name", str(path)) from None
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(descriptor, "rb")
@@ -171,12 +174,17 @@ def require_plain_file(path: Path) -> None:
 
 def open_to_write(path: Path, flags: int = 0, buffering: int = -1) -> BinaryIO:
     """Open a file to read and write it in place, but never through a link. ``flags`` are further flags of
-    :func:`os.open`.
+    :func:`os.open`. If the file has a second name (a hard link), as in some backups, it is first replaced by a copy,
+    so that the file under the other name stays as it is.
 
     Raises:
         InputError: if :func:`require_plain_file` refuses the path.
+        OSError: if the file cannot be opened or copied.
     """
     require_plain_file(path)
+    if path.exists() and path.stat().st_nlink > 1:
+        with open_file(path) as shared, replacing(path) as own:
+            shutil.copyfileobj(shared, own)
     no_link = getattr(os, "O_NOFOLLOW", 0)  # in case somebody makes a link just now
     flags |= os.O_RDWR | no_link | getattr(os, "O_BINARY", 0)
     return os.fdopen(os.open(path, flags, 0o666), "r+b", buffering)
@@ -194,7 +202,7 @@ def write_text(path: Path | str, text: str) -> None:
             raise InputError(f"{path}: this is a folder; give the name of a file")
         if path.is_symlink() and not _is_device(path):
             raise InputError(f"{path}: this is a link to {os.readlink(path)}; give the name of the file itself")
-        write(path, text.encode())
+        write(path, text.encode(errors="backslashreplace"))  # text of others may have half a surrogate pair
     except OSError as error:
         unread = "a pipe that nobody reads" if error.errno == errno.ENXIO else error.strerror
         raise InputError(f"{path}: cannot be written: {unread}") from None
@@ -446,10 +454,17 @@ def read_json_lines(path: Path) -> JsonLines:
 def json_object(line: bytes) -> dict[str, Any] | None:
     """Return the JSON object in a line, or None if the line is not a JSON object."""
     try:
-        value = json.loads(line)
+        value = json.loads(line, parse_int=_integer)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _integer(digits: str) -> int:
+    """Return a whole number of a JSON document. A number that is too large for a float is damaged."""
+    if len(digits) > 300:
+        raise ValueError("a number is too large")
+    return int(digits)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """What is shown of errors: one line, no escape sequences, no passwords; a bug leaves a file to report."""
 
+import errno
 import json
 import os
 import shutil
@@ -144,7 +145,9 @@ def test_errors_of_the_file_system_say_what_to_do_and_those_of_memory_give_no_wr
     assert error_message(PermissionError(13, "Permission denied", "a")) == (
         "a: permission denied; use another path, or allow leaven to read and write it"
     )
-    assert error_message(OSError(5, "Input/output error", "a")) is None
+    for number in (errno.EIO, errno.ESTALE, errno.ENOTCONN):
+        assert "; check that its disk is mounted" in str(error_message(OSError(number, os.strerror(number), "a")))
+    assert error_message(OSError(errno.EBADF, "Bad file descriptor", "a")) is None
     assert "use smaller files" in str(error_message(MemoryError()))
 
 

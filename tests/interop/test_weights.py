@@ -228,6 +228,16 @@ def test_each_process_reads_the_rows_of_its_own_experts(tiny: Recipe, tmp_path: 
         assert torch.equal(piece.local, cut(whole, begin, shape))
 
 
+def test_a_weight_that_the_dtype_cannot_hold_is_refused(tiny: Recipe, tmp_path: Path, tokenizer_file: Path) -> None:
+    model = random_model(tiny)
+    with torch.no_grad():
+        model.embedding.weight[3, 3] = 1e6
+    with refused("model.embed_tokens.weight: not every weight is finite in fp16; use another dtype"):
+        export(tmp_path / "out", tiny, model, tokenizer_file, dtype="fp16")
+    assert not (tmp_path / "out").exists()
+    export(tmp_path / "out", tiny, model, tokenizer_file, dtype="bf16")
+
+
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
     change(tmp_path, "glm4 moe", num_nextn_predict_layers=1)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
@@ -21,6 +22,7 @@ from tests.views.written import proxy, write_run
 
 from leaven.planning.plan import plan_recipe
 from leaven.recipe.files import read_recipe, write_recipe
+from leaven.server import folders as module
 from leaven.server.app import application
 from leaven.server.folders import find, row
 from leaven.tuning.study_document import StudyDocument, StudyTrial
@@ -132,6 +134,21 @@ def test_a_folder_whose_name_is_not_utf8_is_listed_and_opens(port: int, roots: P
     (address,) = re.findall(r'"(/folder/0/bad[^"]*)"', page)
     assert get(port, address)[0] == 200
     shutil.rmtree(folder)
+
+
+def test_a_time_beyond_the_calendar_and_a_link_to_nowhere_hide_nothing(
+    roots: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (found,) = [each for each in find([roots]) if each.kind == "run"]
+    (link := found.folder / "0.json").symlink_to("nowhere")
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: sorted(scandir(path), key=lambda entry: entry.name))
+    assert str(found.folder / "metrics.jsonl") in found.stats
+    link.unlink()
+    for late, year in ((10.0**12, "9999"), (-(10.0**12), "1970")):
+        times = [SimpleNamespace(st_mtime=late)]
+        monkeypatch.setattr(module, "_files", lambda *_, times=times: enumerate(times))
+        assert found.when.startswith(year)
 
 
 def test_long_numbers_in_an_address_are_no_folder(port: int) -> None:

@@ -18,7 +18,7 @@ import leaven.training.checkpoint as module
 from leaven.errors import InputError
 from leaven.training.checkpoint import Checkpoint, CheckpointManager, Progress, read_checkpoint, write_checkpoint
 from leaven.training.rewind import Rewind
-from leaven.training.run_folder import checkpoints
+from leaven.training.run_folder import checkpoints, tokens_of
 
 
 def checkpoint(step: int, rewinds: tuple[Rewind, ...] = ()) -> Checkpoint:
@@ -184,6 +184,29 @@ def test_clear_renames_damaged_and_removes_undone_checkpoints(tmp_path: Path, ma
         "damaged-tokens-000000000000768",
         "tokens-000000000000256",
     ]
+
+
+def test_a_kill_while_a_checkpoint_is_removed_leaves_no_damaged_one(
+    tmp_path: Path, manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        write_checkpoint(tmp_path, checkpoint(step))
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed before it
+        manager.clear(256)
+    assert [tokens_of(path) for path in checkpoints(tmp_path)] == [256]
+    manager.clear(256)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_error_while_old_checkpoints_are_listed_does_not_fail_a_save(
+    tmp_path: Path, manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> NoReturn:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(module, "checkpoints", fails)
+    save(manager, 1)
 
 
 def test_a_handwritten_checkpoint_is_read(tmp_path: Path) -> None:

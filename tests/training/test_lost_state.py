@@ -26,7 +26,7 @@ from leaven.training.checkpoint import Checkpoint, _fingerprint
 from leaven.training.integrity import RECIPE, TOKENIZER, identity_of, newest_state, require_tokenizer
 from leaven.training.load import export_run, load, load_run
 from leaven.training.metrics import Step
-from leaven.training.rewind import ManualRewind, Rewind
+from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
 from leaven.training.run_folder import IDENTITY, RunFolder, checkpoints, read_state, state_digest, tokens_of
 from leaven.training.trainer import train
 from leaven.views.folders import read_run
@@ -81,22 +81,25 @@ def test_a_run_without_its_checkpoints_does_not_start_again(
     assert files(run.path) == before
 
 
+@pytest.mark.parametrize(
+    "text", ["line one of my thesis\n", "one line without an end", '{"title": "of another program"}\n']
+)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
 def test_a_run_does_not_write_through_a_link_or_over_other_text(
-    recipe: Recipe, tokens: TokenSet, tmp_path: Path, name: str
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, name: str, text: str
 ) -> None:
     run, thesis = RunFolder(tmp_path / "run"), tmp_path / "thesis.txt"
     run.path.mkdir()
     write_recipe(recipe, run.recipe_file)
-    thesis.write_text("line one of my thesis\n")
+    thesis.write_text(text)
     (run.path / name).symlink_to(thesis)
     with pytest.raises(InputError, match=rf"{name}: this is a link to .*thesis.txt; replace it by the file"):
         train(recipe, tokens, run.path)
     (run.path / name).unlink()
-    shutil.copy(thesis, run.path / "metrics.jsonl")
-    with pytest.raises(InputError, match=r"has no checkpoints, but metrics.jsonl has lines that are no metrics"):
+    shutil.copy(thesis, run.path / name)
+    with pytest.raises(InputError, match=rf"has no checkpoints, but {name} has lines that are no {name[:-6]}"):
         train(recipe, tokens, run.path)
-    assert (run.path / "metrics.jsonl").read_text() == thesis.read_text() == "line one of my thesis\n"
+    assert (run.path / name).read_text() == thesis.read_text() == text
 
 
 @pytest.mark.parametrize("left", ["plan.json", "tensorboard"])
@@ -255,6 +258,63 @@ def test_a_missing_newest_checkpoint_is_named(
     assert losses(run.path) == expected
 
 
+@pytest.mark.parametrize("kind", ["rewind", "rollback"])
+def test_a_checkpoint_to_which_a_run_returned_is_named_if_it_is_gone(run: RunFolder, kind: str) -> None:
+    """The run was killed right after the event."""
+    older, target, newest = checkpoints(run.checkpoints)[-3:]
+    at = tokens_of(target)
+    event = {"event": kind, "why": "", "asked": {}, "from_tokens": at, "tokens": tokens_of(newest)}
+    rewrite(run.path / "events.jsonl", lambda lines: [*lines, event | asdict(Rewind(at, at, at))])
+    assert load_run(run.path).tokens == at
+    shutil.rmtree(target)
+    loaded = load_run(run.path)
+    assert (loaded.tokens, loaded.skipped) == (tokens_of(older), {target.name: "missing"})
+
+
+def test_a_rewind_whose_event_is_lost_is_not_forgotten(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
+    whole = run.path.with_name("whole")
+    train(recipe, tokens, run.path, back=ManualRewind(4_096, 512), stop=lambda: run.metrics()[-1]["step"] >= 30)
+    shutil.copytree(run.path, whole)
+    rewrite(run.path / "events.jsonl", lambda lines: [line for line in lines if line["event"] != "rewind"])
+    *_, target, _ = checkpoints(run.checkpoints)
+    back = ManualRewind(tokens_of(target), 256)
+    back.go(run, recipe)
+    back.go(RunFolder(whole), recipe)
+    assert rewinds_of(run) == rewinds_of(RunFolder(whole))
+    assert [each.to_tokens for each in rewinds_of(run)] == [4_096, tokens_of(target)]
+    for folder in (run.path, whole):
+        assert train(recipe, tokens, folder, back=back).finished
+    assert losses(run.path) == losses(whole)
+
+
+def test_the_last_line_of_the_metrics_counts_without_its_end(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, expected: list[float]
+) -> None:
+    metrics = run.path / "metrics.jsonl"
+    os.truncate(metrics, metrics.stat().st_size - 1)
+    train(recipe, tokens, run.path)
+    assert not [event for event in run.events() if event["event"] == "file_changed"]
+    assert (losses(run.path), len(metrics.read_text().splitlines())) == (expected, len(expected))
+
+
+def test_a_run_whose_start_weights_are_gone_resumes(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_run(load_run(run.path), tmp_path / "weights")
+    started = recipe.replace({"start.weights": str(tmp_path / "weights")})
+    child = RunFolder(tmp_path / "child")
+    assert not train(started, tokens, child.path, stop=lambda: len(child.metrics()) >= 20).finished
+    shutil.copytree(child.path, tmp_path / "whole")
+    train(started, tokens, tmp_path / "whole")
+    shutil.rmtree(tmp_path / "weights")
+    result = train(started, tokens, child.path)
+    assert losses(child.path) == losses(tmp_path / "whole")
+    shutil.rmtree(child.checkpoints)
+    assert train(started, tokens, child.path) == result.model_copy(update={"saved_tokens": 0})
+    with pytest.raises(InputError, match="no such folder"):
+        train(started, tokens, tmp_path / "new")
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
 def test_a_pipe_in_place_of_the_metrics_is_refused(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
     metrics = run.path / "metrics.jsonl"
@@ -339,6 +399,9 @@ def test_events_that_were_changed_are_reported_once(
     assert losses(run.path) == expected
 
 
+FINISH = {"event": "finish", "step": 40, "tokens": 10_240, "seconds": 1.0, "loss": 2.0}
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -346,6 +409,10 @@ def test_events_that_were_changed_are_reported_once(
         ({"event": "finish"}, "the event finish in line {number} has no step"),
         ({"event": "finish", "step": True}, "the event finish in line {number} has a wrong step"),
         ({"event": "stop"}, "the event stop in line {number} has no why"),
+        (FINISH | {"loss": None}, "the event finish in line {number} has a wrong loss"),
+        (FINISH | {"bits_per_byte": "x"}, "the event finish in line {number} has a wrong bits_per_byte"),
+        ({"event": "layout", "bits_per_byte": [1]}, "the event layout in line {number} has a wrong bits_per_byte"),
+        ({"event": "start", "mfu_convention": 1}, "the event start in line {number} has a wrong mfu_convention"),
         ({"event": "rewind", "recipe": {"a": 1}}, "its last recipe is damaged"),
         ({"event": "layout", "recipe": {"a": 1}}, "its last recipe is damaged"),
     ],
@@ -810,6 +877,10 @@ def pipe(state: dict[str, Any]) -> None:
     state["tensors"]["model"]["embedding.weight"]["blocks"][0][0] = "pipe"
 
 
+def listed_parent(state: dict[str, Any]) -> None:
+    state["files"][".."] = {"bytes": 1, "blake2b": ""}
+
+
 def listed_outside(state: dict[str, Any]) -> None:
     state["files"]["../../metrics.jsonl"] = {"bytes": 0, "blake2b": ""}
 
@@ -886,7 +957,7 @@ def seal(
 
 @pytest.mark.parametrize(
     "change",
-    [outside, pipe, listed_outside, no_blocks, no_dtype, huge, no_seconds, no_text],
+    [outside, pipe, listed_outside, listed_parent, no_blocks, no_dtype, huge, no_seconds, no_text],
     ids=lambda f: f.__name__,
 )
 def test_a_sealed_checkpoint_with_a_wrong_state_is_damaged(
@@ -896,7 +967,11 @@ def test_a_sealed_checkpoint_with_a_wrong_state_is_damaged(
     if hasattr(os, "mkfifo"):
         os.mkfifo(newest / "pipe")
     seal(newest)
-    assert load_run(run.path).tokens == tokens_of(newest)
+    loaded = load_run(run.path)
+    assert loaded.tokens == tokens_of(newest)
+    newest.rename(newest.with_name("gone"))
+    assert len(dict(loaded.weights)) == len(loaded.weights)  # they stay readable, as those of one process do
+    newest.with_name("gone").rename(newest)
     seal(newest, change)
     assert load_run(run.path).skipped == {newest.name: "damaged"}
     assert train(recipe, tokens, run.path).finished

@@ -1,3 +1,4 @@
+import json
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.training import run_folder
 from leaven.training.rewind import ManualRewind
-from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
+from leaven.training.run_folder import IDENTITY, RunFolder, checkpoints, read_state, state_digest, tokens_of
 from leaven.training.trainer import check, train
 
 KEPT = {"stability__keep_every_tokens": 16 * STEP, "data__tokens": 64 * STEP}
@@ -138,6 +139,22 @@ def test_a_rewind_refuses_changes_that_a_run_cannot_make(
     with pytest.raises(InputError, match=says):
         check(recipe(**KEPT | change), finished, ManualRewind(40 * STEP))
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("harm", ["a link", "a checkpoint of another run"])
+def test_a_rewind_that_cannot_be_trained_writes_nothing(run: RunFolder, harm: str) -> None:
+    newest = checkpoints(run.checkpoints)[-1]
+    if harm == "a link":
+        run.metrics_file.rename(run.path / "moved")
+        run.metrics_file.symlink_to("moved")
+    else:
+        state = read_state(newest)
+        state["state"][IDENTITY] = "another"
+        (newest / "state.json").write_text(json.dumps(state | {"blake2b": state_digest(state)}))
+    before = run.events_file.read_bytes(), run.recipe_file.read_bytes()
+    with pytest.raises(InputError, match="this is a link|different runs"):
+        train(LOWER, text(), run.path, back=ManualRewind(40 * STEP))
+    assert (run.events_file.read_bytes(), run.recipe_file.read_bytes()) == before
 
 
 def test_a_rewind_without_a_checkpoint_is_refused(finished: Path) -> None:

@@ -96,6 +96,27 @@ def test_a_resume_and_a_copy_take_the_same_steps(how: str) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(others, parameters, strict=True))
 
 
+def test_a_closure_clears_all_gradients_and_each_hook_is_called_once_per_step() -> None:
+    torch.optim.AdamW([nn.Parameter(drawn((8,), 0))])  # torch wraps the step of AdamW when one is made
+    matrix, gain = parameters = [nn.Parameter(drawn(shape, 0)) for shape in ((8, 24), (8,))]
+    muon = {"params": [matrix], "param_names": ["0"], "momentum": 0.9, "match": 0.2, "weight_decay": 0.1}
+    optimizer = MuonWithAdamW([muon, {"params": [gain], "param_names": ["1"]}], lr=0.02)
+    groups: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: groups.append(len(optimizer.param_groups)))
+    optimizer.register_step_post_hook(lambda *_: groups.append(len(optimizer.param_groups)))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = sum(((2 * parameter).sum() for parameter in parameters), torch.zeros(()))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    for _ in range(2):
+        assert optimizer.step(closure).requires_grad
+    assert all((parameter.grad == 2).all() for parameter in parameters)
+    assert groups == [2] * 4
+
+
 def test_the_state_of_another_optimizer_is_refused() -> None:
     groups = [{"params": [nn.Parameter(drawn((8, 24), 0))], "param_names": ["0"]}]
     muon = MuonWithAdamW([groups[0] | {"momentum": 0.9, "match": 0.2}], lr=0.02)
@@ -105,6 +126,21 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="different number of parameter groups"):
         muon.load_state_dict(torch.optim.AdamW([groups[0] | {}, more], lr=0.02).state_dict())
     assert "match" in muon.param_groups[0]
+
+
+def test_maximize_and_changed_settings_of_a_group_are_obeyed() -> None:
+    def stepped(settings: dict[str, Any], sign: float = 1, **how: Any) -> torch.Tensor:
+        matrix = nn.Parameter(drawn((8, 24), 0))
+        group = {"params": [matrix], "param_names": ["0"], "momentum": 0.9, "match": 0.2, "weight_decay": 0.0}
+        optimizer = MuonWithAdamW([group], lr=0.02, **how)
+        optimizer.param_groups[0] |= settings
+        matrix.grad = sign * drawn((8, 24), 1)
+        optimizer.step()
+        return matrix.detach()
+
+    assert torch.equal(stepped({}, maximize=True), stepped({}, sign=-1))
+    assert torch.equal(stepped({"ns_steps": 1, "nesterov": False}), stepped({}, ns_steps=1, nesterov=False))
+    assert not torch.equal(stepped({"ns_steps": 1}), stepped({}))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -197,7 +197,7 @@ def test_finished_runs_are_not_repeated(tiny: Recipe, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
-    "harm", ["cut", "\0", '"loss": 1', '"loss": null, "x": ', '"loss": 1e999, "loss": "x", "y": ']
+    "harm", ["cut", "first", "\0", '"loss": 1', '"loss": null, "x": ', '"loss": 1e999, "loss": "x", "y": ']
 )
 def test_runs_that_were_lost_or_changed_are_named_and_trained_again(tiny: Recipe, tmp_path: Path, harm: str) -> None:
     short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128})
@@ -205,9 +205,11 @@ def test_runs_that_were_lost_or_changed_are_named_and_trained_again(tiny: Recipe
     lines, notes = tmp_path / runs.LINES, list[str]()
     with RunStore(tmp_path, 1) as store:
         first = store.run(trials)
-        store.keep(CheckDocument.model_construct(rows=[], curves=[], settings={}))
+        if harm != "first":  # without this document, the check has not finished
+            store.keep(CheckDocument.model_construct(rows=[], curves=[], settings={}))
     *kept, last = lines.read_text().splitlines(keepends=True)
-    lines.write_text("".join(kept if harm == "cut" else [*kept, last.replace('"loss": ', harm)]))
+    changed = {"cut": kept, "first": [*kept[1:], last]}.get(harm, [*kept, last.replace('"loss": ', harm)])
+    lines.write_text("".join(changed))
     for _ in range(2):
         with RunStore(tmp_path, 1, note=notes.append) as store:
             again = store.run(trials)
@@ -223,6 +225,13 @@ def test_runs_that_were_lost_or_changed_are_named_and_trained_again(tiny: Recipe
 def test_an_outcome_with_a_wrong_value_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError, OverflowError)):
         Outcome.of({"loss": 4.0, "curve": [[1, 5.0]]} | change)
+
+
+def test_a_check_does_not_write_into_the_folder_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()
+    with pytest.raises(InputError, match="is the folder of a run"), RunStore(tmp_path, 1) as store:
+        store.run([])
+    assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -92,8 +92,10 @@ FAILED, WRONG_INPUT, BUG, INTERRUPTED = 1, 2, 70, 75
 DEBUG = "LEAVEN_DEBUG"  # environment variable: if it is set, an error gives a traceback
 _CTRL_C = 130  # typer's exit code for a KeyboardInterrupt
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# What to do about an error of the file system, by its number. Other numbers are faults of the disk or bugs of leaven.
+_DISK_FAULTS = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT, errno.EHOSTDOWN)
+# What to do about an error of the file system, by its number. Other numbers are bugs of leaven.
 _ADVICE = {
+    **dict.fromkeys(_DISK_FAULTS, "check that its disk is mounted, and run the same command again"),
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM, errno.EROFS), "use another path, or allow leaven to read and write it"
     ),
@@ -197,8 +199,9 @@ def _message_of_system(error: OSError) -> str | None:
     if error.errno in _DISK_FULL:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}; free some space and run the same command again; finished work is kept"
-    if error.errno in _ADVICE and error.filename:
-        return f"{os.fsdecode(error.filename)}: {os.strerror(error.errno).lower()}; {_ADVICE[error.errno]}"
+    if error.errno in _ADVICE and (error.filename or error.errno in {errno.EIO, errno.ESTALE}):  # reads have no name
+        where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+        return f"{where}{os.strerror(error.errno).lower()}; {_ADVICE[error.errno]}"
     return None
 
 

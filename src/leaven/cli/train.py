@@ -97,7 +97,7 @@ def train(
     if "WORLD_SIZE" in os.environ and not layout_is_set and RunFolder(folder).recipe_file.exists():
         loaded = resized(loaded, world_size())  # after torchrun has lost a node or got one back
     require_trainable(loaded, world_size())
-    if loaded.start.folder is not None:  # an error is raised here, before hours of tokenising
+    if loaded.start.folder is not None and not RunFolder(folder).begun:  # an error, before hours of tokenising
         require_start(loaded.model, loaded.start.folder)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         _exit_if_stopped_on_purpose(RunFolder(folder))

@@ -124,6 +124,11 @@ def write_huggingface(
                 each.name: _joined(each, weight).to(torch.float32 if each.of_router_bias else numbers).contiguous()
                 for each in shard
             }
+            for name, tensor in tensors.items():
+                if not tensor.isfinite().all():
+                    raise InputError(
+                        f"{name}: not every weight is finite in {dtype}; use another dtype or checkpoint"
+                    )
             try:
                 save_file(tensors, temporary / file, metadata={"format": "pt"})
             except SafetensorError as error:

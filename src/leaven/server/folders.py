@@ -21,6 +21,7 @@ from leaven.views.folders import KINDS, RunView, StudyView, read_folder
 DEEPEST = 6  # levels of subfolders that are searched
 SKIPPED = {"checkpoints", "node_modules", "__pycache__", "site-packages"}
 SHOWN = {".json", ".jsonl", ".toml"}  # suffixes of the files that a page shows
+YEAR_9999 = 253_370_764_800.0  # its first second as a Unix time; a file may have a later one
 SILENT = 120.0  # seconds; a run is called running if a file has changed within this time
 
 
@@ -44,8 +45,8 @@ class Found:
 
     @property
     def changed(self) -> float:
-        """The Unix time of the latest change to a file that the page shows."""
-        return max((stat.st_mtime for stat in self.stats.values()), default=0.0)
+        """The Unix time of the latest change to a file that the page shows, in the years that Python can write."""
+        return min(max([0.0, *(stat.st_mtime for stat in self.stats.values())]), YEAR_9999)
 
     @property
     def when(self) -> str:
@@ -131,8 +132,11 @@ def row(found: Found, now: float) -> FolderRow:
 
 
 def _files(folder: Path, depth: int) -> Iterator[tuple[str, os.stat_result]]:
+    entries: list[os.DirEntry[str]] = []
     with suppress(OSError):  # the folder was removed meanwhile
-        for entry in os.scandir(folder):
+        entries.extend(os.scandir(folder))
+    for entry in entries:
+        with suppress(OSError):  # the file was removed meanwhile, or is a link to nowhere
             if entry.is_dir(follow_symlinks=False):
                 if depth and entry.name not in SKIPPED:
                     yield from _files(Path(entry.path), depth - 1)

@@ -133,7 +133,8 @@ def write_checkpoint(
         except (OSError, ValueError) as error:
             failed = _reason(error)
         else:
-            tidy()
+            with suppress(OSError):  # the next save tries again
+                tidy()
     failed = exchange.broadcast(failed)
     if failed is not None:
         shutil.rmtree(temporary, ignore_errors=True)  # on all processes: one may have written late
@@ -210,7 +211,7 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
         json.dump(state | {"blake2b": state_digest(state)}, file, indent=1 if len(parts) == 1 else None)
     sync_file(temporary / "state.json")
     if final.exists():  # damaged, or undone by a rewind
-        shutil.rmtree(final)
+        _remove(final)
     place_folder(temporary, final)
 
 
@@ -239,7 +240,7 @@ def read_checkpoint(
             continue
         try:
             found, unreadable = _read(candidate, group, recipe), None
-        except (FileNotFoundError, NotADirectoryError, SafetensorError, *WRONG_TYPES):
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, SafetensorError, *WRONG_TYPES):
             found, unreadable = None, None
         except OSError as error:
             found, unreadable = None, error.strerror or str(error)
@@ -275,8 +276,8 @@ def _read(folder: Path, group: ProcessGroup, recipe: Recipe | None) -> Checkpoin
     if recipe is not None:
         _require_parameters(model, optimizer, recipe)
     progress = Progress(state["step"], state["tokens"], state["seconds"])
-    rewinds = tuple(Rewind(**rewind) for rewind in state["rewinds"])
-    _require_types(progress, rewinds, state["state"])
+    rewinds = tuple(Rewind.of(rewind) for rewind in state["rewinds"])
+    _require_types(progress, state["state"])
     return Checkpoint(progress, model, optimizer, state["state"], rewinds)
 
 
@@ -297,21 +298,23 @@ def _require_parameters(model: Tensors, optimizer: Tensors, recipe: Recipe) -> N
         optimizer.require(averages)
 
 
-def _require_types(progress: Progress, rewinds: Sequence[Rewind], state: Any) -> None:
+def _require_types(progress: Progress, state: Any) -> None:
     """Raise ValueError if a value of state.json has a wrong type."""
-    counts = [progress.step, progress.tokens]
-    seconds: list[Any] = [progress.seconds]
-    for rewind in rewinds:
-        for name, value in asdict(rewind).items():
-            (seconds if name == "lr" else counts).append(value)
     right = (
-        all(type(count) is int for count in counts)
-        and all(type(number) in {int, float} and math.isfinite(number) for number in seconds)
+        all(type(count) is int for count in (progress.step, progress.tokens))
+        and math.isfinite(progress.seconds)
         and isinstance(state, dict)
         and all(isinstance(state.get(key, ""), str) for key in (TEXT, IDENTITY))
     )
     if not right:
         raise ValueError("a value of state.json has a wrong type")
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint. It is renamed first: if the process is killed meanwhile, the rest is no damaged one."""
+    with suppress(OSError):
+        checkpoint = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.tmp"))
+    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def _reason(error: Exception) -> str:
@@ -410,7 +413,7 @@ class CheckpointManager:
                     path.replace(path.with_name(f"damaged-{path.name}"))
             for path in checkpoints(self._folder):
                 if tokens_of(path) > after_tokens and path not in damaged:
-                    shutil.rmtree(path, ignore_errors=True)
+                    _remove(path)
         self._group.barrier()
 
     def _write(self, checkpoint: Checkpoint, good_tokens: int) -> Saved:
@@ -420,7 +423,7 @@ class CheckpointManager:
             stay = checkpoints_to_keep(due, good_tokens, self._keep, self._keep_every)
             for path in there[:-1]:
                 if tokens_of(path) not in stay:
-                    shutil.rmtree(path, ignore_errors=True)
+                    _remove(path)
 
         try:
             path = write_checkpoint(self._folder, checkpoint, self._exchange, tidy)

@@ -97,7 +97,7 @@ def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str 
 
 class Tensors(Mapping[str, Tensor]):
     """A mapping from names to tensors, which are read on access. A tensor may be a view of a file: copy it before you
-    write to it. A file is opened at the first access, and stays readable afterwards even if it is deleted."""
+    write to it. A file is opened when it is checked or first read, and stays readable even if it is deleted."""
 
     def __init__(self, folder: Path, saved: Mapping[str, SavedTensor]) -> None:
         self._folder, self._saved = folder, saved
@@ -123,7 +123,6 @@ class Tensors(Mapping[str, Tensor]):
             ValueError: if a block is missing, stored twice, in another file, or of another dtype or shape.
         """
         known, compared = set(files), set(headers)
-        opened = dict(self._files)  # a copy, so that files of which no block is needed do not stay open
         for name, saved in self._saved.items():
             lengths = [*saved.shape, *(length for block in saved.blocks for length in (*block.offset, *block.shape))]
             if not all(type(length) is int and length >= 0 for length in lengths):
@@ -137,9 +136,7 @@ class Tensors(Mapping[str, Tensor]):
                 if block.file not in known:
                     raise ValueError(f"{name}: {block.file} is no file of this checkpoint")
                 if block.file in compared:
-                    if block.file not in opened:
-                        opened[block.file] = self._open(block.file)
-                    there = opened[block.file].get_tensor(name)  # a view of the file, so nothing is read
+                    there = self._opened(block.file).get_tensor(name)  # a view of the file, so nothing is read
                     if (dtype_name(there), tuple(there.shape)) != (saved.dtype, block.shape):
                         raise ValueError(f"{name}: {block.file} holds another dtype or shape of this tensor")
 
@@ -196,12 +193,9 @@ class Tensors(Mapping[str, Tensor]):
 
     def _opened(self, file: str) -> Any:
         if file not in self._files:
-            self._files[file] = self._open(file)
+            storage.require_file(self._folder / file)
+            self._files[file] = safe_open(self._folder / file, "pt")
         return self._files[file]
-
-    def _open(self, file: str) -> Any:
-        storage.require_file(self._folder / file)
-        return safe_open(self._folder / file, "pt")
 
 
 def part(tensors: Mapping[str, Tensor], name: str, piece: Piece) -> Tensor:

@@ -62,10 +62,19 @@ class Training:
     """The state of a run in one of its processes: model, optimizer and position in the data."""
 
     def __init__(
-        self, recipe: Recipe, tokens: "TokenSet", device: str | None = None, group: ProcessGroup = SINGLE_PROCESS
+        self,
+        recipe: Recipe,
+        tokens: "TokenSet",
+        device: str | None = None,
+        group: ProcessGroup = SINGLE_PROCESS,
+        *,
+        resumes: bool = False,
     ) -> None:
-        check_trainable(recipe, tokens, group)
-        self.recipe = recipe
+        """With ``resumes``, a checkpoint will be restored, so the weights of [start], which may be gone, are not
+        read."""
+        start = None if resumes else recipe.start.folder
+        check_trainable(recipe, tokens, group, resumes)
+        self.recipe, self.resumes = recipe, resumes
         self.device = torch.device(device) if device else default_device()
         require_device(recipe, self.device)
         if self.device.type == "cpu":
@@ -83,8 +92,8 @@ class Training:
             group=group,
             z_loss=recipe.hyperparameters.z_loss,
         )
-        if recipe.start.folder is not None:
-            start_from(self.sharded.pieces, recipe.model, table, recipe.start.folder)
+        if start is not None:
+            start_from(self.sharded.pieces, recipe.model, table, start)
         stored = self.sharded.parameters
         self.optimizer = Optimizer.build(
             {each.row.name: each.local for each in stored},
@@ -96,8 +105,8 @@ class Training:
         self.loss_scale = LossScale.build(self.device) if recipe.precision.compute == "fp16" else None
         self.noise = NoiseScale.build(recipe.stability.noise_scale_every_tokens, self.sharded)
         self.load_balance = LoadBalance.build(recipe.model, self.sharded)
-        if recipe.start.folder is not None and self.load_balance is not None and self.load_balance.bias_step:
-            self.load_balance.bias_LE.copy_(router_biases(recipe.model, recipe.start.folder))
+        if start is not None and self.load_balance is not None and self.load_balance.bias_step:
+            self.load_balance.bias_LE.copy_(router_biases(recipe.model, start))
         stateful = (self.clipper, self.loss_scale, self.noise, self.load_balance)
         self._stateful = [part for part in stateful if part is not None]
         self.average = WeightAverage(self.sharded) if recipe.average else None
@@ -371,10 +380,13 @@ class Training:
         self.stream = replace(self.stream, skip=skip)
 
 
-def check_trainable(recipe: Recipe, tokens: "TokenSet", group: ProcessGroup = SINGLE_PROCESS) -> None:
-    """Raise InputError if the processes of ``group`` cannot train ``recipe`` on ``tokens``, the training text."""
+def check_trainable(
+    recipe: Recipe, tokens: "TokenSet", group: ProcessGroup = SINGLE_PROCESS, resumes: bool = False
+) -> None:
+    """Raise InputError if the processes of ``group`` cannot train ``recipe`` on ``tokens``, the training text. A run
+    that ``resumes`` needs no start weights."""
     require_trainable(recipe, group.size)
-    if recipe.start.folder is not None:
+    if recipe.start.folder is not None and not resumes:
         require_start(recipe.model, recipe.start.folder)
     if recipe.data.documents == "isolated" and tokens.end_of_text is None:
         raise InputError(

@@ -153,12 +153,18 @@ def identity_of(run: RunFolder, state: Mapping[str, Any]) -> str | None:
     return next((identity for _, identity in _identities(run, state)), None)
 
 
-def newest_state(run: RunFolder) -> dict[str, Any]:
-    """Return the state of the callbacks in the newest checkpoint whose state.json is undamaged, or an empty dict."""
+def newest_document(run: RunFolder) -> dict[str, Any]:
+    """Return the content of the state.json of the newest checkpoint in which it is undamaged, or an empty dict."""
     for path in reversed(checkpoints(run.checkpoints)):
         with suppress(OSError, *WRONG_TYPES):  # damage is reported when the checkpoint is loaded
-            return dict(read_state(path)["state"])
+            return read_state(path)
     return {}
+
+
+def newest_state(run: RunFolder) -> dict[str, Any]:
+    """Return the state of the callbacks in :func:`newest_document`, or an empty dict."""
+    state = newest_document(run).get("state")
+    return state if isinstance(state, dict) else {}
 
 
 def tokenizer_digest(run: RunFolder) -> str | None:
@@ -269,8 +275,10 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
         return f"{run.events_file.name} says that it has trained {saved[-1]:,} tokens"
     read = run.read_metrics()
     lines = read.documents
-    if read.damaged and not lines:
+    if (read.damaged and not lines) or _is_other_text(run.metrics_file, IDENTITY, "step"):
         return f"{run.metrics_file.name} has lines that are no metrics"
+    if _is_other_text(run.events_file, "event"):
+        return f"{run.events_file.name} has lines that are no events"
     unsaved = any(event["event"] == "checkpoint_failed" for event in events) or any(
         run.checkpoints.glob(f".{checkpoint_name(0)}.*.tmp")
     )
@@ -282,6 +290,16 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
     if not few and (file := _trained_file(run, begun=bool(events))) is not None:
         return f"{file.relative_to(run.path)} says that it has been trained"
     return "it had saved one before torchrun restarted it" if _torchrun_has_trained(run) else None
+
+
+def _is_other_text(file: Path, *keys: str) -> bool:
+    """Return whether a file begins with something else than a line of ours, whole or cut off, whose first key is one
+    of ``keys``. A power cut may leave zeros."""
+    with suppress(FileNotFoundError), storage.open_file(file) as opened:
+        begin = opened.read(_EMPTY_CURVES).strip(b"\0\n")
+        ours = [f'{{"{key}": '.encode() for key in keys]
+        return not any(begin.startswith(each[: len(begin)]) for each in ours)
+    return False
 
 
 def _trained_file(run: RunFolder, begun: bool) -> Path | None:
@@ -308,19 +326,22 @@ def _plan(run: RunFolder) -> dict[str, Any]:
 
 
 def newest_saved(run: RunFolder) -> int | None:
-    """Return the number of trained tokens at the newest checkpoint according to events.jsonl. Only checkpoints since
-    the last rewind count; return None if there are none."""
+    """Return the number of trained tokens at the newest checkpoint according to events.jsonl, or None if no event
+    says it. Only checkpoints since the last rewind count, and the one to which it returned."""
     for event in reversed(run.events()):
-        if event["event"] in RETURNS:
-            break
         if (tokens := _saved_tokens(event)) is not None:
             return tokens
+        if event["event"] in RETURNS:  # an automatic one of an older version
+            break
     return None
+
+
+_SAVED_TOKENS = {"checkpoint": "tokens", "resume": "tokens", "rewind": "to_tokens", "rollback": "from_tokens"}
 
 
 def _saved_tokens(event: Mapping[str, Any]) -> int | None:
     """Return the number of trained tokens at the checkpoint that the event mentions, or None if it mentions none."""
-    tokens = event.get("tokens") if event["event"] in ("checkpoint", "resume") else None
+    tokens = event.get(_SAVED_TOKENS.get(event["event"], ""))
     return tokens if isinstance(tokens, int) else None
 
 

@@ -75,8 +75,7 @@ class MuonWithAdamW(torch.optim.AdamW):
         super().__init__(groups, **how)
         for group in self._of_muon:  # torch has added the defaults of AdamW
             del group["betas"], group["eps"]
-        stated = next(iter(self._of_muon), {})
-        self.nesterov, self.ns_steps = stated.get("nesterov", nesterov), stated.get("ns_steps", ns_steps)
+        self.nesterov, self.ns_steps = nesterov, ns_steps
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle needs: the state of AdamW, and the attributes that this class adds."""
@@ -114,10 +113,16 @@ class MuonWithAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        everything = self.param_groups
+        loss = None
+        if closure is not None:  # while all groups are here, because it calls zero_grad
+            with torch.enable_grad():
+                loss = closure()
+        everything, of_adam = self.param_groups, torch.optim.AdamW.step
+        if getattr(of_adam, "hooked", False):  # torch's wrapper, which would call the hooks a second time
+            of_adam = vars(of_adam)["__wrapped__"]
         self.param_groups = [group for group in everything if "match" not in group]
         try:
-            loss = super().step(closure)
+            of_adam(self)
         finally:
             self.param_groups = everything
         self._step_matrices()
@@ -138,18 +143,18 @@ class MuonWithAdamW(torch.optim.AdamW):
         def directions() -> Iterator[Tensor]:
             """Update the momentum of each matrix, and yield the direction of its step."""
             for _, parameter, group in matrices:
-                grad, state = parameter.grad, self.state[parameter]
+                grad, state = -parameter.grad if group["maximize"] else parameter.grad, self.state[parameter]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 average = state["momentum_buffer"]
                 new = average.lerp(grad, 1 - group["momentum"])
-                direction = grad.lerp(new, group["momentum"]) if self.nesterov else new
+                nesterov = group.get("nesterov", self.nesterov)
+                direction = grad.lerp(new, group["momentum"]) if nesterov else new
                 average.copy_(unless_skipped(new, average))
                 yield direction.to(self.dtype or direction.dtype)
 
-        steps = self.on_whole(
-            lambda matrix: orthogonal(matrix, self.ns_steps), [m[0] for m in matrices], directions()
-        )
+        ns_steps = next((group.get("ns_steps", self.ns_steps) for group in self._of_muon), self.ns_steps)
+        steps = self.on_whole(lambda matrix: orthogonal(matrix, ns_steps), [m[0] for m in matrices], directions())
         for (_, parameter, group), step in zip(matrices, steps, strict=True):
             new = parameter * (1 - group["lr"] * group["weight_decay"])
             new.add_(step, alpha=-group["lr"] * group["match"])

@@ -7,17 +7,22 @@ which checkpoints no longer count. If the checkpoint at the rewind's target is m
 checkpoint and trains up to the target again, with the same result.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
-from leaven.training.integrity import require_own_files
+from leaven.training.integrity import newest_document, require_own_files, require_run_of
 from leaven.training.run_folder import (
+    DAMAGED_EVENTS,
     HYPERPARAMETERS,
     RETURNS,
     SECTIONS,
+    WRONG_TYPES,
     RunFolder,
     changeable,
     changes_of,
@@ -41,12 +46,37 @@ class Rewind:
     attempt: int = 0  # number of rewinds for the same anomaly, including this rewind; 0 for a manual rewind
     found_step: int = 0  # step at which the anomaly was found; 0 for a manual rewind
 
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> "Rewind":
+        """Return the rewind in an event or in the state of a checkpoint.
+
+        Raises:
+            KeyError, TypeError, ValueError: if a value is missing or wrong.
+        """
+        made = cls(**{field.name: document[field.name] for field in fields(cls)})
+        counts = {key: value for key, value in asdict(made).items() if key != "lr"}
+        if any(type(count) is not int for count in counts.values()) or not math.isfinite(made.lr):
+            raise ValueError("a value of a rewind has a wrong type")
+        return made
+
 
 def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
-    """Return the automatic and manual rewinds of a run, in order."""
-    keys = [field.name for field in fields(Rewind)]
-    returns = [event for event in run.events() if event["event"] in RETURNS]
-    return tuple(Rewind(**{key: event[key] for key in keys}) for event in returns)
+    """Return the automatic and manual rewinds of a run, in order.
+
+    They are in the newest checkpoint, and those after it in events.jsonl. An event says how many rewinds were before
+    it, because earlier lines may be lost: a full disk may have kept them out, or the file is an older copy.
+    """
+    rewinds: list[Rewind] = []
+    with suppress(*WRONG_TYPES):  # such a checkpoint is damaged, and is named when it is loaded
+        rewinds = [Rewind.of(each) for each in newest_document(run)["rewinds"]]
+    for position, event in enumerate(event for event in run.events() if event["event"] in RETURNS):
+        earlier = event.get("earlier_rewinds")  # None: of an older version
+        if (position if earlier is None else earlier) >= len(rewinds):
+            try:
+                rewinds.append(Rewind.of(event))
+            except WRONG_TYPES:
+                raise InputError(f"{run.events_file}: a {event['event']} is damaged; {DAMAGED_EVENTS}") from None
+    return tuple(rewinds)
 
 
 def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
@@ -102,8 +132,8 @@ class ManualRewind:
         return bool(returns) and returns[-1]["asked"] == asdict(self) and not changes_of(run.recipe(), recipe)
 
     def check(self, run: RunFolder, recipe: Recipe) -> None:
-        """Raise InputError if the folder has no run or no suitable checkpoint, or if the recipe changes a value that
-        must stay the same during a run."""
+        """Raise InputError if the folder has no run that can be trained or no suitable checkpoint, or if the recipe
+        changes a value that must stay the same during a run."""
         if not run.recipe_file.exists():
             raise InputError(f"--rewind-to: there is no run in {run.path}; give the folder of a run with --run")
         refused = [change for change in changes_of(run.recipe(), recipe) if not changeable(change[0])]
@@ -112,6 +142,7 @@ class ManualRewind:
                 f"--rewind-to: {describe_changes(refused)}; a run can change only [{'], ['.join(SECTIONS)}] and "
                 f"{', '.join(HYPERPARAMETERS)} with --rewind-to; for other changes, give a new folder with --run"
             )
+        require_run_of(run, run.recipe())
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
@@ -124,7 +155,7 @@ class ManualRewind:
             lines = run.metrics()
             at = {key: lines[-1].get(key, 0) if lines else 0 for key in ("step", "tokens")}
             changed = recorded_changes(changes, recipe) if changes else {"changes": []}
-            run.event("rewind", **at, **asdict(rewind), asked=asdict(self), **changed)
+            run.event("rewind", **at, **asdict(rewind), earlier_rewinds=len(rewinds), asked=asdict(self), **changed)
             run.require_written()
             if changes:
                 run.change_recipe(recipe, changes, f"{to_tokens:,} tokens, by --rewind-to")

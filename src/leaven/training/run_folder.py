@@ -43,7 +43,13 @@ _VALUES_OF_EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
     "rollback": _OF_RETURN | {"why": (str,)},
     "rewind": _OF_RETURN | {"asked": (dict,)},
     "stop": {"why": (str,)},
-    "finish": {"step": (int,), "tokens": (int,), "seconds": _NUMBER, "loss": (*_NUMBER, type(None))},
+    "finish": {"step": (int,), "tokens": (int,), "seconds": _NUMBER, "loss": _NUMBER},
+}
+# Values of any event that may be missing or null.
+_OPTIONAL_VALUES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("bits_per_byte", "averaged_loss", "peak_tflops"), _NUMBER),
+    "mfu_convention": (str,),
+    "earlier_rewinds": (int,),
 }
 
 # The values that --rewind-to may change, because every step reads them from the recipe. Other keys define the model,
@@ -217,12 +223,11 @@ class RunFolder:
         self._waiting = deque((path, line) for path, line in self._waiting if path != self.metrics_file)
         if not self.writes:
             return None
-        content = _content(self.metrics_file)
-        on_disk = content.split(b"\n")[:-1]
-        lines = [*(line + b"\n" for line in on_disk), *waiting]
+        on_disk = self.lines_of(self.metrics_file)
+        lines = [*on_disk, *waiting]
         kept, difference = kept_metrics(lines, step, written)
         size = sum(map(len, lines[: min(kept, len(on_disk))]))
-        if size < len(content):
+        if self.metrics_file.exists() and size < self.metrics_file.stat().st_size:
             with storage.open_to_write(self.metrics_file) as file:
                 file.truncate(size)
         self._waiting.extend((self.metrics_file, line) for line in lines[len(on_disk) : kept])
@@ -281,6 +286,7 @@ class RunFolder:
         read = _read(self.events_file)
         for number, event in zip(read.numbers, read.documents, strict=True):
             needed = _VALUES_OF_EVENTS.get(event["event"], {}) if isinstance(event.get("event"), str) else {}
+            needed = needed | {key: types for key, types in _OPTIONAL_VALUES.items() if event.get(key) is not None}
             for key, types in needed.items():
                 value = event.get(key, ...)
                 if not isinstance(value, types) or isinstance(value, bool):
@@ -303,6 +309,11 @@ class RunFolder:
             elif event["event"] == "rollback":
                 found.append(event)
         return found
+
+    @property
+    def begun(self) -> bool:
+        """Whether the run has a checkpoint or has finished, so that it does not start from [start] weights again."""
+        return bool(checkpoints(self.checkpoints)) or self.finish() is not None
 
     def finish(self) -> dict[str, Any] | None:
         """Return the ``finish`` event of the run. Return None if the run has not finished, or was rewound after it

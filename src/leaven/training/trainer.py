@@ -160,7 +160,7 @@ def train(
         return _summary(run, Progress(finish["step"], finish["tokens"], finish["seconds"]), finish)
     memory_before = held_memory(default_device())
     try:
-        training, choice = _built(recipe, tokens, group, stop)
+        training, choice = _built(recipe, tokens, group, stop, run.begun)
     except StopRequested:
         return _summary(run, Progress(), None, "before its first step")
     training.telemetry.peak = peak = device_peak(training.device, recipe.precision.compute)
@@ -184,10 +184,10 @@ def train(
 
 
 def _built(
-    recipe: Recipe, tokens: "TokenSet", group: ProcessGroup, stop: Callable[[], bool]
+    recipe: Recipe, tokens: "TokenSet", group: ProcessGroup, stop: Callable[[], bool], resumes: bool
 ) -> tuple[Training, Choice | None]:
     """Return the initial state of a run, and how its micro-batch was chosen. The choice is None if the recipe states
-    the micro-batch, or if there are several processes.
+    the micro-batch, or if there are several processes. ``resumes`` says whether a checkpoint will be restored.
 
     Raises:
         StopRequested: if ``stop`` returns True while micro-batches are timed.
@@ -196,7 +196,7 @@ def _built(
         require_memory(recipe)
         if group is not SINGLE_PROCESS:  # timing that ran out of memory on one device would block the others
             recipe = by_rule_of_thumb(recipe)
-    training = Training(recipe, tokens, group=group)
+    training = Training(recipe, tokens, group=group, resumes=resumes)
     training.stop = stop
     if recipe.batch.micro_batch != "auto":
         return training, None
@@ -238,7 +238,7 @@ class RunTrainer:
         rewinds, saved = rewinds_of(self.run), newest_saved(self.run)
         changed: str | None = None
         found = self._newest(rewinds)
-        if found is None and checkpoints(self.run.checkpoints):
+        if found is None and (self.training.resumes or checkpoints(self.run.checkpoints)):
             raise self._unusable()
         if found is not None:
             require_text(self.run, self.tokens.fingerprint, found.state.get(TEXT))
@@ -303,12 +303,13 @@ class RunTrainer:
         if found is None:
             self.fail(values | {"why": f"{values['why']}; no checkpoint is left to go back to"})
         # The rollback is final once this line is on the disk: if the run is killed later, it resumes rolled back.
+        values |= {"earlier_rewinds": len(rewinds) - 1, "from_tokens": found.progress.tokens}
         self.run.event("rollback", **values)
         seconds = self.training.progress.seconds  # the time of undone steps counts
         self._restore(found, rewinds)
         self.training.progress = replace(found.progress, seconds=seconds)
         names = [path.name for path in self.damaged]
-        self._on_event("rollback", values | {"from_tokens": found.progress.tokens, "damaged_checkpoints": names})
+        self._on_event("rollback", values | {"damaged_checkpoints": names})
 
     def fail(self, values: dict[str, Any]) -> NoReturn:
         """Log why the run failed, and end it by raising Diverged."""
@@ -335,12 +336,11 @@ class RunTrainer:
         return found
 
     def _unusable(self) -> InputError:
-        why = unusable_checkpoints(self.run, self.damaged)
+        why = unusable_checkpoints(self.run, self.damaged) or "its checkpoints are gone"
         return InputError(f"{self.run.checkpoints}: {why}, or start again with another --run")
 
     def _restore(self, found: Checkpoint | None, rewinds: tuple[Rewind, ...]) -> None:
         if found is not None:
-            rewinds = max(rewinds, found.rewinds, key=len)  # a full disk may have kept events out of events.jsonl
             self.training.restore(found)
         self.training.follow(rewinds)
         for callback in self.callbacks:

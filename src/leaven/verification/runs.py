@@ -27,6 +27,8 @@ from leaven.verification.model_instance import RunSetting
 
 LINES, RESULT = "runs.jsonl", "check.json"
 DIGEST = "blake2b"  # key of the digest of a line, which lines of older versions do not have
+COUNT = "earlier_runs"  # key of the number of finished runs before a line, which lines of older versions do not have
+OTHERS = ("events.jsonl", "metrics.jsonl", "study.json", "centre.toml")  # files of a run or a study
 _KEY = re.compile(rb'\{"key": "(\w+)"')
 Key = TypeVar("Key")
 
@@ -106,7 +108,7 @@ class RunStore:
                     died.add(key)
                     queue.append(key)
                     continue
-                line = {"key": key} | asdict(self._ended[key])
+                line = {"key": key, COUNT: len(self._ended) - 1} | asdict(self._ended[key])
                 storage.append_json(self.folder / LINES, line | {DIGEST: _digest(line)})
                 self._on_run(len(wanted.keys() & self._ended.keys()), len(wanted))
         ended = len(wanted.keys() & self._ended.keys())
@@ -135,19 +137,24 @@ class RunStore:
         A line that was changed or is no outcome does not count, so its run is trained again.
 
         Raises:
-            InputError: if the folder is in use or cannot be created, or has the result of a check without its runs.
+            InputError: if the folder is in use or cannot be created, has the result of a check without its runs, or
+                belongs to a run or a study.
         """
         if self._pool is None:
+            other = next((name for name in OTHERS if (self.folder / name).exists()), None)
+            if other is not None and not (self.folder / LINES).exists():
+                raise InputError(f"{self.folder} is the folder of a run or a study ({other}); use another --run")
             self._resources.enter_context(locked_folder(self.folder, "--run"))
             storage.require_plain_file(self.folder / LINES)
             read = storage.read_json_lines(self.folder / LINES)
-            bad = self._keys_of_lines(read.damaged)
+            bad, known = self._keys_of_lines(read.damaged), self._known()
             for entry in read.documents:
                 digest, key = entry.pop(DIGEST, None), str(entry.get("key"))
                 try:
                     if digest not in {None, _digest(entry)}:
                         raise ValueError("a changed line")
                     del entry["key"]
+                    known = max(known, 1 + int(entry.pop(COUNT, -1)))
                     self._ended[key] = Outcome.of(entry)
                 except (KeyError, TypeError, ValueError, OverflowError):
                     bad.append(key)
@@ -157,7 +164,7 @@ class RunStore:
                     f"{self.folder} has the result of a check, but not its runs ({LINES}); bring back {LINES}, or "
                     "start again with another --run"
                 )
-            self._lost = max(lost, self._known() - len(self._ended))
+            self._lost = max(lost, known - len(self._ended))
             self._pool = self._resources.enter_context(WorkerPool(self._workers))
         return self._pool
 
