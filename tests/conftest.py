@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -14,6 +15,9 @@ from hypothesis import HealthCheck, settings
 
 # With two pytest workers on two cores, more threads would make the tests ten times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Containers often turn .pyc files off. Every process that a test starts would then compile leaven again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
@@ -51,7 +55,7 @@ lr = 0.01
 init_std = 0.1
 
 [evaluation]
-tokens = 1_024
+tokens = 512
 """
 
 
