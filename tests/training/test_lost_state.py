@@ -734,13 +734,13 @@ def test_a_report_of_a_run_names_a_file_that_cannot_be_read(
 def test_values_on_which_no_weight_depends_may_be_changed_before_weights_are_used(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
 ) -> None:
-    changed = recipe.replace({"evaluation.tokens": 256, "stability.keep": 7})
+    changed = recipe.replace({"evaluation.tokens": 512, "stability.keep": 7})
     write_recipe(changed, run.recipe_file)
     assert load_run(run.path).changed is not None
     with pytest.warns(UserWarning, match="recipe.toml was changed after the checkpoint: .*keep was 3, is now 7"):
         load(run.path)
     export_run(load_run(run.path), tmp_path / "exported")
-    with pytest.raises(InputError, match="evaluation.tokens was 512, is now 256.*; change it back"):
+    with pytest.raises(InputError, match="evaluation.tokens was 256, is now 512.*; change it back"):
         train(changed, tokens, run.path)
 
 
