@@ -102,7 +102,6 @@ QUICK: list[tuple[str, dict[str, Any]]] = [
     ("tp=2,recompute=full", TWO | {"model.n_kv_heads": 2}),
     ("pp=2", {"model.tied_embeddings": True}),
     ("dp=8,zero=2,mbs=2", TWO | {"hyperparameters.optimizer": "muon"}),
-    ("tp=1", MIXED),
     ("dp=8,ep=4,zero=1", MIXED),
     ("dp=8,zero=1,mbs=2", FP32),
     ("tp=1", TWO | {"model.norm_placement": "output", "model.qk_norm_whole": True, "model.parallel_branches": True}),
@@ -111,6 +110,7 @@ QUICK: list[tuple[str, dict[str, Any]]] = [
 # For `make test-slow`: these have no feature that the quick cases lack.
 SLOW: list[tuple[str, dict[str, Any]]] = [
     ("tp=1", TWO),
+    ("tp=1", MIXED),
     ("tp=1,recompute=full", TWO),
     ("dp=8", TWO),
     ("dp=8,zero=1", TWO),

@@ -904,9 +904,12 @@ def test_a_sealed_checkpoint_with_a_wrong_state_is_damaged(
 
 
 @pytest.mark.parametrize(
-    "change", [missing, extra, smaller, integers, eight_bits, no_moment], ids=lambda f: f.__name__
-)
-@pytest.mark.parametrize("format_of_many", [False, True])
+    ("change", "format_of_many"),
+    [
+        (missing, False), (missing, True), (extra, True), (smaller, False), (integers, True), (eight_bits, False),
+        (no_moment, True),
+    ],
+)  # fmt: skip
 def test_a_sealed_checkpoint_with_other_tensors_is_damaged(
     run: RunFolder,
     recipe: Recipe,
