@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -18,8 +19,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
 
+# Containers often turn .pyc files off. Then every process that a test starts would compile leaven again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # The time of an example depends on how busy the machine is, so it has no limit.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("untimed", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 TINY = """\
@@ -51,7 +56,7 @@ lr = 0.01
 init_std = 0.1
 
 [evaluation]
-tokens = 1_024
+tokens = 256
 """
 
 

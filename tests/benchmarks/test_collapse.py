@@ -30,7 +30,7 @@ def test_the_chain_has_the_conditional_frequencies_of_the_plays_and_their_entrop
     # The mean of -log p over the drawn text is the entropy, and all pieces of the text occur in the plays.
     contexts, followed = counts[-2:]
     surprises = []
-    for each in drawn.reshape(CHAINS, -1)[:300]:
+    for each in drawn.reshape(CHAINS, -1)[:100]:
         text = "".join(letters[number] for number in each)
         pieces = (text[at : at + ORDER + 1] for at in range(len(text) - ORDER))
         surprises += [log(contexts[piece[:-1]] / followed[piece]) for piece in pieces]

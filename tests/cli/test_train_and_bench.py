@@ -18,7 +18,7 @@ from leaven.training.rewind import rewinds_of
 from leaven.training.run_folder import RunFolder, checkpoints
 
 NO_NUMBERS = ("--set", "hyperparameters.lr=1e19", "--set", "hyperparameters.weight_decay=0")
-OVERFLOW = ("--set", "precision.compute=fp16", "--set", "hyperparameters.init_std=3")
+OVERFLOW = ("--set", "precision.compute=fp16", "--set", "hyperparameters.init_std=3", "--set", "data.tokens=2560")
 
 
 def strictly(path: Path) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ def test_train_prints_one_document_and_a_line_every_so_many_steps(
 
 
 def test_the_checkpoint_at_0_tokens_is_used(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
-    run, kept = tmp_path / "run", ("--set", "stability.keep=20", "--log-to", "none")
+    run, kept = tmp_path / "run", ("--set", "stability.keep=20", "--set", "data.tokens=2560", "--log-to", "none")
     assert leaven("train", tiny_file, "--run", run, *kept)[0] == 0
     sampled = document(leaven("sample", run, "x", "--tokens", "0", "--max-tokens", "1", "--json"))
     assert sampled["tokens"] == 0

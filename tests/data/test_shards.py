@@ -539,7 +539,7 @@ def test_child_processes_exit_with_a_killed_parent(data: Data, tmp_path: Path) -
 
     until = time.monotonic() + 20
     while left() and time.monotonic() < until:
-        time.sleep(0.1)
+        time.sleep(0.02)
     remaining = left()
     for number in remaining:
         os.kill(number, signal.SIGKILL)
@@ -579,7 +579,7 @@ def test_closing_ends_child_processes_at_once() -> None:
     began = time.monotonic()
     with closing(encode_in_order(encoder, work, 0, processes=2)) as results:
         assert next(results) == (0, 0.0)
-        time.sleep(1)  # both processes have begun a batch
+        time.sleep(0.3)  # both processes have begun a batch
     assert time.monotonic() - began < 30
 
 

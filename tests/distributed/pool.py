@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _redistribute
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "leaven.training.engine"]
+PRELOAD = ["torch.distributed.fsdp", "torch.distributed.pipelining", "leaven.training.trainer"]
+PRELOAD += ["leaven.verification.dry_run", "tests.distributed.cases"]
 TIMEOUT = 300.0
 """Seconds for one case, far more than any takes, so that a hang becomes an error."""
 

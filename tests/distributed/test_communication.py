@@ -9,7 +9,8 @@ from tests.distributed.pool import Pool
 from leaven.data.tokens import prepare
 from leaven.recipe.recipe import Recipe
 
-SLOW = {"dp 2 pp 2 zero 0", "dp 2 pp 2 zero 1", "dp 2 pp 2 zero 3", "dp 2 zero 1"}  # the others have these features
+# The others have these features.
+SLOW = {"dp 2 pp 2 zero 0", "dp 2 pp 2 zero 1", "dp 2 pp 2 zero 3", "dp 2 zero 1", "tp 2 pp 2"}
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ EXPERTS: dict[str, Any] = {"number": 8, "active": 2, "d_expert": 352, "shared": 
 MANY = {"number": 16, "active": 4, "d_expert": 176, "router": "sigmoid"}
 MIXED = {"model.n_layers": 3, "model.experts": EXPERTS}
 TWO = {"model.n_layers": 2}
+SOFTCAPS = {"model.attention_softcap": 50.0, "model.logit_softcap": 30.0}
 FP32 = {  # a model of 127 k parameters, whose states are smaller than its activations
     "model.vocab_size": 512, "model.n_layers": 2, "model.d_model": 64, "model.d_head": 16, "model.d_ff": 160,
     "model.seq_len": 128, "batch.tokens": 128 * 16, "data.tokens": 128 * 64, "precision.compute": "fp32",
@@ -102,17 +103,15 @@ QUICK: list[tuple[str, dict[str, Any]]] = [
     ("tp=2,recompute=full", TWO | {"model.n_kv_heads": 2}),
     ("pp=2", {"model.tied_embeddings": True}),
     ("dp=8,zero=2,mbs=2", TWO | {"hyperparameters.optimizer": "muon"}),
-    ("tp=1", MIXED),
     ("dp=8,ep=4,zero=1", MIXED),
     ("dp=8,zero=1,mbs=2", FP32),
-    ("tp=1", TWO | {"model.norm_placement": "output", "model.qk_norm_whole": True}),
-    ("tp=1", TWO | {"model.norm_placement": "sandwich", "model.window": 32}),
-    ("tp=1", TWO | {"model.parallel_branches": True}),
-    ("tp=1", TWO | {"model.attention_softcap": 50.0, "model.logit_softcap": 30.0}),
+    ("tp=1", TWO | {"model.norm_placement": "output", "model.qk_norm_whole": True, "model.parallel_branches": True}),
+    ("tp=1", TWO | {"model.norm_placement": "sandwich", "model.window": 32, **SOFTCAPS}),
 ]
 # For `make test-slow`: these have no feature that the quick cases lack.
 SLOW: list[tuple[str, dict[str, Any]]] = [
     ("tp=1", TWO),
+    ("tp=1", MIXED),
     ("tp=1,recompute=full", TWO),
     ("dp=8", TWO),
     ("dp=8,zero=1", TWO),

@@ -104,7 +104,10 @@ def test_the_script_saves_a_model_without_multipliers(
     from transformers import AutoModelForCausalLM
 
     monkeypatch.chdir(tmp_path)
-    values = runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
+    program = (EXAMPLES / f"{script}.py").read_text()
+    assert program.count("= 20") + program.count("=20") == 1
+    Path("program.py").write_text(program.replace("= 20", "= 2").replace("=20", "=2"))  # steps
+    values = runpy.run_path("program.py", run_name="__main__")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / folder)
     tokens = torch.randint(512, (2, 16))
     if "run" in values:  # the trained model, with its multipliers

@@ -17,7 +17,7 @@ from leaven.training.run_folder import RunFolder
 KEPT_STATE: dict[str, Any] = {
     "model.dropout": 0.1,
     "hyperparameters.grad_clip": {"mode": "running", "limit": 0.8},  # clips nearly always
-    "batch.micro_batch": 2,
+    "batch.micro_batch": 4,
 }
 
 

@@ -27,7 +27,7 @@ BIAS: dict[str, Any] = EXPERTS | {"router": "sigmoid", "balance": "bias", "bias_
 
 
 def with_experts(tiny: Recipe, experts: dict[str, Any], **more: Any) -> Recipe:
-    return tiny.replace({"model.experts": experts, "batch.micro_batch": 2} | more)
+    return tiny.replace({"model.experts": experts, "batch.micro_batch": 4} | more)
 
 
 def watch_routers(model: nn.Module) -> list[Tensor]:
@@ -177,13 +177,13 @@ def test_biases_even_out_the_load(tiny: Recipe, tokens: TokenSet) -> None:
 
 
 def test_a_loaded_model_routes_as_the_trained_one(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    recipe = with_experts(tiny, BIAS)
+    recipe = with_experts(tiny, BIAS, **{"data.tokens": 5_120})
     train(recipe, tokens, tmp_path / "run")
     model, _ = leaven.load(tmp_path / "run")
     inputs = torch.from_numpy(tokens.validation_windows(32, 1024)[:2, :-1])
     logits = model(inputs)
     training = Training(recipe, tokens, device="cpu")
-    for _ in range(40):
+    for _ in range(20):
         training.step()
     assert torch.equal(logits, training.model(inputs))
     for mixture in training.sharded.mixtures.values():

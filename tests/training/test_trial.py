@@ -55,14 +55,14 @@ def results(outcome: Outcome) -> tuple[Any, ...]:
 
 
 def test_the_outcome_of_a_trial(tiny: Recipe) -> None:
-    recipe = tiny.replace({**STATEFUL, "data.tokens": 70 * STEP})
+    recipe = tiny.replace({**STATEFUL, "data.tokens": 36 * STEP})
     training = Training(recipe, prepare(recipe.data, 320))
     steps = []
     while not training.finished:
         steps.append(training.step())
     outcome = train_trial(recipe)
     assert outcome.loss == training.evaluate()
-    assert outcome.tokens == training.progress.tokens >= 70 * STEP
+    assert outcome.tokens == training.progress.tokens >= 36 * STEP
     assert outcome.flops == outcome.tokens * flops_per_token(recipe.model)
     assert outcome.worker.endswith(f":{os.getpid()}")
     assert outcome.seconds > 0
@@ -73,7 +73,7 @@ def test_the_outcome_of_a_trial(tiny: Recipe) -> None:
         stretch = [step for step in steps if before < step.tokens <= tokens]
         mean = sum(step.loss * step.batch_tokens for step in stretch) / (tokens - before)
         assert loss == pytest.approx(mean, rel=1e-12)
-        assert number / 32 * 70 * STEP <= tokens < number / 32 * 70 * STEP + STEP
+        assert number / 32 * 36 * STEP <= tokens < number / 32 * 36 * STEP + STEP
         before = tokens
 
 

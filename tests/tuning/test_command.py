@@ -53,8 +53,9 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Return a function that writes a command file in the current folder."""
+    """Return a function that writes a command file in the current folder. Commands are looked at more often."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command_study, "POLL", 0.05)
 
     def file(command: str, more: str = PATTERN, space: str = SPACE, name: str = "tiny.toml") -> Path:
         Path(name).write_text(f"command = '''\n{command}'''\n{more}{space}")
@@ -75,6 +76,11 @@ def tune(*words: object) -> tuple[int, str]:
 
 def document(folder: str = "study") -> StudyDocument:
     return StudyDocument.model_validate_json(Path(folder, "study.json").read_bytes())
+
+
+def all_wait(number: int) -> str:
+    """Return a shell command that waits until ``number`` trials have each written a line to the file ``ran``."""
+    return f"until [ $(wc -l < ran) -ge {number} ]; do sleep 0.02; done"
 
 
 def trainer(file: Path, **more: object) -> CommandTrainer:
@@ -279,7 +285,7 @@ def test_a_run_that_is_far_behind_the_best_is_pruned(write: Write) -> None:
     assert outcome.stopped
     assert outcome.loss > 4
     assert outcome.curve[-1] == (40, 9.0)
-    kept = write(loop.replace("sleep 60", "sleep 1"), PATTERN + "prune = false\n", ONE)
+    kept = write(loop.replace("sleep 60", "sleep 0.3"), PATTERN + "prune = false\n", ONE)
     with trainer(kept) as run:
         assert not run(Proposal({"lr": 1.0}, 5, baseline=best)).stopped
 
@@ -442,7 +448,8 @@ def test_the_examples_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_every_worker_has_a_device(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    write("echo $CUDA_VISIBLE_DEVICES {worker} >> ran; sleep 1; echo iter 1: val loss {lr}; : {seed}", PATTERN, ONE)
+    command = f"echo $CUDA_VISIBLE_DEVICES {{worker}} >> ran; {all_wait(8)}; echo iter 1: val loss {{lr}}; : {{seed}}"
+    write(command, PATTERN, ONE)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,GPU-8")
     code, printed = tune("tiny.toml", "--study", "study", "--trials", 16, "--workers", "auto", "--method", "random")
     assert code == 0, printed
@@ -459,7 +466,8 @@ def test_every_worker_has_a_device(write: Write, monkeypatch: pytest.MonkeyPatch
 
 def test_trials_of_several_processes_have_devices_of_their_own(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     more, eight = PATTERN + "devices = 2\n", "0,1,2,3,4,5,6,GPU-8"
-    write("echo $CUDA_VISIBLE_DEVICES {worker} >> ran; sleep 1; echo iter 1: val loss {lr}; : {seed}", more, ONE)
+    command = f"echo $CUDA_VISIBLE_DEVICES {{worker}} >> ran; {all_wait(4)}; echo iter 1: val loss {{lr}}; : {{seed}}"
+    write(command, more, ONE)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", eight)
     code, printed = tune("tiny.toml", "--study", "study", "--trials", 8, "--workers", "auto", "--method", "random")
     assert code == 0, printed
@@ -916,7 +924,7 @@ def test_what_a_command_leaves_running_is_ended(write: Write, start: str, monkey
     file = write(f"{start} echo iter 1: val loss $PYTHONUNBUFFERED; : {{lr}} {{seed}}", PATTERN, ONE)
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     began = time.monotonic()
-    with trainer(file, stop=lambda: time.monotonic() > began + 1) as run, suppress(TrialReleased):
+    with trainer(file, stop=lambda: time.monotonic() > began + 0.5) as run, suppress(TrialReleased):
         assert run(Proposal({"lr": 0.0}, 0)).loss == 1
     assert_no_process_left()
 

@@ -299,6 +299,7 @@ def test_a_trial_whose_creation_was_done_but_not_confirmed_is_found_again(
             raise sqlite3.OperationalError("disk I/O error")
 
     monkeypatch.setattr(dialect, "do_commit", unconfirmed)
+    monkeypatch.setattr("optuna.storages._rdb.storage.random.random", lambda: 0.0)  # the seconds until it retries
     trial = store.create_new_trial(study)
     assert [other._trial_id for other in store.get_all_trials(study)] == [trial]
     lost.clear()

@@ -200,7 +200,7 @@ def browser(tmp_path_factory):
 
 
 @needs_browser
-@pytest.mark.parametrize("name", ["demo", "study", "catalogue", "check of slopes", "check of curves", "plan"])
+@pytest.mark.parametrize("name", ["demo", "study", "catalogue", "check of curves", "plan"])
 def test_charts_draw_and_fit_a_narrow_window(browser: Browser, pages: dict[str, Path], name: str):
     page = pages[name]
     browser.window(390, dark=name in {"study", "plan"})

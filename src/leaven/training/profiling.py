@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -152,7 +151,7 @@ def record_of(
         predicted=planned,
         measured=measured,
         steps=steps,
-        torch=version("torch"),
+        torch=str(torch.__version__),
         leaven=__version__,
         seconds=round(time.time(), 3),
     )
