@@ -273,7 +273,7 @@ def test_a_checkpoint_to_which_a_run_returned_is_named_if_it_is_gone(run: RunFol
 
 def test_a_rewind_whose_event_is_lost_is_not_forgotten(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
     whole = run.path.with_name("whole")
-    train(recipe, tokens, run.path, back=ManualRewind(4_096, 512), stop=lambda: run.metrics()[-1]["step"] >= 30)
+    train(recipe, tokens, run.path, rewind=ManualRewind(6_144, 512), stop=lambda: run.metrics()[-1]["step"] >= 34)
     shutil.copytree(run.path, whole)
     rewrite(run.path / "events.jsonl", lambda lines: [line for line in lines if line["event"] != "rewind"])
     *_, target, _ = checkpoints(run.checkpoints)
@@ -281,9 +281,9 @@ def test_a_rewind_whose_event_is_lost_is_not_forgotten(run: RunFolder, recipe: R
     back.go(run, recipe)
     back.go(RunFolder(whole), recipe)
     assert rewinds_of(run) == rewinds_of(RunFolder(whole))
-    assert [each.to_tokens for each in rewinds_of(run)] == [4_096, tokens_of(target)]
+    assert [each.to_tokens for each in rewinds_of(run)] == [6_144, tokens_of(target)]
     for folder in (run.path, whole):
-        assert train(recipe, tokens, folder, back=back).finished
+        assert train(recipe, tokens, folder, rewind=back).finished
     assert losses(run.path) == losses(whole)
 
 

@@ -153,7 +153,7 @@ def test_a_rewind_that_cannot_be_trained_writes_nothing(run: RunFolder, harm: st
         (newest / "state.json").write_text(json.dumps(state | {"blake2b": state_digest(state)}))
     before = run.events_file.read_bytes(), run.recipe_file.read_bytes()
     with pytest.raises(InputError, match="this is a link|different runs"):
-        train(LOWER, text(), run.path, back=ManualRewind(40 * STEP))
+        train(LOWER, text(), run.path, rewind=ManualRewind(40 * STEP))
     assert (run.events_file.read_bytes(), run.recipe_file.read_bytes()) == before
 
 
