@@ -65,10 +65,15 @@ class Leases:
     """
 
     def __init__(
-        self, store: BaseStorage, study: int, seconds: float, clock: Callable[[], float] = time.monotonic
+        self,
+        store: BaseStorage,
+        study: int,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self.node = node(os.getpid(), next(_numbers))
-        self._store, self._study, self._seconds, self._clock = store, study, seconds, clock
+        self._store, self._study, self._seconds, self._clock, self._now = store, study, seconds, clock, now
         self.clocks: dict[str, float] = {}
         self._still: dict[str, float] = {}  # by owner: how long its heartbeat has not changed, seconds
         self._looked = clock()
@@ -98,8 +103,8 @@ class Leases:
         passed, self._looked = min(now - self._looked, self._seconds / BEATS), now
         others = owners - {self.node}
         ended = {owner for owner in others if gone(owner)}
-        beats = self._store.get_study_system_attrs(self._study) if others - ended else {}
-        clocks = {owner: float(beats.get(_BEAT + owner, 0.0)) for owner in others - ended}
+        beats = self._store.get_study_system_attrs(self._study) if others else {}
+        clocks = {owner: float(beats.get(_BEAT + owner, 0.0)) for owner in others}
         self._still = {
             owner: self._still.get(owner, -passed) + passed if clock == self.clocks.get(owner, clock) else 0.0
             for owner, clock in clocks.items()
@@ -111,7 +116,7 @@ class Leases:
         while not self._done.is_set():
             # An unreachable store is ignored here: the loop of the search reports it.
             with suppress(Exception):
-                self._store.set_study_system_attr(self._study, _BEAT + self.node, time.time())
+                self._store.set_study_system_attr(self._study, _BEAT + self.node, self._now())
             self._done.wait(self._seconds / BEATS)
 
 
