@@ -298,6 +298,9 @@ def test_a_link_is_not_written_to_and_a_pipe_without_a_reader_is_not_waited_for(
             storage.append(tmp_path / name, b"new")
         with refused(f"{name}: this is {kind}"), storage.lock(tmp_path / name):
             pass
+    (tmp_path / "away").symlink_to("unmounted")
+    with refused("away: a link to unmounted, which is no folder"):
+        storage.make_folder(tmp_path / "away")
     assert (tmp_path / "target").read_text() == "old"
 
 

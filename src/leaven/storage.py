@@ -279,6 +279,10 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
+        if path.is_symlink():
+            raise InputError(
+                f"{path}: a link to {os.readlink(path)}, which is no folder; is a disk missing?"
+            ) from None
         raise InputError(f"{path}: a file of this name exists where a folder is needed; use another name") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be created: {error.strerror}; use another folder") from None

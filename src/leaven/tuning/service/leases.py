@@ -46,13 +46,21 @@ def node(pid: int, number: int = 0) -> str:
 def gone(owner: str) -> bool:
     """Return whether the command with the id ``owner`` is known to have ended. A zombie process has ended.
 
-    This is known only of commands that were started on this machine since its last boot.
+    This is known only of commands that were started on this machine since its last boot. It is not known if the
+    process now belongs to another user, because /proc may hide it (hidepid).
     """
     machine, pid, start, _ = owner.split(":")[-4:] if owner.count(":") >= 4 else ("", "", "", "")
     if machine != _machine():
         return False
     if int(pid) == os.getpid() and start == _started(os.getpid()):
         return owner not in _here
+    if os.name == "posix":
+        try:
+            os.kill(int(pid), 0)  # sends nothing
+        except PermissionError:
+            return False
+        except (ProcessLookupError, OverflowError):
+            return True
     return _started(int(pid)) != start
 
 
