@@ -75,7 +75,7 @@ from leaven.tuning.service.stores import LOCK_SECONDS, StoreGone, exists, open_s
 from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 
-CHECKPOINTS, LOCK = "checkpoints", ".lock"
+CHECKPOINTS, LOCK = "checkpoints", ".study.lock"  # runs and checks have another lock
 # Names in the folder of a study that was killed before it wrote its first result.
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS, LOCK)
 _ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the first attempt)-(number of the attempt)
