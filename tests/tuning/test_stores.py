@@ -415,6 +415,16 @@ def test_the_rest_of_a_removed_trial_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(refused.value)
 
 
+def test_a_trial_that_is_removed_while_it_runs_is_one_line(tmp_path: Path) -> None:
+    store, study = begun(f"sqlite:///{tmp_path / 'study.db'}")
+    trial = store.create_new_trial(study)
+    with sqlite3.connect(tmp_path / "study.db") as other:
+        other.execute("DELETE FROM trials")
+    other.close()
+    with pytest.raises(InputError, match="study.db is damaged .*; restore it from a backup"):
+        store.set_trial_user_attr(trial, "a", 1)
+
+
 def test_optunas_dashboard_opens_a_study_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "study.log"
     a_bit_of_everything(open_store(path))

@@ -376,7 +376,12 @@ class _Waiting:
         self._store, self._name, self._waited, self._patience = store, name, waited, patience_seconds
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._until_done(lambda again: getattr(self._store, method)(*args, **kwargs))
+        try:
+            return self._until_done(lambda again: getattr(self._store, method)(*args, **kwargs))
+        except KeyError as error:  # no such trial or study: it was removed, for example by restoring a backup
+            if method == "get_study_id_from_name":  # leaven and Optuna ask for names that may not exist
+                raise
+            raise self._damage(error) from error
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
         """Return the result of ``call``, and retry it while the store is unreachable. ``call`` gets False at the
