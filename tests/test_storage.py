@@ -15,6 +15,7 @@ import pytest
 from tests.errors import refused
 
 from leaven import storage
+from leaven.errors import InputError
 
 OLD, NEW = b"old" * 1_000, b"new" * 200_000
 
@@ -322,6 +323,9 @@ def test_a_link_is_not_written_to_and_a_pipe_without_a_reader_is_not_waited_for(
             storage.append(tmp_path / name, b"new")
         with refused(f"{name}: this is {kind}"), storage.lock(tmp_path / name):
             pass
+    (tmp_path / "away").symlink_to("unmounted")
+    with refused("away: a link to unmounted, which is no folder"):
+        storage.make_folder(tmp_path / "away")
     assert (tmp_path / "target").read_text() == "old"
 
 
@@ -332,3 +336,11 @@ def test_a_disk_without_room_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not storage.is_full(tmp_path)
     monkeypatch.setattr(os, "fsync", fail)
     assert storage.is_full(tmp_path)
+
+
+def test_half_a_surrogate_pair_is_refused_in_files_that_are_read_again_and_escaped_in_pages(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"'c\\udcff' ends with a character that is not Unicode"):
+        storage.write_text(tmp_path / "recipe.toml", "c\udcff")
+    assert not list(tmp_path.iterdir())
+    storage.write_page(tmp_path / "page.html", "<!doctype html>c\udcff")
+    assert (tmp_path / "page.html").read_text().endswith(r"c\udcff")

@@ -202,7 +202,13 @@ def write_text(path: Path | str, text: str) -> None:
             raise InputError(f"{path}: this is a folder; give the name of a file")
         if path.is_symlink() and not _is_device(path):
             raise InputError(f"{path}: this is a link to {os.readlink(path)}; give the name of the file itself")
-        write(path, text.encode(errors="backslashreplace"))  # text of others may have half a surrogate pair
+        write(path, text.encode())
+    except UnicodeEncodeError as error:
+        there = ascii(text[max(0, error.start - 20) : error.end])
+        raise InputError(
+            f"{path}: cannot be written: {there} ends with a character that is not Unicode; rename the file or change "
+            "the value"
+        ) from None
     except OSError as error:
         unread = "a pipe that nobody reads" if error.errno == errno.ENXIO else error.strerror
         raise InputError(f"{path}: cannot be written: {unread}") from None
@@ -242,7 +248,7 @@ def write_page(path: Path, html: str) -> None:
         InputError: if the page cannot be written, or :func:`require_page` refuses the path.
     """
     require_page(path)
-    write_text(path, html)
+    write_text(path, html.encode(errors="backslashreplace").decode())  # others may have written half a surrogate pair
 
 
 def require_folder_name(path: Path) -> None:
@@ -287,6 +293,10 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
+        if path.is_symlink():
+            raise InputError(
+                f"{path}: a link to {os.readlink(path)}, which is no folder; is a disk missing?"
+            ) from None
         raise InputError(f"{path}: a file of this name exists where a folder is needed; use another name") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be created: {error.strerror}; use another folder") from None

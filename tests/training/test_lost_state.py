@@ -428,6 +428,12 @@ def test_an_event_without_the_values_that_a_resume_needs_is_one_line(
     assert files(run.path) == before
 
 
+def test_a_line_of_the_events_that_is_no_event_does_not_count(run: RunFolder) -> None:
+    before = run.events()
+    rewrite(run.path / "events.jsonl", lambda lines: [*lines, {"peak_tflops": "x"}])
+    assert run.events() == before
+
+
 def test_a_run_whose_checkpoints_are_all_undone_by_a_rewind_is_neither_loaded_nor_started_again(
     run: RunFolder, recipe: Recipe, tokens: TokenSet
 ) -> None:

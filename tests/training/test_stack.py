@@ -23,7 +23,7 @@ from leaven.training.outcome import Outcome
 from leaven.training.stack import MOST, TrialStack, most_trials, train_stack
 from leaven.training.trial import train_trial
 from leaven.tuning.service import recipe_study
-from leaven.tuning.service.recipe_study import MEASURED, Study, stack_size
+from leaven.tuning.service.recipe_study import STACKED_FLOPS, Study, stack_size
 from leaven.tuning.service.stores import StoreGone
 from leaven.tuning.space import space
 
@@ -211,7 +211,7 @@ def test_how_many_trials_a_gpu_trains_at_once(tiny: Recipe) -> None:
     wide = transfer(tiny, width=1_024, depth=8)
     assert stack_size(space(wide, LR), (), 480, 1, room) == (
         1,
-        f"a stack was not measured for steps of more than {MEASURED:.2g} FLOPs",
+        f"a stack was not measured for steps of more than {STACKED_FLOPS:.2g} FLOPs",
     )
 
 

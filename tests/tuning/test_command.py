@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -231,15 +232,46 @@ def test_a_command_that_fails_elsewhere_is_run_twice_and_then_left_out(write: Wr
 
 
 def test_the_output_of_a_trial_is_not_written_through_a_link(write: Write) -> None:
-    file = write("echo iter 1: val loss 3; : {lr} {seed}", PATTERN, ONE)
+    replaced = "ln -sf $PWD/thesis {out}/../output.log; exit 1"
+    command = f"echo iter 1: val loss 3; if test -e thesis; then {replaced}; fi; : {{lr}} {{seed}}"
+    file = write(command, f"resume = true\nprune = false\n{PATTERN}", ONE)
     assert tune(file, "--study", "study", "--trials", 1, "--noise", 0.01)[0] == 0
-    folder = Path("study/trials/000001")
-    folder.mkdir()
     Path("thesis").write_text("line one of my thesis")
-    (folder / "output.log").symlink_to(Path("thesis").absolute())
     code, printed = tune(file, "--study", "study", "--trials", 2, "--noise", 0.01)
     assert (code, "output.log: this is a link to" in printed) == (2, True), printed
     assert Path("thesis").read_text() == "line one of my thesis"
+
+
+@pytest.mark.parametrize("more", ["", "resume = true\nprune = false\n"])
+def test_a_trial_does_not_get_the_files_of_one_that_the_store_has_lost(write: Write, more: str) -> None:
+    command = "test -e {out}/log || echo iter 1: val loss 3 > {out}/log; cat {out}/log; : {lr} {seed}"
+    file = write(command, more + PATTERN, ONE)
+    lost = Path("study/trials/000000")
+    (lost / "out").mkdir(parents=True)
+    (lost / "out" / "log").write_text("iter 1: val loss 2")
+    assert tune(file, "--study", "study", "--trials", 1, "--noise", 0.01)[0] == 2  # of no study
+    shutil.move("study", "lost")
+    assert tune(file, "--study", "study", "--trials", 1, "--noise", 0.01)[0] == 0
+    shutil.copytree("lost/trials/000000", "study/trials/000001")
+    code, printed = tune(file, "--study", "study", "--trials", 2, "--noise", 0.01)
+    assert (code, "000001 was left by a trial" in printed) == (0, True), printed
+    assert [trial.loss for trial in document().trials] == [3, 3]
+    assert Path("study/trials/000001.1/out/log").read_text() == "iter 1: val loss 2"
+
+
+def test_only_the_end_of_a_large_output_is_read(write: Write) -> None:
+    output = write("echo {lr} {seed}").with_name("output.log")
+    output.write_bytes(b"begin")
+    os.truncate(output, 2**26)
+    with output.open("ab") as file:
+        file.write(b"\nout of memory\n")
+    run = trainer(Path("tiny.toml"), works=True)
+    tracemalloc.start()
+    run._failure(Proposal({"lr": 0.0}, 1), output, "failed")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert run.notes[0].endswith("| out of memory")  # type: ignore[attr-defined]
+    assert peak < 2**22
 
 
 def test_a_full_disk_fails_no_trial(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -869,7 +901,7 @@ def test_a_study_runs_its_command_in_one_folder(write: Write, monkeypatch: pytes
     assert code == 0, printed
     monkeypatch.chdir("my studies/a")
     code, printed = tune("centre.toml", "--study", ".", "--trials", 2)
-    assert (code, printed) == (2, "--study . runs its command in another folder; type cd ../.. first")
+    assert (code, "--study . runs its command in another folder; type cd ../.. first" in printed) == (2, True)
     page = study_page(read_study(Path())).replace("&#39;", "'")
     lines = page.partition("Type these commands inside the folder.")[2].partition("</code>")[0].partition("<code>")[2]
     change, again, best, report = lines.splitlines()

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import time
@@ -66,6 +67,16 @@ def test_a_killed_process_of_this_machine_is_gone_at_once() -> None:
         neighbour.kill()
         neighbour.wait()
     assert gone(owner)
+
+
+def test_a_hidden_process_of_another_user_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(pid: int, signal: int) -> None:
+        raise PermissionError
+
+    owner = node(1)
+    monkeypatch.setattr("leaven.tuning.service.leases._started", lambda pid: "")  # as with /proc mounted hidepid=2
+    monkeypatch.setattr(os, "kill", refused)
+    assert not gone(owner)
 
 
 def test_an_earlier_search_of_this_process_is_gone() -> None:

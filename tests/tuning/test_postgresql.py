@@ -62,9 +62,13 @@ class Server:
         self._server.send_signal(signal.SIGQUIT)
         self._server.wait()
 
-    def database(self, name: str) -> str:
-        subprocess.run([PROGRAMS / "createdb", "-h", self.folder, "-U", "leaven", name], check=True)
+    def database(self, name: str, *options: str) -> str:
+        subprocess.run([PROGRAMS / "createdb", "-h", self.folder, "-U", "leaven", *options, name], check=True)
         return f"postgresql://leaven@/{name}?host={self.folder}"
+
+    def execute(self, name: str, statements: str) -> None:
+        command = [PROGRAMS / "psql", "-h", self.folder, "-U", "leaven", "-q", "-c", statements, name]
+        subprocess.run(command, check=True)
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +127,28 @@ def test_a_database_that_stays_away(server: Server) -> None:
         server.start()
     assert "\n" not in str(gone.value)
     assert store.get_all_trials(study) == []
+
+
+@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])  # initdb chooses the first if LANG is C
+def test_the_encoding_of_a_database(server: Server, encoding: str) -> None:
+    url = server.database(encoding.lower(), "-E", encoding, "-T", "template0")
+    assert len(search(lambda x: x["lr"] ** 2, {"lr": (-3.0, 3.0)}, trials=2, noise=0.01, storage=url).trials) == 2
+    if encoding == "LATIN1":
+        with pytest.raises(InputError, match="postgresql://leaven@/latin1 cannot be used: .* has no equivalent"):
+            open_store(url).create_new_study([StudyDirection.MINIMIZE], "模型")
+
+
+def test_a_database_that_may_not_be_written(server: Server) -> None:
+    url = server.database("unwritable")
+    study = open_store(url).create_new_study([StudyDirection.MINIMIZE], "s")
+    server.execute("unwritable", "CREATE ROLE guest LOGIN; GRANT SELECT ON ALL TABLES IN SCHEMA public TO guest")
+    with pytest.raises(InputError, match="postgresql://guest@/unwritable cannot be used: permission denied for"):
+        open_store(url.replace("leaven@", "guest@")).set_study_user_attr(study, "a", 1)
+    read_only = "ALTER DATABASE unwritable {} default_transaction_read_only".format
+    server.execute("postgres", read_only("SET") + " = on")  # of new connections
+    store = open_store(url, lambda _: server.execute("postgres", read_only("RESET")))
+    store.set_study_user_attr(study, "a", 1)
+    assert store.get_study_user_attrs(study) == {"a": 1}
 
 
 @pytest.mark.kills

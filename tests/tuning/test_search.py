@@ -77,7 +77,7 @@ def test_search_and_sampler_import_neither_torch_nor_scipy_nor_plotly() -> None:
 
 @pytest.mark.parametrize("method", ["trust-region", "random"])
 def test_the_same_seed_and_results_give_the_same_trials(method: str) -> None:
-    runs = [search(Noisy(0.01), SPACE, trials=20, method=method, seed=seed) for seed in (3, 3, 4)]
+    runs = [search(Noisy(0.01), SPACE, trials=20, method=method, seed=seed) for seed in (3, 3, 2**32)]
     assert runs[0] == runs[1]
     assert runs[0].trials != runs[2].trials
 
@@ -276,7 +276,8 @@ def test_digests_of_unusual_numbers_and_choices_match(tmp_path: Path, url: str) 
 
     def objective(x: Proposal) -> Outcome:
         loss = next(unusual)
-        return Outcome(loss, branches=((1, loss),), curve=((1, -0.0),), stopped=x.number == 6)
+        of_numpy = {"tokens": np.int64(5), "curve": np.array([[1, -0.0]]), "stopped": np.bool_(x.number == 6)}
+        return Outcome(loss, branches=((1, loss),), **of_numpy)  # type: ignore[arg-type]
 
     for trials in (9, 9, 10):
         found = search(objective, space, trials=trials, method="random", storage=url.format(tmp_path / "store"))
@@ -565,6 +566,31 @@ def test_hours_count_while_something_runs() -> None:
     assert Budget(hours=8.0).finals(at_once, 6000) == (1, 1)
 
 
+def test_hours_count_each_attempt_until_it_ended() -> None:
+    """An attempt ends at the last heartbeat of its owner, not when another command closes it a night later."""
+    study = optuna.create_study()
+    for began, last_beat, more in ((0, 3600, {"job": "search:0"}), (90_000, 90_900, {"job": "retry:0"})):
+        attributes = {"owner": "x", "began": began, "last_beat": last_beat, **more}
+        study.add_trial(create_trial(state=TrialState.FAIL, user_attrs=attributes))
+    trials = trials_of(study.trials, Axes({}))
+    assert [trial.state for trial in trials] == ["failed"]
+    assert busy(trials, 200_000) == 3600 + 900
+
+
+@pytest.mark.parametrize("jump", [-36_000.0, 36_000.0, 1.7e9])
+def test_a_clock_that_is_set_during_a_search_costs_no_hours(monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
+    real, ran = time.time, list[float]()
+
+    def objective(x: Proposal) -> float:
+        ran.append(x["a"])
+        if len(ran) == 2:
+            monkeypatch.setattr(time, "time", lambda: real() + jump)
+        return bowl(x)
+
+    search(objective, SPACE, hours=1, trials=5, method="random", noise=0.01)
+    assert len(ran) == 5
+
+
 def test_pruned_runs_count_in_the_surrogate_and_are_never_the_answer() -> None:
     def impatient(x: Proposal) -> Outcome:
         if x.baseline is not None and x["a"] > 0.8:
@@ -607,10 +633,14 @@ def test_a_trial_that_is_closed_while_its_result_is_written_is_retried(last: str
     assert [trial.number for trial in found.trials] == [1, 2, 3, 4]
 
 
+WRONG: list[dict[str, Any]] = [{"loss": None}, {"tokens": "5"}, {"curve": ((1,),)}, {"branches": (("a", "b"),)}]
+
+
 @pytest.mark.parametrize(
     ("result", "error"),
     [
-        *((result, InputError) for result in (None, "2.5", [1.0, 2.0], Outcome(None))),  # type: ignore[arg-type]
+        *((result, InputError) for result in (None, "2.5", [1.0, 2.0])),
+        *((Outcome(**{"loss": 1.0} | wrong), InputError) for wrong in WRONG),
         (SystemExit(), SystemExit),
         (KeyboardInterrupt(), KeyboardInterrupt),
     ],

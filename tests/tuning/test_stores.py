@@ -25,7 +25,7 @@ from optuna_dashboard import wsgi
 
 from leaven.errors import InputError
 from leaven.tuning.service import stores
-from leaven.tuning.service.stores import TICKET, open_store
+from leaven.tuning.service.stores import TICKET, StoreGone, open_store
 
 FILES = {"journal": "study.log", "sqlite": "sqlite:///study.db"}
 METHODS = [name for name in vars(BaseStorage) if not name.startswith("_")]
@@ -204,6 +204,17 @@ def test_a_disk_that_goes_away_is_waited_for(tmp_path: Path) -> None:
     assert seen == sorted(seen)
 
 
+def test_a_journal_that_an_older_copy_has_replaced_is_away(tmp_path: Path) -> None:
+    path = tmp_path / "study.log"
+    store, study = begun(str(path), patience_seconds=0.1)
+    older = path.read_bytes()
+    store.create_new_trial(study)
+    path.write_bytes(older)
+    with pytest.raises(StoreGone, match="an older copy has replaced the file"):
+        store.create_new_trial(study)
+    assert path.read_bytes() == older
+
+
 def test_a_full_disk_is_waited_for_and_leaves_no_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "study.log"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -263,6 +274,16 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     waits.join(10)
     other.wait()
     other.stdout.close()
+    assert len(store.get_all_trials(study)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:The value of `grace_period` might be too small")
+def test_a_lock_that_leads_nowhere_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "GRACE_SECONDS", 0.1)
+    path = tmp_path / "study.log"
+    store, study = begun(str(path))
+    (tmp_path / "study.log.lock").symlink_to("nowhere")
+    store.create_new_trial(study)
     assert len(store.get_all_trials(study)) == 1
 
 
@@ -404,6 +425,16 @@ def test_the_rest_of_a_removed_trial_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"study\.db is damaged .*; restore it from a backup") as refused:
         open_store(f"sqlite:///{where}").create_new_trial(study, trial)
     assert "\n" not in str(refused.value)
+
+
+def test_a_trial_that_is_removed_while_it_runs_is_one_line(tmp_path: Path) -> None:
+    store, study = begun(f"sqlite:///{tmp_path / 'study.db'}")
+    trial = store.create_new_trial(study)
+    with sqlite3.connect(tmp_path / "study.db") as other:
+        other.execute("DELETE FROM trials")
+    other.close()
+    with pytest.raises(InputError, match="study.db is damaged .*; restore it from a backup"):
+        store.set_trial_user_attr(trial, "a", 1)
 
 
 def test_optunas_dashboard_opens_a_study_unchanged(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from leaven.tuning.algorithm.noise import GIVEN
 from leaven.tuning.service import recipe_study
 from leaven.tuning.service.recipe_study import Study
 from leaven.tuning.service.stores import Journal, StoreGone, open_store
-from leaven.tuning.service.study import write_results
+from leaven.tuning.service.study import NoScreen, write_results
 from leaven.tuning.space import space
 from leaven.tuning.study_document import Best, Coordinate, StudyDocument, StudyTrial
 from leaven.views.folders import read_study
@@ -648,10 +648,79 @@ def test_results_of_another_study_are_not_overwritten(
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_study_with_damaged_results_goes_on(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_a_result_that_another_attempt_would_replace_is_noticed(study: Callable[..., Study], tmp_path: Path) -> None:
+    """The other copy of the study has retried a trial, which has a result in this folder."""
+    with study() as opened:
+        opened.run(2, 1)
+    journal, results = tmp_path / "study" / "journal.log", tmp_path / "study" / "study.json"
+    before = results.read_text()
+    lines = journal.read_bytes().splitlines(keepends=True)
+    drawn = [index for index, line in enumerate(lines) if json.loads(line)["op_code"] == 5]  # SET_TRIAL_PARAM
+    journal.write_bytes(b"".join(lines[: drawn[-1] + 1]))
+    results.unlink()
+    with study() as opened:
+        assert [trial.number for trial in opened.run(2, 1).trials] == [0, 2]
+    changed = json.loads(before)
+    changed["trials"][1]["loss"] += 1.0
+    results.write_text(json.dumps(changed))
+    with pytest.raises(InputError, match="has the loss .* for trial 1, but"), study():
+        pass
+    results.write_text(before)  # the same loss as that of the retry
+    with study():
+        pass
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_two_studies_do_not_share_a_folder(study: Callable[..., Study], tmp_path: Path) -> None:
+    """Each has a store of its own, and none of them has a result yet."""
+    results, (one, two) = tmp_path / "study" / "study.json", (f"sqlite:///{tmp_path / n}.db" for n in ("one", "two"))
+    with study(store=two):
+        pass
+    (tmp_path / "study").rename(tmp_path / "other")
+    with study(store=one) as opened:
+        with pytest.raises(InputError, match="belongs to the study"), study(store=two):
+            pass
+        changed = results.read_text().replace(json.loads(results.read_text())["id"], "another")
+        results.write_text(changed)
+        with pytest.raises(StoreGone, match="belongs to the study another"):
+            opened.run(1, 1, screen=NoScreen())
+    assert results.read_text() == changed
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_study_without_its_centre_toml_goes_on(study: Callable[..., Study], tmp_path: Path) -> None:
+    centre = tmp_path / "study" / "centre.toml"
+    with study() as first:
+        first.run(1, 1)
+    before = centre.read_bytes()
+    centre.unlink()
+    with study() as again:
+        assert len(again.run(2, 1).trials) == 2
+    assert centre.read_bytes() == before
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_text_that_changes_while_a_study_runs_ends_it(study: Callable[..., Study]) -> None:
+    with study() as opened:
+        opened._tokens = replace(opened._tokens, fingerprint="of the text when the command began")
+        with pytest.raises(InputError, match="the text has changed since this command began"):
+            opened.run(1, 1)
+
+
+def without_numbers(document: dict[str, Any]) -> str:
+    document["trials"][0]["number"], document["trials"][1]["number"] = "x", 99
+    return json.dumps(document)
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("damaged", [lambda document: "[" * 100_000, without_numbers])
+def test_a_study_with_damaged_results_goes_on(
+    study: Callable[..., Study], tmp_path: Path, damaged: Callable[[dict[str, Any]], str]
+) -> None:
     with study() as first:
         first.run(2, 1)
-    (tmp_path / "study" / "study.json").write_text("[" * 100_000)
+    results = tmp_path / "study" / "study.json"
+    results.write_text(damaged(json.loads(results.read_text())))
     with study() as again:
         assert len(again.run(3, 1).trials) == 3
 
@@ -682,7 +751,7 @@ def test_trials_go_on_while_results_cannot_be_written(
         with pytest.raises(StoreGone, match="No space left on device; the trials are in the store"):
             opened.run(2, 1, screen=screen)
     assert "No space left" in screen.notes
-    assert not (tmp_path / "study" / "study.json").exists()
+    assert saved(tmp_path / "study") == []
     with study() as opened:
         assert len(opened.run(2, 1).trials) == 2
     assert len(saved(tmp_path / "study")) == 2

@@ -11,6 +11,7 @@ import pytest
 from tests.verification.families import SMALL, WIDE, pretend
 
 from leaven.cli import error_message
+from leaven.data.tokens import prepare
 from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
@@ -18,7 +19,7 @@ from leaven.training.outcome import Outcome
 from leaven.verification import runs
 from leaven.verification.equivalence import equivalence
 from leaven.verification.model_instance import RunSetting
-from leaven.verification.recipe_family import RecipeFamily, RecipeTrial
+from leaven.verification.recipe_family import RecipeFamily, RecipeTrial, recipe_models
 from leaven.verification.runs import RunStore
 from leaven.verification.sweep import sweep
 
@@ -246,6 +247,14 @@ def test_a_check_that_has_lost_its_runs_does_not_start_again(tiny: Recipe, tmp_p
         with pytest.raises(InputError, match="bring back"), RunStore(tmp_path, 1) as store:
             store.run([trial])
         assert (tmp_path / runs.LINES).read_text() == content
+
+
+def test_runs_of_a_check_train_on_the_text_with_which_it_began(tiny: Recipe, corpus: Path) -> None:
+    text = prepare(tiny.data, tiny.model.vocab_size).fingerprint
+    family = recipe_models(tiny, prepare)
+    assert (family.text, family.trial(RunSetting(SMALL, 0.04)).text) == (text, text)
+    with pytest.raises(InputError, match="the text has changed since this command began"):
+        RecipeTrial(tiny, "another").run()
 
 
 def test_a_swept_lr_moves_that_of_muon_by_the_same_factor(tiny: Recipe) -> None:

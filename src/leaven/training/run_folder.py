@@ -285,8 +285,10 @@ class RunFolder:
         """
         read = _read(self.events_file)
         for number, event in zip(read.numbers, read.documents, strict=True):
-            needed = _VALUES_OF_EVENTS.get(event["event"], {}) if isinstance(event.get("event"), str) else {}
-            needed = needed | {key: types for key, types in _OPTIONAL_VALUES.items() if event.get(key) is not None}
+            if not isinstance(event.get("event"), str):
+                continue
+            given = {key: types for key, types in _OPTIONAL_VALUES.items() if event.get(key) is not None}
+            needed = _VALUES_OF_EVENTS.get(event["event"], {}) | given
             for key, types in needed.items():
                 value = event.get(key, ...)
                 if not isinstance(value, types) or isinstance(value, bool):

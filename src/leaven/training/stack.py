@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leaven.data.tokens import TokenSet, prepare
+from leaven.data.tokens import TokenSet
 from leaven.model.initialisation import fill
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.base import Part
@@ -36,7 +36,7 @@ from leaven.training.early_stopping import POINTS, DivergenceMonitor
 from leaven.training.loop import Diverged, StepResult
 from leaven.training.micro_batch import needed_memory
 from leaven.training.outcome import Outcome, this_process
-from leaven.training.trial import TrialCheckpoint, checkpoint_folder
+from leaven.training.trial import TrialCheckpoint, checkpoint_folder, same_tokens
 
 VALUES = ("lr", "weight_decay", "beta1", "beta2", "eps")  # columns of the parameter table that an update reads
 WARM = 3  # warm-up steps before a CUDA graph is captured
@@ -88,7 +88,12 @@ def most_trials(recipe: Recipe, free: float) -> int:
 
 
 def train_stack(
-    recipes: Sequence[Recipe], size: int, *, checkpoint: Path | None = None, checkpoint_seconds: float = 60
+    recipes: Sequence[Recipe],
+    size: int,
+    *,
+    checkpoint: Path | None = None,
+    checkpoint_seconds: float = 60,
+    text: str | None = None,
 ) -> list[Outcome]:
     """Train up to ``size`` recipes at once, and return their outcomes in the same order.
 
@@ -99,9 +104,10 @@ def train_stack(
         size: the number of places in the stack, at least the number of recipes.
         checkpoint: a folder for checkpoints, as in :func:`leaven.training.trial.train_trial`. To resume from them,
             pass the same recipes in the same order, and the same size.
+        text: the fingerprint that the tokens must have, as in ``train_trial``.
     """
     first = recipes[0]
-    tokens = prepare(first.data, first.model.vocab_size)
+    tokens = same_tokens(first, text)
     stack = _stack(first, size, tokens)
     stack.begin(recipes)
     saving = None

@@ -57,6 +57,7 @@ def train_trial(
     checkpoint: Path | None = None,
     durations: Sequence[int] = (),
     checkpoint_seconds: float = 60,
+    text: str | None = None,
 ) -> Outcome:
     """Train a recipe until it is done, diverges, or can no longer reach the loss of the ``baseline``. Return the
     outcome.
@@ -66,11 +67,13 @@ def train_trial(
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``, from which the same trial can resume. The
             caller removes the folder once the outcome is saved.
         durations: several durations to train, in tokens. The shorter ones are branches of the run with the longest.
+        text: the fingerprint that the tokens must have, if it is known.
 
     Raises:
-        InputError: if the recipe cannot be trained, or the shorter durations cannot be branches of the longest.
+        InputError: if the recipe cannot be trained, the shorter durations cannot be branches of the longest, or the
+            text has changed.
     """
-    tokens = prepare(recipe.data, recipe.model.vocab_size)
+    tokens = same_tokens(recipe, text)
     *branches, trunk = branches_of(recipe, durations, tokens) or [recipe]
     training = Training(trunk, tokens)
     at_once = trunk.stability.on_spike != "off"
@@ -104,6 +107,18 @@ def train_trial(
         branches=cooldowns.ended,
         worker=this_process(),
     )
+
+
+def same_tokens(recipe: Recipe, text: str | None) -> TokenSet:
+    """Return the tokens of a recipe. Raise InputError if they have another fingerprint than ``text``, if it is
+    given."""
+    tokens = prepare(recipe.data, recipe.model.vocab_size)
+    if text is not None and tokens.fingerprint != text:
+        raise InputError(
+            "the text has changed since this command began, so its trials could not be compared; restore the text "
+            "and run the same command again to resume"
+        )
+    return tokens
 
 
 def checkpoint_folder(folder: Path, recipes: Sequence[Recipe], tokens: TokenSet) -> Path:

@@ -23,9 +23,10 @@ from leaven.verification.model_instance import Quantity, RunScale, RunSetting, S
 
 @dataclass(frozen=True)
 class RecipeFamily:
-    """The training runs of a recipe at any scale."""
+    """The training runs of a recipe at any scale. ``text`` is the fingerprint of its tokens, if it is known."""
 
     recipe: Recipe
+    text: str | None = None
     unit = "base value"  # a RunSetting.value is the value in the recipe, before scaling
 
     @property
@@ -102,16 +103,17 @@ class RecipeFamily:
             changes["scaling.base.batch_tokens"] = round(recipe.base.batch_tokens * scale.batch)
             changes["scaling.base.tokens"] = round(recipe.base.tokens * scale.tokens)
         try:
-            return RecipeTrial(moved.replace(changes))
+            return RecipeTrial(moved.replace(changes), self.text)
         except ValidationError as error:
             raise InputError(f"{setting.quantity} {setting.value:g}: {explain(error)}") from None
 
 
 @dataclass(frozen=True)
 class RecipeTrial:
-    """A training run of a recipe."""
+    """A training run of a recipe. ``text`` is the fingerprint that the tokens must have, if it is known."""
 
     recipe: Recipe
+    text: str | None = None
 
     @property
     def key(self) -> str:
@@ -124,11 +126,12 @@ class RecipeTrial:
         return self.recipe.model.params * self.recipe.data.tokens
 
     def run(self) -> Outcome:
-        outcome = train_trial(self.recipe)
+        outcome = train_trial(self.recipe, text=self.text)
         return replace(outcome, loss=min(outcome.loss, divergence_limit(self.recipe.model.vocab_size)))
 
 
 def recipe_models(recipe: Recipe, prepare: Prepare) -> RecipeFamily:
     """Return the training runs of a recipe at any scale, after its text was tokenised with ``prepare``."""
-    check_trainable(recipe, prepare(recipe.data, recipe.model.vocab_size))
-    return RecipeFamily(recipe)
+    tokens = prepare(recipe.data, recipe.model.vocab_size)
+    check_trainable(recipe, tokens)
+    return RecipeFamily(recipe, tokens.fingerprint)

@@ -2,8 +2,8 @@
 
 Every attempt at a trial has a folder ``trials/NUMBER`` in the study's folder. The folder contains the output of the
 command (``output.log``), the recipe, a folder ``config`` with the filled-in config file, and a folder ``out``, which
-is empty at first. With ``resume = true``, all attempts at a trial share the folder of the first attempt. How a trial
-ends:
+is empty at first. (If a trial that the store has lost has left such a folder, that one is renamed.) With
+``resume = true``, all attempts at a trial share the folder of the first attempt. How a trial ends:
 
 - Complete: the command ends with exit code 0 and has reported a loss.
 - Diverged: a loss is NaN or infinite, or the output matches the pattern ``diverged``. The command is ended at once.
@@ -24,13 +24,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO, Self
 
 from leaven.errors import InputError
 from leaven.planning.this_machine import VISIBLE
 from leaven.recipe.files import write_recipe
-from leaven.storage import is_full, make_folder, open_to_write, write_text
+from leaven.storage import is_full, make_folder, open_file, open_to_write, write_text
 from leaven.training.early_stopping import expected, should_prune
 from leaven.training.outcome import Outcome, this_process
 from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, fill
@@ -46,7 +47,8 @@ TRIALS, OUTPUT, BEST = "trials", "output.log", "best"
 FOLDER = "leaven:folder"  # study attribute: the folder in which commands run, relative to the study's folder
 COMMAND_POLL = 0.25  # seconds between checks of a running command
 READING = 0.1  # the largest share of the time that is spent on reading the losses of a running command
-LAST_LINES, LAST_CHARACTERS = 4, 400  # how much of a failed command's output a message shows
+MOST_BYTES = 2**26  # where the pattern ``diverged`` is looked for, at the end of an output
+LAST_BYTES, LAST_LINES, LAST_CHARACTERS = 2**16, 4, 400  # how much of a failed command's output a message shows
 
 
 class CommandTrainer:
@@ -92,13 +94,18 @@ class CommandTrainer:
             InputError: if the command failed at the start of the search.
         """
         command = self._command
-        folder = self._folder / f"{proposal.origin if command.resume else proposal.number:06d}"
+        number = proposal.origin if command.resume else proposal.number
+        folder = self._folder / f"{number:06d}"
         try:
             values = values_of(command, self._space, proposal, folder, proposal.seed, proposal.worker)
         except ValueError:  # values that are invalid together, such as a warm-up longer than the run
             return Outcome(math.inf)
         make_folder(self._folder)
         self._wait_for_room(proposal)
+        if number == proposal.number and folder.exists():
+            moved = next(new for k in count(1) if not (new := self._folder / f"{folder.name}.{k}").exists())
+            folder.rename(moved)
+            self._note(f"{folder} was left by a trial that the store does not have; it is now {moved}")
         make_folder(folder / "out")
         write_inputs(command, self._space, proposal, values)
         # Without this, a command in Python would keep its output, and so its losses, in a buffer.
@@ -187,7 +194,7 @@ class CommandTrainer:
                 curve=curve,
                 worker=f"{this_process()}-{proposal.worker + 1}",
             )
-            text = output.read_text(errors="replace") if command.diverged else ""
+            text = _end_of(output, MOST_BYTES) if command.diverged else ""
             finite = all(math.isfinite(loss) for _, loss in curve)
             if not finite or (command.diverged and re.search(command.diverged, text)):
                 return replace(ran, loss=math.inf)
@@ -202,7 +209,7 @@ class CommandTrainer:
 
     def _failure(self, proposal: Proposal, output: Path, how: str) -> Exception:
         """Return the exception for a command that failed. If the search continues, show the failure to the user."""
-        lines = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line.strip() for line in _end_of(output, LAST_BYTES).splitlines() if line.strip()]
         last = " | ".join(lines[-LAST_LINES:])[-LAST_CHARACTERS:] or "none"
         message = f"{how}; the last lines of its output ({output}): {last}"
         if not self._works and not any(proposal.values()):
@@ -210,6 +217,13 @@ class CommandTrainer:
             return InputError(f"the first run of the command {message}")
         self._note(f"trial {proposal.number} {message}")
         return WorkerDied()
+
+
+def _end_of(output: Path, most: int) -> str:
+    """Return the last ``most`` bytes of the output of a command, which may be larger than the memory."""
+    with open_file(output) as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - most, 0))
+        return file.read().decode(errors="replace")
 
 
 def values_of(  # noqa: PLR0917 - one of each
@@ -311,7 +325,10 @@ class CommandStudy(BaseStudy):
                 study.set_user_attr(FOLDER, there := here)
             if there != here:
                 folder = shlex.quote(os.path.relpath(os.path.realpath(self.out / there)))
-                raise InputError(f"{self._name} runs its command in another folder; type cd {folder} first")
+                raise InputError(
+                    f"{self._name} runs its command in another folder; type cd {folder} first, or move the study "
+                    "back if it was moved"
+                )
         return opened
 
     @contextmanager

@@ -46,13 +46,21 @@ def node(pid: int, number: int = 0) -> str:
 def gone(owner: str) -> bool:
     """Return whether the command with the id ``owner`` is known to have ended. A zombie process has ended.
 
-    This is known only of commands that were started on this machine since its last boot.
+    This is known only of commands that were started on this machine since its last boot. It is not known if the
+    process now belongs to another user, because /proc may hide it (hidepid).
     """
     machine, pid, start, _ = owner.split(":")[-4:] if owner.count(":") >= 4 else ("", "", "", "")
     if machine != _machine():
         return False
     if int(pid) == os.getpid() and start == _started(os.getpid()):
         return owner not in _here
+    if os.name == "posix":
+        try:
+            os.kill(int(pid), 0)  # sends nothing
+        except PermissionError:
+            return False
+        except (ProcessLookupError, OverflowError):
+            return True
     return _started(int(pid)) != start
 
 
@@ -65,10 +73,15 @@ class Leases:
     """
 
     def __init__(
-        self, store: BaseStorage, study: int, seconds: float, clock: Callable[[], float] = time.monotonic
+        self,
+        store: BaseStorage,
+        study: int,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self.node = node(os.getpid(), next(_numbers))
-        self._store, self._study, self._seconds, self._clock = store, study, seconds, clock
+        self._store, self._study, self._seconds, self._clock, self._now = store, study, seconds, clock, now
         self.clocks: dict[str, float] = {}
         self._still: dict[str, float] = {}  # by owner: how long its heartbeat has not changed, seconds
         self._looked = clock()
@@ -98,8 +111,8 @@ class Leases:
         passed, self._looked = min(now - self._looked, self._seconds / BEATS), now
         others = owners - {self.node}
         ended = {owner for owner in others if gone(owner)}
-        beats = self._store.get_study_system_attrs(self._study) if others - ended else {}
-        clocks = {owner: float(beats.get(_BEAT + owner, 0.0)) for owner in others - ended}
+        beats = self._store.get_study_system_attrs(self._study) if others else {}
+        clocks = {owner: float(beats.get(_BEAT + owner, 0.0)) for owner in others}
         self._still = {
             owner: self._still.get(owner, -passed) + passed if clock == self.clocks.get(owner, clock) else 0.0
             for owner, clock in clocks.items()
@@ -111,7 +124,7 @@ class Leases:
         while not self._done.is_set():
             # An unreachable store is ignored here: the loop of the search reports it.
             with suppress(Exception):
-                self._store.set_study_system_attr(self._study, _BEAT + self.node, time.time())
+                self._store.set_study_system_attr(self._study, _BEAT + self.node, self._now())
             self._done.wait(self._seconds / BEATS)
 
 

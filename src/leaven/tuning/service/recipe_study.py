@@ -169,7 +169,7 @@ class TrialTrainer:
         """Train the proposals of a worker and return their outcomes.
 
         Raises:
-            InputError: if a stack does not fit into the memory.
+            InputError: if a stack does not fit into the memory, or the text has changed.
             TrialReleased: if the search is stopped during the training.
             WorkerDied: if the worker process died.
         """
@@ -190,6 +190,7 @@ class TrialTrainer:
         saving: dict[str, Any] = {
             "checkpoint": self._checkpoint(first),
             "checkpoint_seconds": self._checkpoint_seconds,
+            "text": self._tokens.fingerprint,
         }
         future: Future[Any]
         if self._stack > 1:

@@ -67,7 +67,7 @@ class SeededSampler(BaseSampler):
     def __init__(self, method: str, axes: Axes, seed: int) -> None:
         self._method, self._axes, self._seed = method, axes, seed
         self._everywhere = method == "cma"
-        self._number, self._sampler = -1, self._optunas(seed)
+        self._number, self._sampler = -1, self._optunas(0)  # replaced at the first draw
 
     def _optunas(self, seed: int) -> BaseSampler:
         match self._method:

@@ -1,7 +1,6 @@
 """Minimise any Python function: ``from leaven.tuning import search``. This module does not need torch."""
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,7 +190,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         interval=interval_of_mean(chosen.losses if chosen.fresh else (), noise, degrees),
         fresh=chosen.fresh,
         noise=noise,
-        stalled=not stop() and plan.ended_early(ran, time.time()),
+        stalled=not stop() and plan.ended_early(ran, stored.now()),
         trials=tuple(found),
     )
 

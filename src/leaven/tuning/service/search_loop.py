@@ -16,7 +16,7 @@ from typing import Any, cast
 from optuna.trial import TrialState
 
 from leaven.errors import InputError
-from leaven.training.outcome import Baseline, Outcome
+from leaven.training.outcome import Baseline, Outcome, curve_of
 from leaven.tuning.service.leases import Leases
 from leaven.tuning.service.samplers import SeededSampler
 from leaven.tuning.service.search_plan import SearchPlan, by_surrogate
@@ -30,6 +30,16 @@ from leaven.tuning.service.stored_study import (
 from leaven.tuning.service.stores import StoreGone
 
 HUGE = 1e50  # the largest loss: the surrogate computes its fourth power, which must be finite
+# How the fields of an Outcome become numbers of Python.
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "loss": float,
+    "tokens": int,
+    "flops": float,
+    "seconds": float,
+    "curve": curve_of,
+    "branches": curve_of,
+    "stopped": bool,
+}
 STORE_POLL = 0.5  # seconds between reads of the store while trials run
 
 
@@ -102,7 +112,7 @@ class SearchLoop:
         self.trials: list[StoredTrial] = []
         self._plan, self._stored, self._objectives, self._stop = plan, stored, objectives, stop
         self._sampler = None if by_surrogate(plan.method) else SeededSampler(plan.method, plan.axes, plan.seed)
-        self._leases = Leases(stored.store, stored.id, lease_seconds)
+        self._leases = Leases(stored.store, stored.id, lease_seconds, now=stored.now)
         self._pool, self._free = ThreadPoolExecutor(workers), list(reversed(range(workers)))
         self._stack, self._next = stack, list[Proposal]()  # proposals collected for the next free thread
         self._pending: dict[Future[Sequence[float | Outcome]], list[Proposal]] = {}
@@ -127,7 +137,7 @@ class SearchLoop:
             turn = self._look()
             stopping, request = self._error is not None or self._stop(), None
             if self._free and not stopping:
-                request = self._plan.next(self.trials, turn, time.time())
+                request = self._plan.next(self.trials, turn, self._stored.now())
             if request is not None:
                 if (proposal := self._begin(request)) is not None:
                     yield proposal
@@ -138,7 +148,8 @@ class SearchLoop:
                 yield ended
             elif self._pending:
                 for future in wait(self._pending, STORE_POLL, FIRST_COMPLETED).done:
-                    self._end(self._pending.pop(future), future)
+                    self._end(self._pending[future], future)
+                    del self._pending[future]  # not before, so that an error releases its trials
             elif stopping or not any(trial.state == "running" for trial in self.trials):
                 break
             else:
@@ -154,12 +165,14 @@ class SearchLoop:
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
         if taken := [number for number, owner in running.items() if owner in dead]:
             for number in taken:
-                self._stored.close(number, ended=self._leases.clocks.get(str(running[number])))
+                self._stored.close(number, ended=self._leases.clocks[str(running[number])])
             attempts = self._stored.attempts
         # Times of a trial are by the clock of its owner, which may differ from this machine's.
         clocks = {number: self._leases.clocks.get(str(owner)) for number, owner in running.items()}
         self.trials = [
-            replace(trial, until=clocks.get(trial.number)) if trial.state == "running" else trial
+            replace(trial, spans=(*trial.spans[:-1], (trial.spans[-1][0], clocks.get(trial.number))))
+            if trial.state == "running" and trial.spans
+            else trial
             for trial in self._stored.trials_of(attempts)
         ]
         return self._stored.first_attempts
@@ -206,21 +219,27 @@ class SearchLoop:
 
 
 def _outcome(result: object) -> Outcome:
-    """Return the result of an objective as an Outcome. A nan loss or a loss beyond +-``HUGE`` becomes infinite, which
-    marks a divergence.
+    """Return the result of an objective as an Outcome of Python's own numbers, which JSON can store. A nan loss or a
+    loss beyond +-``HUGE`` becomes infinite, which marks a divergence.
 
     Raises:
-        InputError: if the loss is not a number.
+        InputError: if a number of the outcome is not a number.
     """
     outcome = result if isinstance(result, Outcome) else Outcome(cast(float, result))
+    about = {name: _converted(outcome, name, kind) for name, kind in KINDS.items()}
+    return replace(outcome, **about | {"loss": about["loss"] if abs(about["loss"]) <= HUGE else math.inf})
+
+
+def _converted(outcome: Outcome, name: str, kind: Callable[[Any], Any]) -> Any:
+    value = getattr(outcome, name)
     try:
-        if isinstance(outcome.loss, str | bytes):
+        if isinstance(value, str | bytes):
             raise TypeError
-        loss = float(outcome.loss)
-    except OverflowError:  # of an int
-        loss = math.inf
-    except (TypeError, ValueError, RuntimeError):
+        return kind(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        if name == "loss" and isinstance(error, OverflowError):  # of an int
+            return math.inf
+        of = "" if name == "loss" else f" as {name} of an Outcome"
         raise InputError(
-            f"the objective returned {outcome.loss!r:.60}; return a loss (a number) or an Outcome"
+            f"the objective returned {value!r:.60}{of}; return a loss (a number) or an Outcome of numbers"
         ) from None
-    return replace(outcome, loss=loss if abs(loss) <= HUGE else math.inf)

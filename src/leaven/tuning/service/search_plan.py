@@ -151,9 +151,7 @@ def final_trials(finalists: int, each: int) -> int:
 
 def busy(trials: Sequence[StoredTrial], now: float) -> float:
     """Return the seconds in which at least one trial was active, up to ``now`` (Unix time)."""
-    return covered(
-        (trial.began, now if trial.until is None else trial.until) for trial in trials if trial.began is not None
-    )
+    return covered((began, now if end is None else end) for trial in trials for began, end in trial.spans)
 
 
 class NothingFound(InputError):

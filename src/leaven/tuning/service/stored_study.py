@@ -64,7 +64,7 @@ PURPOSE, SEED, RETRY_OF, FINALIST, DIVERGED = "purpose", "seed", "retry_of", "fi
 OWNER, JOB, FINAL, RELEASED, CONFIRMS = "owner", "job", "final", "released", "confirms"
 BEGAN, ENDED = "began", "ended"  # Unix time by the owner's clock, seconds
 PREDICTED = "expected"  # the predicted final loss of a pruned trial
-LAST_BEAT = "last_beat"  # the last heartbeat of an owner on another machine that was taken for dead: Unix time
+LAST_BEAT = "last_beat"  # when an attempt without a result ended: the last heartbeat of a dead owner, Unix time
 DIGEST = "digest"  # of an attempt with a result (a user attribute), or of the settings (in ABOUT)
 WITH_RESULT = (TrialState.COMPLETE, TrialState.PRUNED)
 RESTORE = "restore the store from a backup, or use another study"
@@ -96,8 +96,8 @@ class StoredTrial(StudyTrial):
     final_of: str = ""  # in a final trial, the budget that it belongs to, such as "64 trials"; empty in others
     finalist: int | None = None  # in a final trial, the index of the finalist
     finals: tuple[int, int] | None = None  # in the first final trial: (number of finalists, trials of each)
-    began: float | None = None  # Unix time at which the last attempt began
-    until: float | None = None  # Unix time at which the last attempt ended or was found dead
+    # The (begin, end) of its attempts, Unix time by the clocks of their owners. The end of a running one is None.
+    spans: tuple[tuple[float, float | None], ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -136,6 +136,11 @@ class StoredStudy:
     _checked: dict[int, FrozenTrial] = field(default_factory=dict)
     _jobs: dict[str, FrozenTrial] = field(default_factory=dict)
     _finished: dict[int, StoredTrial] = field(default_factory=dict)
+    _clock: float = field(default_factory=lambda: time.time() - time.monotonic())
+
+    def now(self) -> float:
+        """Return the Unix time, in seconds, without the jumps of a clock that is set while this command runs."""
+        return self._clock + time.monotonic()
 
     @cached_property
     def id(self) -> int:
@@ -218,7 +223,7 @@ class StoredStudy:
                 OWNER: owner,
                 PURPOSE: request.purpose,
                 SEED: request.seed,
-                BEGAN: time.time(),
+                BEGAN: self.now(),
                 # Two commands that have read the same attempts choose the same job, and only one of them runs the
                 # job.
                 JOB: request.job,
@@ -257,7 +262,7 @@ class StoredStudy:
             for key, value in about.items():
                 if value:
                     self.store.set_trial_user_attr(trial_id, key, value)
-            self.store.set_trial_user_attr(trial_id, ENDED, time.time())
+            self.store.set_trial_user_attr(trial_id, ENDED, self.now())
             if outcome.diverged:
                 # Optuna's samplers need a finite number: the worst loss, so that it does not dominate the others.
                 loss = max((trial.loss for trial in self.trials if trial.loss is not None), default=NEVER_ENDED)
@@ -278,12 +283,11 @@ class StoredStudy:
         Args:
             released: whether this command gives the attempt up. If so, the attempt does not count as one whose
                 process died.
-            ended: the last heartbeat of the attempt's owner, if the owner ran on another machine: Unix time.
+            ended: the last heartbeat of the attempt's owner, Unix time; None if this command is the owner.
         """
         with suppress(UpdateFinishedTrialError):
-            if ended is not None:
-                # Not as ENDED, which the digest covers: the owner may be alive and write its result just now.
-                self.store.set_trial_user_attr(self._trial_id(number), LAST_BEAT, ended)
+            # Not as ENDED, which the digest covers: the owner may be alive and write its result just now.
+            self.store.set_trial_user_attr(self._trial_id(number), LAST_BEAT, self.now() if ended is None else ended)
             if released:
                 self.store.set_trial_user_attr(self._trial_id(number), RELEASED, True)
             self.store.set_trial_state_values(self._trial_id(number), TrialState.FAIL)
@@ -317,18 +321,32 @@ def trials_of(
         drawn = len(first.params) == len(axes.start) or first.state is TrialState.RUNNING
         if not (begins and drawn and OWNER in first.user_attrs):
             continue
-        last, deaths = first, 0
+        last, deaths, spans = first, 0, [_span(first)]
         while last.state is TrialState.FAIL:
             deaths += not last.user_attrs.get(RELEASED, False)
             following = jobs.get(f"retry:{last.number}")
             if following is None:
                 break
             last = following
-        trial = finished.get(last.number) or _trial_of(first, last, deaths, axes)
+            spans.append(_span(last))
+        known = tuple(span for span in spans if span is not None)
+        trial = finished.get(last.number) or replace(_trial_of(first, last, deaths, axes), spans=known)
         if last.state in WITH_RESULT:
             finished[last.number] = trial
         found.append(trial)
     return found
+
+
+def _span(attempt: FrozenTrial) -> tuple[float, float | None] | None:
+    """Return (begin, end) of an attempt, Unix time. The end of a running attempt is None. Return None if begin or end
+    is not known: in studies of older versions, attempts that another command closed on the same machine."""
+    ran = attempt.user_attrs
+    end = ran.get(ENDED, ran.get(LAST_BEAT))
+    if end is None and attempt.datetime_complete and (attempt.state in WITH_RESULT or ran.get(RELEASED)):
+        end = attempt.datetime_complete.timestamp()
+    if BEGAN not in ran or (end is None and attempt.state is not TrialState.RUNNING):
+        return None
+    return ran[BEGAN], end
 
 
 def _trial_of(first: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) -> StoredTrial:
@@ -344,9 +362,6 @@ def _trial_of(first: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) ->
             state, loss = "diverged", None
     seconds, tokens, params = ran.get("seconds"), ran.get("tokens", 0), axes.rounded(last.params)
     drawn = len(last.params) == len(axes.start)
-    ended = until = ran.get(ENDED, ran.get(LAST_BEAT))
-    if until is None and state != "running" and last.datetime_complete:
-        until = last.datetime_complete.timestamp()
     final_of, finalist = first.user_attrs.get(FINALIST, ("", None))
     return StoredTrial(
         number=last.number,
@@ -363,15 +378,13 @@ def _trial_of(first: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) ->
         curve=curve_of(ran.get("curve", ())),
         branches=curve_of(ran.get("branches", ())),
         worker=ran.get("worker"),
-        ended=ended,
+        ended=ran.get(ENDED, ran.get(LAST_BEAT)),
         params=params,
         origin=first.number,
         job=first.user_attrs.get(JOB),
         final_of=final_of,
         finalist=finalist,
         finals=first.user_attrs.get(FINAL),
-        began=ran.get(BEGAN),
-        until=until,
     )
 
 

@@ -11,6 +11,7 @@ retries it. The retry must not change the store a second time:
 
 import errno
 import json
+import os
 import random
 import re
 import time
@@ -32,7 +33,7 @@ from leaven.errors import InputError
 from leaven.storage import is_full
 
 if TYPE_CHECKING:
-    from sqlalchemy.engine import URL, Connection
+    from sqlalchemy.engine import URL, Connection, ExceptionContext
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between attempts
 BUSY_SECONDS = 60  # how long SQLite waits while another process writes
@@ -45,11 +46,13 @@ RECORD, SQLITE = b'{"op_code":0,', b"SQLite format 3"
 _SCHEMA = re.compile("no such (table|column)|malformed|could not decode", re.IGNORECASE)  # in errors of SQLite
 # Operations of a journal on a running trial: create it; set a value, an intermediate loss, an attribute.
 RUNNING = {4, 5, 7, 8}
+READ_ONLY = "25006"  # the error code of a PostgreSQL server that was made a standby, or whose disk is nearly full
 TICKET = "leaven:ticket"  # a system attribute of every trial: the id of the call that created the trial
 
 # Without these options, libpq waits for hours for a server that was switched off, and a command that is suspended
 # within a transaction, or whose machine fails, blocks the other commands.
 POSTGRESQL = {
+    "client_encoding": "utf8",  # a database with the encoding SQL_ASCII would send bytes
     "connect_timeout": "10",
     "keepalives_idle": "30",
     "keepalives_interval": "10",
@@ -184,6 +187,8 @@ def _database(url: "URL") -> BaseStorage:
         except RuntimeError as error:  # Optuna refuses tables of another version
             raise InputError(f"{_name(url)}: {error}") from None
         time.sleep(random.uniform(0.05, 0.5))
+    if not lite:
+        event.listen(storage.engine, "handle_error", _leave_read_only)
     if lite:
         # Optuna reads rows and then changes them in one transaction, which must lock the file from the beginning.
         event.listen(storage.engine, "begin", _begin_alone)
@@ -191,6 +196,12 @@ def _database(url: "URL") -> BaseStorage:
         storage.engine.dispose()
     # Without the cache, every read of a study reads all of its rows: 2,000 for 60 trials of 30 values.
     return _CachedStorage(storage)
+
+
+def _leave_read_only(context: "ExceptionContext") -> None:
+    """Close a connection that is read-only. It stays so, even if the server allows new ones to write."""
+    if getattr(context.original_exception, "sqlstate", None) == READ_ONLY:
+        context.is_disconnect = True
 
 
 def _begin_nothing(connection: Any, record: object) -> None:
@@ -219,7 +230,9 @@ def _away(error: Exception) -> bool:
     from sqlalchemy.exc import InterfaceError, OperationalError, TimeoutError
 
     return isinstance(error, OSError) or any(
-        isinstance(cause, OperationalError | InterfaceError | TimeoutError) for cause in _causes(error)
+        isinstance(cause, OperationalError | InterfaceError | TimeoutError)
+        or getattr(cause, "sqlstate", None) == READ_ONLY
+        for cause in _causes(error)
     )
 
 
@@ -236,6 +249,15 @@ def _damaged(error: Exception) -> bool:
         or (isinstance(cause, ValueError) and not isinstance(cause, InputError))
         or (isinstance(cause, OperationalError) and _SCHEMA.search(str(cause.orig)) is not None)
         for cause in _causes(error)
+    )
+
+
+def _refused(error: Exception) -> bool:
+    """Return whether the server of a database has refused a call, for example because a permission is missing."""
+    from sqlalchemy.exc import DBAPIError
+
+    return isinstance(error, StorageInternalError | DBAPIError) and any(
+        isinstance(cause, DBAPIError) for cause in _causes(error)
     )
 
 
@@ -302,7 +324,14 @@ class Journal(JournalFileBackend):
     not mounted at the moment.
     """
 
+    def _require_length(self) -> None:
+        """Raise OSError if the file is missing, or has become shorter than what was read of it."""
+        read = next(reversed(self._log_number_offset.values()))  # the end of the last complete line
+        if os.stat(self._file_path).st_size < read:
+            raise OSError(errno.EIO, "an older copy has replaced the file", self._file_path)
+
     def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
+        self._require_length()
         try:
             yield from super().read_logs(log_number_from)
         except ValueError as error:  # old content of a network disk, or a line that was cut off: read again
@@ -310,7 +339,7 @@ class Journal(JournalFileBackend):
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         path = Path(self._file_path)
-        path.stat()  # raises OSError if the disk is unmounted
+        self._require_length()
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode()
         # A power cut may lose a running trial. The line that ends a trial flushes its other lines, too.
         sync = not all(log["op_code"] in RUNNING for log in logs)
@@ -318,6 +347,7 @@ class Journal(JournalFileBackend):
         # the second one.
         with storage.lock(path.with_name(f"{path.name}.flock"), LOCK_SECONDS):
             optunas = JournalFileOpenLock(self._file_path, GRACE_SECONDS)
+            _remove_dead_link(Path(optunas._lock_file))
             optunas.acquire()
             try:
                 # This may remove an incomplete line. No reader has used it, because Optuna reads complete lines only.
@@ -325,6 +355,20 @@ class Journal(JournalFileBackend):
             finally:
                 with suppress(RuntimeError):  # this process was suspended, and another one broke its lock
                     optunas.release()
+
+
+def _remove_dead_link(lock: Path) -> None:
+    """Remove Optuna's lock if it is a link that leads nowhere and does not change for ``GRACE_SECONDS``.
+
+    Optuna's JournalFileSymlinkLock makes such links, for example in its dashboard. JournalFileOpenLock waits for them
+    without an end.
+    """
+    with suppress(OSError):  # it is free now
+        made, until = os.lstat(lock), time.monotonic() + GRACE_SECONDS
+        while lock.is_symlink() and not lock.exists() and os.path.samestat(os.lstat(lock), made):
+            if time.monotonic() > until:
+                lock.unlink()
+            time.sleep(FIRST_PAUSE)
 
 
 class _Waiting:
@@ -336,7 +380,12 @@ class _Waiting:
         self._store, self._name, self._waited, self._patience = store, name, waited, patience_seconds
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._until_done(lambda again: getattr(self._store, method)(*args, **kwargs))
+        try:
+            return self._until_done(lambda again: getattr(self._store, method)(*args, **kwargs))
+        except KeyError as error:  # no such trial or study: it was removed, for example by restoring a backup
+            if method == "get_study_id_from_name":  # leaven and Optuna ask for names that may not exist
+                raise
+            raise self._damage(error) from error
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
         """Return the result of ``call``, and retry it while the store is unreachable. ``call`` gets False at the
@@ -349,6 +398,8 @@ class _Waiting:
                 if _damaged(error):
                     raise self._damage(error) from error
                 if not _away(error):
+                    if _refused(error) and not _clashes(error):
+                        raise InputError(f"{self._name} cannot be used: {_reason(error)}") from error
                     raise
                 now = time.monotonic()
                 since = now if since is None else since

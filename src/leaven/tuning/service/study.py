@@ -44,7 +44,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -55,7 +55,7 @@ from optuna.storages import BaseStorage
 
 from leaven.errors import InputError
 from leaven.recipe.units import format_number
-from leaven.storage import make_folder, read, require_folder_name, write_text
+from leaven.storage import lock, make_folder, read, require_folder_name, write_text
 from leaven.training.run_folder import describe_changes
 from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.trust_region import radius_of, results
@@ -71,13 +71,13 @@ from leaven.tuning.service.search_plan import (
     known_trials,
 )
 from leaven.tuning.service.stored_study import RESTORE, join_study, random_id
-from leaven.tuning.service.stores import StoreGone, exists, open_store
+from leaven.tuning.service.stores import LOCK_SECONDS, StoreGone, exists, open_store
 from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, LOCK = "checkpoints", ".study.lock"  # runs and checks have another lock
 # Names in the folder of a study that was killed before it wrote its first result.
-OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)
+OURS = ("journal.log*", ".*.tmp", CHECKPOINTS, LOCK)
 _ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the first attempt)-(number of the attempt)
 ANSWERED = "leaven:answered"  # an attribute of a study, set once a command has run the search to its end
 NOTE_AFTER = 5.0  # after so many seconds without the store, the screen says so, and a stopping command gives up
@@ -180,7 +180,12 @@ class BaseStudy(ABC):
             if changes := self.space.changes_since(centre):
                 kind = self.space.kind
                 raise InputError(f"{self.out} has another {kind}: {describe_changes(changes)}; use another --study")
-        elif self.out.exists() and not all(any(fnmatch(e.name, own) for own in OURS) for e in self.out.iterdir()):
+        elif (
+            self.out.exists()
+            and not (self.out / "journal.log").exists()
+            and not self._saved_results()[0]
+            and not all(any(fnmatch(entry.name, own) for own in OURS) for entry in self.out.iterdir())
+        ):
             raise InputError(f"{self.out} is not empty and contains no study; use another folder")
 
     def __enter__(self) -> Self:
@@ -203,10 +208,28 @@ class BaseStudy(ABC):
         )
         self._compare_results(saved)
         self.space = self.space.knowing(self._stored.axes.expected, self._stored.axes.earlier)
-        make_folder(self.out)
-        if not (self.out / "centre.toml").exists():
-            self.space.write(self.out / "centre.toml", {}, {})
+        self._claim_folder()
         return self
+
+    def _claim_folder(self) -> None:
+        """Write centre.toml, and a study.json with the id of the study, if they are missing.
+
+        Of two commands with different studies that start in one folder at once, only one gets the folder.
+
+        Raises:
+            InputError: if the other one got it, or if centre.toml cannot be written.
+        """
+        make_folder(self.out)
+        with ExitStack() as held:
+            with suppress(OSError):  # the disk is full, or has no locks: go on without the lock
+                held.enter_context(lock(self.out / LOCK, LOCK_SECONDS))
+            saved_id, saved = self._saved_results()
+            self._require_same_study(saved_id, self._stored.random_id)
+            if not (self.out / "centre.toml").exists():
+                self.space.write(self.out / "centre.toml", {}, {})
+            if not (saved_id or saved):
+                with suppress(InputError):  # a full disk: it is written again when trials end
+                    self.save()
 
     def __exit__(self, *exception: object) -> None:
         self._stored.store.remove_session()
@@ -218,7 +241,7 @@ class BaseStudy(ABC):
         Raises:
             InputError: if the store lacks one of them, or contains another study.
         """
-        begun = (self.out / "centre.toml").exists()
+        begun = bool(saved_id) or (self.out / "centre.toml").exists()
         if begun and not exists(self._where):
             raise self._store_lost(ended, ended)
         if isinstance(self._where, Path):
@@ -229,9 +252,8 @@ class BaseStudy(ABC):
             raise InputError(f"{self._name} contains the study {others[0]}, not {name}; use another --study")
         if begun and name not in stored:
             raise self._store_lost(ended, ended)
-        stored_id = random_id(store.get_study_user_attrs(stored[name])) if saved_id else ""
-        if stored_id and saved_id != stored_id:
-            raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored_id}")
+        if saved_id:
+            self._require_same_study(saved_id, random_id(store.get_study_user_attrs(stored[name])))
         attempts = store.get_all_trials(stored[name], deepcopy=False) if ended else []
         if lost := ended - {attempt.number for attempt in attempts if attempt.state.is_finished()}:
             raise self._store_lost(ended, lost)
@@ -244,6 +266,8 @@ class BaseStudy(ABC):
         try:
             document = json.loads(read(path))
             ended = [trial for trial in document["trials"] if trial["state"] not in UNDER_WAY]
+            if not all(isinstance(trial["number"], int) for trial in ended):
+                raise TypeError
             return document.get("id", ""), {trial["number"]: (trial["state"], trial.get("loss")) for trial in ended}
         except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return "", {}
@@ -258,18 +282,24 @@ class BaseStudy(ABC):
         Raises:
             InputError: if the store lacks a result that study.json has, or has another one.
         """
-        trials = {trial.number: trial for trial in self._stored.trials} if saved else {}
+        stored = self._stored.trials if saved else []
+        # If the copy of a study made another attempt at the trial, only its first attempt has the same number.
+        trials = {trial.origin: trial for trial in stored} | {trial.number: trial for trial in stored}
         for number, (state, loss) in saved.items():
-            if number not in trials:  # a trial with another attempt since
-                continue
-            trial = trials[number]
-            if state != "failed" and not trial.finished:
+            trial = trials.get(number)
+            if state != "failed" and (trial is None or not trial.finished):
                 raise InputError(
                     f"trial {number} of {self._name} has lost its result, which {self.out / 'study.json'} has; "
                     f"{RESTORE}"
                 )
-            if trial.loss != loss:
+            if trial is not None and trial.loss != loss:
                 raise self._other_study(f"has the loss {loss} for trial {number}", f"has {trial.loss}")
+
+    def _require_same_study(self, saved_id: str, stored_id: str) -> None:
+        """Raise InputError if the ids of the studies in study.json and in the store differ. Studies of older versions
+        have no id, and are not compared."""
+        if saved_id and stored_id and saved_id != stored_id:
+            raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored_id}")
 
     def _other_study(self, saved: str, stored: str) -> InputError:
         """Return the error for a store and a study.json of different studies. ``saved`` and ``stored`` say what each
@@ -358,7 +388,7 @@ class BaseStudy(ABC):
                     self._save_meanwhile()
         found = plan.chosen(loop.trials) is not None
         self._over = found and not stop()
-        self._stalled = self._over and plan.ended_early(loop.trials, time.time())
+        self._stalled = self._over and plan.ended_early(loop.trials, self._stored.now())
         self.nothing = "" if found else self.state().advice or plan.why_nothing(loop.trials)
         if self._over:
             self._stored.study.set_user_attr(ANSWERED, True)
@@ -432,7 +462,12 @@ class BaseStudy(ABC):
         )
 
     def save(self) -> StudyDocument:
-        """Write study.json and the recipes of the best points. Return the study's document."""
+        """Write study.json and the recipes of the best points. Return the study's document.
+
+        Raises:
+            InputError: if they cannot be written, or if study.json belongs to another study.
+        """
+        self._require_same_study(self._saved_results()[0], self._stored.random_id)
         state = self.state()
         write_results(self.out, self.space, state)
         return state
