@@ -330,7 +330,10 @@ class Positions:
         )
 
     def within(self, window: int | None) -> Tensor | None:
-        """Return the bias or mask of the attention scores in a layer with this sliding window; None: no window."""
+        """Return the bias or mask of the attention scores in a layer with this sliding window, or without one.
+
+        The result is None if each token attends to all tokens of its sequence up to its own position.
+        """
         if window is None or self.window_TT is None:
             return self.bias_HTT
         if self.bias_HTT is None:

@@ -62,10 +62,11 @@ def mfu_convention(peak: Peak) -> str:
 
 
 def known_peak(device: torch.device, compute: str) -> Peak | None:
-    """Return the dense peak speed of a device from its data sheet, or None if it is unknown.
+    """Return the dense peak speed of a device from its data sheet, or None if this peak is unknown.
 
-    The result is None for CPUs, and for fp32, because a GPU may run fp32 as TF32, which has another peak. A wrong
-    peak is worse than no peak: a trainer that treated unknown devices as an A100 printed an MFU three times too high.
+    It is unknown for CPUs. It also counts as unknown for fp32: a GPU may run fp32 as TF32, which has another peak. A
+    wrong peak is worse than no peak: a trainer that treated unknown devices as an A100 printed an MFU three times too
+    high.
     """
     name = device_name(device)
     known = known_device(name)
@@ -132,7 +133,7 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
-    """Return the peak speed of a device from its data sheet. If it is unknown, measure it once per process.
+    """Return the peak speed of a device from its data sheet. If the data sheet is unknown, measure the peak.
 
     A measured peak is the higher of the speeds with ``compute`` and with fp32, because a device that only emulates
     ``compute`` may be slower with ``compute``. When only ``compute`` was measured, a CPU without fp16 showed MFUs of
@@ -170,7 +171,10 @@ def times_fp32(device: torch.device, compute: str, threads: int) -> float:
 
 @cache
 def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-    """Return the FLOP/s of the fastest square matmul with ``threads`` threads, measured in about half a second."""
+    """Return the FLOP/s of the fastest square matmul, measured in about half a second.
+
+    It is measured once per process for each device, dtype and ``threads``, torch's current number of threads.
+    """
     began, best, size, seconds = time.perf_counter(), 0.0, 256, 0.0
     # The next size takes eight times as long, and is multiplied three times.
     while size <= 16_384 and time.perf_counter() - began + 3 * 8 * seconds < MEASURING_SECONDS:
@@ -188,8 +192,8 @@ def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float
 
 
 def time_fixed_work(device: torch.device) -> float:
-    """Return the seconds that a device takes for a matmul of fixed size. These times show which of several devices is
-    the slowest."""
+    """Return the seconds that a matmul of fixed size takes: the fastest of five. These times show which of several
+    devices is the slowest."""
     a, times = torch.ones(FIXED_WORK_SIZE[device.type], FIXED_WORK_SIZE[device.type], device=device), []
     for _ in range(5):
         wait(device)
@@ -211,7 +215,8 @@ def wait(device: torch.device) -> None:
 def unless_out_of_memory(
     work: Callable[[], T], device: torch.device, cleanup: Callable[[], None] = lambda: None
 ) -> T | None:
-    """Return the result of ``work()``, or None if it runs out of memory. Call ``cleanup`` in both cases."""
+    """Return the result of ``work()``, or None if it runs out of memory. Call ``cleanup`` in any case, also after
+    another error, which is raised."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
@@ -262,7 +267,8 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that a run can still allocate on this device; on a CPU, the limit of the container applies."""
+    """Return the bytes that a run can still allocate on this device. On a CPU, these are the available bytes of the
+    machine, or fewer if a container has a limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + (
             torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -44,8 +44,8 @@ class LoadBalance:
         """Return what the routers did in this step: the loads of the experts, (layers, experts), the balance loss,
         and the largest load of an expert divided by the mean load of its layer.
 
-        The balance loss is the mean over layers, without its coefficient, times the number of targets in the step. If
-        the load is even, the balance loss is equal to the number of targets.
+        The balance loss is summed over the targets of the step and averaged over the layers with experts, without its
+        coefficient. If the load is even, the balance loss is equal to the number of targets.
         """
         layers, experts = self.bias_LE.shape
         device = self.model.device

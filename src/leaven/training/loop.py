@@ -65,7 +65,7 @@ class Callback:
         callbacks saved at this position; it is empty at the start of a run."""
 
     def close(self) -> None:
-        """Release resources. Called at the end of the run, also after an error."""
+        """Release resources. Called when training ends or stops, also after an error."""
 
 
 class Loop:
@@ -84,7 +84,7 @@ class Loop:
     def run(self, stop: Callable[[], bool] = lambda: False) -> bool:
         """Train until all steps are done, or until ``stop()`` returns true. Return whether all steps are done."""
         training = self._training
-        # The result of the last step is read before the run ends, because it may rewind the run.
+        # When all steps are done, read the result of the last one: a callback may rewind the run, which then goes on.
         while not stop() and (not training.finished or self.read()):
             before = training.tokens
             for callback in self._callbacks:

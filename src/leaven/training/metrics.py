@@ -107,7 +107,7 @@ class Telemetry:
         absent = torch.full_like(total, torch.nan)
         head = torch.stack([widened(absent if value is None else value) for value in (*measured, total)])
         values, ready = self._to_host(torch.cat((head, widened(updates), widened(sizes))))
-        began, host_seconds = self._started, time.perf_counter() - self._began  # on a CPU, of the step
+        began, host_seconds = self._started, time.perf_counter() - self._began  # the step's time on a CPU
 
         def read() -> Step:
             seconds = host_seconds
@@ -329,7 +329,7 @@ class TensorBoard:
         self._file = (folder / f"events.out.tfevents.{time.time():.6f}.leaven").open("wb")
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
-        # Later points will be written again: TensorBoard then discards the old ones.
+        # Points after these tokens will be written again; this makes TensorBoard discard the old ones.
         self._write(step=tokens + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, tokens: int, values: dict[str, float]) -> None:

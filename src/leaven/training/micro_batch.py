@@ -39,8 +39,8 @@ RULE_TOKENS = {"cpu": 2_048, "cuda": 16_384}
 the cache (measured: docs/log.md). On an accelerator, this many tokens keep the device busy."""
 
 TIMED_STEPS = 1_000
-"""Runs of fewer steps use the rule of thumb. Timing would cost about eight steps. Without timing, such a run has the
-same bits wherever it is started."""
+"""Runs of fewer steps are not timed, because timing costs about eight steps. They use the rule of thumb, so their
+micro-batch does not depend on how fast the machine was when they were started."""
 
 ROUNDS = 3
 LIMIT_SECONDS = 60.0
@@ -110,8 +110,8 @@ def _most(recipe: Recipe) -> int:
 
 
 def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
-    """If the recipe's micro-batch is "auto" and the run was started before, return the recipe with the micro-batch of
-    the run. Otherwise return the recipe unchanged.
+    """If the recipe's micro-batch is "auto" and the run folder already has a recipe, return the recipe with the
+    micro-batch of the run. Otherwise return the recipe unchanged.
 
     A run keeps its micro-batch on every machine where it is resumed, because another micro-batch changes the order of
     summation and so the last bits of the loss.
@@ -168,7 +168,7 @@ def require_memory(recipe: Recipe) -> None:
 
 
 def fitting(recipe: Recipe, device: torch.device, candidates: list[int], weights: float = 0.0) -> list[int]:
-    """Return the candidate micro-batches, in ascending order, that fit into memory by the planner's formula.
+    """Return the candidates that fit into memory by the planner's formula (:data:`SHARE`), in the given order.
     ``weights`` is the size of the weights in bytes, if the weights are not allocated yet.
 
     Raises:

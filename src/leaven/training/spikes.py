@@ -5,8 +5,8 @@ At each step, the detector does the following for each of the three quantities:
 1. The usual level of the quantity is its median over the last :data:`LEVEL` steps.
 2. The distance of the new value from this level is divided by a robust standard deviation: 1.4826 times the median of
    the last :data:`WINDOW` absolute distances, but at least a floor.
-3. The resulting number of deviations, minus :data:`ALLOWANCE`, is added to a sum that never falls below 0 (a
-   one-sided cumulative sum: Page 1954, "Continuous inspection schemes").
+3. The resulting number of deviations, limited to :data:`CAP`, minus :data:`ALLOWANCE`, is added to a sum that never
+   falls below 0 (a one-sided cumulative sum: Page 1954, "Continuous inspection schemes").
 4. When the sum reaches :data:`LIMIT`, the run has an anomaly. The anomaly began when the sum last rose above 0. All
    steps since then are suspicious; they do not change the usual level.
 
