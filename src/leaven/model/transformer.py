@@ -385,8 +385,8 @@ class Stage(nn.Module):
     """A pipeline stage: the layers ``first`` to ``last - 1`` of a model.
 
     The first stage also has the embedding. The last stage also has the final norm, the unembedding and the loss. A
-    parameter has the same name as in the whole model, with the prefix ``model.``. The stage changes ``model``: it
-    removes the layers and parameters that it does not have.
+    parameter has the same name as in the whole model, with the prefix ``model.``. The constructor changes
+    ``model``: it removes the layers and parameters of other stages.
 
     Args:
         dtype: the dtype of matrix products.

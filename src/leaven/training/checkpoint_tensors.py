@@ -116,9 +116,9 @@ class Tensors(Mapping[str, Tensor]):
         return tensors
 
     def require_whole(self, files: Sequence[str], headers: Sequence[str]) -> None:
-        """Check the list of blocks of every tensor: all blocks are in ``files``, and each element of the tensor is in
-        exactly one block. Those of the files that are in ``headers`` are opened: each block there must have the dtype
-        and the shape that the list states.
+        """Check the list of blocks of every tensor. All blocks must be in ``files``, and each element of the tensor
+        must be in exactly one block. A file that is also in ``headers`` is opened: its blocks must have the dtype and
+        the shape that the list states.
 
         Raises:
             ValueError: if a check fails; the message names the tensor.

@@ -37,7 +37,7 @@ T = TypeVar("T")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MEASURING_SECONDS = 0.5
 TIMES_FP32 = "times_fp32.json"  # a file of the cache folder: what `times_fp32` has measured
-EMULATED = 1.25  # a dtype is emulated if its matmuls take more than this many times as long as in fp32
+EMULATED = 1.25  # a dtype counts as emulated if a matmul takes more than this many times its time in fp32
 FIXED_WORK_SIZE = {"cpu": 256, "cuda": 4096}
 DEVICES = ("cuda", "mps", "cpu")  # the best first
 _CGROUP = Path("/sys/fs/cgroup")
@@ -49,7 +49,7 @@ class Peak:
 
     flops: float  # FLOP/s
     source: str  # where the number comes from: a data sheet or a measurement
-    # If the device only emulates the dtype of the recipe: how many times as long as in fp32 a matmul takes in it.
+    # If the device only emulates the recipe's dtype: the time of a matmul in this dtype divided by its time in fp32.
     emulated: float | None = None
 
 
@@ -150,9 +150,9 @@ def device_peak(device: torch.device, compute: str) -> Peak:
 
 
 def times_fp32(device: torch.device, compute: str, threads: int) -> float:
-    """Return how many times as long as in fp32 a matmul takes in ``compute``.
+    """Return the time of a matmul in ``compute`` divided by its time in fp32.
 
-    The number is remembered in leaven's cache folder, so that later runs measure only the speed of the faster dtype.
+    The number is stored in leaven's cache folder, so that later runs measure only the speed of the faster dtype.
     """
     if compute == "fp32":
         return 1.0
@@ -268,7 +268,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes that a run can still allocate on this device. On a CPU, these are the available bytes of the
-    machine, or fewer if a container has a limit."""
+    machine, or fewer if its container has a lower limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + (
             torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

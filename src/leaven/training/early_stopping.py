@@ -120,7 +120,7 @@ LEAST = 8.0
 """A trial is not pruned while it is behind the baseline by at most this many standard deviations of the loss between
 seeds."""
 CATCHES_UP = 1.5
-"""If a trial is behind the baseline by this share of the amount by which the baseline's loss still falls, the trial
+"""If a trial is behind the baseline by this many times the amount by which the baseline's loss still falls, the trial
 is expected to close half of its gap by the end."""
 
 

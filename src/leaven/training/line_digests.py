@@ -14,7 +14,8 @@ MOST_RANGES = 3  # ranges of missing steps that a message lists
 
 @dataclass(frozen=True)
 class LinesDigest:
-    """The number and the digest of the lines that metrics.jsonl or events.jsonl has at a checkpoint."""
+    """The number and the digest of the lines that metrics.jsonl or events.jsonl has at a checkpoint or at the finish
+    event."""
 
     lines: int  # number of lines
     blake2b: str  # digest of the lines

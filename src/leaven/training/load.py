@@ -115,7 +115,11 @@ class _Averages(Mapping[str, Tensor]):
 
 def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = False) -> LoadedRun:
     """Return a run with the weights of a checkpoint or, if ``averaged`` is true, with the averaged weights of that
-    checkpoint. The checkpoint is chosen as in :func:`load`."""
+    checkpoint. The checkpoint is chosen as in :func:`load`.
+
+    Raises:
+        InputError: in the cases of :func:`load`, or if the checkpoint has no averaged weights.
+    """
     folder = RunFolder(storage.expanded(run))
     if not folder.recipe_file.is_file():
         problem = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"

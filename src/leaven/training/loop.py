@@ -29,7 +29,7 @@ class StepResult:
 
 
 class Diverged(RuntimeError):
-    """Raised when the loss is not finite, or has risen and does not fall again."""
+    """Raised when a run has diverged: for example, its loss is not finite, or has risen and does not fall again."""
 
 
 def passes(every_tokens: int, before: int, after: int) -> bool:
@@ -53,8 +53,9 @@ class Callback:
         :class:`leaven.training.metrics.Step` if a recipe is trained."""
 
     def on_due(self) -> None:
-        """Called between two steps, each time the run has reached a multiple of :attr:`every_tokens`, but not after
-        the last step. At this time, the results of all started steps have been read."""
+        """Called between two steps, each time the run has reached a multiple of :attr:`every_tokens`. The results of
+        all started steps have been read by then. Not called after the last step, or after a result that has led to a
+        rewind."""
 
     def state(self) -> dict[str, Any]:
         """Return the JSON values that this callback saves in a checkpoint. No two callbacks may use the same key."""

@@ -265,8 +265,12 @@ class Validation(Callback):
         self.evaluate()
 
     def evaluate(self) -> dict[str, Any]:
-        """Compute and log the validation loss. Return it as ``loss``, in nats per token, and ``bits_per_byte``, and
-        the loss of the averaged weights as ``averaged_loss`` if their average has begun."""
+        """Compute and log the validation loss. Return a dict with these values:
+
+        - ``loss``: the loss in nats per token.
+        - ``bits_per_byte``: the same loss in bits per byte, or None if the bytes of the text are not known.
+        - ``averaged_loss``: the loss of the averaged weights, in nats per token. Missing until the average has begun.
+        """
         trainer, training, factor = self.trainer, self.training, self._bits_per_byte_factor
         trainer.group.heartbeat(f"in the validation after step {training.progress.step}")
         self.owed = True

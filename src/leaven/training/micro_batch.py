@@ -99,8 +99,8 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 
 def _most(recipe: Recipe) -> int:
-    """Return the largest micro-batch that gives each rank at least one micro-batch per pipeline stage, and at least
-    two micro-batches if the noise scale is measured."""
+    """Return the largest micro-batch with which each data-parallel rank has at least ``layout.pp`` micro-batches, or
+    twice as many if the noise scale is measured."""
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # also at the smallest batch
         batch = recipe.batch.smallest_tokens // layout.pp

@@ -57,11 +57,11 @@ class Optimizer:
     """Adam, AdamW, or AdamW with Muon, with the groups of the parameter table. The schedule multiplies each group's
     peak learning rate.
 
-    If a batch ramp scales the betas, beta at step i is beta ** (1 / h_i), where h_i is the half-life of the moment at
-    step i divided by the half-life at the full batch. Adam's bias correction must then divide by 1 minus the product
-    of the betas of all steps so far. But torch divides by 1 - beta_now ** n, where n is torch's step count and
-    beta_now = beta ** (1 / h_now) is the beta of the current step. The two divisors are equal if n is
-    h_now x sum(1 / h_i). When the batch changes, :meth:`recount` sets torch's step count to this n.
+    If a batch ramp scales the betas, step i uses beta ** (1 / h_i). Here beta is the value at the full batch, and h_i
+    is the half-life of the moment at step i divided by its half-life at the full batch. Adam's bias correction must
+    then divide by 1 minus the product of the betas of all steps so far. But torch divides by 1 - beta_now ** n, where
+    n is torch's step count and beta_now = beta ** (1 / h_now) is the beta of the current step. The two divisors are
+    equal if n is h_now x sum(1 / h_i). When the batch changes, :meth:`recount` sets torch's step count to this n.
     """
 
     adam: torch.optim.Adam

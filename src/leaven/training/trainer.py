@@ -141,9 +141,9 @@ def train(
     Args:
         on_step: called with the metrics of each step, after the step.
         on_event: called with the name and values of each line of events.jsonl.
-        stop: polled before every forward pass of a single process, and between the steps of several processes. When
-            it returns True, the current step is abandoned, the state before that step is saved, and ``finished`` of
-            the result is False.
+        stop: when it returns True, training stops, the state is saved, and ``finished`` of the result is False. It is
+            polled between steps. A single process also polls it before every forward pass, and then abandons the
+            current step and saves the state before that step.
         log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
         rewind: a manual rewind to do before training. It is done only once: a repeated call resumes the rewound run.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
@@ -268,7 +268,12 @@ class RunTrainer:
             self.checkpoints.save()
 
     def train(self, stop: Callable[[], bool]) -> TrainDocument:
-        """Train until the run is done or stopped. Return its result."""
+        """Train until the run is done or stopped. Return its result.
+
+        Raises:
+            InputError: if the run is done, but its last checkpoint or the finish event cannot be written.
+            Diverged: in the cases of :func:`train`.
+        """
         try:
             if self.validation.owed:
                 self.validation.evaluate()
