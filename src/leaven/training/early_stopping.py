@@ -3,9 +3,10 @@ torch.
 
 A trial is compared with the baseline, the best trial so far, at equal token counts and only if both have the same
 schedule. A trial with a high learning rate starts behind and may still win. So a trial may be behind the baseline by
-a margin: the amount by which the baseline's own loss falls from this token count to the end of the baseline's run.
-The margin is wide while the learning rate is high, and narrows as the learning rate decays. The constants were chosen
-on the curves of one set of trials and tested on another set (benchmarks/early_stopping.py, docs/log.md).
+a margin: the amount by which the baseline's own loss falls from this token count to the end of the baseline's run, or
+:data:`LEAST` standard deviations between seeds if that is more. The margin is wide while the learning rate is high,
+and narrows as the learning rate decays. The constants were chosen on the curves of one set of trials and tested on
+another set (benchmarks/early_stopping.py, docs/log.md).
 """
 
 import math
@@ -37,7 +38,7 @@ def divergence_limit(vocab_size: int) -> float:
 class DivergenceMonitor(Callback):
     """Ends a run when it has diverged. There are three criteria:
 
-    - The loss of a step is not finite.
+    - The loss of a step is not finite. With ``at_once``, the same holds for the gradient.
     - After a quarter of the run, the running mean of the loss is above :func:`divergence_limit`. The mean covers
       about 1/32 of the run (:data:`POINTS`), because a single batch does not show divergence: unusual text may have a
       higher loss than a uniform guess, and so may the first batches of a run with a large init.

@@ -1,5 +1,5 @@
-"""Chooses the micro-batch, which is the number of sequences in one forward pass. Real forward passes are timed to
-find the fastest size that fits into memory.
+"""Chooses the micro-batch, which is the number of sequences in one forward pass. For a long run in a single process,
+real passes are timed to find the fastest size that fits into memory. Other runs use a rule of thumb.
 
 A micro-batch is an upper limit. If the batch is not a multiple of it, the batch is split evenly: with a micro-batch
 of 8, 12 sequences are split into 6 and 6. So during a batch ramp, the size of the forward passes can change with the

@@ -431,8 +431,8 @@ def check(
 def _summary(
     run: RunFolder, progress: Progress, finish: dict[str, Any] | None, unsaved: str | None = None
 ) -> TrainDocument:
-    """Return the result of a run over all its starts. ``finish`` is its ``finish`` event, and ``unsaved`` says why
-    the last state could not be saved."""
+    """Return the result of a run over all its starts. ``finish`` is its ``finish`` event, or None if the run is not
+    finished. ``unsaved`` says why the last state could not be saved, if it could not."""
     # Each start may have measured another peak; the speed of all steps is divided by the latest.
     starts = [event for event in run.events() if _positive(event.get("peak_tflops"))]
     metrics = run.metrics()
