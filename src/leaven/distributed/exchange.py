@@ -34,8 +34,8 @@ class Exchange:
 
     @property
     def name(self) -> str:
-        """The name of the current round. It is the same on all processes. No other round has this name, because a
-        restarted run uses new names."""
+        """The name of the current round. It is the same on all processes. No other round has this name: it contains a
+        random word of this exchange, and a restarted run draws new words."""
         return f"{self._nonce}-{self._round}"
 
     def gather(self, value: Any) -> list[Any]:
@@ -76,10 +76,10 @@ class Exchange:
         self._until = time.monotonic() + seconds
 
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
-        """Wait until the store has all keys, but no longer than ``timeouts`` times the timeout of this exchange.
-        Return whether the store has all keys.
+        """Wait until the store has all keys, and return whether it has them. The wait ends after ``timeouts`` times
+        the timeout of this exchange, or at the time that :meth:`shorten_timeout` has set.
 
-        This polls the store, because :meth:`shorten_timeout` could not interrupt a waiting call of the store.
+        This method polls the store, because :meth:`shorten_timeout` could not interrupt a waiting call of the store.
         """
         until, pause = time.monotonic() + timeouts * self._timeout, 0.002
         while not self._store.check(keys):

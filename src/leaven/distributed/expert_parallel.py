@@ -1,8 +1,9 @@
 """Distributes the experts of a layer over the data-parallel ranks: tokens are sent to the ranks that store their
 experts, and the outputs are sent back (Lepikhin et al. 2020, arXiv 2006.16668).
 
-Tensor parallelism splits each expert as it splits an MLP. All tensor-parallel ranks route the same tokens. The
-tensor-parallel rank i stores part i of its experts, and sends the tokens only to ranks that also store a part i.
+Tensor parallelism splits each expert as it splits an MLP. All tensor-parallel ranks route the same tokens.
+Tensor-parallel rank i stores part i of each of its experts, and sends tokens only to ranks that are also
+tensor-parallel rank i.
 
 Shape suffixes: P expert-parallel ranks, E experts of this rank, R rows, D d_model.
 """
@@ -24,7 +25,7 @@ from leaven.model.transformer import Stage
 
 
 def distribute_experts(stage: Stage, group: ProcessGroup) -> None:
-    """Distribute the routed experts of a stage over the expert-parallel ranks, and split each over the
+    """Distribute the routed experts of a stage over the expert-parallel ranks, and split each expert over the
     tensor-parallel ranks. The stage must be on the meta device."""
     axes = [axis for axis in ("ep", "tp") if group.degree(axis) > 1]
     mesh = group.expert_mesh or group.mesh

@@ -143,9 +143,9 @@ class Pipeline:
 class LeanStage(PipelineStage):
     """A :class:`PipelineStage` that frees buffers, gradients and parameters after each micro-batch.
 
-    torch's PipelineStage keeps parameters gathered and gradients unsharded until the end of a step. Its ZeRO 2 and 3
-    therefore need the same memory as ZeRO 1. Before torch 2.15 it also allocates receive buffers for all
-    micro-batches at the start.
+    torch's PipelineStage keeps parameters gathered and gradients unsharded until the end of a step. With it, ZeRO 2
+    and 3 therefore need the same memory as ZeRO 1. Before torch 2.15, torch's PipelineStage also allocates receive
+    buffers for all micro-batches at the start.
 
     Here a receive buffer is freed at the end of its micro-batch's backward pass. With ``zero`` 2, gradients are
     reduce-scattered after each micro-batch. With ``zero`` 3, parameters are also resharded after each micro-batch.

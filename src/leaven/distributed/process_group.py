@@ -55,7 +55,7 @@ class ProcessGroup:
         if layout.ep == 1:
             return cls(rank, layout.ranks, mesh, store)
         # Consecutive data-parallel ranks have different experts. The parameters of an expert are sharded over the
-        # ranks that have it, but over no more than other parameters are.
+        # ranks that have this expert, but over no more ranks than other parameters.
         shards //= math.gcd(shards, layout.ep)
         sizes_of_experts = layout.pp, layout.dp // layout.ep // shards, shards, layout.ep, layout.tp
         experts = init_device_mesh(device.type, sizes_of_experts, mesh_dim_names=EXPERT_AXES)

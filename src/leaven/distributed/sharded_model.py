@@ -181,11 +181,10 @@ class ShardedModel:
         return {layer: mlp for layer, mlp in mlps if isinstance(mlp, MixtureOfExperts)}
 
     def total_tally(self, tally: Tensor) -> Tensor:
-        """Add the expert loads and balance losses of this step, summed over the tokens of all processes, to
-        ``tally``, and return it.
+        """Return the expert loads and balance losses of this step, summed over the tokens of all processes.
 
-        ``tally`` has a row for each layer of the model. Its columns are the loads of the experts, and last the
-        balance loss.
+        ``tally`` contains zeros, and is overwritten with the result. It has a row for each layer of the model. Its
+        columns are the loads of the experts, and last the balance loss.
         """
         for layer, mixture in self.mixtures.items():
             tally[layer, :-1] += mixture.tally.load_E

@@ -119,7 +119,7 @@ class Local(ParallelStyle):
 
 
 REPLICATED = Local({"weight": [Replicate()], "bias": [Replicate()]})
-"""The style of a module with the same parameters on all ranks, each of which has another part of the result."""
+"""The style of a module whose parameters are the same on all ranks. Each rank computes another part of the result."""
 
 
 class LocalBranch(ParallelStyle):
@@ -189,8 +189,8 @@ ENDS: dict[str, ParallelStyle] = {
 
 
 def shard_tensors(stage: Stage, mesh: DeviceMesh) -> None:
-    """Split the modules of a stage over tensor-parallel ranks, as the tables ``BLOCK`` and ``ENDS`` define. The stage
-    must be on the meta device."""
+    """Split the modules of a stage over tensor-parallel ranks, as the tables ``BLOCK``, ``MIXTURE`` and ``ENDS``
+    define. The stage must be on the meta device."""
     quiet_about_views()
     model = stage.model
     per_head = Local({"weight": [Shard(0)]})
@@ -237,7 +237,7 @@ def sharded_cross_entropy(
     ``hidden_BtD`` contains the positions of this rank, and ``targets_BT`` contains all positions. ``weight`` is
     sharded by its rows, the vocabulary. ``how`` is passed to :func:`leaven.model.loss.cross_entropy`, which works on
     chunks of n tokens. So a rank stores the logits of one chunk at a time, and only for its V vocabulary entries.
-    Ranks exchange three numbers for each token.
+    From the logits, ranks exchange only three numbers for each token.
     """
     # Each rank has consecutive positions, so the gathered order is (rank, B, t).
     targets_BRt = targets_BT.view(len(targets_BT), dist.get_world_size(group), -1)

@@ -31,7 +31,7 @@ class SplitMatrix:
 
     def senders(self, owner: int) -> dict[int, Block]:
         """Return the ranks that send their block to the ``owner``, each with its block. Every block has one sender:
-        the owner itself if it stores the block, otherwise the first rank that does."""
+        the owner itself if it stores the block, otherwise the first rank that stores it."""
         first: dict[Block, int] = {}
         for rank in (owner, *range(len(self.blocks))):
             first.setdefault(self.blocks[rank], rank)

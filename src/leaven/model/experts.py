@@ -135,7 +135,7 @@ class MixtureOfExperts(nn.Module):
 
     def _route(self, x_BTD: Tensor, sequences: SequenceWeights | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the chosen experts of each token, their weights, and the number of tokens that each sequence sends
-        to each expert."""
+        to each expert. In training, the weights carry the gradients of the router's losses (:meth:`_with_losses`)."""
         settings, k = self.settings, self.settings.active
         logits_BTE = self.router(x_BTD)
         scores_BTE = logits_BTE.softmax(-1) if settings.router == "softmax" else logits_BTE.sigmoid()
@@ -162,7 +162,8 @@ class MixtureOfExperts(nn.Module):
         shares_BTE = scores_BTE
         if self.settings.router == "sigmoid":
             shares_BTE = scores_BTE / (scores_BTE.sum(-1, keepdim=True) + SMALLEST)
-        # For each sequence E x sum over experts of (share of the choices) x (mean score); 1 if all are alike.
+        # For each sequence: E x sum over experts of (share of the choices) x (mean normalised score). It is 1 if all
+        # experts have the same share.
         choices = self.settings.active * logits_BTE.shape[1]
         even_B = self.settings.number * (load_BE.to(shares_BTE.dtype) / choices * shares_BTE.mean(1)).sum(-1)
         loss = balance * (even_B * targets_B).sum()

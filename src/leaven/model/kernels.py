@@ -24,8 +24,9 @@ BLOCK = 128
 scores that the causal mask discards (measured)."""
 
 KEPT_LENGTH = 512
-"""Sequences of at most this many tokens keep their attention probabilities for the backward pass, which makes a step
-3 to 4% faster (measured: docs/log.md). The probabilities of longer sequences need too much memory."""
+"""Without a softcap, sequences of at most this many tokens keep their attention probabilities for the backward pass.
+This makes a step 3 to 4% faster (measured: docs/log.md). The probabilities of longer sequences need too much
+memory."""
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -79,7 +80,8 @@ def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, sizes_E: Tensor) -> Tensor:
     """Multiply consecutive rows by the matrix of their group, and return (N, F).
 
     The first ``sizes_E[0]`` rows are multiplied by ``weight_EFD[0]``, the next ``sizes_E[1]`` by ``weight_EFD[1]``,
-    and so on. On a GPU, bf16 products are one kernel, and the host does not wait for the sizes.
+    and so on. On CUDA, bf16 products are one kernel if F and D are multiples of 8. Only then does the host not wait
+    for the sizes.
     """
     device = x_ND.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
@@ -97,7 +99,10 @@ def has_grouped_kernel(device: str) -> bool:
 
 
 def on_host(sizes: Tensor, total: int) -> list[int]:
-    """Return the elements of ``sizes``, whose sum is ``total``. On a GPU, the host waits for them."""
+    """Return the elements of ``sizes``, whose sum is ``total``. On a GPU, the host waits for them.
+
+    ``total`` is for :mod:`leaven.verification.dry_run`, which replaces this function: its tensors have no values.
+    """
     found: list[int] = sizes.tolist()
     return found
 
@@ -115,7 +120,8 @@ PREFERS_ONEDNN = (
 
 
 def uses_onednn(x: Tensor, weight_FD: Tensor) -> bool:
-    """Return whether :func:`linear` computes x @ weight.T with oneDNN: fp32 on a processor that prefers it."""
+    """Return whether :func:`linear` computes x @ weight.T with oneDNN. It does if the product is in fp32 and not
+    small, and oneDNN is faster on this processor. Products of DTensors stay with torch."""
     plain = type(x) is not DTensor and type(weight_FD) is not DTensor
     fp32 = x.is_cpu and x.dtype == weight_FD.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     return plain and fp32 and x.numel() * len(weight_FD) >= SMALL_PRODUCT and PREFERS_ONEDNN
@@ -165,7 +171,8 @@ def _onednn(a_NK: Tensor, b_MK: Tensor) -> Tensor:
     return y_NM
 
 
-# torch compiles a private product of oneDNN only if the second matrix is constant, and an operator with a name as is.
+# torch compiles its private oneDNN product only if the second matrix is constant. A registered operator, such as this
+# one, is compiled into a call of this operator.
 torch.library.define("leaven::onednn", "(Tensor a_NK, Tensor b_MK) -> Tensor")
 torch.library.impl("leaven::onednn", "cpu")(_onednn)
 torch.library.register_fake("leaven::onednn")(lambda a_NK, b_MK: a_NK.new_empty(len(a_NK), len(b_MK)))
@@ -194,10 +201,10 @@ def causal_attention(
 ) -> Tensor:
     """Return the causal attention softmax(scale x query . key) . value, of shape (B, H, T, E).
 
-    Use this function on a CPU, where torch's own kernel takes about as long in fp32 and up to 1.9 times as long in
-    bf16 (measured: docs/log.md), and with a softcap, which torch's kernel does not support. It computes one block of
-    queries at a time. For each block, it skips the keys after the block's last query, and those before the ``window``
-    of its first query.
+    Use this function on a CPU: torch's own kernel takes about as long in fp32 and up to 1.9 times as long in bf16
+    (measured: docs/log.md). Use it also with a softcap, which torch's kernel does not support. It computes one block
+    of queries at a time. For each block, it skips the keys after the block's last query, and the keys before the
+    ``window`` of the block's first query.
 
     Args:
         window: the number of keys that a query attends to, including the key of its own position; None: all keys.
@@ -303,8 +310,8 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the attention probabilities of a block of queries, (N, G x t, s). Also return the scores after the
-    softcap, divided by the softcap; None without a softcap."""
+    """Return the attention probabilities of a block of queries, (N, G x t, s). Also return tanh(score /
+    softcap), or None without a softcap."""
     rows, keys = block
     first, last, start, tanh_Nts = rows.start, rows.stop, keys.start, None
     size, groups = last - first, q_NGTE.shape[1]

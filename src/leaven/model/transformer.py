@@ -330,7 +330,10 @@ class Positions:
         )
 
     def within(self, window: int | None) -> Tensor | None:
-        """Return the bias or mask of the attention scores in a layer with this sliding window; None: no window."""
+        """Return the bias or mask of the attention scores in a layer with this sliding window, or without one.
+
+        The result is None if each token attends to all tokens of its sequence up to its own position.
+        """
         if window is None or self.window_TT is None:
             return self.bias_HTT
         if self.bias_HTT is None:
@@ -382,8 +385,8 @@ class Stage(nn.Module):
     """A pipeline stage: the layers ``first`` to ``last - 1`` of a model.
 
     The first stage also has the embedding. The last stage also has the final norm, the unembedding and the loss. A
-    parameter has the same name as in the whole model, with the prefix ``model.``. The stage changes ``model``: it
-    removes the layers and parameters that it does not have.
+    parameter has the same name as in the whole model, with the prefix ``model.``. The constructor changes
+    ``model``: it removes the layers and parameters of other stages.
 
     Args:
         dtype: the dtype of matrix products.

@@ -27,8 +27,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def add(self, share: float) -> None:
-        """Update the average to (1 - ``share``) x average + ``share`` x current weights. The first call copies the
-        weights."""
+        """Update the average to (1 - ``share``) x average + ``share`` x current weights. After the first call, the
+        average is a copy of the current weights."""
         weights = [parameter.detach() for parameter in self._model.local_parameters]
         if self._average:
             lerp_(self._average, weights, share)
@@ -58,7 +58,7 @@ class WeightAverage:
         return {(AVERAGE, name): average for name, average in zip(names, self._average, strict=True)}
 
     def load_state_dict(self, state: Mapping[tuple[str, str], Tensor]) -> None:
-        """Restore the averages. Without averages in ``state``, the next call of :meth:`add` starts new ones."""
+        """Restore the averages. If ``state`` has none, the next call of :meth:`add` begins a new average."""
         self._average = [
             state[AVERAGE, each.row.name].to(each.local, copy=True)
             for each in self._model.parameters

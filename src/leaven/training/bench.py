@@ -1,5 +1,5 @@
-"""Measures the speed of training steps for several micro-batches and global batches, and suggests the first batch of
-a batch ramp."""
+"""Measures the speed of training steps for several micro-batches and global batches. Suggests a micro-batch, and the
+first batch of a batch ramp."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
 
 STEPS = 3
-"""A measurement takes this many optimizer steps. The first step is not counted."""
+"""A measurement takes this many optimizer steps. The first of them is a warm-up, and its speed is ignored."""
 
 
 def batches_of(recipe: Recipe) -> list[int]:
-    """Return the global batches to measure, in sequences: the recipe's batch, 1/2 of it, ... and 1/64, rounded up."""
+    """Return the global batches to measure, in sequences: the recipe's batch, and 1/2, 1/4, ... 1/64 of it, rounded
+    up."""
     sequences = recipe.batch.tokens // recipe.model.seq_len
     return sorted({-(-sequences // 2**n) for n in range(7)})
 
@@ -52,7 +53,7 @@ def bench(
     stop: Callable[[], bool] = lambda: False,
 ) -> BenchDocument:
     """Measure the speed of training steps for every pair of a global batch and a micro-batch that is not larger than
-    the global batch. No file is written.
+    the global batch. Micro-batches that do not fit into memory are left out. No file is written.
 
     Args:
         micro_batches: in sequences, like ``global_batches``.

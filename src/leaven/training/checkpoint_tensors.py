@@ -54,8 +54,8 @@ def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
     process, which lists the blocks that this process has written.
 
     Raises:
-        ValueError: if an element of a tensor is missing or stored twice, or the blocks of a tensor disagree about its
-            dtype or shape.
+        ValueError: if an element of a tensor is missing or stored twice, if a block extends beyond the tensor, or if
+            the blocks of a tensor disagree about its dtype or shape.
     """
     found: dict[str, list[SavedTensor]] = {}
     for part in parts:
@@ -116,11 +116,12 @@ class Tensors(Mapping[str, Tensor]):
         return tensors
 
     def require_whole(self, files: Sequence[str], headers: Sequence[str]) -> None:
-        """Check that every tensor consists of blocks in ``files`` that cover each of its elements once. The blocks in
-        the files ``headers`` are also compared with what these files say about them.
+        """Check the list of blocks of every tensor. All blocks must be in ``files``, and each element of the tensor
+        must be in exactly one block. A file that is also in ``headers`` is opened: its blocks must have the dtype and
+        the shape that the list states.
 
         Raises:
-            ValueError: if a block is missing, stored twice, in another file, or of another dtype or shape.
+            ValueError: if a check fails; the message names the tensor.
         """
         known, compared = set(files), set(headers)
         for name, saved in self._saved.items():

@@ -37,7 +37,7 @@ T = TypeVar("T")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MEASURING_SECONDS = 0.5
 TIMES_FP32 = "times_fp32.json"  # a file of the cache folder: what `times_fp32` has measured
-EMULATED = 1.25  # a dtype is emulated if its matmuls take more than this many times as long as in fp32
+EMULATED = 1.25  # a dtype counts as emulated if a matmul takes more than this many times its time in fp32
 FIXED_WORK_SIZE = {"cpu": 256, "cuda": 4096}
 DEVICES = ("cuda", "mps", "cpu")  # the best first
 _CGROUP = Path("/sys/fs/cgroup")
@@ -49,7 +49,7 @@ class Peak:
 
     flops: float  # FLOP/s
     source: str  # where the number comes from: a data sheet or a measurement
-    # If the device only emulates the dtype of the recipe: how many times as long as in fp32 a matmul takes in it.
+    # If the device only emulates the recipe's dtype: the time of a matmul in this dtype divided by its time in fp32.
     emulated: float | None = None
 
 
@@ -62,10 +62,11 @@ def mfu_convention(peak: Peak) -> str:
 
 
 def known_peak(device: torch.device, compute: str) -> Peak | None:
-    """Return the dense peak speed of a device from its data sheet, or None if it is unknown.
+    """Return the dense peak speed of a device from its data sheet, or None if this peak is unknown.
 
-    The result is None for CPUs, and for fp32, because a GPU may run fp32 as TF32, which has another peak. A wrong
-    peak is worse than no peak: a trainer that treated unknown devices as an A100 printed an MFU three times too high.
+    It is unknown for CPUs. It also counts as unknown for fp32: a GPU may run fp32 as TF32, which has another peak. A
+    wrong peak is worse than no peak: a trainer that treated unknown devices as an A100 printed an MFU three times too
+    high.
     """
     name = device_name(device)
     known = known_device(name)
@@ -132,7 +133,7 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
-    """Return the peak speed of a device from its data sheet. If it is unknown, measure it once per process.
+    """Return the peak speed of a device from its data sheet. If the data sheet is unknown, measure the peak.
 
     A measured peak is the higher of the speeds with ``compute`` and with fp32, because a device that only emulates
     ``compute`` may be slower with ``compute``. When only ``compute`` was measured, a CPU without fp16 showed MFUs of
@@ -149,9 +150,9 @@ def device_peak(device: torch.device, compute: str) -> Peak:
 
 
 def times_fp32(device: torch.device, compute: str, threads: int) -> float:
-    """Return how many times as long as in fp32 a matmul takes in ``compute``.
+    """Return the time of a matmul in ``compute`` divided by its time in fp32.
 
-    The number is remembered in leaven's cache folder, so that later runs measure only the speed of the faster dtype.
+    The number is stored in leaven's cache folder, so that later runs measure only the speed of the faster dtype.
     """
     if compute == "fp32":
         return 1.0
@@ -170,7 +171,10 @@ def times_fp32(device: torch.device, compute: str, threads: int) -> float:
 
 @cache
 def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-    """Return the FLOP/s of the fastest square matmul with ``threads`` threads, measured in about half a second."""
+    """Return the FLOP/s of the fastest square matmul, measured in about half a second.
+
+    It is measured once per process for each device, dtype and ``threads``, torch's current number of threads.
+    """
     began, best, size, seconds = time.perf_counter(), 0.0, 256, 0.0
     # The next size takes eight times as long, and is multiplied three times.
     while size <= 16_384 and time.perf_counter() - began + 3 * 8 * seconds < MEASURING_SECONDS:
@@ -188,8 +192,8 @@ def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float
 
 
 def time_fixed_work(device: torch.device) -> float:
-    """Return the seconds that a device takes for a matmul of fixed size. These times show which of several devices is
-    the slowest."""
+    """Return the seconds that a matmul of fixed size takes: the fastest of five. These times show which of several
+    devices is the slowest."""
     a, times = torch.ones(FIXED_WORK_SIZE[device.type], FIXED_WORK_SIZE[device.type], device=device), []
     for _ in range(5):
         wait(device)
@@ -211,7 +215,8 @@ def wait(device: torch.device) -> None:
 def unless_out_of_memory(
     work: Callable[[], T], device: torch.device, cleanup: Callable[[], None] = lambda: None
 ) -> T | None:
-    """Return the result of ``work()``, or None if it runs out of memory. Call ``cleanup`` in both cases."""
+    """Return the result of ``work()``, or None if it runs out of memory. Call ``cleanup`` in any case, also after
+    another error, which is raised."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
@@ -262,7 +267,8 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that a run can still allocate on this device; on a CPU, the limit of the container applies."""
+    """Return the bytes that a run can still allocate on this device. On a CPU, these are the available bytes of the
+    machine, or fewer if its container has a lower limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + (
             torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -3,9 +3,10 @@ torch.
 
 A trial is compared with the baseline, the best trial so far, at equal token counts and only if both have the same
 schedule. A trial with a high learning rate starts behind and may still win. So a trial may be behind the baseline by
-a margin: the amount by which the baseline's own loss falls from this token count to the end of the baseline's run.
-The margin is wide while the learning rate is high, and narrows as the learning rate decays. The constants were chosen
-on the curves of one set of trials and tested on another set (benchmarks/early_stopping.py, docs/log.md).
+a margin: the amount by which the baseline's own loss falls from this token count to the end of the baseline's run, or
+:data:`LEAST` standard deviations between seeds if that is more. The margin is wide while the learning rate is high,
+and narrows as the learning rate decays. The constants were chosen on the curves of one set of trials and tested on
+another set (benchmarks/early_stopping.py, docs/log.md).
 """
 
 import math
@@ -35,17 +36,20 @@ def divergence_limit(vocab_size: int) -> float:
 
 @dataclass
 class DivergenceMonitor(Callback):
-    """Ends a run when it has diverged.
+    """Ends a run when it has diverged. There are three criteria:
 
-    The criterion is a running mean of the loss, over about 1/32 of the run (:data:`POINTS`). A single batch does not
-    show divergence: unusual text may have a higher loss than a uniform guess, and so may the first batches of a run
-    with a large init. A run whose loss exploded and then settled at the loss of a uniform guess has diverged too: its
-    softmax is saturated, and all runs of this kind end with the same loss.
+    - The loss of a step is not finite. With ``at_once``, the same holds for the gradient.
+    - After a quarter of the run, the running mean of the loss is above :func:`divergence_limit`. The mean covers
+      about 1/32 of the run (:data:`POINTS`), because a single batch does not show divergence: unusual text may have a
+      higher loss than a uniform guess, and so may the first batches of a run with a large init.
+    - The loss was above that limit at a point of the curve, and at the end of the run the running mean is less than
+      :data:`LEARNT` below the loss of a uniform guess. The softmax of such a run is saturated, and all such runs end
+      with the same loss.
     """
 
     vocab_size: int
     tokens: int  # number of tokens of the whole run
-    at_once: bool = True  # whether a gradient that is not finite ends the run at once
+    at_once: bool = True  # whether a gradient that is not finite also ends the run
     done: int = 0  # tokens trained
     mean: float = 0.0  # running mean of the loss
     since: float = 0.0  # sum of loss x tokens since the last point of the curve
@@ -114,14 +118,16 @@ MARGIN = 1.0
 """A trial is not pruned while it is behind the baseline by at most this share of the amount by which the baseline's
 loss still falls."""
 LEAST = 8.0
-"""A trial is not pruned while it is behind the baseline by at most this many standard deviations between seeds."""
+"""A trial is not pruned while it is behind the baseline by at most this many standard deviations of the loss between
+seeds."""
 CATCHES_UP = 1.5
-"""If a trial is behind the baseline by this share of the amount by which the baseline's loss still falls, the trial
+"""If a trial is behind the baseline by this many times the amount by which the baseline's loss still falls, the trial
 is expected to close half of its gap by the end."""
 
 
 def should_prune(curve: Curve, baseline: Baseline) -> bool:
-    """Return whether a trial with this curve so far cannot reach the baseline."""
+    """Return whether a trial with this curve so far is so far behind the baseline that it is pruned. The constants
+    above define how far."""
     tokens, end = curve[-1][0], baseline.curve[-1][0]
     if len(curve) < SMOOTH or tokens < FIRST * end or tokens >= end:
         return False

@@ -160,7 +160,7 @@ class Training:
             raise StopRequested
 
     def abandon_step(self) -> None:
-        """Restore the state before a step or evaluation that StopRequested has interrupted."""
+        """Undo a step or an evaluation that StopRequested has interrupted."""
         self.sharded.drop_gradients()
         self.sharded.train(True)
 
@@ -226,15 +226,16 @@ class Training:
         return result
 
     def _forward_backward(self, batch: TrainingBatch, scale: Tensor | None, noise: NoiseScale | None) -> Tensor:
-        """Add the gradients of a batch to the parameters, multiplied by the loss scale. Return the mean loss, a
-        scalar."""
+        """Compute the gradient of the mean loss of a batch, times the loss scale, and store it in ``grad`` of the
+        parameters. Return the mean loss, without the loss scale, a scalar."""
         factor = (1 if scale is None else scale) / batch.targets
         losses = self.sharded.forward_backward(batch.micro_batches, factor, noise.after_first if noise else None)
         loss = self.sharded.total(losses)
         return loss if scale is None else loss / scale
 
     def _noise_of(self, batch: TrainingBatch) -> NoiseScale | None:
-        """Return what measures the gradient noise scale in the next step, or None if no measurement is due."""
+        """If a measurement of the gradient noise scale is due in the next step, prepare it and return the object that
+        measures. Otherwise return None."""
         if self.noise is None or not passes(self.noise.every, self.tokens, self.tokens + batch.tokens):
             return None
         self.noise.first_targets = self._first_targets(batch)

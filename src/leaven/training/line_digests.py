@@ -14,7 +14,8 @@ MOST_RANGES = 3  # ranges of missing steps that a message lists
 
 @dataclass(frozen=True)
 class LinesDigest:
-    """The number and the digest of the lines that metrics.jsonl or events.jsonl has at a checkpoint."""
+    """The number and the digest of the lines that metrics.jsonl or events.jsonl has at a checkpoint or at the finish
+    event."""
 
     lines: int  # number of lines
     blake2b: str  # digest of the lines
@@ -40,14 +41,16 @@ def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None)
     """Return how many lines of metrics.jsonl belong to the steps up to ``step``, and what is wrong with these lines:
     a sentence such as "steps 3 to 5 are missing", or None.
 
-    ``written`` is the digest of these lines when they were written. Without it, only missing steps are found.
+    ``written`` is the digest of these lines when they were written. Without ``written``, missing steps are found, but
+    not changed values.
     """
     if written is not None and digest(lines[: written.lines]).hexdigest() == written.blake2b:
         return written.lines, None
     documents = [storage.json_object(line) or {} for line in lines]
     steps = [each["step"] if isinstance(each.get("step"), int) else None for each in documents]
-    # A line contradicts a cut if its step is after ``step`` and it is before the cut, or the other way round. Take
-    # the cut with the fewest contradictions: then one damaged step number removes no other lines.
+    # A cut keeps the lines above it. A line contradicts the cut if it is kept but its step is after ``step``, or if
+    # it is not kept but its step is not after ``step``. Take the cut with the fewest contradictions: then one damaged
+    # step number removes no other lines.
     contradictions = [sum(found is not None and found <= step for found in steps)]
     for found in steps:
         contradictions.append(contradictions[-1] + (0 if found is None else 1 if found > step else -1))

@@ -87,7 +87,7 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
     time, vocabulary). A warning names newer checkpoints that are damaged or missing.
 
     Raises:
-        InputError: if the folder contains no run, or the checkpoint is missing or damaged.
+        InputError: if the folder contains no run or no tokenizer, or the checkpoint is missing or damaged.
     """
     loaded = load_run(run, tokens)
     for name, why in loaded.skipped.items():
@@ -115,7 +115,11 @@ class _Averages(Mapping[str, Tensor]):
 
 def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = False) -> LoadedRun:
     """Return a run with the weights of a checkpoint or, if ``averaged`` is true, with the averaged weights of that
-    checkpoint. The checkpoint is chosen as in :func:`load`."""
+    checkpoint. The checkpoint is chosen as in :func:`load`.
+
+    Raises:
+        InputError: in the cases of :func:`load`, or if the checkpoint has no averaged weights.
+    """
     folder = RunFolder(storage.expanded(run))
     if not folder.recipe_file.is_file():
         problem = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"
@@ -184,7 +188,7 @@ def sample(
     """Generate a text that continues the prompt, which is the beginning of a document. ``seed`` and the ``number`` of
     the sample together determine the random numbers, so a sample does not depend on other samples.
 
-    ``on_text`` is called with each new piece of text, which never ends in the middle of a character.
+    ``on_text`` is called with each new piece of text. Only the last piece may end in the middle of a character.
     """
     tokenizer = run.tokenizer
     tokenizer.encode_special_tokens = True  # as in training: text that spells a special token is text

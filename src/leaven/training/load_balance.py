@@ -16,11 +16,12 @@ BIASES = "router.bias"
 
 @dataclass
 class LoadBalance:
-    """The loads of the experts in a step and, with ``balance = "bias"``, the biases on their scores.
+    """Measures the load of each expert in a step. With ``balance = "bias"``, also adapts the biases that are added to
+    the scores of the experts.
 
     Every process has the biases of all layers. If a step is applied, the biases change by ``bias_step`` after it. The
     bias rises for an expert with less than the mean load of its layer, and falls for an expert with more (Wang et al.
-    2024, arXiv 2408.15664). In every layout, the load is that of the whole batch.
+    2024, arXiv 2408.15664). The load is always that of the whole batch, over all processes.
     """
 
     model: ShardedModel
@@ -29,7 +30,7 @@ class LoadBalance:
 
     @classmethod
     def build(cls, shape: ModelShape, model: ShardedModel) -> "LoadBalance | None":
-        """Return the balance of a run, or None if its model has no experts."""
+        """Return the load balance of a run, or None if its model has no experts."""
         experts = shape.experts
         if experts is None:
             return None
@@ -44,8 +45,8 @@ class LoadBalance:
         """Return what the routers did in this step: the loads of the experts, (layers, experts), the balance loss,
         and the largest load of an expert divided by the mean load of its layer.
 
-        The balance loss is the mean over layers, without its coefficient, times the number of targets in the step. If
-        the load is even, the balance loss is equal to the number of targets.
+        The balance loss is summed over the targets of the step and averaged over the layers with experts, without its
+        coefficient. If the load is even, the balance loss is equal to the number of targets.
         """
         layers, experts = self.bias_LE.shape
         device = self.model.device

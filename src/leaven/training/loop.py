@@ -29,7 +29,7 @@ class StepResult:
 
 
 class Diverged(RuntimeError):
-    """Raised when the loss is not finite, or has risen and does not fall again."""
+    """Raised when a run has diverged: for example, its loss is not finite, or has risen and does not fall again."""
 
 
 def passes(every_tokens: int, before: int, after: int) -> bool:
@@ -53,8 +53,9 @@ class Callback:
         :class:`leaven.training.metrics.Step` if a recipe is trained."""
 
     def on_due(self) -> None:
-        """Called between two steps, each time the run has reached a multiple of :attr:`every_tokens`, but not after
-        the last step. At this time, the results of all started steps have been read."""
+        """Called between two steps, each time the run has reached a multiple of :attr:`every_tokens`. The results of
+        all started steps have been read by then. Not called after the last step, or after a result that has led to a
+        rewind."""
 
     def state(self) -> dict[str, Any]:
         """Return the JSON values that this callback saves in a checkpoint. No two callbacks may use the same key."""
@@ -65,7 +66,7 @@ class Callback:
         callbacks saved at this position; it is empty at the start of a run."""
 
     def close(self) -> None:
-        """Release resources. Called at the end of the run, also after an error."""
+        """Release resources. Called when training ends or stops, also after an error."""
 
 
 class Loop:
@@ -84,7 +85,7 @@ class Loop:
     def run(self, stop: Callable[[], bool] = lambda: False) -> bool:
         """Train until all steps are done, or until ``stop()`` returns true. Return whether all steps are done."""
         training = self._training
-        # The result of the last step is read before the run ends, because it may rewind the run.
+        # When all steps are done, read the result of the last one: a callback may rewind the run, which then goes on.
         while not stop() and (not training.finished or self.read()):
             before = training.tokens
             for callback in self._callbacks:

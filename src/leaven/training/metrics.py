@@ -107,7 +107,7 @@ class Telemetry:
         absent = torch.full_like(total, torch.nan)
         head = torch.stack([widened(absent if value is None else value) for value in (*measured, total)])
         values, ready = self._to_host(torch.cat((head, widened(updates), widened(sizes))))
-        began, host_seconds = self._started, time.perf_counter() - self._began  # on a CPU, of the step
+        began, host_seconds = self._started, time.perf_counter() - self._began  # the step's time on a CPU
 
         def read() -> Step:
             seconds = host_seconds
@@ -265,8 +265,12 @@ class Validation(Callback):
         self.evaluate()
 
     def evaluate(self) -> dict[str, Any]:
-        """Compute and log the validation loss. Return it as ``loss``, in nats per token, and ``bits_per_byte``, and
-        the loss of the averaged weights as ``averaged_loss`` if their average has begun."""
+        """Compute and log the validation loss. Return a dict with these values:
+
+        - ``loss``: the loss in nats per token.
+        - ``bits_per_byte``: the same loss in bits per byte, or None if the bytes of the text are not known.
+        - ``averaged_loss``: the loss of the averaged weights, in nats per token. Missing until the average has begun.
+        """
         trainer, training, factor = self.trainer, self.training, self._bits_per_byte_factor
         trainer.group.heartbeat(f"in the validation after step {training.progress.step}")
         self.owed = True
@@ -329,7 +333,7 @@ class TensorBoard:
         self._file = (folder / f"events.out.tfevents.{time.time():.6f}.leaven").open("wb")
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
-        # Later points will be written again: TensorBoard then discards the old ones.
+        # Points after these tokens will be written again; this makes TensorBoard discard the old ones.
         self._write(step=tokens + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, tokens: int, values: dict[str, float]) -> None:

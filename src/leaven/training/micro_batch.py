@@ -1,5 +1,5 @@
-"""Chooses the micro-batch, which is the number of sequences in one forward pass. Real forward passes are timed to
-find the fastest size that fits into memory.
+"""Chooses the micro-batch, which is the number of sequences in one forward pass. For a long run in a single process,
+real passes are timed to find the fastest size that fits into memory. Other runs use a rule of thumb.
 
 A micro-batch is an upper limit. If the batch is not a multiple of it, the batch is split evenly: with a micro-batch
 of 8, 12 sequences are split into 6 and 6. So during a batch ramp, the size of the forward passes can change with the
@@ -39,8 +39,8 @@ RULE_TOKENS = {"cpu": 2_048, "cuda": 16_384}
 the cache (measured: docs/log.md). On an accelerator, this many tokens keep the device busy."""
 
 TIMED_STEPS = 1_000
-"""Runs of fewer steps use the rule of thumb. Timing would cost about eight steps. Without timing, such a run has the
-same bits wherever it is started."""
+"""Runs of fewer steps are not timed, because timing costs about eight steps. They use the rule of thumb, so their
+micro-batch does not depend on how fast the machine was when they were started."""
 
 ROUNDS = 3
 LIMIT_SECONDS = 60.0
@@ -99,8 +99,8 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 
 def _most(recipe: Recipe) -> int:
-    """Return the largest micro-batch that gives each rank at least one micro-batch per pipeline stage, and at least
-    two micro-batches if the noise scale is measured."""
+    """Return the largest micro-batch with which each data-parallel rank has at least ``layout.pp`` micro-batches, or
+    twice as many if the noise scale is measured."""
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # also at the smallest batch
         batch = recipe.batch.smallest_tokens // layout.pp
@@ -110,8 +110,8 @@ def _most(recipe: Recipe) -> int:
 
 
 def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
-    """If the recipe's micro-batch is "auto" and the run was started before, return the recipe with the micro-batch of
-    the run. Otherwise return the recipe unchanged.
+    """If the recipe's micro-batch is "auto" and the run folder already has a recipe, return the recipe with the
+    micro-batch of the run. Otherwise return the recipe unchanged.
 
     A run keeps its micro-batch on every machine where it is resumed, because another micro-batch changes the order of
     summation and so the last bits of the loss.
@@ -168,7 +168,7 @@ def require_memory(recipe: Recipe) -> None:
 
 
 def fitting(recipe: Recipe, device: torch.device, candidates: list[int], weights: float = 0.0) -> list[int]:
-    """Return the candidate micro-batches, in ascending order, that fit into memory by the planner's formula.
+    """Return the candidates that fit into memory by the planner's formula (:data:`SHARE`), in the given order.
     ``weights`` is the size of the weights in bytes, if the weights are not allocated yet.
 
     Raises:

@@ -69,7 +69,8 @@ class MuonWithAdamW(torch.optim.AdamW):
     ) -> None:
         """``dtype`` is the dtype in which matrices are orthogonalised; None: the dtype of the parameters.
 
-        The groups of :func:`leaven.parametrize` have keys ``nesterov`` and ``ns_steps``, which replace the arguments.
+        If the first Muon group has the keys ``nesterov`` and ``ns_steps``, these replace the arguments. The groups of
+        :func:`leaven.parametrize` have these keys.
         """
         self.dtype, self.on_whole = dtype, on_whole
         super().__init__(groups, **how)
@@ -83,8 +84,8 @@ class MuonWithAdamW(torch.optim.AdamW):
         return super().__getstate__() | {name: getattr(self, name) for name in added}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of a checkpoint or of a copy. Adam gets only its own groups, because it expects the number
-        of steps in the state of each parameter, which Muon does not count."""
+        """Take the state of a checkpoint or of a copy. AdamW's own method gets only the groups without Muon, because
+        it expects a step count for every parameter, and Muon counts no steps."""
         everything = state["param_groups"]
         of_adam = [group for group in everything if "match" not in group]
         super().__setstate__(state | {"param_groups": of_adam})  # type: ignore[no-untyped-call]

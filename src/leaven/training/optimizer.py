@@ -1,13 +1,13 @@
-"""What happens between a backward pass and the next step: clipping and Adam's update, with the fp16 loss scale and
-the gradient noise scale.
+"""Clips the gradients (:class:`Clipper`) and updates the parameters (:class:`Optimizer`). Also adjusts the fp16 loss
+scale (:class:`LossScale`), and measures the gradient noise scale (:class:`NoiseScale`).
 
 Adam's parameter groups are built from the parameter table: parameters of one module share a group if their lr, betas,
 eps and weight decay are equal. No scaling rule changes the norm at which gradients are clipped; ``leaven show``
 explains why. Weights, gradients, moments, loss and sums over micro-batches are always fp32: mixed precision with a
 master copy (Micikevicius et al. 2018, arXiv 1710.03740).
 
-The classes in this module keep their state on the device and never wait for the device. ``state_dict`` returns the
-tensors that a checkpoint saves for them.
+The classes in this module keep their state on the device. They do not wait for the device, except the optimizer on
+mps. ``state_dict`` returns the tensors that a checkpoint saves.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,11 +57,11 @@ class Optimizer:
     """Adam, AdamW, or AdamW with Muon, with the groups of the parameter table. The schedule multiplies each group's
     peak learning rate.
 
-    If a batch ramp scales the betas, beta at step i is beta ** (1 / h_i), where h_i is the half-life of the moment at
-    step i divided by the half-life at the full batch. Adam's bias correction must then divide by 1 minus the product
-    of the betas of all steps so far. But torch divides by 1 - beta_now ** n, where n is torch's step count and
-    beta_now = beta ** (1 / h_now) is the beta of the current step. The two divisors are equal if n is
-    h_now x sum(1 / h_i). When the batch changes, :meth:`recount` sets torch's step count to this n.
+    If a batch ramp scales the betas, step i uses beta ** (1 / h_i). Here beta is the value at the full batch, and h_i
+    is the half-life of the moment at step i divided by its half-life at the full batch. Adam's bias correction must
+    then divide by 1 minus the product of the betas of all steps so far. But torch divides by 1 - beta_now ** n, where
+    n is torch's step count and beta_now = beta ** (1 / h_now) is the beta of the current step. The two divisors are
+    equal if n is h_now x sum(1 / h_i). When the batch changes, :meth:`recount` sets torch's step count to this n.
     """
 
     adam: torch.optim.Adam
@@ -139,7 +139,8 @@ class Clipper:
 
     limit: float  # largest norm that is not clipped; in mode ``running`` in units of the running norm
     model: ShardedModel
-    parts: Tensor | None = None  # in mode ``per-module``: for each table row, the number of its module, (rows,)
+    # In mode ``per-module``: a number for each table row, (rows,), equal for the rows of one module in one block.
+    parts: Tensor | None = None
     running: Tensor | None = None  # in mode ``running``: mean square of norms and number of steps, (2,) in float64
     beta: float = 0.0  # beta of the exponential average of the running norm, at the full batch
 
@@ -218,8 +219,9 @@ GROW_AFTER = 2_000
 class LossScale:
     """The factor that multiplies the loss before the backward pass, so that small gradients do not vanish in fp16.
 
-    If the gradient of a step overflows, the step is skipped and the scale is halved. After :data:`GROW_AFTER` steps
-    without overflow the scale is doubled. The scale is a power of two, so it changes only the exponents of gradients.
+    If the loss or the gradient of a step overflows, the step is skipped and the scale is halved, but not below 1.
+    After :data:`GROW_AFTER` steps without overflow the scale is doubled. The scale is a power of two, so it changes
+    only the exponents of gradients.
     """
 
     value: Tensor  # a scalar on the device
@@ -247,8 +249,8 @@ class LossScale:
 
 
 KEEP = 0.95
-"""Each measurement of the noise scale multiplies the previous average by this weight, so about the last twenty
-measurements count. The noise of a single estimate is as large as the estimate itself."""
+"""Each measurement of the noise scale multiplies the previous averages by this weight, so about the last twenty
+measurements count. A single measurement would not be enough: its error is as large as its value."""
 
 
 @dataclass

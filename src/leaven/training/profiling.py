@@ -87,8 +87,11 @@ class RunProfile(Callback):
 
     def write(self) -> list[CalibrationRecord]:
         """Write the rows of this and all earlier starts to ``plan.json``. Return the records of this start: one for
-        each batch size that was trained, and one for the batch size of the next step if that size is new. If the file
-        cannot be written, the run continues without it."""
+        each batch size that was trained, and one for the batch size of the next step if that size is new.
+
+        If the file cannot be written, the run continues without it. A process that does not write to the folder
+        returns an empty list.
+        """
         if not (self._run.writes and self._run.identity):  # without an identifier, the start was refused
             return []
         sizes = dict.fromkeys((*self._seen, self._training.next_batch_tokens))
@@ -194,8 +197,8 @@ SHORT_SECONDS = 10.0
 """If a step is estimated to take more seconds than this, the model is measured with fewer layers."""
 
 USUAL_SHARE = 0.5
-"""A step is assumed to reach this share of the best matmul speed. Its time is estimated from this before it is
-measured."""
+"""A step is assumed to reach this share of the best matmul speed. This gives an estimate of its time before anything
+is measured."""
 
 
 @dataclass(frozen=True)
@@ -217,8 +220,8 @@ def measure(
     """Take a few steps with a recipe's model on random tokens, and add the result to the calibration history.
 
     ``gpus`` is the cluster of the plan; this machine must have an accelerator of the same type. A model that is too
-    large or too slow for this machine is measured at two smaller depths, because time and memory are linear in the
-    number of layers. Return None if stopped; in that case nothing is written.
+    large or too slow for this machine is measured at two smaller depths, and its time and memory are extrapolated:
+    both are linear in the number of layers. Return None if stopped; in that case nothing is written.
 
     Raises:
         InputError: if this machine does not have that type of accelerator, or not even two layers fit.

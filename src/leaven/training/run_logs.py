@@ -37,9 +37,10 @@ def _ignore(_: str) -> None:
 def tensorboard_rows(
     file: Path, tag: str, cut: Callable[[str], object] = _ignore
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, {tag of the value: value}) for each value in a TensorBoard event file.
+    """Yield (step, {tag of the value: value}) for each number or tensor in a TensorBoard event file.
 
-    If the tag of a value is not ``tag``, yield None in place of the value. A tensor that is no scalar gives a text.
+    If the tag of a value is not ``tag``, yield None in place of the value. In place of a tensor that is no scalar,
+    yield a text that states its shape.
 
     Raises:
         LogDamaged: if the file is damaged.
@@ -64,7 +65,8 @@ def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[t
     """Yield (first byte, content) for each record of a TensorBoard event file.
 
     A record is the length of its content in 8 bytes, the checksum of the length in 4 bytes, the content, and its
-    checksum in 4 bytes. A crash may leave zeros at the end of a file, also from the middle of a record on.
+    checksum in 4 bytes. A crash may leave zeros at the end of a file, also from the middle of a record on. Such a
+    record counts as incomplete, not as damaged.
     """
     from tensorboard.summary.writer.record_writer import masked_crc32c
 
@@ -91,7 +93,7 @@ def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[t
 
 
 def _scalar(value: "Summary.Value") -> Any:
-    """Return the number in a value. If the value is a tensor that is no scalar, return a text.
+    """Return the number in a value. If the value is a tensor that is no scalar, return a text that states its shape.
 
     Raises:
         ValueError: if the type or shape of the tensor is invalid.
@@ -103,11 +105,11 @@ def _scalar(value: "Summary.Value") -> Any:
     shape = [dimension.size for dimension in value.tensor.tensor_shape.dim]
     if any(size < 0 for size in shape):
         raise ValueError(f"a tensor of shape {shape[:8]}")
-    # Only then, because a small record may give a shape that does not fit into memory.
+    # Check the shape before the tensor is made: a small record may state a shape that does not fit into memory.
     if any(size != 1 for size in shape):
         return f"a tensor of shape {shape[:8]}"
     try:
-        if value.tensor.dtype == _BFLOAT16:  # which make_ndarray does not read: the upper half of an fp32 number
+        if value.tensor.dtype == _BFLOAT16:  # the upper half of an fp32 number; make_ndarray does not read it
             upper = value.tensor.tensor_content or struct.pack("<H", value.tensor.half_val[0])
             return struct.unpack("<f", b"\0\0" + upper)[0]
         return make_ndarray(value.tensor).item()

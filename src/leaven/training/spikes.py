@@ -5,8 +5,8 @@ At each step, the detector does the following for each of the three quantities:
 1. The usual level of the quantity is its median over the last :data:`LEVEL` steps.
 2. The distance of the new value from this level is divided by a robust standard deviation: 1.4826 times the median of
    the last :data:`WINDOW` absolute distances, but at least a floor.
-3. The resulting number of deviations, minus :data:`ALLOWANCE`, is added to a sum that never falls below 0 (a
-   one-sided cumulative sum: Page 1954, "Continuous inspection schemes").
+3. The resulting number of deviations, limited to :data:`CAP`, minus :data:`ALLOWANCE`, is added to a sum that never
+   falls below 0 (a one-sided cumulative sum: Page 1954, "Continuous inspection schemes").
 4. When the sum reaches :data:`LIMIT`, the run has an anomaly. The anomaly began when the sum last rose above 0. All
    steps since then are suspicious; they do not change the usual level.
 
@@ -114,8 +114,8 @@ class SpikeDetector:
     """Detects anomalies from the metrics of all steps, which must be passed to :meth:`observe` in order.
 
     With ``skipping``, :meth:`limits` returns the limits above which the trainer skips a step, and only
-    :data:`PATIENCE` skipped steps in a row are an anomaly. An update norm that is not finite is an anomaly in either
-    case.
+    :data:`PATIENCE` skipped steps in a row are an anomaly. An update norm that is not finite is an anomaly with and
+    without ``skipping``.
     """
 
     def __init__(self, skipping: bool = False) -> None:
@@ -208,12 +208,12 @@ def rollback(
 ) -> Rewind:
     """Return the rewind with which to respond to an anomaly. ``rewinds`` are the earlier rewinds of the run.
 
-    The first attempt for an anomaly goes back to the first suspicious step. It skips the data of the suspicious
-    steps, and the same amount of data after them. If the anomaly comes again, the bad data may extend beyond the
-    suspicious steps on both sides. So each further attempt skips four times as much data after the suspicious steps
-    as the attempt before. It also goes back further, and skips about the same amount of data before the suspicious
-    steps as after them. A rewind does not go back beyond the oldest checkpoint, which has ``oldest_tokens`` trained
-    tokens.
+    The first attempt for an anomaly goes back to the state before the first suspicious step. It skips the data of the
+    suspicious steps, and the same amount of data after them. If the anomaly comes again, the bad data may extend
+    beyond the suspicious steps on both sides. So each further attempt skips four times as much data after the
+    suspicious steps as the attempt before. It also goes back further, and skips about the same amount of data before
+    the suspicious steps as after them. A rewind does not go back beyond the oldest checkpoint, which has
+    ``oldest_tokens`` trained tokens.
     """
     last = rewinds[-1] if rewinds else None
     # It is the same anomaly if it begins within WINDOW steps after the last anomaly was found.

@@ -5,9 +5,9 @@ that are too small to fill a GPU fill it together. On CUDA, the forward and back
 is one CUDA graph. The recipes have the same shape, batch and number of tokens. They may differ in hyperparameters,
 schedule and seed.
 
-This is a second trainer besides the engine, because a stack of 48 small models on a GPU was 36 times as fast as eight
-processes (docs/log.md). On a CPU it is not faster. tests/training/test_stack.py compares its losses with those of the
-engine. Sizes in comments: K recipes, B sequences, T tokens, P parameters.
+The stack is a second trainer besides the engine. The reason is its speed: a stack of 48 small models on a GPU was 36
+times as fast as eight processes (docs/log.md). On a CPU a stack is not faster. tests/training/test_stack.py compares
+the losses of a stack with those of the engine. Sizes in comments: K recipes, B sequences, T tokens, P parameters.
 """
 
 import json
@@ -65,10 +65,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 def refusal(recipe: Recipe) -> str | None:
-    """Return the first setting or table of a recipe with which a stack cannot train it, or None if there is none.
-
-    An example is ``model.bias = True``.
-    """
+    """Return why a stack cannot train a recipe, or None if it can: the first setting or table of the recipe that a
+    stack does not support, such as ``model.bias = True``."""
     found = {path: attrgetter(path)(recipe) for path in SETTINGS}
     refused = {path: value for path, value in found.items() if value not in SETTINGS[path]}
     said = (path if isinstance(value, Part) else f"{path} = {value}" for path, value in refused.items())
@@ -102,8 +100,8 @@ def train_stack(
 
     Args:
         size: the number of places in the stack, at least the number of recipes.
-        checkpoint: a folder for checkpoints, as in :func:`leaven.training.trial.train_trial`. To resume from them,
-            pass the same recipes in the same order, and the same size.
+        checkpoint: a folder for a checkpoint every ``checkpoint_seconds``. To resume from it, pass the same recipes
+            in the same order, and the same size.
         text: the fingerprint that the tokens must have, as in ``train_trial``.
     """
     first = recipes[0]
@@ -252,7 +250,7 @@ class TrialStack:
         """Restore the state from a checkpoint of the same recipes.
 
         Raises:
-            ValueError: if a tensor of the checkpoint has another shape or type, so it belongs to other recipes.
+            ValueError: if a tensor of the checkpoint has another shape or type: then it belongs to other recipes.
         """
         buffers = {"first": self.first, "second": self.second, "losses": self.record}
         saved = [(self.flat, checkpoint.model["parameters"])]
@@ -389,7 +387,7 @@ class TrialStack:
     def evaluate(self, recipe: Recipe) -> list[float]:
         """Return the validation loss of each recipe in nats per token.
 
-        Batches have the size of training batches, and require gradients, because the pass is compiled for that.
+        As in training, a batch has B sequences and the parameters require gradients: the pass is compiled for this.
         """
         found = self.tokens.validation_windows(self.shape.seq_len, recipe.evaluation.tokens)
         windows = torch.from_numpy(found).to(self.device)

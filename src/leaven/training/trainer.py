@@ -10,13 +10,15 @@ these. Each other file answers the question beside it.
    the folder is new or has a run of this recipe. (Where does an error become a line and an exit code?
    ``cli/__init__.py``. What do commands share, such as Ctrl-C? ``cli/common.py``.)
 2. The text becomes token ids in shards, in a cache whose folders are named after the content, so it is tokenised once
-   (How? ``data/tokens.py``). **data/stream.py** numbers the training samples. Sample n depends only on the seed and
-   n, so a run resumes at sample n without a stored state of the data.
+   (How? ``data/tokens.py``). About 5% of the text is held out for validation (Which documents? ``data/corpus.py``).
+   **data/stream.py** numbers the training samples. Sample n depends only on the seed and n, so a run resumes at
+   sample n without a stored state of the data.
 3. **trainer.py**, this file. :func:`train` compares the recipe and the text with those in the folder. If the run has
    finished, :func:`train` returns the result. Otherwise it builds the state
-   (:class:`~leaven.training.engine.Training`), chooses the micro-batch (How? ``micro_batch.py``), locks the folder,
-   and restores the newest undamaged checkpoint. A new run saves a checkpoint before its first step, so that it can
-   always roll back.
+   (:class:`~leaven.training.engine.Training`). If ``micro_batch`` is "auto", which is the default, a new run chooses
+   its micro-batch: in a single process, a run of 1,000 or more steps first times micro-batches for up to a minute
+   (How? ``micro_batch.py``). Then :func:`train` locks the folder and restores the newest undamaged checkpoint. A new
+   run saves a checkpoint before its first step, so that it can always roll back.
 4. **loop.py** starts a step, and reads its result only after it has started the next one, so that the device does not
    wait between steps. Callbacks act around the steps, in this order: metrics, profile, validation, checkpoints, spike
    guard.
@@ -24,24 +26,26 @@ these. Each other file answers the question beside it.
    The device skips the update if the loss or the gradient norm is not finite or, with ``on_spike = "skip"``, above
    the limits of the spike guard.
 6. **distributed/sharded_model.py** runs the passes, a micro-batch at a time: loss, ``backward()``, and in a run of
-   several processes the exchange between them (Which layers has a process? ``distributed/pipeline.py``).
+   several processes the exchange between them (Where are the model and its loss? ``model/transformer.py`` and
+   ``model/loss.py``. Which layers has a process? ``distributed/pipeline.py``).
 7. **optimizer.py** clips the gradients and updates the parameters with Adam. The lr of a parameter is the base lr x
    multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). For
    example, complete-d-p gives a hidden weight the factor I^-1 L^(alpha-1) B^(1/2) D^-t, where I, L, B and D are the
    ratios of its fan in, the depth, the batch and the tokens to those of the base model. Each step multiplies
    this by the lr schedule at the end of the step. After a rewind, one more factor lowers the lr for a while. During a
    batch ramp, another factor changes it.
-8. **metrics.py** measures the step, appends a line to metrics.jsonl and the curves, and computes the validation loss
-   ten times in a run, unless the recipe says otherwise. When a run resumes or rolls back, the lines after its
-   checkpoint are cut off.
+8. **metrics.py** has three parts. ``Telemetry``, which the engine calls, measures the step. The callback ``StepLog``
+   appends a line to metrics.jsonl and points to the curves. The callback ``Validation`` computes the validation loss,
+   by default ten times in a run. When a run resumes or rolls back, the lines of the steps after its checkpoint are
+   cut off.
 9. **checkpoint.py** copies the state to host memory, and a thread writes it while training continues: safetensors
    files, then state.json with their digests. Last, the folder is renamed to its final name. The newest two
-   checkpoints are kept, and the last one before a possible anomaly. (How does one process read a tensor that several
-   processes saved? ``checkpoint_tensors.py``.)
+   checkpoints (by default) are kept, and the last one before a possible anomaly. (How does one process read a tensor
+   that several processes saved? ``checkpoint_tensors.py``.)
 10. **spikes.py** is the spike guard. It compares loss, gradient norm and update norm with their usual levels. At an
     anomaly, :meth:`RunTrainer.roll_back` restores a checkpoint before it, and the state of all callbacks. The run
-    skips the data that follow (Which data, and how is the lr lowered? ``rewind.py``). After three attempts, or if
-    nothing is left to return to, the run stops.
+    then skips the data of the anomaly (Which data, and how is the lr lowered? ``rewind.py``). After three attempts
+    (by default), or if no checkpoint is left to return to, the run stops.
 11. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. After Ctrl-C it drops
     the step that is under way and saves the state before it. It returns a ``TrainDocument``, which the command prints
     with the commands to type next (``views/terminal/training.py``).
@@ -137,9 +141,9 @@ def train(
     Args:
         on_step: called with the metrics of each step, after the step.
         on_event: called with the name and values of each line of events.jsonl.
-        stop: polled before every forward pass of a single process, and between the steps of several processes. When
-            it returns True, the current step is abandoned, the state before that step is saved, and ``finished`` of
-            the result is False.
+        stop: when it returns True, training stops, the state is saved, and ``finished`` of the result is False. It is
+            polled between steps. A single process also polls it before every forward pass, and then abandons the
+            current step and saves the state before that step.
         log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
         rewind: a manual rewind to do before training. It is done only once: a repeated call resumes the rewound run.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
@@ -264,7 +268,12 @@ class RunTrainer:
             self.checkpoints.save()
 
     def train(self, stop: Callable[[], bool]) -> TrainDocument:
-        """Train until the run is done or stopped. Return its result."""
+        """Train until the run is done or stopped. Return its result.
+
+        Raises:
+            InputError: if the run is done, but its last checkpoint or the finish event cannot be written.
+            Diverged: in the cases of :func:`train`.
+        """
         try:
             if self.validation.owed:
                 self.validation.evaluate()
@@ -295,7 +304,12 @@ class RunTrainer:
         self.event("layout", **recorded_changes(changes, training.recipe))
 
     def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:
-        """Restore the newest checkpoint that the rewind does not undo, and record an event with ``values``."""
+        """Restore the newest checkpoint that the rewind does not undo, and record an event with ``values``.
+
+        Raises:
+            InputError: if all these checkpoints are damaged; the user may be able to repair one.
+            Diverged: if there are none.
+        """
         rewinds = (*self.training.rewinds, rewind)
         found = self._newest(rewinds)
         if found is None and self.damaged:  # the user may be able to repair one
@@ -349,7 +363,7 @@ class RunTrainer:
 
 @contextmanager
 def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
-    """Close the callbacks at the end of the block. An error of the block is more important than one of closing."""
+    """Close the callbacks at the end of the block. If the block raises an error, errors of closing are ignored."""
     try:
         yield
     except BaseException:
@@ -400,7 +414,7 @@ def check(
     recipe: Recipe, folder: Path, rewind: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
     """Check a recipe and a rewind against a folder. Return the run folder, the recipe to train (with the run's
-    micro-batch), and the rewind, or None if it has been done already.
+    micro-batch), and the rewind if it is still to do, otherwise None.
 
     Raises:
         InputError: if the folder cannot be used for this run, or the rewind is not possible.
@@ -417,8 +431,8 @@ def check(
 def _summary(
     run: RunFolder, progress: Progress, finish: dict[str, Any] | None, unsaved: str | None = None
 ) -> TrainDocument:
-    """Return the result of a run over all its starts. ``finish`` is its ``finish`` event, and ``unsaved`` says why
-    the last state could not be saved."""
+    """Return the result of a run over all its starts. ``finish`` is its ``finish`` event, or None if the run is not
+    finished. ``unsaved`` says why the last state could not be saved, if it could not."""
     # Each start may have measured another peak; the speed of all steps is divided by the latest.
     starts = [event for event in run.events() if _positive(event.get("peak_tflops"))]
     metrics = run.metrics()

@@ -63,7 +63,8 @@ def train_trial(
     outcome.
 
     Args:
-        baseline: the best trial so far, which has the same duration and schedule. By default, no trial is pruned.
+        baseline: the best trial so far, with the same schedule. A baseline of another duration is ignored. Without a
+            baseline, the trial is not pruned.
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``, from which the same trial can resume. The
             caller removes the folder once the outcome is saved.
         durations: several durations to train, in tokens. The shorter ones are branches of the run with the longest.
@@ -212,7 +213,8 @@ class Cooldowns(Callback):
 class TrialCheckpoint(Callback):
     """Writes a checkpoint of a trial at a fixed interval in seconds. If the disk is full, the trial continues without
     a new checkpoint. Each checkpoint contains the name of its ``folder``, which :func:`checkpoint_folder` computes
-    from recipes and text, so that a checkpoint of another trial is not read. Those of older versions have no name.
+    from recipes and text. A checkpoint with another name belongs to another trial and is not read. Checkpoints of
+    older versions have no name and are read.
 
     ``recipe`` is the recipe whose parameters a checkpoint must have, or None if ``training`` compares them itself.
     """
@@ -230,10 +232,11 @@ class TrialCheckpoint(Callback):
         self._last = time.monotonic()
 
     def resume(self) -> None:
-        """Continue from the checkpoint of this trial, if there is one. A warning names those that are ignored.
+        """Continue from the checkpoint of this trial, if there is one. Checkpoints that are damaged or belong to
+        another trial are ignored with a warning.
 
         Raises:
-            InputError: if its values are of other types or sizes, so that leaven has not written it.
+            InputError: if a value in the checkpoint has a type or size that this trial does not write.
         """
         found, damaged = read_checkpoint(self._folder, recipe=self._recipe)
         ignored = {path: "it is damaged, or has other parameters than this trial" for path in damaged}
@@ -278,7 +281,8 @@ def initialise_worker(device: str | None = None) -> None:
 class WorkerPool:
     """A pool of worker processes. If a worker dies, the next :meth:`submit` starts new workers.
 
-    ``device`` is the GPU that they use, as in ``CUDA_VISIBLE_DEVICES``.
+    The end of the ``with`` block terminates the workers. ``device`` is the GPU that the workers use, as in
+    ``CUDA_VISIBLE_DEVICES``.
     """
 
     def __init__(self, workers: int, device: str | None = None) -> None:
