@@ -46,7 +46,7 @@ class Init:
 
     source: str
     inputs: Formula  # for all matrices without another formula
-    outputs: Formula  # for the matrices that write to the residual stream: attention.out and mlp.out
+    outputs: Formula  # for the matrices that write to the residual stream (:data:`BRANCH_ENDS`)
     embedding: Formula | None = None  # None: the formula ``inputs``
     unembedding: Formula | None = None  # also for a tied embedding; None: the formula ``inputs``
     gated_in: bool = False  # whether mlp.in of a gated MLP uses the formula ``outputs``
