@@ -16,8 +16,8 @@ class Schedule(Part):
     warmup_tokens: int = Field(default=0, ge=0)
     decay: Decay = "cosine"
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)  # final lr / peak lr
-    # Only for wsd: the share of the run that the final cooldown takes. In the cooldown, the lr falls as 1 - sqrt(p) to
-    # the final lr, where p goes from 0 to 1 (Hägele et al. 2024, arXiv 2405.18392).
+    # Only for wsd: the share of the run that the final cooldown takes. In the cooldown, the lr falls to the final lr
+    # as 1 - sqrt(p), where p goes from 0 to 1 (Hägele et al. 2024, arXiv 2405.18392).
     decay_ratio: float = Field(default=0.2, gt=0, le=1)
 
     @model_validator(mode="after")

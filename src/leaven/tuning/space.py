@@ -205,8 +205,8 @@ class Space(SearchSpace):
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return the space with its range shortened so that the value at ``path`` stays below ``limit``, which is in
-        the unit of the recipe."""
+        """Return the space in which the value at ``path`` stays below ``limit``: the range of this value is shortened
+        if necessary. ``limit`` is in the unit of the recipe."""
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self
@@ -244,7 +244,8 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
     """Return a search space around a recipe.
 
     Some values cannot be searched, for example values that the recipe does not have. A set or pattern leaves such
-    values out. Giving the path of such a value is an error.
+    values out. Giving the path of such a value is an error. A range in ``[tuning.octaves]`` applies however the value
+    was chosen.
 
     Args:
         which: the name of a set (``SETS``); or paths and patterns of paths with ``*``, separated by commas; or

@@ -333,8 +333,11 @@ class DivergenceModel:
         return np.asarray(1 / (1 + np.exp(-self.level - _squares(x) @ self.slopes)))
 
     def shorten(self, x: Array, safe: Array, most: float) -> Array:
-        """Return ``x`` (D,) moved to a probability of divergence of at most ``most``: the values that raise this
-        probability are moved towards ``safe`` (D,)."""
+        """Return ``x`` (D,), moved so that the probability of divergence is at most ``most``.
+
+        The values that raise this probability are moved towards ``safe`` (D,). They move at most 95% of the way, so
+        the probability may stay above ``most``.
+        """
         d = len(x)
         parts = (_squares(x) - _squares(safe)) * self.slopes
         to_blame = parts[:d] + parts[d:] > 0

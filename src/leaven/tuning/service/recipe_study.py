@@ -235,7 +235,8 @@ class Study(BaseStudy):
         stack: number of trials that a worker trains at once (``training/stack.py``).
 
     Raises:
-        InputError: if the recipe cannot be trained on the tokens; see also :class:`BaseStudy`.
+        InputError: if the recipe cannot be trained on the tokens, or if ``data.tokens`` is searched although no text
+            is repeated; see also :class:`BaseStudy`.
     """
 
     space: Space

@@ -54,7 +54,8 @@ RESERVED = 1 / 8  # the largest share of the budget that is reserved for final t
 FEW = 24  # trials: a smaller budget has one final trial at most
 # The final trials that a search may have, from cheap to expensive: (number of finalists, trials of each).
 FINALS = ((0, 0), (1, 1), (1, RERUNS), (2, RERUNS), (3, RERUNS))
-# Trials of the start, by the least size of the budget. If the user gives the noise, there is one.
+# Number of trials of the start: 3 if the budget has at least 24 trials, 2 if it has at least 12, otherwise 1. If the
+# user gives the noise, there is 1.
 REPEATS = {24: 3, 12: 2, 0: 1}
 SMALL = 16  # trials: a smaller budget has a final trial only if the gain would not be accepted without one
 # A search without a complete trial ends after so many failed trials if no other trial ended, or so many diverged
@@ -252,8 +253,8 @@ class SearchPlan:
         - ``DIVERGENCES`` (100) trials have diverged or were pruned.
         - ``DEATHS`` (8) trials have failed because their processes died, and no trial has diverged or was pruned.
 
-        ``turn`` is the number of trials that have been started, without retries. It is the number in the job of a
-        proposal and its random seed.
+        ``turn`` is the number of trials that have been started so far, without retries. The next proposal has the
+        name ``search:TURN``, and ``turn`` is a part of its random seed.
         """
         states = [trial.state for trial in trials]
         if "waiting" in states:
@@ -283,7 +284,8 @@ class SearchPlan:
         return request
 
     def _proposed_point(self, trials: Sequence[StoredTrial], turn: int, last: bool) -> Params | None:
-        """Return the point of the next trial of the search. Return None if all points have been run."""
+        """Return the point of the next trial of the search. Return None if all points have been run. This is possible
+        only in a space of whole numbers and choices."""
         region = self._region(trials)
         rng, tried = np.random.default_rng([self.seed, turn]), _searched(trials)
         point = self.axes.params(region.proposal(rng, last=last))
