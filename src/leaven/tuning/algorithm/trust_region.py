@@ -184,9 +184,9 @@ class Axes:
     def not_in(self, tried: Sequence[Mapping[str, float]], params: Mapping[str, float]) -> list[dict[str, float]]:
         """Return the points that are not in ``tried`` and, among these, are nearest to ``params``.
 
-        If ``params`` is not in ``tried``, the result is ``[params]``. If all points are in ``tried``, it is empty. The
-        distance of two points is the number of changes that lead from one to the other. A change moves one whole
-        number by 1, or switches one choice to another level.
+        If ``params`` is not in ``tried``, the result is ``[params]``. If all points are in ``tried``, the result is
+        empty. The distance of two points is the number of changes that lead from one to the other. A change moves one
+        whole number by 1, or switches one choice to another level.
 
         This works only if each value is a whole number or a choice, and at least one is a whole number. In all other
         spaces, the result is ``[params]``.
