@@ -362,9 +362,9 @@ Difference = tuple[str, Any, Any]  # dotted path, value in the first recipe, val
 
 
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the differences between two recipes that change the loss by more than its last bits.
+    """Return the differences between two recipes, without the keys in `NOT_NUMBERS`.
 
-    Keys in `NOT_NUMBERS` are left out.
+    The micro-batch is included, although it changes only the last bits of the loss (:func:`rearrangement`).
     """
     return differing(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
 

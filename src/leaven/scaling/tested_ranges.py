@@ -41,7 +41,7 @@ _UNSCALED = ("vocab_size", "seq_len")
 
 
 def warnings(recipe: Recipe) -> list[CautionRow]:
-    """Return all warnings about a recipe: large ratios to its base, and values that are risky at its scale."""
+    """Return all warnings about a recipe: ratios to its base that were not tested, and values that are risky."""
     table = parameter_table(recipe)
     return [
         *_ratios(recipe, table),

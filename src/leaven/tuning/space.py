@@ -109,8 +109,8 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def changes_since(self, path: Path) -> list[Difference]:
-        """Return how the start of this space differs from the start in the file ``path``. Only differences that make
-        the losses of trials incomparable are returned."""
+        """Return how the start of this space differs from the start in the file ``path``. Keys that do not affect the
+        losses of trials, such as ``why``, are left out."""
 
     @property
     def axes(self) -> Axes:

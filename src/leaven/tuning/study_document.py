@@ -194,7 +194,7 @@ class Front:
 
 
 class Answer(BaseModel):
-    """The answer of a search."""
+    """The answer of a search: the best point, and what the search found out about each searched value."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -77,8 +77,10 @@ class Quadratic:
         return np.asarray(x @ self.slope + np.sum(x @ self.hessian * x, 1) / 2)
 
     def minimum(self, start: Array, low: Array, high: Array) -> Array:
-        """Minimise the function by coordinate descent from ``start`` between ``low`` and ``high``. Return the point
-        (D,)."""
+        """Return the point (D,) between ``low`` and ``high`` that coordinate descent from ``start`` finds.
+
+        Along each column, a curvature below ``least`` counts as ``least``.
+        """
         x = np.clip(start, low, high)
         gradient = self.slope + self.hessian @ x
         bend = np.maximum(np.diag(self.hessian), self.least)

@@ -269,7 +269,10 @@ class Region:
         return self._within(self._lowest(self.surrogate.mean, self._levels(self.surrogate.mean)))
 
     def proposal(self, rng: np.random.Generator, *, last: bool = False) -> Array:
-        """Return a point to try next, (D,). ``last`` says whether this is the last proposal of the search."""
+        """Return a point to try next, (D,). ``last`` says whether this is the last proposal of the search.
+
+        Item 3 in the docstring of this file explains how the point is found.
+        """
         if last:
             return self.predicted
         d, number = len(self.incumbent), self.features.level == 0

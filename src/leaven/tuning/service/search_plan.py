@@ -65,8 +65,8 @@ DEATHS, DIVERGENCES = 8, 100
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of a search, for all commands of a study together. No further trial starts once one of the limits is
-    reached; trials that are running then are finished."""
+    """The limits of a search, for all commands of a study together. Once one of the limits is reached, no further
+    trial starts, but trials that are already running are finished."""
 
     trials: int | None = None  # number of trials, including final trials
     flops: float | None = None  # total FLOPs of all trials
@@ -113,7 +113,8 @@ class Budget:
         return max(final for final in self._allowed if final_trials(*final) <= max(affordable, 0))
 
     def reserved(self, trials: Sequence[StoredTrial] = (), now: float = 0.0) -> int:
-        """Return how many trials are reserved for final trials."""
+        """Return how many trials are reserved for final trials: as many as the most expensive pair in ``FINALS``
+        needs that costs at most ``RESERVED`` (1/8) of the budget."""
         affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(trials, now))
         costs = {final_trials(*final) for final in self._allowed}
         if any(trial.final_of not in {"", self.label} for trial in trials):
@@ -188,7 +189,7 @@ def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = 
     those at the points of the grid.
 
     Raises:
-        InputError: in a grid search, if the coarsest grid has more points than the budget has trials, or if the
+        InputError: in a grid search, if the coarsest grid has more points than the budget leaves for it, or if the
             budget is not given as a number of trials.
     """
     repeats = next(times for least, times in REPEATS.items() if budget.size >= least) if noise is None else 1
