@@ -107,7 +107,7 @@ class Stability(Part):
 
 
 class EvaluationSettings(Part):
-    """How often the validation loss is computed, and on how many tokens. It is always computed at the end."""
+    """How often the validation loss is computed, and on how many tokens. A run also computes it at its end."""
 
     tokens: int = Field(default=131_072, gt=0)  # tokens of one evaluation, spread evenly over the held-out text
     every_tokens: int | None = Field(default=None, gt=0)  # tokens between evaluations; None: 1/10 of the run

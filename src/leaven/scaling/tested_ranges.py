@@ -57,7 +57,8 @@ def warnings(recipe: Recipe) -> list[CautionRow]:
 
 
 def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
-    """Return a list with a warning if the transfer from ``before`` to ``after`` dropped the batch ramp."""
+    """Return a list with one warning if the transfer from ``before`` to ``after`` dropped the batch ramp. Otherwise,
+    the list is empty."""
     if before.batch.ramp is None or after.batch.ramp is not None:
         return []
     return [_caution("ramp", after.batch.tokens / after.model.seq_len, 2.0)]

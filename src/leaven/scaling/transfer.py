@@ -152,8 +152,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     values outside these two tables, they are transferred, too:
 
     - The warm-up keeps its share of the run.
-    - The training tokens of ``target`` are multiplied by the ratio of tuned tokens to tokens of the base.
-    - The batch of ``target`` is multiplied by the ratio of tuned batch to the batch with which the study began.
+    - The training tokens of ``target`` are multiplied by (tokens of ``tuned``) / (tokens of the base of ``tuned``).
+    - The batch of ``target`` is multiplied by (batch of ``tuned``) / (batch with which its study began).
     - Every other value that the study searched is copied.
 
     Values that the study did not search stay as in ``target``.

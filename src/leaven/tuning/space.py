@@ -196,7 +196,12 @@ class Space(SearchSpace):
         return differences(read_recipe(path), self.recipe)
 
     def without(self, path: str, reason: str) -> "Space":
-        """Return the space without the value at ``path``. ``reason`` is the text for the user."""
+        """Return the space without the value at ``path``. ``reason`` is a text for the user: why the value is not
+        searched.
+
+        Raises:
+            InputError: if no value is left.
+        """
         if path not in self.paths:
             return self
         kept = tuple(dimension for dimension in self.dimensions if dimension.path != path)
@@ -244,8 +249,8 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
     """Return a search space around a recipe.
 
     Some values cannot be searched, for example values that the recipe does not have. A set or pattern leaves such
-    values out. Giving the path of such a value is an error. A range in ``[tuning.octaves]`` applies however the value
-    was chosen.
+    values out. Giving the path of such a value is an error. The ranges in ``[tuning.octaves]`` also apply to values
+    that ``which`` selects in another way.
 
     Args:
         which: the name of a set (``SETS``); or paths and patterns of paths with ``*``, separated by commas; or

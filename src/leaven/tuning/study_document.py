@@ -168,7 +168,7 @@ class SlicePoint:
 
 @dataclass(frozen=True)
 class Coordinate:
-    """What a search found about one of its values."""
+    """What a search found out about one searched value."""
 
     path: str
     best: float  # distance of the best value from the start point, octaves

@@ -455,7 +455,8 @@ def gain(start: Losses, there: Losses) -> float:
 
 
 def changes(point: Point) -> tuple[int, float]:
-    """Return how many values differ between a point and the start, and the sum of these differences in octaves."""
+    """Return how many values differ between a point and the start, and the sum of the sizes of these differences in
+    octaves."""
     return int(np.count_nonzero(point)), float(np.abs(point).sum())
 
 
@@ -467,9 +468,9 @@ def advice_when_all_diverged(
     The usual cause is the learning rate, so the advice is to start from half of the lowest rate that was tried. If no
     learning rate is searched, the advice is the text ``elsewhere``.
 
-    The advice may name a second value, whose changes best explain why some trials diverged early: before half the
-    length of the longest one. To find this value, a divergence model is fitted that counts only these early trials as
-    diverged.
+    The advice may name a second value, whose changes best explain why some trials diverged early. A trial diverged
+    early if it has less than half of the tokens of the longest trial. To find this value, a divergence model is
+    fitted that counts only these early trials as diverged.
     """
     diverged = [trial for trial in trials if trial.state == "diverged"]
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in diverged])

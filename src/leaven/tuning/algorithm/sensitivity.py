@@ -168,8 +168,8 @@ def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[in
     searched, if there are fewer than ``PER_VALUE`` trials for each value, or if the gain is not above the noise.
 
     Args:
-        points: (n, D), the points of the trials. The two values stay between the lowest and the highest setting of
-            each that was tried.
+        points: (n, D), the points of the trials. Each of the two values stays between its lowest and its highest
+            setting in them.
         best: the best point (D,).
         noise: standard deviation of the loss between seeds.
     """

@@ -269,7 +269,7 @@ class EarlierTrials:
     """The finished trials of an earlier search.
 
     Each row of ``points`` is a trial, and each column is a searched value. An entry is the distance of the trial's
-    value from the value in the recipe of the new search. The first D columns are the values of the new search, in
+    value from the value at the start of the new search. The first D columns are the values of the new search, in
     octaves. The last E columns are the values that only the earlier search varied, in steps (octaves divided by the
     typical distance of an optimum from the start point).
     """
@@ -325,7 +325,8 @@ def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int
 
 @dataclass(frozen=True)
 class DivergenceModel:
-    """A fitted divergence model. :func:`fit_divergence` returns it."""
+    """The divergence model that :func:`fit_divergence` has fitted to the trials: it predicts the probability that a
+    trial diverges."""
 
     level: float  # c, the log odds of divergence at the start
     slopes: Array  # (2 D,), log odds per squared distance: first of increases (up), then of decreases (down)

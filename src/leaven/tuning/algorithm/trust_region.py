@@ -473,8 +473,11 @@ RATES = ("lr", "learning_rate", "max_lr", "peak_lr")  # names of the global lear
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return which of the D ``names`` are learning rates to lower after a divergence, as an array (D,): the global
-    learning rate if the search varies it, otherwise the learning rates of all modules and depths."""
+    """Return which of the D ``names`` are learning rates to lower after a divergence, as an array (D,).
+
+    If the search varies the global learning rate, it is the only one. If not, they are the learning rates of all
+    modules and depths.
+    """
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key in RATES and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])

@@ -143,8 +143,8 @@ class SeededSampler(BaseSampler):
 
 
 def job_index(trial: FrozenTrial) -> int:
-    """Return the index in the name of the trial's job, ``search:INDEX``. If the job has another name, return the
-    trial's number."""
+    """Return INDEX if the plan gave the trial the name ``search:INDEX``. For other names, return the trial's
+    number."""
     job = trial.user_attrs.get(JOB, "")
     return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
 

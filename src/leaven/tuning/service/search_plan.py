@@ -113,8 +113,8 @@ class Budget:
         return max(final for final in self._allowed if final_trials(*final) <= max(affordable, 0))
 
     def reserved(self, trials: Sequence[StoredTrial] = (), now: float = 0.0) -> int:
-        """Return how many trials are reserved for final trials: as many as the most expensive pair in ``FINALS``
-        needs that costs at most ``RESERVED`` (1/8) of the budget."""
+        """Return how many trials are reserved for final trials: the cost of the most expensive pair in ``FINALS``,
+        among the pairs that cost at most ``RESERVED`` (1/8) of the budget."""
         affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(trials, now))
         costs = {final_trials(*final) for final in self._allowed}
         if any(trial.final_of not in {"", self.label} for trial in trials):
@@ -339,7 +339,7 @@ class SearchPlan:
         return self.budget.size >= SMALL or (noise is not None and self._fitted(trials).in_doubt)
 
     def _final_trial(self, trials: Sequence[StoredTrial], count: int, each: int, now: float) -> TrialRequest | None:
-        """Return the next final trial: one of the ``count`` finalists with a fresh seed. Each of them gets ``each``
+        """Return the next final trial: one of the ``count`` finalists with a fresh seed. Each finalist gets ``each``
         trials.
 
         If a finalist diverges, the next best point replaces it. Return None if all trials of the finalists have been
@@ -411,11 +411,11 @@ class SearchPlan:
         )
 
     def baseline(self, trials: Sequence[StoredTrial], point: Mapping[str, float]) -> Baseline | None:
-        """Return the loss curve with which a new trial at ``point`` is compared; the trial is pruned if it falls far
-        behind.
+        """Return the loss curve with which a new trial at ``point`` is compared. The new trial is pruned if its own
+        curve falls far behind.
 
-        This is the curve of the best completed trial with the same choices as ``point``, because a choice (such as
-        the schedule) changes the shape of a loss curve. Return None if no such trial has completed, or if too few
+        The result is the curve of the best completed trial with the same choices as ``point``, because a choice (such
+        as the schedule) changes the shape of a loss curve. Return None if no such trial has completed, or if too few
         trials measure the noise.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
