@@ -25,7 +25,7 @@ class DataSource(Part):
     text: str = "text"  # key (.jsonl) or column (.parquet, hf://) that contains the text, or column of token ids
     # dtype of .bin files of token ids that do not state it themselves; None: uint16.
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
-    # Token ids to validate on: a path or glob, as in ``source``. None: a twentieth of ``source``.
+    # Where the token ids to validate on are, written like ``source``. None: a twentieth of ``source``.
     validation: str | None = None
 
     added: ClassVar = ("dtype", "validation")
@@ -45,11 +45,11 @@ class Data(Part):
     source: Annotated[
         Annotated[str, Tag("tag:one")] | Annotated[_Several, Tag("tag:several")], Discriminator(_form)
     ] = "python-stdlib"
-    # bpe: a tokenizer is trained on the sources. If all sources have token ids, no tokenizer is needed. Other values
+    # bpe: a tokenizer is trained on the sources. If all sources have token ids, none is trained. Other values
     # name a tokenizer: the path of a tokenizer.json, or hf://org/model.
     tokenizer: str = "bpe"
-    # Id of the token that ends documents in sources of token ids. None: the id in the tokenizer; without a tokenizer,
-    # the id is unknown.
+    # Id of the token that ends documents in sources of token ids. None: the id of this token in the tokenizer; the id
+    # is unknown if there is no tokenizer, or no such token in it.
     end_of_text: int | None = Field(default=None, ge=0)
     tokens: Count  # number of tokens to train on; if the text has fewer, it is repeated
     # Seed of the initialisation, the order of the data and the masks of dropout.
