@@ -146,7 +146,7 @@ class BatchSchedule:
         return tuple(segments)
 
     def batch_at(self, tokens: int) -> int:
-        """Return the batch, in tokens, of a step that begins with ``tokens`` consumed."""
+        """Return the batch size, in tokens, of a step before which ``tokens`` tokens were consumed."""
         return self.sizes[bisect_right(self.sizes, tokens, key=lambda size: size[0]) - 1][1]
 
     def tokens_at_step(self, step: int) -> int:

@@ -10,9 +10,11 @@ from leaven.recipe.base import Part
 from leaven.recipe.batch import Count
 
 STDLIB_TOKENS = 3_000_000
-"""Approximate tokens of python-stdlib: 10.7 MB, 2.86 M tokens with a vocabulary of 4,096 (docs/log.md)."""
+"""Approximate number of tokens of the text python-stdlib (10.7 MB). With a vocabulary of 4,096 it is 2.86 M
+(docs/log.md)."""
 LONGEST_PERIOD = 100_000
-"""Limit on the common denominator of the sources' shares: samples from the sources alternate with this period."""
+"""The largest number of samples after which the order of the sources may repeat. This number is the common
+denominator of the sources' shares: 4 for shares of 1/4 and 3/4."""
 
 
 class DataSource(Part):
@@ -23,7 +25,7 @@ class DataSource(Part):
     text: str = "text"  # key (.jsonl) or column (.parquet, hf://) that contains the text, or column of token ids
     # dtype of .bin files of token ids that do not state it themselves; None: uint16.
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
-    # Token ids to validate on, named like ``source``; None: a twentieth of ``source``.
+    # Where the token ids to validate on are, written like ``source``. None: a twentieth of ``source``.
     validation: str | None = None
 
     added: ClassVar = ("dtype", "validation")
@@ -43,10 +45,11 @@ class Data(Part):
     source: Annotated[
         Annotated[str, Tag("tag:one")] | Annotated[_Several, Tag("tag:several")], Discriminator(_form)
     ] = "python-stdlib"
-    # bpe: trained on the sources (none if all sources have token ids); otherwise the path of a tokenizer.json, or
-    # hf://org/model.
+    # bpe: a tokenizer is trained on the sources. If all sources have token ids, none is trained. Other values
+    # name a tokenizer: the path of a tokenizer.json, or hf://org/model.
     tokenizer: str = "bpe"
-    # Id of the token that ends documents in sources of token ids; None: the tokenizer's, or unknown.
+    # Id of the token that ends documents in sources of token ids. None: the id of this token in the tokenizer; the id
+    # is unknown if there is no tokenizer, or no such token in it.
     end_of_text: int | None = Field(default=None, ge=0)
     tokens: Count  # number of tokens to train on; if the text has fewer, it is repeated
     # Seed of the initialisation, the order of the data and the masks of dropout.

@@ -21,7 +21,7 @@ class Experts(Part):
     d_expert: int = Field(gt=0, le=2**22)
     # Number of shared experts; together they are one MLP of shared x d_expert.
     shared: int = Field(default=0, ge=0, le=2**16)
-    dense_layers: int = Field(default=0, ge=0)  # the first layers have an MLP of size d_ff instead of experts
+    dense_layers: int = Field(default=0, ge=0)  # number of first layers that have an MLP of size d_ff, not experts
     # How the router turns its logits into scores. softmax: over all experts (Mixtral, Qwen3, OLMoE); sigmoid: of each
     # expert by itself (DeepSeek-V3). The experts with the highest scores are chosen.
     router: Literal["softmax", "sigmoid"] = "softmax"
@@ -31,7 +31,7 @@ class Experts(Part):
     # How the load is balanced. loss: a loss that is small if each sequence uses all experts equally often. bias: each
     # expert has a bias, which is added to its score when experts are chosen, but not to its weight. After a step, the
     # bias rises if the expert had less than the mean load, and falls if not (Wang et al. 2024, arXiv 2408.15664).
-    # both: as in DeepSeek-V3, with a loss of 1e-4. none: not at all.
+    # both: the loss and the bias (DeepSeek-V3, with balance_loss = 1e-4). none: the load is not balanced.
     balance: Literal["loss", "bias", "both", "none"] = "loss"
     # Coefficient of the balance loss (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20); only with balance = "loss"
     # or "both". The loss of a sequence is 1 at an even load. It is averaged over sequences and summed over layers.

@@ -57,7 +57,10 @@ def parse_recipe(text: str, origin: str, overrides: Iterable[str] = ()) -> Recip
 
 
 def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """Return a TOML text as nested dicts, with ``a.b=value`` overrides."""
+    """Return a TOML text as nested dicts, with ``a.b=value`` overrides applied.
+
+    ``a.b=`` removes the key. Each override also removes the reason of its key from the table ``why``.
+    """
     if len(text) > LONGEST:
         raise InputError(
             f"{origin}: {len(text):,} characters, more than the {LONGEST:,} of any recipe; give a recipe file"
@@ -150,7 +153,7 @@ def _take_out(document: dict[str, Any], path: str) -> None:
 
 
 def explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
-    """Return the first validation error in one line: ``[model] d_modle: no such key; did you mean d_model?``"""
+    """Return one of the validation errors as a line: ``[model] d_modle: no such key; did you mean d_model?``"""
     # An unknown key is reported first: if a key is missing as well, the unknown key is usually its misspelling.
     faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
     fault = faults[0]
@@ -171,8 +174,10 @@ def explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
 
 
 def _suggestion(keys: list[str], part: type[BaseModel]) -> str:
-    """Return a hint for an unknown key of ``part``: the known key most similar to it, or all known keys of its
-    table."""
+    """Return a hint for the unknown key at the path ``keys`` of a document of class ``part``.
+
+    The hint names the most similar key of the same table. If no key is similar, it names all keys of this table.
+    """
     for key in keys[:-1]:
         if field := part.model_fields.get(key):  # other keys are names of modules or numbers in a list
             part = next(_parts(field.annotation), part)
@@ -192,7 +197,7 @@ def render(recipe: Recipe, template: str = "") -> str:
     """Return the recipe as TOML.
 
     ``template`` is the text of an earlier recipe file. Its comments, its order and the spelling of unchanged values
-    are kept, and defaults that it omits stay omitted. Without a template every value is written.
+    are kept, and defaults that it omits stay omitted. Without a template, defaults are written, too.
     """
     document = tomlkit.parse(template)
     values = recipe.model_dump(mode="json", exclude_none=True)
@@ -268,8 +273,8 @@ def write_recipe(recipe: Recipe, path: Path | str, template: str = "") -> None:
 
 
 def cache_folder() -> Path:
-    """Return leaven's cache folder: ``$LEAVEN_CACHE`` or, if this is not set, the folder ``leaven`` of
-    ``$XDG_CACHE_HOME`` or of ``~/.cache``."""
+    """Return leaven's cache folder: ``$LEAVEN_CACHE``; if this is not set, ``$XDG_CACHE_HOME/leaven``; if this is not
+    set either, ``~/.cache/leaven``."""
     if folder := os.environ.get("LEAVEN_CACHE"):
         return storage.expanded(folder)
     return storage.expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "leaven"

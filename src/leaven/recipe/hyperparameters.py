@@ -71,7 +71,8 @@ class Clip(Part):
 
     @staticmethod
     def read(value: Any) -> Any:
-        """Return a plain number as a table with mode ``global`` and this limit, and any other value unchanged."""
+        """Return a plain number (or a string) as a table with mode ``global`` and this limit. Return any other value
+        unchanged."""
         return {"mode": "global", "limit": value} if isinstance(value, int | float | str) else value
 
     def written(self) -> Any:
@@ -99,9 +100,9 @@ class Muon(Part):
     ns_steps: int = Field(default=5, ge=1, lt=100)  # Newton-Schulz iterations that make the momentum orthogonal
 
     def matching(self, out: float, into: float) -> float:
-        """Return the factor in a step of Muon, which is lr x factor x (orthogonal matrix).
+        """Return the factor for a matrix of shape (``out``, ``into``). The field ``match`` selects the formula.
 
-        The factor depends on the shape (``out``, ``into``) of the matrix. The field ``match`` selects the formula.
+        A step of Muon is lr x factor x (orthogonal matrix).
         """
         if self.match == "spectral":
             return math.sqrt(max(1.0, out / into))
@@ -159,7 +160,10 @@ class Hyperparameters(Part):
         return self.muon.ns_steps if self.muon else 0
 
     def of_matrices(self, quantity: Literal["lr", "weight_decay"]) -> float:
-        """Return the lr or weight decay of the matrices inside the blocks, before scaling."""
+        """Return the lr or weight decay of the matrices inside the blocks, before scaling.
+
+        It is the value in the table ``muon``, or if there is none, the value for all parameters.
+        """
         own: float | None = getattr(self.muon, quantity, None)
         shared: float = getattr(self, quantity)
         return shared if own is None else own

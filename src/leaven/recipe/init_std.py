@@ -1,7 +1,7 @@
 """Published initialisations by name: the standard deviation of every matrix as a function of the model's shape.
 
-A recipe that names an init has no ``init_std``. Then the scaling rule must not change the init as well
-(:func:`require_one_rule`), but the multipliers of modules and depth still apply. Gains start at 1 and biases at 0.
+A recipe that names an init has no ``init_std``, and its scaling rule must not change the init as well
+(:func:`require_one_rule`). The multipliers of modules and depth still apply. Gains start at 1 and biases at 0.
 Where the original is truncated at 3 sigma (Mitchell, the unembedding of ``depth-scaled``), leaven draws from the full
 normal distribution, whose std differs by at most 1.4%.
 
@@ -46,7 +46,7 @@ class Init:
 
     source: str
     inputs: Formula  # for all matrices without another formula
-    outputs: Formula  # for the matrices that write to the residual stream: attention.out and mlp.out
+    outputs: Formula  # for the matrices that write to the residual stream (:data:`BRANCH_ENDS`)
     embedding: Formula | None = None  # None: the formula ``inputs``
     unembedding: Formula | None = None  # also for a tied embedding; None: the formula ``inputs``
     gated_in: bool = False  # whether mlp.in of a gated MLP uses the formula ``outputs``
@@ -203,8 +203,8 @@ def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None
     """Check that a named init and a scaling rule do not both change the init between base and target.
 
     ``wider`` states whether base and target differ in width, and ``deeper`` whether they differ in depth. Every rule
-    except ``standard`` scales the init with the width. Some rules multiply each residual branch by depth^-alpha. Such
-    a rule counts the depth twice if the named init also lowers the std of the branch's last matrix.
+    except ``standard`` scales the init with the width. Some rules multiply each residual branch by depth^-alpha. If
+    the named init also lowers the std of the branch's last matrix with the depth, the depth would count twice.
 
     Raises:
         ValueError: if both would change the init; the message names both and says what to do.

@@ -11,7 +11,7 @@ Recompute = Literal["none", "selective", "full"]
 Pipeline = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
-# More ranks than any cluster has accelerators. Up to this number, a search for layouts still ends.
+# The limit is more ranks than any cluster has. With larger degrees, a search for layouts would take too long.
 Degree = Annotated[int, Field(gt=0, le=2**24)]
 
 
@@ -22,7 +22,7 @@ class Layout(Part):
     tp: Degree = 1  # tensor-parallel degree
     pp: Degree = 1  # pipeline-parallel degree
     cp: Degree = 1  # context-parallel degree; for ``leaven plan`` and exports, not for training
-    ep: Degree = 1  # expert-parallel degree: the dp x cp ranks that share the experts of a layer
+    ep: Degree = 1  # expert-parallel degree: how many of the dp x cp ranks divide the experts of a layer
     zero: int = Field(default=0, ge=0, le=3)  # ZeRO stage
     # Number of replicas (HSDP); ZeRO shards each replica over dp / dp_replicate ranks.
     dp_replicate: Degree = 1
@@ -56,8 +56,9 @@ class Layout(Part):
                 'schedule = "1f1b"'
             )
         if self.schedule == "zero-bubble" and self.zero > 1:
-            # torch 2.13 frees the gathered parameters before the second half computes the weights' gradients, which
-            # are then wrong without an error. Gradients sharded after each micro-batch are missing there, too.
+            # torch 2.13 frees the gathered parameters before the second half computes the gradients of the weights.
+            # These gradients are then wrong, and there is no error. Gradients that are sharded after each
+            # micro-batch are missing in the second half, too.
             raise ValueError(
                 f'schedule = "zero-bubble" computes a backward pass in two halves, and zero = {self.zero} frees '
                 "weights or gradients that the second half needs; set zero = 1"

@@ -47,9 +47,9 @@ class Base(Part):
     depth: Depth  # n_layers
     batch_tokens: Count
     tokens: Count  # training tokens
-    d_ff: Width | None = None  # None: the base has d_ff / d_model of the recipe's model
-    d_head: Width | None = None  # None: the base has d_head of the recipe's model
-    n_kv_heads: Width | None = None  # None: the base has n_heads / n_kv_heads of the recipe's model
+    d_ff: Width | None = None  # None: d_ff / d_model is the same as in the recipe's model
+    d_head: Width | None = None  # None: d_head is the same as in the recipe's model
+    n_kv_heads: Width | None = None  # None: n_heads / n_kv_heads is the same as in the recipe's model
 
 
 class Scaling(Part):
@@ -59,8 +59,8 @@ class Scaling(Part):
     """
 
     rule: RuleName = "complete-d-p"
-    # Each residual branch is multiplied by depth^-alpha, and the lr inside the blocks by depth^(alpha-1), where depth
-    # is n_layers / the base's. Depth 12 -> 24 with alpha = 1: branches / 2, lr unchanged.
+    # Each residual branch is multiplied by r^-alpha, and the lr inside the blocks by r^(alpha-1). r is the number of
+    # layers divided by that of the base. Depth 12 -> 24 with alpha = 1: branches / 2, lr unchanged.
     alpha: float = Field(default=1.0, ge=0.5, le=1)
     # The exponent t in lr ~ (training tokens)^-t; published values are 0.3 to 0.5.
     token_exponent: float = Field(default=0.5, ge=0, le=1)
@@ -87,7 +87,7 @@ class Stability(Part):
     on_spike: Literal["rollback", "skip", "stop", "off"] = "rollback"
     max_rollbacks: int = Field(default=3, gt=0)  # rollbacks for one spike; after that the run stops
     rollback_lr: float = Field(default=1.0, gt=0, le=1)  # factor on the lr after a rollback
-    rollback_lr_tokens: int | None = Field(default=None, gt=0)  # tokens over which the lr rises to its full value
+    rollback_lr_tokens: int | None = Field(default=None, gt=0)  # so many tokens later the lr is full
     # Tokens between checkpoints; None: 1/10 of the run.
     checkpoint_every_tokens: int | None = Field(default=None, gt=0)
     keep: int = Field(default=2, gt=0)  # number of newest checkpoints that are kept
@@ -107,7 +107,7 @@ class Stability(Part):
 
 
 class EvaluationSettings(Part):
-    """How often the validation loss is computed, and on how many tokens. It is always computed at the end."""
+    """How often the validation loss is computed, and on how many tokens. A run also computes it at its end."""
 
     tokens: int = Field(default=131_072, gt=0)  # tokens of one evaluation, spread evenly over the held-out text
     every_tokens: int | None = Field(default=None, gt=0)  # tokens between evaluations; None: 1/10 of the run
@@ -318,7 +318,8 @@ class Recipe(Part):
 
 
 def set_path(document: dict[str, Any], path: str, value: Any) -> None:
-    """Set a copy of the value at a dotted path (:func:`split_path`) in nested dicts. Missing dicts are created."""
+    """Set the entry at a dotted path (:func:`split_path`) in nested dicts to a copy of ``value``. Missing dicts are
+    created."""
     keys = split_path(path)
     for key in keys[:-1]:
         document = document.setdefault(key, {})
@@ -361,9 +362,9 @@ Difference = tuple[str, Any, Any]  # dotted path, value in the first recipe, val
 
 
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the differences between two recipes that change the loss by more than its last bits.
+    """Return the differences between two recipes, without the keys in `NOT_NUMBERS`.
 
-    Keys in `NOT_NUMBERS` are left out.
+    The micro-batch is included, although it changes only the last bits of the loss (:func:`rearrangement`).
     """
     return differing(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
 

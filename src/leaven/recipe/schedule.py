@@ -16,8 +16,8 @@ class Schedule(Part):
     warmup_tokens: int = Field(default=0, ge=0)
     decay: Decay = "cosine"
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)  # final lr / peak lr
-    # Only for wsd: the share of the run that the final cooldown takes. In the cooldown, the lr falls as 1 - sqrt(p),
-    # where p goes from 0 to 1 (Hägele et al. 2024, arXiv 2405.18392).
+    # Only for wsd: the share of the run that the final cooldown takes. In the cooldown, the lr falls to the final lr
+    # as 1 - sqrt(p), where p goes from 0 to 1 (Hägele et al. 2024, arXiv 2405.18392).
     decay_ratio: float = Field(default=0.2, gt=0, le=1)
 
     @model_validator(mode="after")
@@ -29,9 +29,12 @@ class Schedule(Part):
     def multiplier(self, tokens: float, horizon: int) -> float:
         """Return the factor on the peak lr after ``tokens`` tokens of a run that has ``horizon`` tokens.
 
-        The factor rises from 0 to 1 during the warm-up, and then falls to ``min_lr_ratio`` at the end of the run.
-        With ``constant`` it stays at 1. With ``inverse_sqrt`` it falls as 1 / sqrt(tokens), but not below
-        ``min_lr_ratio``.
+        The factor rises from 0 to 1 during the warm-up. What follows depends on ``decay``:
+
+        - ``cosine``, ``linear``: it falls to ``min_lr_ratio`` at the end of the run.
+        - ``wsd``: it stays at 1 until the final cooldown, and then falls to ``min_lr_ratio``.
+        - ``inverse_sqrt``: it falls as 1 / sqrt(tokens), but not below ``min_lr_ratio``.
+        - ``constant``: it stays at 1.
         """
         if tokens < self.warmup_tokens:
             return max(tokens, 0) / self.warmup_tokens

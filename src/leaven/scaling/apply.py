@@ -70,7 +70,7 @@ def tensor_ratios(
         shape, base_shape: the tensor's shapes at target and base. A matrix has the shape (fan out, fan in), as in
             ``nn.Linear``. The matrices of experts have (experts, fan out, fan in), a router (experts, fan in), and
             embeddings and unembedding (vocabulary or positions, width). A gain or bias has fan in 1, and its fan out
-            is the number of its elements.
+            is the number of its elements (1 for the bias of the unembedding).
         at: the ratios of the run, from which the result takes depth, batch and tokens.
         head: the ratio of the head dimensions, target / base.
 

@@ -43,7 +43,8 @@ class Ratios:
 class TensorRatios:
     """The ratios (target scale / base scale) of one tensor and of its run.
 
-    The size of the vocabulary is ignored: a fan in or fan out that is the vocabulary has the ratio 1.
+    Only sizes that grow with the model count: a fan in or fan out that is the vocabulary, the number of positions or
+    the number of experts has the ratio 1.
     """
 
     fan_in: float = 1.0  # of this tensor
@@ -52,7 +53,7 @@ class TensorRatios:
     depth: float = 1.0  # number of layers of the model
     batch: float = 1.0  # batch size of the run in tokens
     tokens: float = 1.0  # training tokens of the run
-    match: float = 1.0  # Muon's factor on a step of this tensor, which depends on its shape
+    match: float = 1.0  # Muon's factor on a step (`Muon.matching`) for the shape of this tensor
 
 
 @dataclass(frozen=True)

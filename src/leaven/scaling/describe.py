@@ -28,8 +28,11 @@ class ModuleStart:
 
 
 def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
-    """Return the initial std of each module's matrices. A module whose std differs between blocks has two entries,
-    for the first and the last block. Other modules have one entry."""
+    """Return the initial std of each module's matrices.
+
+    If the std differs between blocks (in this recipe or in a published init), the module has two entries: for its
+    first and its last block. Other modules have one entry.
+    """
     by_module: dict[str, list[ParameterRow]] = {}
     depth = recipe.model.n_layers
     for row in matrices(table):

@@ -21,9 +21,9 @@ NAME`` prints one. All tables differ from the papers in these points:
   - m is applied after the norm, because a norm undoes every factor before it. The cell of m is the published one:
     what a block adds to the stream, and how much a step changes it, are the same as without the norm.
   - g has the cells of a gain before a branch. It starts at 1. Its gradient is the sum over tokens of m norm(y) times
-    the gradient of the stream. The latter is proportional to 1 / width, so the gradient of g falls as width^-1
-    L^-alpha. A step of the L gains, each multiplied by an m of L^-alpha, changes the stream by L x L^-alpha x lr, so
-    the cell of lr is L^(alpha-1). Weight decay would shrink the branch itself.
+    the gradient of the stream. The gradient of the stream is proportional to 1 / width, so the gradient of g falls as
+    width^-1 L^-alpha. A step of the L gains, each multiplied by an m of L^-alpha, changes the stream by L x L^-alpha
+    x lr, so the cell of lr is L^(alpha-1). Weight decay of g would shrink the branch itself.
   - The scale of the matrices on which y depends linearly does not affect the output, but it affects the size of a
     step: Adam changes y by lr x fan in x (size of the input), and the norm divides this by the size of y, which is
     std x fan in^(1/2) x (size of the input). So lr fan in^(1/2) / std matters. With the published cells, lr ~ I^-1
@@ -72,10 +72,11 @@ paper below has a rule for all four axes, so the cells are derived here:
 - Depth. The size of a step does not depend on the gradient's size, as with Adam. Each of L blocks changes the stream
   by L^-alpha x lr, in the same direction. So the sum is constant if lr is proportional to L^(alpha-1), as for Adam.
   The code of 2512.05620 has this with alpha = 1, that of 2603.28743 with alpha = 1/2.
-- Batch and tokens. In a step, the noise always has the norm of the orthogonal matrix, however large the gradient's
-  noise is. The signal is inversely proportional to the noise n of the momentum. A momentum that averages w steps of
-  batch B has n proportional to 1 / sqrt(w B), and repeats the same noise for w steps. So over K steps, noise moves a
-  weight by lr sqrt(K w), and signal by K lr sqrt(w B). With constant w these are the equations of Adam, and lr is
+- Batch and tokens. Suppose that most of the momentum is noise. A step has the norm of the orthogonal matrix, however
+  large the momentum is. So the noise in a step always has this norm, and the signal in a step is inversely
+  proportional to the noise n of the momentum. A momentum that averages w steps of batch B has n
+  proportional to 1 / sqrt(w B), and repeats the same noise for w steps. So over K steps, noise moves a weight by
+  lr sqrt(K w), and signal by K lr sqrt(w B). With constant w these are the equations of Adam, and lr is
   proportional to B^1/2 D^-t. If w grew with K, as Adam's half-lives do, the lr would have to change as B / D. So the
   rule does not change the momentum; published runs also use one value, 0.95. According to their abstracts, 2603.15958
   finds several pairs of momentum and batch equally good, and 2510.03871 finds Adam's rules for Scion. 2603.28743 has

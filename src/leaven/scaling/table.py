@@ -148,7 +148,8 @@ def parameter_row(
     """Return the row of one parameter of any model.
 
     Args:
-        at: the ratios of the parameter to its counterpart in the base model.
+        at: the ratios of the parameter to its counterpart in the base model, and of the run to its base. This
+            function adds the ratio ``match`` if Muon updates the parameter.
         scaling: the scaling rule and its exponents.
         base: the hyperparameters, written for the base.
         gated: whether the model has a gated MLP; some published inits depend on this.

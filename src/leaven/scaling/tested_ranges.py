@@ -41,7 +41,7 @@ _UNSCALED = ("vocab_size", "seq_len")
 
 
 def warnings(recipe: Recipe) -> list[CautionRow]:
-    """Return all warnings about a recipe: large ratios to its base, and values that are risky at its scale."""
+    """Return all warnings about a recipe: ratios to its base that were not tested, and values that are risky."""
     table = parameter_table(recipe)
     return [
         *_ratios(recipe, table),
@@ -57,7 +57,8 @@ def warnings(recipe: Recipe) -> list[CautionRow]:
 
 
 def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
-    """Return a list with a warning if the transfer from ``before`` to ``after`` dropped the batch ramp."""
+    """Return a list with one warning if the transfer from ``before`` to ``after`` dropped the batch ramp. Otherwise,
+    the list is empty."""
     if before.batch.ramp is None or after.batch.ramp is not None:
         return []
     return [_caution("ramp", after.batch.tokens / after.model.seq_len, 2.0)]
@@ -107,7 +108,8 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn if a recipe with Muon has far more or far fewer tokens than its base, or a far larger or smaller batch.
 
-    No test of the rule is known for such a scaling of Muon's values.
+    No test is known in which a rule scaled Muon's values so far. Rules that do not scale with tokens and batch need
+    no such test, so they cause no warning.
     """
     for axis in ("batch", "tokens"):
         ratio = getattr(table.ratios, axis)
@@ -139,7 +141,7 @@ def _tokens_per_parameter(recipe: Recipe) -> Iterator[CautionRow]:
 def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn if the token exponent t is outside the interval that ``leaven check duration`` measured.
 
-    The lr falls as tokens^-t.
+    The lr falls as tokens^-t. There is no warning if the rule does not use t, or if the run is as long as its base.
     """
     interval, used = recipe.scaling.token_exponent_interval, recipe.scaling.token_exponent
     if interval is None or table.ratios.tokens == 1 or "lr" not in table.rule.columns:
@@ -178,11 +180,11 @@ def _betas(table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about weight decay with the optimizer ``adam`` (L2 in the loss), because the rules are for AdamW's decay.
+    """Warn if the rule changes a weight decay of the optimizer ``adam`` (L2 in the loss).
 
-    A rule increases the weight decay with the width, while the gradient falls. So the L2 term grows relative to the
-    gradient: as width^1.5, measured over widths 64 to 512. A coordinate check does not find this fault
-    (microsoft/mup, PR 73).
+    The rules are for AdamW's decay: they increase it with the width, while the gradient falls. So the L2 term grows
+    relative to the gradient: as width^1.5, measured over widths 64 to 512. A coordinate check does not find this
+    fault (microsoft/mup, PR 73).
     """
     if recipe.hyperparameters.optimizer != "adam":
         return

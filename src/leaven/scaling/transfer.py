@@ -1,9 +1,9 @@
 """Transfer a recipe to another model size, batch size or number of tokens.
 
 The hyperparameters stay as they are written for the recipe's base. The scaling rule computes the values of each
-parameter from them. Warm-up and batch ramp keep their share of the run. The first batch and the increment of a batch
-ramp keep their share of the full batch. The batches of ramps and stages are rounded to whole sequences. To round
-only once, transfer directly from the base and not from a scale in between.
+parameter from them. Warm-up, batch ramp, batch stages and intervals in tokens keep their share of the run. Smaller
+batches of a ramp or of stages keep their share of the full batch, rounded to whole sequences. To round only once,
+transfer directly from the base and not from a scale in between.
 
 :func:`transfer_like` puts the hyperparameters of a tuned recipe into another recipe.
 """
@@ -81,11 +81,12 @@ def transfer(
     """Return the recipe at another width, depth, batch or number of tokens, with the same base.
 
     A size that is not given keeps its value. d_ff and the numbers of heads that are not given keep their proportion
-    to the width.
+    to the width. ``start`` (the weights from which training starts) is kept only if the shape of the model stays the
+    same.
 
     Raises:
         InputError: if the width does not fit the head dimension, if the batch is not a whole number of sequences, if
-            a size is impossibly large, or if the run is too short for Adam's moments.
+            a size is impossibly large, or if the run is shorter than one batch or too short for Adam's moments.
     """
     given = {"width": width, "depth": depth, "batch-tokens": batch_tokens, "tokens": tokens}
     for option, (largest, reason) in _LARGEST.items():
@@ -151,14 +152,15 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     values outside these two tables, they are transferred, too:
 
     - The warm-up keeps its share of the run.
-    - The training tokens of ``target`` are multiplied by the ratio of tuned tokens to tokens of the base.
-    - The batch of ``target`` is multiplied by the ratio of tuned batch to the batch with which the study began.
+    - The training tokens of ``target`` are multiplied by (tokens of ``tuned``) / (tokens of the base of ``tuned``).
+    - The batch of ``target`` is multiplied by (batch of ``tuned``) / (batch with which its study began).
     - Every other value that the study searched is copied.
 
     Values that the study did not search stay as in ``target``.
 
     Raises:
-        InputError: if the two models differ in more than their sizes, or if the run is too short for Adam's moments.
+        InputError: if the two models differ in a field outside `_FREE_FIELDS`, or if the run is shorter than one
+            batch or too short for Adam's moments.
     """
     ours, theirs = _family(tuned), _family(target)
     for field in dict(sorted((ours | theirs).items())):
@@ -259,8 +261,8 @@ def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
 def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, Any]:
     """Return the recipe's table ``[batch]``, changed to a batch of ``tokens`` tokens.
 
-    A batch ramp or batch stages are scaled in proportion to the batch and to the run length. ``longer`` is the new
-    run length divided by the run length of the recipe.
+    A batch ramp or batch stages are scaled in proportion to the batch and to the run length. A ramp is left out if
+    the new batch is too small for it. ``longer`` is the new run length divided by the run length of the recipe.
     """
     batch, seq_len = recipe.batch, recipe.model.seq_len
     larger = tokens / batch.tokens
@@ -290,7 +292,10 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
 
 
 def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
-    """Return the reason for each value that the transfer changed, by the value's path."""
+    """Return the reasons for the values that the transfer changed, by the path of the value.
+
+    The hyperparameters, the clipping and the base always have a reason.
+    """
     base, searched = after.base, searched_paths(before)
     facts = {
         "before": before,

@@ -79,7 +79,7 @@ def bounds_of(path: str) -> Bounds:
 
 def _multiplied(recipe: Recipe, path: str) -> str:
     """Return the path of the global value that the multiplier at ``path`` multiplies: ``hyperparameters.lr`` for a
-    module's lr."""
+    module's lr, or ``hyperparameters.muon.lr`` if Muon updates the module with an lr of its own."""
     (_, kind, *rest), quantity = split_path(path), quantity_of(path)
     if kind == "modules" and (muon := recipe.hyperparameters.muon_of(recipe.model.roles[rest[0]])):
         own = "momentum" if quantity == "beta1" else quantity
@@ -92,7 +92,9 @@ def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
     """Return how far a search may move the value at ``path`` from the recipe's value, and the reason for this limit.
     ``side`` 0 is downwards (the result is a negative distance), ``side`` 1 is upwards.
 
-    The reason is a text for the user. It is empty at a natural limit, such as dropout 0.
+    The limit is the bound of the value. If the recipe would be invalid there, the limit is the largest multiple of
+    1/8 octave that gives a valid recipe. If the recipe's value is already beyond the bound, the limit is 0. The
+    reason is a text for the user. It is empty at a natural limit, such as dropout 0.
     """
     of = path if path in WHOLE_RECIPE else _multiplied(recipe, path)
     bounds, run = bounds_of(of), recipe.data.tokens

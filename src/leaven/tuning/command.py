@@ -189,13 +189,19 @@ class Command(Part):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The keys of the command file, with their values, that must be equal in all commands on a study."""
+        """The keys of the command file, with their values, that must be the same for everyone who shares a study."""
         shared = self.model_dump(include={"command", "loss", "environment", "diverged"}, exclude_none=True)
         text = blake2b(self.template.encode(), digest_size=8).hexdigest()
         return shared | ({} if self.config is None else {"config": text})
 
     def check(self, space: SearchSpace) -> None:
-        """Raise InputError if a searched value has no placeholder, or a placeholder has no value."""
+        """Check that the command fits the search space.
+
+        Raises:
+            InputError: if a searched value has no placeholder; if a placeholder has no value; if the losses are read
+                from a path without ``{out}``, which all trials would share; or if only one of ``{config}`` and the
+                key ``config`` is given.
+        """
         known = space.placeholders(dict.fromkeys(space.paths, 0.0), space.seed)
         of_recipe = RECIPE in self.used and space.kind == "recipe"
         names = {*known, *OF_TRIAL, *([RECIPE] if of_recipe else [])}
@@ -255,7 +261,7 @@ class Command(Part):
 class SearchedValue(Part):
     """A searched value of a command: a number from ``low`` to ``high``, or one of several ``choices``."""
 
-    start: int | float | None = None  # where the search begins; if it is a whole number, all values are
+    start: int | float | None = None  # where the search begins; if it is an integer, so are all values of the search
     low: int | float | None = None
     high: int | float | None = None
     unit: Literal["octave", "tenth", "beta"] = "octave"  # of distances, see :func:`leaven.tuning.point.moved`
@@ -288,8 +294,11 @@ class SearchedValue(Part):
         return self
 
     def moved(self, octaves: float) -> Value:
-        """Return the value at a distance from the start, rounded to 6 significant digits. For a choice, the distance
-        is an index."""
+        """Return the value at a distance from the start, limited to ``low`` and ``high``.
+
+        It is rounded to 6 significant digits, or to a whole number if ``start`` is one. For a choice, the distance is
+        an index into ``choices``.
+        """
         if self.choices is not None:
             return self.choices[round(octaves)]
         start, low, high = self._range
@@ -424,7 +433,8 @@ def text_of(value: Value) -> str:
 
 
 def fill(text: str, values: Mapping[str, Value]) -> str:
-    """Return the text with values in place of placeholders. Other names in braces are not changed."""
+    """Return the text with values in place of placeholders. ``{{name}}`` becomes ``{name}``. Other names in braces
+    are not changed."""
 
     def replaced(found: re.Match[str]) -> str:
         return found[1] or (text_of(values[found[2]]) if found[2] in values else found[0])

@@ -40,7 +40,7 @@ from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial
 PointOf = Callable[[StudyTrial, Sequence[Dimension]], list[float]]
 
 LEAST = 4  # the fewest finished trials that an earlier study must have
-EARLIER_DEGREES = 4  # the noise of the earlier study is used if it has at least so many degrees of freedom
+EARLIER_DEGREES = 4  # the fewest degrees of freedom with which the noise of an earlier study is used
 
 
 def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, float | None]:
@@ -51,8 +51,9 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
     of numbers that only the earlier study searched, divided by the typical distance of an optimum (``scale``).
 
     Raises:
-        InputError: if the folder has no readable study, if the study has another base or scaling rule or too few
-            finished trials, or if a distance cannot be computed, usually because a value is 0 or missing.
+        InputError: if the folder has no readable study; if the study has fewer than ``LEAST`` finished trials; if its
+            recipe has another base or scaling rule; if only one of study and ``space`` has a command file; or if a
+            distance cannot be computed, usually because a value is 0 or missing.
     """
     what = f"--from-study {folder}"
     document = _read(folder, what)
@@ -105,7 +106,8 @@ def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: 
 
 
 def _point_of_command(space: CommandSpace, trial: StudyTrial, others: Sequence[Dimension]) -> list[float]:
-    """Return the point of a trial of a command. If the trial lacks a value of ``space``, its distance is 0."""
+    """Return the point of a trial of a command. A value of ``space`` that the trial does not have gets the distance
+    0."""
     own = [
         space.file.space[path].distance(trial.values[path]) if path in trial.values else 0.0 for path in space.paths
     ]

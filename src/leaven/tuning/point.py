@@ -97,7 +97,8 @@ def levels(recipe: Recipe, path: str) -> tuple[str, ...]:
 
 
 def value_at(recipe: Recipe, path: str) -> Value | None:
-    """Return the recipe's value at a searchable path, or None for an init_std that the recipe does not set."""
+    """Return the recipe's value at a searchable path. Return None if the recipe does not set it: an init_std, or a
+    value of Muon."""
     if point := _POINT.fullmatch(path):
         return _profile(recipe, point[1])[int(point[2])]
     if path == CLIP:
@@ -152,7 +153,7 @@ def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, Value]:
     value; at distance 0 the value is exactly the recipe's.
 
     Raises:
-        ValueError: if a batch would have less than one sequence.
+        ValueError: if a batch would have less than half a sequence, which rounds to none.
     """
     return {path: _moved_value(recipe, path, x) for path, x in octaves.items()}
 

@@ -109,8 +109,8 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def changes_since(self, path: Path) -> list[Difference]:
-        """Return how the start of this space differs from the start in the file ``path``. Only differences that make
-        the losses of trials incomparable are returned."""
+        """Return how the start of this space differs from the start in the file ``path``. Keys that do not affect the
+        losses of trials, such as ``why``, are left out."""
 
     @property
     def axes(self) -> Axes:
@@ -196,7 +196,12 @@ class Space(SearchSpace):
         return differences(read_recipe(path), self.recipe)
 
     def without(self, path: str, reason: str) -> "Space":
-        """Return the space without the value at ``path``. ``reason`` is the text for the user."""
+        """Return the space without the value at ``path``. ``reason`` is a text for the user: why the value is not
+        searched.
+
+        Raises:
+            InputError: if no value is left.
+        """
         if path not in self.paths:
             return self
         kept = tuple(dimension for dimension in self.dimensions if dimension.path != path)
@@ -205,8 +210,8 @@ class Space(SearchSpace):
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return the space with its range shortened so that the value at ``path`` stays below ``limit``, which is in
-        the unit of the recipe."""
+        """Return the space in which the value at ``path`` stays below ``limit``: the range of this value is shortened
+        if necessary. ``limit`` is in the unit of the recipe."""
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self
@@ -244,7 +249,8 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
     """Return a search space around a recipe.
 
     Some values cannot be searched, for example values that the recipe does not have. A set or pattern leaves such
-    values out. Giving the path of such a value is an error.
+    values out. Giving the path of such a value is an error. The ranges in ``[tuning.octaves]`` also apply to values
+    that ``which`` selects in another way.
 
     Args:
         which: the name of a set (``SETS``); or paths and patterns of paths with ``*``, separated by commas; or

@@ -75,7 +75,7 @@ class Dimension:
     unit: str = "octave"  # octave | tenth | choice
     levels: tuple[str, ...] = ()  # the levels of a choice, starting with the level in the recipe
     near: tuple[float, float] | None = None  # the box in which a search begins; None: the whole range
-    ends: tuple[str, str] = ("the end of the space",) * 2  # why low and high end there; empty: no value lies beyond
+    ends: tuple[str, str] = ("the end of the space",) * 2  # the reasons for low and high; "": no value lies beyond
     expected: tuple[float, float] | None = None  # the optimum that laws expect: distance and standard deviation
     whole: bool = False  # whether all values are whole numbers
 
@@ -168,7 +168,7 @@ class SlicePoint:
 
 @dataclass(frozen=True)
 class Coordinate:
-    """What a search found about one of its values."""
+    """What a search found out about one searched value."""
 
     path: str
     best: float  # distance of the best value from the start point, octaves
@@ -194,7 +194,7 @@ class Front:
 
 
 class Answer(BaseModel):
-    """The answer of a search."""
+    """The answer of a search: the best point, and what the search found out about each searched value."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -231,8 +231,13 @@ class Answer(BaseModel):
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     def effect(self, coordinate: Coordinate) -> str:
-        """Return the effect of a value: "mattered", "not worth tuning" (it can be reset to the start), or "unsure" if
-        its gain may be noise. Return "" for a value that is at the start."""
+        """Return whether tuning a value mattered:
+
+        - "mattered": its gain is above the noise.
+        - "not worth tuning": it is in ``idle``, so it can be reset to the start.
+        - "unsure": neither, and its best value differs from the start. Its gain may be noise.
+        - "": neither, and its best value is the start.
+        """
         if coordinate.worth or coordinate.path in self.idle:
             return MATTERED if coordinate.worth else NOT_WORTH
         return UNSURE if coordinate.best else ""

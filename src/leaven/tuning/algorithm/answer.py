@@ -195,6 +195,9 @@ class FittedTrials:
         - With fewer, the measured noise may be far too small, so the noise is also estimated by a fit to the losses.
           ``floor`` is the measured noise or, if larger, the geometric mean of the measured and the fitted noise.
         - If no noise was measured, ``floor`` is the fitted noise.
+
+        With more than ``FITTED`` finished trials, a fit would take too long. ``floor`` is then the measured noise, or
+        0 if no noise was measured.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -248,14 +251,14 @@ class FittedTrials:
 
         A trust-region search compares points by their predicted losses (:attr:`predicted`). The order is:
 
-        1. the best trial;
+        1. the point with the lowest predicted loss among the points that were run;
         2. the minimum of the surrogate in the trust region, simplified: as many values as possible are reset to the
            start, as long as the loss stays within the noise (:func:`fewest_changes`);
         3. the minimum without these resets;
-        4. the other trials, the lowest predicted loss first;
+        4. the other points that were run, the lowest predicted loss first;
         5. the outliers, to which the surrogate was not fitted.
 
-        The two minima (2. and 3.) may be points that have never been run.
+        The start is left out of 1. and 4. The two minima (2. and 3.) may be points that have never been run.
 
         In other searches (``by_surrogate`` is false), trials are ranked by their losses. The list is empty if every
         trial diverged.
@@ -398,7 +401,11 @@ class _LossesByPurpose:
 
     def refuted(self, noise: float) -> set[Point]:
         """Return the points whose confirmation trials failed: in these trials, the gain over the start is at most
-        ``noise``."""
+        ``noise``.
+
+        A point can fail only after ``CONFIRMATIONS`` confirmation trials, and after trials of the start with the same
+        seeds.
+        """
         beside = [
             point
             for point, losses in self.confirming.items()
@@ -448,7 +455,8 @@ def gain(start: Losses, there: Losses) -> float:
 
 
 def changes(point: Point) -> tuple[int, float]:
-    """Return how many values differ between a point and the start, and the sum of these differences in octaves."""
+    """Return how many values differ between a point and the start, and the sum of the sizes of these differences in
+    octaves."""
     return int(np.count_nonzero(point)), float(np.abs(point).sum())
 
 
@@ -460,9 +468,9 @@ def advice_when_all_diverged(
     The usual cause is the learning rate, so the advice is to start from half of the lowest rate that was tried. If no
     learning rate is searched, the advice is the text ``elsewhere``.
 
-    The advice may name a second value, whose changes best explain why some trials diverged early: before half the
-    length of the longest one. To find this value, a divergence model is fitted that counts only these early trials as
-    diverged.
+    The advice may name a second value, whose changes best explain why some trials diverged early. A trial diverged
+    early if it has less than half of the tokens of the longest trial. To find this value, a divergence model is
+    fitted that counts only these early trials as diverged.
     """
     diverged = [trial for trial in trials if trial.state == "diverged"]
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in diverged])

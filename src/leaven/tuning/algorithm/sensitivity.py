@@ -72,12 +72,11 @@ def coordinates(
     best: Array,
     optunas: Array,
 ) -> tuple[Coordinate, ...]:
-    """Return one :class:`Coordinate` for each searched value: its importance, its gain, and its equally good range.
-
-    The most important value comes first.
+    """Return one :class:`Coordinate` for each searched value: its importance, its gain, and the range of this value
+    in which the point stays within the noise of the best point. The most important value comes first.
 
     Args:
-        points: (n, D), the trials, with ``losses`` (n,).
+        points: (n, D), the points of the trials, with ``losses`` (n,).
         floor: the noise floor, nats.
         best: the best point (D,). Each value is changed from there while the others stay.
         optunas: Optuna's importances (D,).
@@ -131,7 +130,9 @@ def coordinates(
 def further_gain(
     now: Region, axes: Axes, points: Array, losses: Array, *, searched: NDArray[np.bool_], best: Array
 ) -> float | None:
-    """Return the gain in nats that is expected if the number of trials is doubled, or None after too few trials.
+    """Return the gain in nats that is expected if the number of trials is doubled.
+
+    Return None after fewer than ``LEAST`` trials of the search, or if the first half of them all diverged.
 
     Args:
         now: the trust region after trials at ``points`` (n, D) with ``losses`` (n,).
@@ -167,7 +168,8 @@ def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[in
     searched, if there are fewer than ``PER_VALUE`` trials for each value, or if the gain is not above the noise.
 
     Args:
-        points: (n, D), the trials. The two values stay between the settings that were tried.
+        points: (n, D), the points of the trials. Each of the two values stays between its lowest and its highest
+            setting in them.
         best: the best point (D,).
         noise: standard deviation of the loss between seeds.
     """

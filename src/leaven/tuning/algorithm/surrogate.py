@@ -77,8 +77,10 @@ class Quadratic:
         return np.asarray(x @ self.slope + np.sum(x @ self.hessian * x, 1) / 2)
 
     def minimum(self, start: Array, low: Array, high: Array) -> Array:
-        """Minimise the function by coordinate descent from ``start`` between ``low`` and ``high``. Return the point
-        (D,)."""
+        """Return the point (D,) between ``low`` and ``high`` that coordinate descent from ``start`` finds.
+
+        Along each column, a curvature below ``least`` counts as ``least``.
+        """
         x = np.clip(start, low, high)
         gradient = self.slope + self.hessian @ x
         bend = np.maximum(np.diag(self.hessian), self.least)
@@ -267,7 +269,7 @@ class EarlierTrials:
     """The finished trials of an earlier search.
 
     Each row of ``points`` is a trial, and each column is a searched value. An entry is the distance of the trial's
-    value from the value in the recipe of the new search. The first D columns are the values of the new search, in
+    value from the value at the start of the new search. The first D columns are the values of the new search, in
     octaves. The last E columns are the values that only the earlier search varied, in steps (octaves divided by the
     typical distance of an optimum from the start point).
     """
@@ -323,7 +325,8 @@ def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int
 
 @dataclass(frozen=True)
 class DivergenceModel:
-    """A fitted divergence model. :func:`fit_divergence` returns it."""
+    """The divergence model that :func:`fit_divergence` has fitted to the trials: it predicts the probability that a
+    trial diverges."""
 
     level: float  # c, the log odds of divergence at the start
     slopes: Array  # (2 D,), log odds per squared distance: first of increases (up), then of decreases (down)
@@ -333,8 +336,11 @@ class DivergenceModel:
         return np.asarray(1 / (1 + np.exp(-self.level - _squares(x) @ self.slopes)))
 
     def shorten(self, x: Array, safe: Array, most: float) -> Array:
-        """Return ``x`` (D,) moved to a probability of divergence of at most ``most``: the values that raise this
-        probability are moved towards ``safe`` (D,)."""
+        """Return ``x`` (D,), moved so that the probability of divergence is at most ``most``.
+
+        The values that raise this probability are moved towards ``safe`` (D,). They move at most 95% of the way, so
+        the probability may stay above ``most``.
+        """
         d = len(x)
         parts = (_squares(x) - _squares(safe)) * self.slopes
         to_blame = parts[:d] + parts[d:] > 0

@@ -74,7 +74,7 @@ FARTHEST = 1.5  # steps: used in place of TRUST for the random move, because dra
 RISK = 0.1  # the highest accepted probability that a proposal diverges
 OUTLIER = 10.0  # a loss further above the median than this times (median - lowest) counts as diverged
 DOWN = 0.25  # octaves by which a divergence lowers the learning rates before any trial has finished
-CLOSER, CLOSEST = 0.9, 0.05  # factor on the radius for each of these divergences, and the smallest radius
+CLOSER, CLOSEST = 0.9, 0.05  # factor on the radius for each divergence counted for DOWN, and the smallest radius
 QUIET_ROUNDS = 3  # rounds without a gain above the noise after which a search stops
 RESULTS = ("complete", "diverged", PRUNED)  # states of trials with a result
 
@@ -182,10 +182,11 @@ class Axes:
         return {name: self.whole[name].rounded(x) if name in self.whole else x for name, x in params.items()}
 
     def not_in(self, tried: Sequence[Mapping[str, float]], params: Mapping[str, float]) -> list[dict[str, float]]:
-        """Return the points nearest to ``params`` that are not in ``tried``: ``[params]`` itself if it is not.
+        """Return the points that are not in ``tried`` and, among these, are nearest to ``params``.
 
-        The distance of two points is the number of changes that lead from one to the other. A change moves one whole
-        number by 1, or switches one choice to another level. The result is empty if all points are in ``tried``.
+        If ``params`` is not in ``tried``, the result is ``[params]``. If all points are in ``tried``, the result is
+        empty. The distance of two points is the number of changes that lead from one to the other. A change moves one
+        whole number by 1, or switches one choice to another level.
 
         This works only if each value is a whole number or a choice, and at least one is a whole number. In all other
         spaces, the result is ``[params]``.
@@ -268,7 +269,10 @@ class Region:
         return self._within(self._lowest(self.surrogate.mean, self._levels(self.surrogate.mean)))
 
     def proposal(self, rng: np.random.Generator, *, last: bool = False) -> Array:
-        """Return a point to try next, (D,). ``last`` says whether this is the last proposal of the search."""
+        """Return a point to try next, (D,). ``last`` says whether this is the last proposal of the search.
+
+        Item 3 in the docstring of this file explains how the point is found.
+        """
         if last:
             return self.predicted
         d, number = len(self.incumbent), self.features.level == 0
@@ -393,7 +397,7 @@ def region(
     seen = features.of(points)
     if noise is None:
         noise = pooled_noise(zip(map(np.ndarray.tobytes, seen), seeds, losses, strict=True))[0] or 0.0
-    knowledge = () if left else axes.knowledge  # which is in distances from the start point, not from this origin
+    knowledge = () if left else axes.knowledge  # only if distances are from the start, as they are in the knowledge
     surrogate = fit_surrogate(seen[ended], losses[ended], noise, knowledge)
     divergence = fit_divergence(seen, ~ended)
     believed = np.where(ended, surrogate.value(seen), np.inf)
@@ -425,7 +429,8 @@ def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
 def radius_of(axes: Axes, losses: Array) -> float:
     """Return the size of the random moves (``Region.radius``) after trials with ``losses`` (n,).
 
-    It is ``RADIUS`` once a trial has finished. Before that, it depends on the number of divergences.
+    It is ``RADIUS`` once a trial has finished. Before that, each divergence makes it smaller if a learning rate is
+    searched, and larger if not.
     """
     if np.isfinite(without_outliers(losses)).any():
         return RADIUS
@@ -452,8 +457,11 @@ def loss_of(trial: StudyTrial) -> float:
 
 
 def without_outliers(losses: Array) -> Array:
-    """Return the losses, with infinity for those far above the median. The surrogate is fitted to finite losses only;
-    outliers would dominate its least squares."""
+    """Return the losses, with infinity for outliers: those far above the median. With fewer than 10 finite losses,
+    there are no outliers.
+
+    The surrogate is fitted to finite losses only, because outliers would dominate its least squares.
+    """
     finite = losses[np.isfinite(losses)]
     if len(finite) < 10:
         return losses
@@ -465,8 +473,11 @@ RATES = ("lr", "learning_rate", "max_lr", "peak_lr")  # names of the global lear
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return which of the D ``names`` are learning rates to lower after a divergence, as an array (D,): the global
-    learning rate if the search varies it, otherwise the learning rates of all modules and depths."""
+    """Return which of the D ``names`` are learning rates to lower after a divergence, as an array (D,).
+
+    If the search varies the global learning rate, it is the only one. If not, they are the learning rates of all
+    modules and depths.
+    """
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key in RATES and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])

@@ -91,7 +91,7 @@ class CommandTrainer:
         Raises:
             TrialReleased: if the search is stopped meanwhile.
             WorkerDied: if the command failed.
-            InputError: if the command failed at the start of the search.
+            InputError: if the command failed at the start point, before any trial had a result.
         """
         command = self._command
         number = proposal.origin if command.resume else proposal.number
@@ -167,8 +167,8 @@ class CommandTrainer:
     def _watch(
         self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path
     ) -> Outcome | str:
-        """Wait for a command. Return its outcome or, if it failed, a text that says how. ``where`` contains the
-        losses."""
+        """Wait for a command. Return its outcome or, if it failed, a text that says how. ``where`` is the file or
+        folder with its losses."""
         command, began, next_look = self._command, time.monotonic(), 0.0
         baseline = proposal.baseline if command.prune else None
         while True:
@@ -270,9 +270,9 @@ class CommandStudy(BaseStudy):
 
     Raises:
         InputError: if a placeholder is not the name of a value, a searched value has no placeholder, or the command
-            has no ``{seed}`` although ``noise`` is not 0; see also :class:`BaseStudy`. Entering the context raises it
-            if earlier commands of the study ran in another folder than the current one. (This is not checked for a
-            study in a database.)
+            has no ``{seed}`` although ``noise`` is not 0; see also :class:`BaseStudy`. ``__enter__`` raises it if
+            earlier commands of the study ran in another folder than the current one. (This is not checked for a study
+            in a database.)
     """
 
     def __init__(

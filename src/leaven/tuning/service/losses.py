@@ -30,8 +30,8 @@ def read_losses(source: LossSource, where: Path, *, complete: bool) -> Curve:
         complete: whether the command has ended. If not, a last line without a line break is ignored.
 
     Raises:
-        InputError: if a loss or its step is not a number, or the file cannot be read or is damaged after the command
-            has ended.
+        InputError: if a loss or its step is not a number. If ``complete`` is true, also if the file cannot be read or
+            is damaged.
     """
     if source.pattern is not None:
         found = _of_text(re.compile(source.expression, re.MULTILINE), where, complete)

@@ -52,8 +52,8 @@ class Commands:
         self._guard.communicate()
 
     def start(self, command: str, environment: Mapping[str, str], output: BinaryIO) -> "subprocess.Popen[bytes]":
-        """Start a shell command in the current folder. It writes to the file ``output``, and holds the lock of this
-        file."""
+        """Start a shell command in the current folder. Its output goes to the file ``output``. If leaven has locked
+        this file, the lock lasts until the command ends."""
         process = subprocess.Popen(
             [*SHELL, command],
             stdin=subprocess.PIPE,

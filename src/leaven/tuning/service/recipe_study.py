@@ -67,7 +67,8 @@ def check_request(
 def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
     """Return the space without the values that a study with these ``durations`` cannot search.
 
-    For a grid search, ranges are also limited to the box in which other searches begin.
+    The warm-up stays below the shortest duration. For a grid search, all ranges are limited to the box in which other
+    searches begin.
     """
     if durations:
         space = space.without(BATCH, "each of the --durations must be a whole number of batches")
@@ -87,10 +88,11 @@ def why_not_stacked(space: Space, durations: Sequence[int]) -> str | None:
 
 
 def stackable(space: Space) -> tuple[Space, str | None]:
-    """Return the space of a study with ``--stack``, and why its trials cannot be trained as a stack, if they cannot.
+    """Return (space, reason) for a study with ``--stack``.
 
-    The trials of a stack have the same batch size and duration, and no dropout, so these values are not searched. If
-    the trials cannot be trained as a stack, the space is unchanged.
+    The trials of a stack have the same batch size and duration, and no dropout, so the returned space is without
+    these values, and the reason is None. If something else prevents a stack, the space is unchanged, and the reason
+    says what it is.
     """
     narrowed = space
     for path, need in ((BATCH, "the same batch size"), (TOKENS, "the same duration"), (DROPOUT, "no dropout")):
@@ -236,7 +238,8 @@ class Study(BaseStudy):
         stack: number of trials that a worker trains at once (``training/stack.py``).
 
     Raises:
-        InputError: if the recipe cannot be trained on the tokens; see also :class:`BaseStudy`.
+        InputError: if the recipe cannot be trained on the tokens, or if ``data.tokens`` is searched although no text
+            is repeated; see also :class:`BaseStudy`.
     """
 
     space: Space

@@ -28,8 +28,9 @@ def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
     """Return the box from which Optuna's sampler draws the next point: its lower and upper ends, each (D,), octaves.
 
     ``points`` (n, D) and ``losses`` (n,) are those of the finished trials, in the order in which the trials ended.
-    The first box is ``axes.box``. An end moves outwards when the best ``BEST`` (4) trials all lie in the quarter of
-    the box next to this end. With random losses, this would happen at a given end with probability 1/256.
+    The first box is ``axes.box``. After ``LEAST`` (12) trials, an end moves outwards whenever the best ``BEST`` (4)
+    trials all lie in the quarter of the box next to this end. With random losses, this would happen at a given end
+    with probability 1/256.
     """
     (low, high), (lowest, highest) = axes.box, axes.ends
     further = FURTHER * (high - low)
@@ -142,8 +143,8 @@ class SeededSampler(BaseSampler):
 
 
 def job_index(trial: FrozenTrial) -> int:
-    """Return the index in the name of the trial's job, ``search:INDEX``. If the job has another name, return the
-    trial's number."""
+    """Return INDEX if the plan gave the trial the name ``search:INDEX``. For other names, return the trial's
+    number."""
     job = trial.user_attrs.get(JOB, "")
     return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
 
@@ -164,7 +165,7 @@ def ped_anova(points: Array, losses: Array) -> Array:
     PED-ANOVA compares the distribution of a value in the best tenth of the trials with its distribution in all trials
     (Watanabe et al. 2023, arXiv 2304.10255). The loss of a diverged trial is infinite. All importances are 0 if fewer
     than ``FEWEST`` losses are finite, or if all points are the start. Optuna's other two methods, fANOVA and mean
-    decrease impurity, need scikit-learn, which leaven does not.
+    decrease impurity, are not used because they need scikit-learn.
     """
     names = [str(i) for i in range(points.shape[1])]
     ended = losses[np.isfinite(losses)]

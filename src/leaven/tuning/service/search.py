@@ -87,9 +87,10 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         result = search(lambda x: (x["lr"] - 1) ** 2, {"lr": (-3, 3)}, trials=30)
         result.params["lr"], result.interval
 
-    The first three trials are at the start and measure the noise, unless ``noise`` is given. The last trials repeat
-    the best points with fresh seeds, and only these trials decide which point is best. Optuna's dashboard shows the
-    search as an ordinary study.
+    The first trials are at the start and measure the noise, unless ``noise`` is given: three trials, or fewer if the
+    budget is below 24 trials. The last trials repeat the best points with fresh seeds, and only these trials decide
+    which point is best. (A small budget may have no such trials.) Optuna's dashboard shows the search as an ordinary
+    study.
 
     Args:
         objective: a function that takes log2 multipliers by name (a :class:`Proposal`) and returns a

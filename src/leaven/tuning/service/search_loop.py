@@ -158,8 +158,10 @@ class SearchLoop:
             raise self._error
 
     def _look(self) -> int:
-        """Mark the running attempts of dead commands as failed, then read all trials of the study. Return the index
-        of the next job: the number of jobs so far, without retries."""
+        """Mark the running attempts of dead commands as failed, then read all trials of the study into ``trials``.
+
+        Return the number of trials that have been started so far. A trial and its retries count once.
+        """
         attempts = self._stored.attempts
         running = {a.number: a.user_attrs.get(OWNER) for a in attempts if a.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
@@ -180,7 +182,7 @@ class SearchLoop:
     def _begin(self, request: TrialRequest) -> Proposal | None:
         """Create the trial of a request and return its proposal. Return None if another command runs the trial.
 
-        Proposals are collected for the worker that :meth:`_submit` takes next: it starts ``stack`` of them at once.
+        Proposals are collected. Once there are ``stack`` of them, :meth:`_submit` starts them together on one worker.
         """
         if (created := self._stored.create(request, self._leases.node, self._sampler)) is None:
             return None

@@ -54,7 +54,8 @@ RESERVED = 1 / 8  # the largest share of the budget that is reserved for final t
 FEW = 24  # trials: a smaller budget has one final trial at most
 # The final trials that a search may have, from cheap to expensive: (number of finalists, trials of each).
 FINALS = ((0, 0), (1, 1), (1, RERUNS), (2, RERUNS), (3, RERUNS))
-# Trials of the start, by the least size of the budget. If the user gives the noise, there is one.
+# Number of trials of the start: 3 if the budget has at least 24 trials, 2 if it has at least 12, otherwise 1. If the
+# user gives the noise, there is 1.
 REPEATS = {24: 3, 12: 2, 0: 1}
 SMALL = 16  # trials: a smaller budget has a final trial only if the gain would not be accepted without one
 # A search without a complete trial ends after so many failed trials if no other trial ended, or so many diverged
@@ -64,8 +65,8 @@ DEATHS, DIVERGENCES = 8, 100
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of a search, for all commands of a study together. No further trial starts once one of the limits is
-    reached; trials that are running then are finished."""
+    """The limits of a search, for all commands of a study together. Once one of the limits is reached, no further
+    trial starts, but trials that are already running are finished."""
 
     trials: int | None = None  # number of trials, including final trials
     flops: float | None = None  # total FLOPs of all trials
@@ -112,7 +113,8 @@ class Budget:
         return max(final for final in self._allowed if final_trials(*final) <= max(affordable, 0))
 
     def reserved(self, trials: Sequence[StoredTrial] = (), now: float = 0.0) -> int:
-        """Return how many trials are reserved for final trials."""
+        """Return how many trials are reserved for final trials: the cost of the most expensive pair in ``FINALS``,
+        among the pairs that cost at most ``RESERVED`` (1/8) of the budget."""
         affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(trials, now))
         costs = {final_trials(*final) for final in self._allowed}
         if any(trial.final_of not in {"", self.label} for trial in trials):
@@ -185,7 +187,7 @@ def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = 
     those at the points of the grid.
 
     Raises:
-        InputError: in a grid search, if the coarsest grid has more points than the budget has trials, or if the
+        InputError: in a grid search, if the coarsest grid has more points than the budget leaves for it, or if the
             budget is not given as a number of trials.
     """
     repeats = next(times for least, times in REPEATS.items() if budget.size >= least) if noise is None else 1
@@ -250,8 +252,8 @@ class SearchPlan:
         - ``DIVERGENCES`` (100) trials have diverged or were pruned.
         - ``DEATHS`` (8) trials have failed because their processes died, and no trial has diverged or was pruned.
 
-        ``turn`` is the number of trials that have been started, without retries. It is the number in the job of a
-        proposal and its random seed.
+        ``turn`` is the number of trials that have been started so far, without retries. The next proposal has the
+        name ``search:TURN``, and ``turn`` is a part of its random seed.
         """
         states = [trial.state for trial in trials]
         if "waiting" in states:
@@ -281,7 +283,8 @@ class SearchPlan:
         return request
 
     def _proposed_point(self, trials: Sequence[StoredTrial], turn: int, last: bool) -> Params | None:
-        """Return the point of the next trial of the search. Return None if all points have been run."""
+        """Return the point of the next trial of the search. Return None if all points have been run. This is possible
+        only in a space of whole numbers and choices."""
         region = self._region(trials)
         rng, tried = np.random.default_rng([self.seed, turn]), _searched(trials)
         point = self.axes.params(region.proposal(rng, last=last))
@@ -334,7 +337,7 @@ class SearchPlan:
         return self.budget.size >= SMALL or (noise is not None and self._fitted(trials).in_doubt)
 
     def _final_trial(self, trials: Sequence[StoredTrial], count: int, each: int, now: float) -> TrialRequest | None:
-        """Return the next final trial: one of the ``count`` finalists with a fresh seed. Each of them gets ``each``
+        """Return the next final trial: one of the ``count`` finalists with a fresh seed. Each finalist gets ``each``
         trials.
 
         If a finalist diverges, the next best point replaces it. Return None if all trials of the finalists have been
@@ -406,11 +409,11 @@ class SearchPlan:
         )
 
     def baseline(self, trials: Sequence[StoredTrial], point: Mapping[str, float]) -> Baseline | None:
-        """Return the loss curve with which a new trial at ``point`` is compared; the trial is pruned if it falls far
-        behind.
+        """Return the loss curve with which a new trial at ``point`` is compared. The new trial is pruned if its own
+        curve falls far behind.
 
-        This is the curve of the best completed trial with the same choices as ``point``, because a choice (such as
-        the schedule) changes the shape of a loss curve. Return None if no such trial has completed, or if too few
+        The result is the curve of the best completed trial with the same choices as ``point``, because a choice (such
+        as the schedule) changes the shape of a loss curve. Return None if no such trial has completed, or if too few
         trials measure the noise.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]

@@ -42,7 +42,8 @@ class TrustRegionSampler(BaseSampler):
 
     - A trial has diverged if its value is infinite or beyond +-1e50. A failed trial counts as diverged, too, because
       Optuna does not store whether the objective returned nan or raised an exception. While all trials diverge,
-      parameters named ``lr`` or ``*.lr`` are lowered.
+      learning rates are lowered: parameters named ``lr``, ``learning_rate``, ``max_lr`` or ``peak_lr``. If there are
+      none, parameters named ``*.lr`` are lowered.
     - The value of a pruned trial is its last reported value, limited to the values of the worse half of the completed
       trials: at best their median, at worst the worst of them.
     - Parameters that only some trials have, or whose range changes, begin at the start, and are then drawn at random.
