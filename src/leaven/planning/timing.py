@@ -118,8 +118,9 @@ def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompu
 def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
     """Return the seconds of communication inside a block in one pass, forward or backward.
 
-    Tensor-parallel ranks exchange activations after attention and after the MLP. Context-parallel ranks send keys and
-    values around a ring, which overlaps with attention. Whole experts need no exchange after the MLP.
+    Tensor-parallel ranks exchange activations after attention and after the MLP. The exchange after the MLP is not
+    needed if the MLP has only experts and no expert is split over tensor-parallel ranks. Context-parallel ranks send
+    keys and values around a ring, which overlaps with attention.
     """
     stream, names = code.element * work.tokens * work.width, {row.name for row in block.matmuls}
     only_attention = code.whole_experts and not names & {"mlp.out", "mlp.shared.out"}
@@ -242,11 +243,11 @@ def muon_seconds(table: Blueprint, layout: Layout, accelerator: Accelerator, cod
     """Return the seconds per step in which Muon makes the matrices of the blocks orthogonal, on the slowest rank.
 
     The ranks that share a pipeline stage take turns at its matrices: a rank receives a whole matrix, iterates, and
-    sends the blocks of the result, in 16 bits, to every rank that stores them. An iteration on a matrix X with m rows
+    sends the parts of the result, in 16 bits, to every rank that stores them. An iteration on a matrix X with m rows
     and n >= m columns has three products: X X^T, its square, and a product with X. These are 4 m^2 n + 2 m^3 FLOPs.
     """
     ranks, slowest = layout.dp * layout.cp * layout.tp, 0.0
-    copies = layout.dp_replicate if layout.zero else layout.dp * layout.cp  # ranks that store the same block
+    copies = layout.dp_replicate if layout.zero else layout.dp * layout.cp  # ranks that store the same part
     for rank in range(layout.pp if code.ns_steps else 0):
         number, seconds, elements = 0.0, 0.0, 0.0
         for block, count in rank_blocks(table, layout.pp, layout.stages_per_rank, rank, code.balance):
