@@ -114,8 +114,9 @@ class LossLaw(Part):
 class ExpertsLoss(Part):
     """A loss law of mixtures of experts (arXiv 2502.05172, equations 4 and 6).
 
-    L = irreducible + a E^delta N^(alpha + gamma ln E) + b E^omega D^(beta + zeta ln E), where N counts the parameters
-    that a token uses, and E follows from the number of experts: between ``start``, for a dense model, and ``most``.
+    L = irreducible + a E^delta N^(alpha + gamma ln E) + b E^omega D^(beta + zeta ln E). N is the number of parameters
+    that a token uses, and D the number of training tokens. E grows with the number of experts: it is ``start`` for a
+    dense model, and approaches ``most`` for many experts.
     """
 
     irreducible: float
@@ -161,7 +162,7 @@ class Fitted(Part):
     tokens: Range = ANY
     compute: Range = ANY  # training FLOPs
     tokens_per_param: Range = ANY
-    experts: Range = ANY  # experts for each that a token uses, for a law that depends on them; 1 for a dense model
+    experts: Range = ANY  # (experts of a layer) / (those that a token uses), if the law depends on it; 1 if dense
 
     def beyond(self, params: float, tokens: float, compute: float, experts: float = 1) -> list[BeyondRange]:
         """Return the fitted ranges that a run is outside of, such as the range of N.
@@ -256,8 +257,8 @@ def evaluate(
     """Return what each law predicts for a run of ``tokens`` tokens with ``params`` parameters.
 
     For a mixture of experts, ``params`` are the parameters N that a token uses: training takes about 6 N D FLOPs.
-    ``experts`` is the number of experts for each that a token uses. Only the law that was fitted to mixtures of
-    experts depends on it.
+    ``experts`` is the number of experts of a layer, divided by the number that a token uses. Only the law that was
+    fitted to mixtures of experts depends on it.
 
     Laws that count parameters without the embeddings use ``params_non_embedding``, or ``params`` if it is not given.
     Above 1B parameters the two counts are nearly equal, but for GPT-2 124M ``params`` is 45% larger.

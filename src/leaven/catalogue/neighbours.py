@@ -66,16 +66,21 @@ def nearest(
 ) -> list[tuple[PublishedRun, float]]:
     """Return the published runs nearest to a model, each with its distance.
 
-    A factor of 2 in size is a distance of 1. Only runs within ``factor`` of the model's size are returned, in this
-    order: runs of ``kind`` before others, then runs that fit ``stack`` before others, then nearer before farther. If
-    no run is within ``factor``, runs of all sizes are returned, ordered by distance alone. At the end, the first run
-    of each lineage (runs that copied one another's lr) is moved to the front. A run is left out if its lr, such as a
-    muP lr, cannot be compared with an lr of the stack's optimizer (by default AdamW).
+    A factor of 2 in size is a distance of 1; a factor in tokens counts much less. Only runs within ``factor`` of the
+    model's size are returned. They are sorted by three criteria, the most important first: whether they are of
+    ``kind``, whether they fit ``stack``, and their distance. If no run is within ``factor``, runs of all sizes are
+    returned, sorted by distance alone.
+
+    After sorting, the first run of each lineage (a group of runs that copied one another's lr) is moved to the front.
+
+    A run is left out if its number of tokens is unknown. It is also left out if its lr cannot be compared with an lr
+    of the stack's optimizer (by default AdamW): a muP lr, for example.
 
     Args:
+        limit: the largest number of runs to return.
         stack: the wanted norm placement, QK-norm and optimizer.
-        used: whether to compare sizes by the parameters that a token uses, not by all parameters. Then dense runs
-            are returned, too.
+        used: whether to compare sizes by the parameters that a token uses, not by all parameters. If it is true,
+            dense runs are returned beside runs of ``kind``.
 
     Raises:
         InputError: if ``params`` or ``tokens`` is not above 0, if ``factor`` is below 1, or if no run of this kind
@@ -251,9 +256,9 @@ def mixtures(params: int, alike: tuple[int, int] | None = None) -> Neighbours:
 
     A token uses ``params`` parameters of the model. Its experts get their shape from these runs.
 
-    ``alike`` is the number of experts in a layer, and how many of them a token uses (active). If it is given, a
-    mixture is returned only if its active and its number / active are both within a factor of `ALIKE`. There may be
-    none.
+    ``alike`` has two numbers of the model: the experts in a layer, and the experts that a token uses (active). If
+    ``alike`` is given, a mixture is returned only if it is similar: its active and its experts / active are within a
+    factor of `ALIKE` of the model's. There may be no such mixture.
     """
 
     def fits(run: PublishedRun) -> bool:
