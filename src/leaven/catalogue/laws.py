@@ -99,7 +99,7 @@ class LossLaw(Part):
     def worth_in_tokens(self, tokens: float, nats: float) -> float:
         """Return the factor by which ``tokens`` must grow to lower the loss by ``nats``.
 
-        Return inf if no number of tokens lowers the loss so far.
+        Return inf if no number of tokens lowers the loss by so much.
         """
         reducible = self.b / math.pow(tokens, self.beta)
         return math.pow(1 - nats / reducible, -1 / self.beta) if nats < reducible else math.inf
@@ -300,7 +300,10 @@ def evaluate(
 
 
 def main_laws(model: ModelShape, tokens: int) -> list[LawRow]:
-    """Return what each law predicts for a run of a model. Of a law with several forms, only the main form is used."""
+    """Return what each law predicts for a run of ``model`` over ``tokens`` tokens.
+
+    Of a law with several forms, only the main form is used.
+    """
     experts = model.experts.number / model.experts.active if model.experts else 1
     rows = evaluate(model.params_active, tokens, params_non_embedding=model.params_non_embedding, experts=experts)
     return [row for row in rows if row.form_of is None]

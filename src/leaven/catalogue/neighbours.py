@@ -42,7 +42,8 @@ def ratio(a: float, b: float) -> float:
 
 
 def size_ratio(run: PublishedRun, params: int) -> float:
-    """Return the factor of at least 1 by which the parameters that a token uses in a run differ from ``params``."""
+    """Return the larger of two sizes divided by the smaller: the parameters that a token uses in ``run``, and
+    ``params``."""
     return ratio(run.params_active, params)
 
 
@@ -192,7 +193,10 @@ class Neighbours:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the runs within `FACTOR` of the model's size, but at least the nearest `NEAREST`, nearest first."""
+        """Return the runs within `FACTOR` of the model's size, the nearest first.
+
+        If these are fewer than `NEAREST`, return the `NEAREST` nearest runs.
+        """
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
 

@@ -89,7 +89,7 @@ class TokenFile:
         return None if of_index is None else stamp + of_index
 
     def open(self) -> MappedTokens:
-        """Map the file.
+        """Return the token ids of the file. They are read from the file when they are indexed.
 
         Raises:
             BrokenFile: if the file is truncated, not of a known format, or of another dtype than the recipe says.

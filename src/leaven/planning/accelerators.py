@@ -119,7 +119,7 @@ class Accelerator:
     def sustained_share(self) -> float:
         """The rate that large matrix products sustain, as a share of the rate of the fastest matmul.
 
-        It was measured in 16 bits. If it was not measured, `SUSTAINED` is assumed.
+        The share was measured in 16 bits. If none was measured, `SUSTAINED` is assumed.
         """
         fastest = self.matmul("bf16") or self.matmul("fp16")
         return self.sustained.matmul / fastest if self.sustained and fastest else SUSTAINED

@@ -136,7 +136,7 @@ def calibration(
     """Return factors that correct the planned time and memory of a model in a layout, or None if no record is usable.
 
     A factor is the weighted median of measured / predicted over the records of past runs. The predictions are
-    computed again with the current planner. Only if it cannot plan a run, the prediction in the record is used.
+    computed again with the current planner. If the planner cannot plan a run, the prediction in its record is used.
 
     These records are used:
 

@@ -17,8 +17,8 @@ LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
 def bandwidth(ranks: int, stride: int, accelerator: Accelerator) -> float:
     """Return the bandwidth that a collective reaches on one rank of a group, in bytes/s.
 
-    The limit is the link between GPUs, such as NVLink. If the group spans several nodes, the limit may also be the
-    network: in each node, the group uses one NIC for each of its ranks there.
+    Inside a node, the bandwidth is limited by the link between GPUs, such as NVLink. If the group spans several
+    nodes, the slower of link and network counts. In each node, the group uses one NIC for each of its ranks there.
     """
     gb_s = accelerator.link_gb_s
     if ranks * stride > accelerator.node_size:

@@ -178,9 +178,10 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The best layout that leaven cannot train, if it is worth a note, or None.
+        """The best layout that leaven cannot train, if it is worth a note, or None if it is not.
 
-        It is worth a note if it is over 2% faster than the best layout that leaven can train.
+        It is worth a note if it is over 2% faster than the best layout that leaven can train, or if leaven can train
+        no layout that fits. If another program trains (``job.by_leaven`` is false), it is never worth a note.
         """
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
@@ -286,9 +287,14 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
 def ranked(candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """Return the candidates sorted by speed, the fastest first.
 
-    If the times of two candidates are equal within about 1%, these criteria decide, the most important first: leaven
-    can train the layout, the pipeline has enough micro-batches, lower ZeRO stage, smaller dp_replicate x
-    stages_per_rank, larger micro-batch (up to 8,192 tokens), less memory.
+    If the times of two candidates are equal within about 1%, these criteria decide, the most important first:
+
+    1. leaven can train the layout;
+    2. the pipeline has enough micro-batches (:func:`thin_pipeline`);
+    3. the ZeRO stage is lower;
+    4. dp_replicate x stages_per_rank is smaller;
+    5. the micro-batch is larger; all sizes from 8,192 tokens on count as equal;
+    6. the memory is smaller.
     """
     fastest = min((candidate.time.step for candidate in candidates), default=0.0)
 

@@ -213,7 +213,7 @@ def _sorting(block: BlockTable, work: Work, accelerator: Accelerator, code: Trai
     """Return the copying of tokens to and from their experts as one operator, or [] in a block without experts.
 
     Every token is copied once for each of its experts. The outputs of the experts are read and summed. With expert
-    parallelism, the ranks of the experts sort the rows once more, before and after the experts. The backward pass
+    parallelism, the ranks of the experts sort the copies once more, before and after the experts. The backward pass
     does the same with gradients.
     """
     copies = max((row.passed for row in block.matmuls if row.routed), default=0)

@@ -55,7 +55,7 @@ def plan_run(
 
 
 class KnownCluster(NamedTuple):
-    """The cluster of a recipe, as in ``--gpus``, and the reason why this cluster is assumed."""
+    """The cluster of a recipe, such as ``64xH100-80GB``, and the reason why this cluster is assumed."""
 
     cluster: str
     reason: str

@@ -65,7 +65,7 @@ def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
     """Return the recipes with the target in the fastest layout that fits on the cluster.
 
     Raises:
-        InputError: if nothing fits or no layout divides the batch.
+        InputError: if no layout fits, or no layout splits the batch evenly.
     """
     recipe = started.target
     try:
@@ -108,7 +108,7 @@ def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
 
 
 def _proxy(started: StarterRecipes) -> Recipe | None:
-    """Return the recipe of the proxy (the target scaled down to one process), or None if there is no proxy."""
+    """Return the recipe of the proxy (the target scaled down, for one process), or None if there is no proxy."""
     proxy, target = started.tuning.proxy, started.target
     if proxy is None:
         return None

@@ -74,9 +74,9 @@ def residual_std(check: Check, case: Case) -> Check | None:
 def branch_stds(check: Check, case: Case) -> Check | None:
     """Check that the last matrices of all residual branches have about the same multiplier of the init std.
 
-    The compared value is the largest multiplier divided by the smallest, without multipliers of 0. They can differ if
-    a shared expert or a dense layer is added to a recipe: this adds a branch for which the recipe has no multiplier
-    yet.
+    The compared value is the largest multiplier divided by the smallest. Multipliers of 0 are left out. Multipliers
+    can differ if a shared expert or a dense layer is added to a recipe: this adds a branch for which the recipe has
+    no multiplier yet.
     """
     tuned = case.recipe.hyperparameters
     stds = {
@@ -184,7 +184,7 @@ def router_z_loss(check: Check, case: Case) -> Check | None:
 def _with_published(check: Check, **changes: Any) -> Check:
     """Return the check with ``changes`` to its fields, and with the published values for mixtures of experts.
 
-    It gets the runs that publish the compared value, and their smallest and largest value.
+    The check gets the runs that publish the compared value, and the smallest and the largest of their values.
     """
     check = replace(check, **changes)
     known = [(run, value) for run in load_runs() if run.kind == "moe" and (value := check.of_run(run))]

@@ -59,7 +59,7 @@ def lr(check: Check, case: Case) -> Check | None:
 
 
 def qk_norm(check: Check, case: Case) -> Check | None:
-    """Report that QK-norm is missing if the lr is above those of the nearest published runs without QK-norm."""
+    """Report that QK-norm is missing if the lr is above the highest lr of the nearest runs without QK-norm."""
     without = [run for run in case.neighbours if run.arch.qk_norm is False]
     if case.recipe.model.qk_norm or not without:
         return None

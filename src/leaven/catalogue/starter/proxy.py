@@ -74,9 +74,11 @@ def choose_proxy(
 ) -> TuningAdvice:
     """Return the proxy to tune for a target, or the reason not to tune.
 
+    If ``size`` is given, the proxy has about this size, whatever it costs.
+
     If ``size`` is None, several sizes are tried, from large to small. The first proxy for which all trials
     (``TRIALS[0]``) cost at most `SHARE` of the run is chosen. If no proxy is so cheap, the smallest one is chosen,
-    with fewer trials. If tuning it costs more than `WORTH`, do not tune.
+    with fewer trials. If even these cost more than `WORTH`, there is no proxy.
 
     Args:
         model, batch_tokens, tokens: shape, batch and run length of the target.
