@@ -164,7 +164,11 @@ class TokenReader:
         return Shards(ShardedTokens(train), ShardedTokens(validation), 0, 0, fingerprint, notes)
 
     def _read(self, source: DataSource, parts: Sequence[TokenPart]) -> "_SourceIds":
-        """Map and validate all parts of a source."""
+        """Return the token ids of all parts of a source, after checking them.
+
+        Raises:
+            InputError: if the parts cannot be used, as in :meth:`shards`.
+        """
         name, end_of_text = source.source, self.end_of_text
         mapped = {part.key: opened(part) for part in parts}
         if not any(map(len, mapped.values())):

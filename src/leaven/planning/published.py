@@ -64,9 +64,9 @@ class KnownCluster(NamedTuple):
 def known_cluster(recipe: Recipe) -> KnownCluster | None:
     """Return the cluster on which a recipe is probably trained, or None if there is no hint of it.
 
-    If ``leaven new --gpus`` chose the recipe's layout, it is the cluster of this command. If not, it is the cluster
-    of a published run with the recipe's shape and number of tokens. In both cases, the cluster must have a GPU for
-    each rank of the layout. For a published run, a layout of one rank is allowed, too.
+    If ``leaven new --gpus`` chose the recipe's layout, it is the cluster of this command. If not, or if the layout
+    has another number of ranks now, it is the cluster of a published run with the recipe's shape and number of
+    tokens. The layout must then have one rank, or a rank for each GPU of this cluster.
     """
     planned_for = re.search(r"fits (\S+):", recipe.why.get("layout.dp", ""))
     if planned_for:
