@@ -46,7 +46,7 @@ class PublishedGroup(Provenance):
 class Lineage(PublishedGroup):
     """The lineage of a run: the group of runs that copied one another's learning rate.
 
-    A lineage counts as one run when leaven combines the values of published runs, for example to their median.
+    When leaven combines the values of published runs, for example in a median, a lineage counts as one run.
     """
 
     name: str

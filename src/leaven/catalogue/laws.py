@@ -99,7 +99,7 @@ class LossLaw(Part):
     def worth_in_tokens(self, tokens: float, nats: float) -> float:
         """Return the factor by which ``tokens`` must grow to lower the loss by ``nats``.
 
-        Return inf if no number of tokens lowers the loss so far.
+        Return inf if no number of tokens lowers the loss by so much.
         """
         reducible = self.b / math.pow(tokens, self.beta)
         return math.pow(1 - nats / reducible, -1 / self.beta) if nats < reducible else math.inf
@@ -114,8 +114,9 @@ class LossLaw(Part):
 class ExpertsLoss(Part):
     """A loss law of mixtures of experts (arXiv 2502.05172, equations 4 and 6).
 
-    L = irreducible + a E^delta N^(alpha + gamma ln E) + b E^omega D^(beta + zeta ln E), where N counts the parameters
-    that a token uses, and E follows from the number of experts: between ``start``, for a dense model, and ``most``.
+    L = irreducible + a E^delta N^(alpha + gamma ln E) + b E^omega D^(beta + zeta ln E). N is the number of parameters
+    that a token uses, and D the number of training tokens. E grows with the number of experts: it is ``start`` for a
+    dense model, and approaches ``most`` for many experts.
     """
 
     irreducible: float
@@ -161,7 +162,7 @@ class Fitted(Part):
     tokens: Range = ANY
     compute: Range = ANY  # training FLOPs
     tokens_per_param: Range = ANY
-    experts: Range = ANY  # experts for each that a token uses, for a law that depends on them; 1 for a dense model
+    experts: Range = ANY  # (experts of a layer) / (those that a token uses), if the law depends on it; 1 if dense
 
     def beyond(self, params: float, tokens: float, compute: float, experts: float = 1) -> list[BeyondRange]:
         """Return the fitted ranges that a run is outside of, such as the range of N.
@@ -256,8 +257,8 @@ def evaluate(
     """Return what each law predicts for a run of ``tokens`` tokens with ``params`` parameters.
 
     For a mixture of experts, ``params`` are the parameters N that a token uses: training takes about 6 N D FLOPs.
-    ``experts`` is the number of experts for each that a token uses. Only the law that was fitted to mixtures of
-    experts depends on it.
+    ``experts`` is the number of experts of a layer, divided by the number that a token uses. Only the law that was
+    fitted to mixtures of experts depends on it.
 
     Laws that count parameters without the embeddings use ``params_non_embedding``, or ``params`` if it is not given.
     Above 1B parameters the two counts are nearly equal, but for GPT-2 124M ``params`` is 45% larger.
@@ -299,7 +300,10 @@ def evaluate(
 
 
 def main_laws(model: ModelShape, tokens: int) -> list[LawRow]:
-    """Return what each law predicts for a run of a model. Of a law with several forms, only the main form is used."""
+    """Return what each law predicts for a run of ``model`` over ``tokens`` tokens.
+
+    Of a law with several forms, only the main form is used.
+    """
     experts = model.experts.number / model.experts.active if model.experts else 1
     rows = evaluate(model.params_active, tokens, params_non_embedding=model.params_non_embedding, experts=experts)
     return [row for row in rows if row.form_of is None]

@@ -110,7 +110,7 @@ def filled(message: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
 
 
 def parts(section: str, key: str, facts: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a message of ``catalogue/messages.toml`` with their fields filled in, as :func:`filled`."""
+    """Return the parts of a message of ``catalogue/messages.toml``, filled in by :func:`filled`."""
     return filled(templates()[section][key], facts)
 
 

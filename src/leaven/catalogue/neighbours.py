@@ -42,7 +42,8 @@ def ratio(a: float, b: float) -> float:
 
 
 def size_ratio(run: PublishedRun, params: int) -> float:
-    """Return the factor of at least 1 by which the parameters that a token uses in a run differ from ``params``."""
+    """Return the larger of two sizes divided by the smaller: the parameters that a token uses in ``run``, and
+    ``params``."""
     return ratio(run.params_active, params)
 
 
@@ -66,16 +67,21 @@ def nearest(
 ) -> list[tuple[PublishedRun, float]]:
     """Return the published runs nearest to a model, each with its distance.
 
-    A factor of 2 in size is a distance of 1. Only runs within ``factor`` of the model's size are returned, in this
-    order: runs of ``kind`` before others, then runs that fit ``stack`` before others, then nearer before farther. If
-    no run is within ``factor``, runs of all sizes are returned, ordered by distance alone. At the end, the first run
-    of each lineage (runs that copied one another's lr) is moved to the front. A run is left out if its lr, such as a
-    muP lr, cannot be compared with an lr of the stack's optimizer (by default AdamW).
+    A factor of 2 in size is a distance of 1; a factor in tokens counts much less. Only runs within ``factor`` of the
+    model's size are returned. They are sorted by three criteria, the most important first: whether they are of
+    ``kind``, whether they fit ``stack``, and their distance. If no run is within ``factor``, runs of all sizes are
+    returned, sorted by distance alone.
+
+    After sorting, the first run of each lineage (a group of runs that copied one another's lr) is moved to the front.
+
+    A run is left out if its number of tokens is unknown. It is also left out if its lr cannot be compared with an lr
+    of the stack's optimizer (by default AdamW): a muP lr, for example.
 
     Args:
+        limit: the largest number of runs to return.
         stack: the wanted norm placement, QK-norm and optimizer.
-        used: whether to compare sizes by the parameters that a token uses, not by all parameters. Then dense runs
-            are returned, too.
+        used: whether to compare sizes by the parameters that a token uses, not by all parameters. If it is true,
+            dense runs are returned beside runs of ``kind``.
 
     Raises:
         InputError: if ``params`` or ``tokens`` is not above 0, if ``factor`` is below 1, or if no run of this kind
@@ -187,7 +193,10 @@ class Neighbours:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the runs within `FACTOR` of the model's size, but at least the nearest `NEAREST`, nearest first."""
+        """Return the runs within `FACTOR` of the model's size, the nearest first.
+
+        If these are fewer than `NEAREST`, return the `NEAREST` nearest runs.
+        """
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
 
@@ -251,9 +260,9 @@ def mixtures(params: int, alike: tuple[int, int] | None = None) -> Neighbours:
 
     A token uses ``params`` parameters of the model. Its experts get their shape from these runs.
 
-    ``alike`` is the number of experts in a layer, and how many of them a token uses (active). If it is given, a
-    mixture is returned only if its active and its number / active are both within a factor of `ALIKE`. There may be
-    none.
+    ``alike`` has two numbers of the model: the experts in a layer, and the experts that a token uses (active). If
+    ``alike`` is given, a mixture is returned only if it is similar: its active and its experts / active are within a
+    factor of `ALIKE` of the model's. There may be no such mixture.
     """
 
     def fits(run: PublishedRun) -> bool:

@@ -2,8 +2,9 @@
 
 After McCandlish et al. 2018, arXiv 1812.06162. A gradient over B tokens is the true gradient G plus noise: E|G_B|^2 =
 |G|^2 + tr(Sigma) / B. Squared norms at two batch sizes give both unknowns, |G|^2 and tr(Sigma) (appendix A.1). The
-noise scale B_noise = tr(Sigma) / |G|^2 estimates the critical batch. It depends on the current weights, and grows as
-the loss falls. A single estimate of either unknown may be negative: average both over many pairs, then divide.
+noise scale B_noise = tr(Sigma) / |G|^2 estimates the critical batch. The noise scale depends on the current weights,
+and grows as the loss falls. A single estimate of |G|^2 or tr(Sigma) may be negative: average each over many pairs of
+batches, then divide.
 """
 
 import math
@@ -28,17 +29,17 @@ def gradient_noise(small: Any, small_squared: Any, big: Any, big_squared: Any) -
 
 
 def tokens_over_least(batch: float, critical: float) -> float:
-    """Return how many times more tokens a run needs to reach a loss than with a tiny batch.
+    """Return (tokens to reach a loss with batch size ``batch``) / (tokens to reach it with a tiny batch).
 
-    The formula is that of McCandlish 2018, section 2.3.
+    ``critical`` is the critical batch. The formula is that of McCandlish 2018, section 2.3.
     """
     return 1 + batch / critical
 
 
 def steps_over_least(batch: float, critical: float) -> float:
-    """Return how many times more steps a run needs to reach a loss than with a huge batch.
+    """Return (steps to reach a loss with batch size ``batch``) / (steps to reach it with a huge batch).
 
-    The formula is that of McCandlish 2018, section 2.3.
+    ``critical`` is the critical batch. The formula is that of McCandlish 2018, section 2.3.
     """
     return 1 + critical / batch
 

@@ -155,7 +155,10 @@ class PublishedRun(Part):
 
     @property
     def stage_begins(self) -> list[float] | None:
-        """Return the tokens that the run had consumed before each stage of its batch, or None if not published."""
+        """Return the tokens that the run had consumed before each stage of its batch, or None if not published.
+
+        If the batch has no stages, return [0].
+        """
         begins, steps = [0.0], 0
         for before, stage in pairwise((self.ramp and self.ramp.stages) or ()):
             if "from_tokens" in stage:

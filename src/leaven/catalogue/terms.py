@@ -86,9 +86,10 @@ def diff_in_terms(
     """Return the values in which two runs or recipes differ; an unknown value is None.
 
     A recipe states hyperparameters for the scale in ``[scaling.base]``, but a run publishes the values with which its
-    parameters were trained. ``resolved`` therefore returns the values that the recipe's scaling rule gives the
-    parameters, by key, such as ``hyperparameters.lr``. Values that only runs or only recipes can state are at the end
-    of the list.
+    parameters were trained. Therefore, ``resolved`` is a function that returns the values that the parameters get
+    from a recipe's scaling rule, by key, such as ``hyperparameters.lr``.
+
+    Values that only runs or only recipes can state are at the end of the list.
     """
     in_a, in_b = (terms(one) | (resolved(one) if isinstance(one, Recipe) else {}) for one in (a, b))
     rows = [(path, in_a.get(path), in_b.get(path), True) for path in TERMS]

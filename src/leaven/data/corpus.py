@@ -203,7 +203,10 @@ def open_corpora(
 
 
 def surveys_file(folder: Path, source: str, *options: str) -> Path:
-    """Return the path of the cache file for the surveys of a source (counts and hashes of its documents)."""
+    """Return the path of the cache file for the surveys of a source (counts and hashes of its documents).
+
+    The file depends on the source's path or address and on ``options``, with which the source is read.
+    """
     at = source if source.startswith(SCHEME) else os.path.abspath(source)
     return folder / f"{blake2b(_encoded(' '.join([at, *options])), digest_size=16).hexdigest()}.json"
 

@@ -70,10 +70,11 @@ class HubTokens(_Split):
         return str(self.dataset._fingerprint)
 
     def open(self) -> MappedTokens:
-        """Map the token ids.
+        """Return the token ids, mapped into memory.
 
         Raises:
-            BrokenFile: if rows are padded or contain nulls, or the attention mask does not fit them.
+            BrokenFile: if the ids contain nulls, or if the attention mask shows padding, contains nulls or does not
+                consist of lists of integers or booleans.
         """
         table = self.dataset.data
         if self.column == INPUT_IDS and MASK in table.column_names:
@@ -102,7 +103,7 @@ def _mapped_files(table: Any) -> list[tuple[int, tuple[MappedFile, ...]]]:
     files if the rows were not read from a file.
     """
     found = []
-    for blocks in getattr(table, "blocks", [[table]]):  # of a concatenation; several blocks have other columns
+    for blocks in getattr(table, "blocks", [[table]]):  # the blocks of one part have the same rows
         paths = [block.path for block in blocks if hasattr(block, "path")]
         found.append((len(blocks[0]), tuple(MappedFile(path, os.path.getsize(path)) for path in paths)))
     return found
@@ -111,13 +112,14 @@ def _mapped_files(table: Any) -> list[tuple[int, tuple[MappedFile, ...]]]:
 def open_split(source: str, text: str) -> HubSplit | HubTokens:
     """Open a split of ``hf://org/name?config=NAME&split=NAME&revision=NAME``. The default split is ``train``.
 
-    ``hf:///path`` is a folder with files that ``load_dataset`` can read, or a folder written by ``save_to_disk``. For
-    a folder written by ``save_to_disk``, ``split`` is the only option.
+    ``hf:///path`` is a folder with files that ``load_dataset`` can read, or a folder written by ``save_to_disk``. A
+    folder written by ``save_to_disk`` has no options except ``split``, and this only if it has several splits.
 
-    ``text`` is the column of the text or of the token ids. If there is no column "text", "input_ids" is used instead.
+    ``text`` is the column of the text or of the token ids. If it is "text" and there is no such column, "input_ids"
+    is used instead.
 
     Raises:
-        InputError: if ``datasets`` is not installed, or the data set cannot be opened.
+        InputError: if ``datasets`` is not installed, the data set cannot be opened, or the split has no rows.
     """
     place, options = _parse(source, "data.source", {"config", "split", "revision"})
     name = options.get("split", "train")
@@ -170,10 +172,11 @@ def _holds_lists(schema: Any, column: str, *tests: str) -> bool:
 def fetch_tokenizer(tokenizer: str) -> Path:
     """Return the path of a tokenizer.json. A file on the Hub is downloaded first, unless an earlier download exists.
 
-    ``tokenizer`` is ``hf://org/model?revision=NAME`` or ``hf:///folder``.
+    ``tokenizer`` is ``hf://org/model?revision=NAME`` or ``hf:///folder``. For a folder, it is not checked that the
+    file exists.
 
     Raises:
-        InputError: if the file cannot be downloaded or does not exist.
+        InputError: if the file cannot be downloaded, or ``tokenizer`` is not such an address.
     """
     place, options = _parse(tokenizer, "data.tokenizer", {"revision"})
     if Path(place).is_absolute():

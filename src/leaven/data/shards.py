@@ -8,8 +8,9 @@ is unfinished.
 At the start of a run, the size of each file is compared with the index. The checksum of a file is compared only if
 the file is newer than the index. Damage in an older file is found later, when the damaged block is first read.
 
-An index is written again in three cases: it has no checksums of blocks, its shards do not have all documents of the
-text, or its own digest does not fit. Before that, the checksums of the whole files are compared.
+An index is written again in three cases: the index has no checksums of blocks, the shards do not have all documents
+of the text, or the digest of the index is wrong. Before the index is written again, the checksums of all files are
+compared, and damaged shards are written again.
 """
 
 import errno
@@ -120,7 +121,7 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
     encoded and written.
 
     Raises:
-        OSError: if the folder cannot be written; finished shards are kept.
+        OSError: if shards must be written and the folder cannot be written; finished shards are kept.
     """
     found = _open(folder, corpus, encoder.dtype)
     if found is not None:

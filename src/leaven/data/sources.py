@@ -82,10 +82,13 @@ def _parts(source: DataSource) -> SourceParts:
 
 
 def estimated_tokens(source: DataSource) -> int | None:
-    """Estimate the number of tokens of a source from the size of its files. Return None for an hf:// source.
+    """Estimate the number of tokens of a source of text from the size of its files.
+
+    Return the exact number for files of token ids, and None for an hf:// source.
 
     Raises:
-        InputError: if the source does not name any file, or only empty files.
+        InputError: if :func:`source_parts` raises it, if all files of text are empty, or if a file of token ids
+            cannot be used.
     """
     if source.source.startswith(SCHEME):
         return None

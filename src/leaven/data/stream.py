@@ -58,7 +58,8 @@ class Stream:
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
         """Return samples ``first`` to ``first + count - 1``, [count, seq_len + 1] token ids.
 
-        In each sample, the inputs are all tokens but the last, and the targets are all tokens but the first.
+        They are counted from 0 without the samples in ``skip``. In each sample, the inputs are all tokens but the
+        last, and the targets are all tokens but the first.
         """
         return self.samples(numbered(first, count, self.skip))
 
@@ -78,7 +79,10 @@ class Mixture:
     skip: tuple[tuple[int, int], ...] = ()  # as in `Stream`, of the mixture's sample numbers
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return samples ``first`` to ``first + count - 1`` of the mixture, [count, seq_len + 1] token ids."""
+        """Return samples ``first`` to ``first + count - 1`` of the mixture, [count, seq_len + 1] token ids.
+
+        They are counted from 0 without the samples in ``skip``.
+        """
         sources, numbers = place(numbered(first, count, self.skip), self.proportions)
         rows = np.empty((count, self.streams[0].seq_len + 1), dtype=np.int64)
         for source, stream in enumerate(self.streams):

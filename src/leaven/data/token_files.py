@@ -89,7 +89,7 @@ class TokenFile:
         return None if of_index is None else stamp + of_index
 
     def open(self) -> MappedTokens:
-        """Map the file.
+        """Return the token ids of the file. They are read from the file when they are indexed.
 
         Raises:
             BrokenFile: if the file is truncated, not of a known format, or of another dtype than the recipe says.
@@ -210,8 +210,8 @@ def _tokens(path: Path, dtype: np.dtype[Any], offset: int = 0) -> FileTokens:
 def arrow_tokens(chunks: list[Any], files: Sequence[tuple[MappedFile, ...]]) -> MappedTokens:
     """Return the token ids in a column of lists, which is given as Arrow arrays. Each row is a document.
 
-    But if there are at least `BLOCKS` rows, and all except the last have the same length, the rows are blocks of a
-    longer text.
+    There is one exception: at least `BLOCKS` rows that all have the same length, except a last row that may be
+    shorter. Such rows are blocks of a longer text, and the ends of its documents are unknown.
 
     Args:
         files: for each of the arrays, the files that are mapped into it.

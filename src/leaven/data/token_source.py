@@ -38,7 +38,7 @@ class TokenSurvey:
     """What is known of a file, or of a split of a data set, after reading all of its token ids."""
 
     digest: str  # hash of the ids, their dtype and the ends of documents
-    lowest: int  # smallest id
+    lowest: int  # smallest id if it is negative, else 0
     highest: int  # largest id
     ends: int  # how often the end-of-text token occurs
     blocks: str  # of a file, the checksums of its blocks
@@ -114,10 +114,12 @@ class TokenReader:
     def shards(self, sources: Sequence[tuple[DataSource, SourceParts]]) -> list[Shards]:
         """Return the tokens of each source.
 
-        With ``source.validation``, all of the source is used for training, and no other source may use a part of it
-        for validation. Otherwise each file is divided into up to `STRETCHES` stretches, and the last
-        `VALIDATION_SHARE` of each stretch is held out for validation. If the ends of documents are known, from the
-        files or by the id ``end_of_text``, the held-out part consists of whole documents. Only a document that is
+        If a source has ``validation``, all ids of the source are used for training, and the ids of ``validation`` for
+        validation. No other source may hold out ids of this source.
+
+        If a source has no ``validation``, each of its files is divided into up to `STRETCHES` stretches, and the last
+        `VALIDATION_SHARE` of each stretch is held out for validation. If it is known where documents end (from the
+        file, or from the id ``end_of_text``), the held-out part consists of whole documents. Only a document that is
         longer than the held-out part is cut.
 
         If the files of a source say where documents end, but do not contain ``end_of_text``, this id is added after
@@ -162,7 +164,11 @@ class TokenReader:
         return Shards(ShardedTokens(train), ShardedTokens(validation), 0, 0, fingerprint, notes)
 
     def _read(self, source: DataSource, parts: Sequence[TokenPart]) -> "_SourceIds":
-        """Map and validate all parts of a source."""
+        """Return the token ids of all parts of a source, after checking them.
+
+        Raises:
+            InputError: if the parts cannot be used, as in :meth:`shards`.
+        """
         name, end_of_text = source.source, self.end_of_text
         mapped = {part.key: opened(part) for part in parts}
         if not any(map(len, mapped.values())):
@@ -269,7 +275,10 @@ def _verified(mapped: MappedTokens, survey: TokenSurvey) -> MappedTokens:
 
 
 def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of positions, from first to last, that are used for validation."""
+    """Yield the parts of a file that are used for validation, in order, as (first position, position after the last).
+
+    ``end_of_text`` is the id that ends documents if it occurs in the file; None if not.
+    """
     size = len(mapped)
     count = min(max(size // STRETCH_TOKENS, 1), STRETCHES)
     start = 0

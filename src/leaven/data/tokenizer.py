@@ -223,9 +223,10 @@ def parallel_tokenizers() -> Iterator[None]:
 def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
     """Return the number of UTF-8 bytes of each token id. Special tokens, for example end-of-text, have 0 bytes.
 
-    The numbers are exact for byte-level tokenizers. Some tokenizers that write spaces as "▁" (SentencePiece) add a
-    space before a text. This space is counted, although it is not in the text. Return None for all other tokenizers,
-    because the exact text cannot be recovered from their tokens.
+    - For byte-level tokenizers, the numbers are exact.
+    - Tokenizers that write spaces as "▁" (SentencePiece) may add a space before a text. This space is counted,
+      although it is not in the text.
+    - For all other tokenizers, return None, because the exact text cannot be recovered from their tokens.
     """
     given: Tokenizer = _library().Tokenizer.from_file(str(tokenizer))
     decoder = given.decoder.__getstate__().decode() if given.decoder else ""

@@ -1,8 +1,8 @@
 """Read the numbers of accelerators (peak, memory, bandwidths, ...) from accelerators.toml and from the user's file.
 
-The user's file has the same format. It can add accelerators, or replace a group of numbers of a built-in accelerator,
-such as ``network``. Its path is ``$LEAVEN_ACCELERATORS`` or, if that is not set, leaven/accelerators.toml in
-``$XDG_CONFIG_HOME`` or ~/.config.
+The user's file has the same format. It can add accelerators. It can also replace a group of numbers of a built-in
+accelerator, for example the group ``network``. The path of the user's file is ``$LEAVEN_ACCELERATORS``. If that is
+not set, it is leaven/accelerators.toml in ``$XDG_CONFIG_HOME`` or ~/.config.
 """
 
 import os
@@ -58,8 +58,8 @@ class _Group(Part):
 class Sustained(_Group):
     """The TFLOP/s in 16 bits that large operators of a training step sustain.
 
-    Attention counts every score, although a causal kernel skips half of them: two products in the forward pass and
-    five in the backward pass, where the scores are computed again.
+    The FLOPs of attention are those of all scores, although a causal kernel skips half of them. The forward pass
+    counts as two matrix products. The backward pass counts as five, because it computes the scores again.
     """
 
     matmul: _Positive
@@ -85,7 +85,7 @@ class Accelerator:
     power_w: float | None = None  # rated power of the board, watts
     multiprocessors: int | None = None
     matmuls: tuple[tuple[Dtype, float], ...] = ()  # TFLOP/s of the fastest measured matmul, by dtype
-    sustained: "Sustained | None" = None  # None: not measured, and the planner assumes the usual shares
+    sustained: "Sustained | None" = None  # None: not measured; the planner assumes usual values
     dtype: Dtype = "bf16"  # the dtype in which the training computes; fp16 if the device has no bf16
     sources: tuple[NumberSource, ...] = ()
     note: str = ""
@@ -109,12 +109,18 @@ class Accelerator:
 
     @cached_property
     def matmul_flops(self) -> float:
-        """The FLOP/s of the fastest matmul in the training's dtype, which no training step can exceed."""
+        """The FLOP/s of the fastest measured matmul in the training's dtype. No training step can exceed it.
+
+        If no matmul was measured, it is 80% of the peak.
+        """
         return dict(self.matmuls).get(self.dtype, self.peak_tflops * USUAL_MATMUL_SHARE) * 1e12
 
     @cached_property
     def sustained_share(self) -> float:
-        """The share of the fastest matmul that large products sustain, as measured in 16 bits or else assumed."""
+        """The rate that large matrix products sustain, as a share of the rate of the fastest matmul.
+
+        The share was measured in 16 bits. If none was measured, `SUSTAINED` is assumed.
+        """
         fastest = self.matmul("bf16") or self.matmul("fp16")
         return self.sustained.matmul / fastest if self.sustained and fastest else SUSTAINED
 
@@ -210,7 +216,7 @@ def accelerators() -> dict[str, Accelerator]:
 
 @cache
 def _read(own: Path | None) -> dict[str, Accelerator]:
-    """Return the built-in accelerators, and the accelerators of the user's file ``own`` if it is given."""
+    """Return the built-in accelerators, changed and extended by the user's file ``own`` if it is given."""
     entries = _parsed(_BUILT_IN)
     sources, spelt = entries.pop("sources"), {name.upper(): name for name in entries}
     users = {} if own is None else _parsed(own)

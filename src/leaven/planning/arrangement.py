@@ -18,8 +18,8 @@ from leaven.planning.hardware import Cluster
 from leaven.recipe.layout import Layout, Pipeline, Recompute
 from leaven.recipe.shape import ModelShape
 
-# The keys of ``--layout`` with their possible values; None stands for any whole number from 1 on.
 MOST_CHARACTERS = 300  # of a layout as text
+# The keys of ``--layout`` with their possible values; None stands for any whole number from 1 on.
 _KEYS: dict[str, tuple[str, ...] | None] = {
     "dp": None,
     "tp": None,
@@ -86,7 +86,7 @@ def parse_keys(text: str) -> dict[str, Any]:
     """Return the keys and values of text such as ``tp=8,recompute=full``; the key ``mbs`` is the micro-batch size.
 
     Raises:
-        InputError: if a key is unknown or a value is wrong.
+        InputError: if the text is too long, a key is unknown or appears twice, or a value is wrong.
     """
     if len(text) > MOST_CHARACTERS:
         raise InputError(f"layout {text[:20]!r}... is too long; write for example tp=8,pp=12,dp=4,zero=1,mbs=2")
@@ -110,11 +110,11 @@ def parse_keys(text: str) -> dict[str, Any]:
 def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -> tuple[Layout, int | None]:
     """Return the layout and the micro-batch size (or None) of text such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``.
 
-    If ``compile`` is not in the text, the argument ``compile`` is used. If ``dp`` is not in the text and ``gpus`` is
-    given, dp is gpus / (tp x pp x cp), if this is a whole number. Other missing keys get their defaults.
+    Keys that are not in the text get their defaults, with two exceptions. ``compile`` gets the value of the argument
+    ``compile``. ``dp`` becomes gpus / (tp x pp x cp), if ``gpus`` is given and the result is a whole number.
 
     Raises:
-        InputError: if a key is unknown, a value is wrong, or two values cannot be combined.
+        InputError: if :func:`parse_keys` raises it, or two values cannot be combined.
     """
     values = {"compile": compile} | parse_keys(text)
     micro_batch = values.pop("mbs", None)
@@ -144,9 +144,9 @@ def written(layout: Layout) -> str:
 def tensor_degrees(model: Model) -> list[int]:
     """Return the tensor-parallel degrees that a model allows, smallest first.
 
-    A degree must divide the number of heads and of key-value heads, d_ff, the vocabulary size and the sequence
-    length. For example, a model with 12 heads and 4 key-value heads allows at most 1, 2 and 4. A QK-norm over all
-    heads together allows only 1.
+    A degree must divide the number of heads, the number of key-value heads, the width of every MLP (or expert), the
+    vocabulary size and the sequence length. For example, if a model has 12 heads and 4 key-value heads, only 1, 2 and
+    4 are possible. If one QK-norm normalises all heads together, only 1 is possible.
     """
     if isinstance(model, ModelShape) and model.qk_norm_whole:
         return [1]
@@ -206,12 +206,16 @@ def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
 
 
 def grad_accumulation(layout: Layout, seq_len: int, batch_tokens: int, micro_batch: int) -> int:
-    """Return the number of micro-batches that a rank runs in a step of ``batch_tokens`` tokens."""
+    """Return the number of micro-batches, rounded up, that a rank runs in a step of ``batch_tokens`` tokens."""
     return -(-batch_tokens // seq_len // layout.dp // micro_batch)
 
 
 def pipeline_refusal(layout: Layout, seq_len: int, smallest_tokens: int, micro_batch: int) -> str | None:
-    """Return why the smallest batch of a run cannot fill the pipeline and what to change, or None if it can."""
+    """Return why the smallest batch of a run cannot fill the pipeline and what to change, or None if it can.
+
+    A batch fills the pipeline if each rank gets at least pp micro-batches of it. ``smallest_tokens`` is the size of
+    the smallest batch in tokens.
+    """
     count = grad_accumulation(layout, seq_len, smallest_tokens, micro_batch)
     if count >= layout.pp:
         return None

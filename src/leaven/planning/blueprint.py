@@ -1,10 +1,12 @@
 """Describe models as tables of matrix products, from which the planner computes FLOPs, memory and time.
 
-A :class:`Blueprint` can also describe models that leaven cannot build: with experts, latent attention, or widths that
-change from layer to layer. It is made from a :class:`ModelShape` or from the architecture of a published run. Each
-:class:`Matmul` in a table says how tensor parallelism splits its matrix. If the matrix belongs to routed experts,
-every expert has its own matrix of this shape; the :class:`Matmul` says how many there are, and how many a token uses.
-So the planner has the same code for all models.
+A :class:`Blueprint` is made from a :class:`ModelShape` or from the architecture of a published run. It can also
+describe models that leaven cannot build, for example with latent attention, or with widths that change from layer to
+layer. So the planner has the same code for all models.
+
+Each :class:`Matmul` in a table says how tensor parallelism splits its matrix. If the matrix belongs to routed
+experts, every expert has its own matrix of this shape. The :class:`Matmul` then says how many experts there are, and
+how many of them a token uses.
 """
 
 from collections import Counter
@@ -67,9 +69,9 @@ class Core:
     def flops(self, seq_len: int, attention: Attention = "full") -> float:
         """Return the FLOPs per token, in a forward pass, of queries times keys and of probabilities times values.
 
-        With full attention, a query attends to all keys, or to w keys in a window of w keys. With ``causal``, a query
-        attends only to the keys up to its own position: on average to half of all keys. In a window, the average is w
-        - w^2 / (2 T) keys, where T is ``seq_len``.
+        With full attention, a query attends to all keys of the sequence, or to the w keys of its window. With
+        ``causal``, a query attends only to keys up to its own position. On average, these are half of all keys
+        without a window, and w - w^2 / (2 T) keys with a window of w keys, where T is ``seq_len``.
         """
         window = min(self.window or seq_len, seq_len)
         keys = window if attention == "full" else window - window * window / (2 * seq_len)

@@ -53,7 +53,9 @@ _STEPS = 4  # iterations at most
 
 
 def parse_budget(text: str) -> tuple[Cluster, float]:
-    """Return the cluster and the seconds of text such as ``64xH100 x 14d``; the time may also be ``300h`` or ``2w``.
+    """Return the cluster, and the time in seconds, that text such as ``64xH100 x 14d`` states.
+
+    The time may be in hours, days or weeks: ``300h``, ``14d`` or ``2w``.
 
     Raises:
         InputError: if the text does not have this form, the time is zero, or the cluster is unknown.
@@ -74,7 +76,8 @@ def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -
     """Return the model sizes and tokens that fit a budget such as ``64xH100 x 14d``.
 
     There is one row for each compute-optimal scaling law, and one for each number of tokens per parameter in
-    `OVER_TRAINED`. If ``mfu`` is given, the speed is this share of the GPUs' dense peak, and no layout is planned.
+    `OVER_TRAINED`. A row that cannot be planned is listed with its reason in ``refused``. If ``mfu`` is given, the
+    speed is this share of the GPUs' dense peak, and no layout is planned.
 
     Raises:
         InputError: if the text is not a budget, ``mfu`` is not between 0 and 1, or no model fits.
@@ -114,9 +117,12 @@ def size_for_time(
 ) -> tuple[int, int, TimeFit]:
     """Return (parameters, tokens, details) of the largest model that trains on 20 tokens per parameter in ``time``.
 
-    A text of ``text_tokens`` tokens (None if unknown) is repeated at most `MOST_EPOCHS` times, so a short text gives
-    a smaller model and a shorter run. The measured speed of earlier runs on the same accelerator corrects the planned
-    speed. ``vocab`` and ``seq_len`` are chosen by model size if they are None.
+    The text has ``text_tokens`` tokens (None if unknown) and is repeated at most `MOST_EPOCHS` times. If it is too
+    short for this, the run is shorter and the model smaller: 20 tokens per parameter, but not fewer than 250,000
+    parameters if more fit in ``time``.
+
+    The measured speed of earlier runs on the same accelerator corrects the planned speed. ``vocab`` and ``seq_len``
+    are chosen by model size if they are None.
 
     Raises:
         InputError: if ``time`` is not a time such as ``3h``, or no model can be trained in it.
@@ -197,7 +203,13 @@ class _Speeds:
         )
 
     def at(self, params: float, tokens: float) -> BudgetSpeed:
-        """Return the training speed of a model of about ``params`` parameters on about ``tokens`` tokens."""
+        """Return the training speed of a model of about ``params`` parameters on about ``tokens`` tokens.
+
+        If a size within 5% of ``params`` has been planned before, return its speed.
+
+        Raises:
+            InputError: if the size is out of range or cannot be planned.
+        """
         for planned, speed in self.planned.items():
             if abs(planned / params - 1) < _SAME:
                 return speed

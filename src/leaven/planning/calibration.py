@@ -28,7 +28,8 @@ from leaven.recipe.shape import ModelShape
 
 # File names: the file that records are appended to, and the previous, full file.
 _NAME, _FULL = "history.jsonl", "history-before.jsonl"
-# A past run corrects a plan if their parameters differ by a factor of at most FAR; runs within NEAR take precedence.
+# A past run corrects a plan if the numbers of parameters of the run and the plan differ by a factor of at most FAR.
+# If the factor is at most NEAR and the layouts are alike, the run takes precedence over others.
 NEAR, FAR = 4.0, 16.0
 # Only this many of the newest runs correct a plan, because older runs used other versions.
 NEWEST = 100
@@ -81,9 +82,11 @@ def predicted(
 ) -> StepCost | None:
     """Return the planned time and memory of a step of leaven's trainer, or None if the step cannot be planned.
 
-    If ``ns_steps`` is above 0, the optimizer is Muon with this number of Newton-Schulz iterations.
-
     Only the memory of tensors is planned, because runs do not measure the device context or fragmentation.
+
+    Args:
+        ns_steps: if above 0, the optimizer is Muon with this number of Newton-Schulz iterations.
+        averages: whether the trainer keeps an average of the weights.
     """
     try:
         cluster = parse_cluster("cpu" if accelerator == "cpu" else f"{how.layout.ranks}x{accelerator}")
@@ -132,15 +135,20 @@ def calibration(
 ) -> CalibrationRow | None:
     """Return factors that correct the planned time and memory of a model in a layout, or None if no record is usable.
 
-    A factor is the weighted median of measured / predicted over records of the same accelerator (for a CPU: the same
-    processor model) and dtype. Predictions are computed again with the current planner. ``step_seconds`` is the
-    uncorrected time of a step, which is copied to the result.
+    A factor is the weighted median of measured / predicted over the records of past runs. The predictions are
+    computed again with the current planner. If the planner cannot plan a run, the prediction in its record is used.
 
-    - If there are similar runs, only they are used. In a similar run, the number of parameters is within a factor of
-      4 of ``params``, and the layout has the same features: kinds of parallelism, recomputation and compilation.
-    - Otherwise all runs are used whose number of parameters is within a factor of 16. In much smaller models, kernel
-      launches dominate.
-    - The weight of a run is 1 / (1 + log2 of the ratio of parameters + number of layout features that differ).
+    These records are used:
+
+    - The accelerator (for a CPU: the model of the processor) and the dtype are those of the plan.
+    - The numbers of parameters of the run and the plan differ by a factor of at most 16. In much smaller models,
+      kernel launches dominate.
+    - If there are similar runs, only they are used. In a similar run, the numbers of parameters differ by a factor of
+      at most 4, and the layout has the same features (:func:`_features`).
+    - Of all these, the newest 100 are used.
+
+    The weight of a run is 1 / (1 + log2 of the ratio of parameters + number of layout features that differ).
+    ``step_seconds`` is the uncorrected time of a step, which is copied to the result.
     """
     found, device = [], processor() if accelerator == "cpu" else None
     for record in records:
@@ -190,7 +198,7 @@ def calibration(
 
 
 def weighted_median(values: list[tuple[float, float]]) -> float:
-    """Return the weighted median of (value, weight) pairs, or the mean of two neighbours that are both medians.
+    """Return the weighted median of (value, weight) pairs. If two neighbours are both medians, return their mean.
 
     >>> weighted_median([(1.0, 1.0), (9.0, 1.0)]), weighted_median([(1.0, 1.0), (2.0, 1.0), (9.0, 1.5)])
     (5.0, 2.0)
@@ -207,7 +215,10 @@ def weighted_median(values: list[tuple[float, float]]) -> float:
 
 
 def _features(layout: Layout) -> set[str]:
-    """Return the layout's features that affect the planner's error: parallelism, recomputation, compilation."""
+    """Return the layout's features that affect the planner's error.
+
+    The features are the degrees dp, tp, pp and cp above 1, ZeRO 3, full recomputation, and compilation.
+    """
     degrees = {key for key in ("dp", "tp", "pp", "cp") if getattr(layout, key) > 1}
     other = {"zero": layout.zero == 3, "recompute": layout.recompute == "full", "compile": layout.compile}
     return degrees | {key for key, there in other.items() if there}

@@ -1,6 +1,6 @@
 """Compute the time of communication between accelerators: reduce-scatter, all-gather, all-reduce, all-to-all.
 
-A group is the set of ranks that communicate. ``stride`` is the distance between the numbers of its ranks: for
+A group is the set of ranks that communicate. ``stride`` is the distance from one rank of the group to the next: for
 example, with tp = 8 a data-parallel group has the ranks 0, 8, 16, ... and stride 8.
 """
 
@@ -17,8 +17,8 @@ LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
 def bandwidth(ranks: int, stride: int, accelerator: Accelerator) -> float:
     """Return the bandwidth that a collective reaches on one rank of a group, in bytes/s.
 
-    The limit is the link between GPUs, such as NVLink. If the group spans several nodes, the limit may also be the
-    network: in each node, the group uses one NIC for each of its ranks there.
+    Inside a node, the bandwidth is limited by the link between GPUs, such as NVLink. If the group spans several
+    nodes, the slower of link and network counts. In each node, the group uses one NIC for each of its ranks there.
     """
     gb_s = accelerator.link_gb_s
     if ranks * stride > accelerator.node_size:
@@ -30,7 +30,7 @@ def bandwidth(ranks: int, stride: int, accelerator: Accelerator) -> float:
 def ring(size: float, ranks: int, stride: int, accelerator: Accelerator, messages: int = 1) -> float:
     """Return the seconds of a reduce-scatter or all-gather of ``size`` bytes, split into ``messages`` messages.
 
-    Each of n ranks sends (n - 1)/n of the bytes in n - 1 steps, and each step adds a latency.
+    Each of n ranks sends (n - 1)/n of the bytes in n - 1 steps. Each step of each message adds a latency.
     """
     if ranks == 1:
         return 0.0
@@ -43,7 +43,7 @@ def ring(size: float, ranks: int, stride: int, accelerator: Accelerator, message
 def all_reduce(size: float, ranks: int, stride: int, accelerator: Accelerator, messages: int = 1) -> float:
     """Return the seconds of an all-reduce of ``size`` bytes, which sends twice the bytes of a reduce-scatter.
 
-    The latency is that of a ring or of a tree of nodes, whichever is lower: NCCL can use both.
+    The latency is that of a ring or of a tree of nodes, whichever is lower, because NCCL can use both.
     """
     if ranks == 1:
         return 0.0
@@ -63,7 +63,7 @@ def all_to_all(size: float, ranks: int, stride: int, accelerator: Accelerator) -
     """Return the seconds of an all-to-all of ``size`` bytes per rank.
 
     Each of n ranks sends (n - 1)/n of its bytes, in equal parts, to the other ranks. Bytes for the rank's own node go
-    over the link at the same time as bytes for other nodes go over the network.
+    over the link, and bytes for other nodes over the network. Both go at the same time, so the longer time counts.
     """
     if ranks == 1:
         return 0.0
@@ -82,10 +82,11 @@ def send_once(
     experts: tuple[int, int],
     network_share: float = LINK_SHARE,
 ) -> float:
-    """Return the seconds in which a rank sends its tokens to their experts, once to each node and each rank there.
+    """Return the seconds in which a rank sends its tokens to their experts, without sending a token twice to a rank.
 
-    A token crosses the network once to each other node that has one of its experts. The links of that node pass it on
-    to each rank that has one, at the same time.
+    A token crosses the network once for each other node that has at least one of its experts. In that node, the links
+    pass it on to each rank that has at least one of its experts. Network and links work at the same time, so the
+    longer time counts.
 
     Args:
         size: bytes of the rank's tokens.
@@ -99,7 +100,7 @@ def send_once(
     number, used = experts
 
     def reached(groups: int) -> float:
-        """Return the expected number of groups, of ``groups`` with equally many experts, that a token is sent to."""
+        """Return to how many groups a token is sent on average, if ``groups`` groups have equally many experts."""
         each = max(1, number // groups)
         return number // each * (1 - comb(number - each, used) / comb(number, used))
 

@@ -30,8 +30,9 @@ def part_name(part: str, ep: int = 1) -> str:
     return "exchange in blocks" if part == "tensor_parallel" and ep > 1 else PARTS[part]
 
 
-# At most so many neighbours of the chosen layout are listed, if they are slower by more than this share.
+# At most so many neighbours of the chosen layout are listed.
 _N_NOT = 4
+# A neighbour that fits into memory is listed if it is slower by more than this share.
 _SLOWER = 0.03
 # If nothing fits into memory, these multiples of the number of GPUs are tried.
 _MORE = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
@@ -40,10 +41,13 @@ _TRIED = 64
 
 
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
-    """Compare the chosen layout with the best layout that has the requested values, such as ``pp=8,zero=1``.
+    """Compare the chosen layout with the best layout that has the values ``asked``, such as ``pp=8,zero=1``.
+
+    If no layout with these values fits into memory, compare with the one that needs the least memory. If there is no
+    layout with these values, explain why.
 
     Raises:
-        InputError: if ``asked`` is empty, or has an unknown key or a wrong value.
+        InputError: if ``asked`` is empty, or :func:`parse_keys` raises it.
     """
     fixed = parse_keys(asked)
     if not fixed:
@@ -116,9 +120,12 @@ def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
 def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, ...]:
     """Return at most four lines that say why neighbours of the chosen layout were not chosen.
 
-    A neighbour has another value of one key of tp, pp, zero and recompute, and dp is adjusted. It is listed if it
-    does not fit into memory, or is more than 3% slower with its best micro-batch. If other keys had to change too,
-    the line of a neighbour that fits names them, as in ``pp 2 (with zero 1)``.
+    A neighbour differs from the chosen layout in one of the keys tp, pp, zero and recompute. For tp, pp and zero, it
+    has the next lower or the next higher possible value. For recompute, it has any other value. dp is adjusted.
+
+    A neighbour is listed if it does not fit into memory, or if it is more than 3% slower with its best micro-batch.
+    If other keys had to change too, the line of a neighbour that fits names them, as in ``pp 2 (with zero 1)``. The
+    least slow neighbours come first, and neighbours that do not fit come last.
     """
     own = chosen.arrangement.layout
     found: list[tuple[float, str]] = []
@@ -151,7 +158,7 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the keys, with their values, in which ``layout`` differs from ``own``.
+    """Return the keys in which ``layout`` differs from ``own``, each with its value in ``layout``.
 
     Left out are ``key`` itself, dp, compile, and keys that have no effect in ``layout``.
     """
@@ -258,10 +265,10 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _fewer_gpus(job: Job) -> int | None:
-    """Return the largest number of GPUs, smaller than that of the cluster, on which some layout fits, or None.
+    """Return the largest number of GPUs below that of the cluster on which some layout fits, or None if none fits.
 
-    Only numbers dp x tp x pp are tried for which dp divides the batch, the model allows tp, and every pipeline stage
-    has at least one layer and one micro-batch.
+    Only products dp x tp x pp are tried. In each product, dp divides the batch, the model allows tp, and every
+    pipeline stage has at least one layer and one micro-batch. Of these, the 64 largest are tried.
     """
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)
@@ -278,7 +285,10 @@ def _fewer_gpus(job: Job) -> int | None:
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
-    """Return the smallest change after which ``chosen`` fits, as in ``; zero=1 would fit in 61.0 GiB``, or ""."""
+    """Return the smallest change after which ``chosen`` fits, as in ``; zero=1 would fit in 61.0 GiB``.
+
+    The smallest change is the one of the fewest keys. Return "" if no layout fits.
+    """
 
     def changes(other: LayoutCandidate) -> list[str]:
         before, after = (dict(each.arrangement.layout, mbs=each.arrangement.micro_batch) for each in (chosen, other))

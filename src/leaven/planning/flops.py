@@ -29,7 +29,7 @@ class ForwardFlops:
 
 @cache
 def forward_flops(model: Model, attention: Attention = "full") -> ForwardFlops:
-    """Return the FLOPs of one forward pass per token; with ``causal``, attention counts only half."""
+    """Return the FLOPs of one forward pass per token. With ``causal``, a token attends only to keys up to its own."""
     table = blueprint(model)
     return ForwardFlops(
         matrices=sum(count * row.flops for block, count in table.kinds for row in block.matmuls),
@@ -41,9 +41,9 @@ def forward_flops(model: Model, attention: Attention = "full") -> ForwardFlops:
 def flops_per_token(model: Model, attention: Attention = "full") -> float:
     """Return the model FLOPs of training on one token, forward and backward: 6 N + 12 L d s for full attention.
 
-    N is the number of weights in the matrices of the blocks and the unembedding, L the number of layers, d the width
-    of all heads together, s the sequence length. Sources: PaLM, arXiv 2204.02311, appendix B; Narayanan 2021, arXiv
-    2104.04473, whose formula also counts recomputation.
+    N is the number of weights that a token uses in the matrices of the blocks and in the unembedding, L the number of
+    layers, d the width of all heads together, and s the sequence length. Sources: PaLM, arXiv 2204.02311, appendix B;
+    Narayanan 2021, arXiv 2104.04473, whose formula also counts recomputation.
     """
     forward = forward_flops(model, attention)
     return 3 * (forward.matrices + forward.attention + forward.unembedding)
@@ -65,8 +65,8 @@ def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
 def utilisation(model: Model, recompute: Recompute, mfu: float) -> dict[str, float]:
     """Return the MFU, the causal MFU and the HFU of one training speed, with the keys mfu, mfu_causal and hfu.
 
-    The MFU counts full attention, the causal MFU half of attention, and the HFU (hardware FLOPs utilisation) full
-    attention and recomputation.
+    The MFU counts full attention. The causal MFU counts causal attention, which is half of it if there are no sliding
+    windows. The HFU (hardware FLOPs utilisation) counts full attention and recomputation.
     """
     full = flops_per_token(model)
     return {

@@ -64,7 +64,7 @@ def parse_cluster(text: str) -> Cluster:
     would leave more than half of each node idle, only the last node is not full: 13 GPUs become nodes of 8 and 5.
 
     Raises:
-        InputError: if the text has none of these forms, or the accelerator is unknown.
+        InputError: if the text has none of these forms, has too many GPUs, or the accelerator is unknown.
     """
     if text.strip().lower() in {"cpu", "1xcpu"}:
         return Cluster(1, this_machine())
@@ -118,8 +118,8 @@ def find_accelerator(name: str) -> Accelerator:
 def known_device(name: str) -> Accelerator | None:
     """Return the accelerator that a driver calls ``name``, for example ``NVIDIA H100 80GB HBM3``.
 
-    If several accelerators match, prefer the first one whose memory size is in the name. If none matches, return
-    None.
+    If several accelerators match, the first one whose memory size is in the name is preferred. Return None if none
+    matches, or if ``name`` is that of a slower board, such as a laptop's.
     """
     words = set(_words(name))
     if words & {"LAPTOP", "MOBILE", "MAX"}:  # slower boards of the same name
@@ -143,7 +143,7 @@ def _words(name: str) -> list[str]:
 def _is_called(own: list[str], wanted: list[str]) -> bool:
     """Return whether an accelerator's name ``own`` contains all words of ``wanted``.
 
-    Words of ``own`` may be joined in ``wanted``: ``RTX4090`` matches ``RTX 4090``.
+    The first words of ``own`` may be joined in ``wanted``: ``RTX4090`` matches ``RTX 4090``.
     """
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
@@ -151,7 +151,11 @@ def _is_called(own: list[str], wanted: list[str]) -> bool:
 
 
 def trainable_here(recipe: Recipe) -> bool:
-    """Return whether the model and its optimizer states fit on this machine, and training takes under a month."""
+    """Return whether the recipe can be trained on this machine, by a rough estimate.
+
+    The GPUs must be enough for the ranks of the recipe's layout. The model and its optimizer states must fit into the
+    memory. Training must take less than 30 days. GPUs are assumed to be H100-80GB.
+    """
     gpus = gpus_here()
     if recipe.layout.ranks > max(gpus, 1):
         return False
@@ -165,8 +169,8 @@ def trainable_here(recipe: Recipe) -> bool:
 def estimated_gpus(recipe: Recipe, gpu: Accelerator) -> int:
     """Estimate how many GPUs of this kind can store a model and train it within a month.
 
-    The result is a power of two. It is larger than the number of sequences in a batch only if the memory requires
-    that.
+    The result is a power of two. It is larger than the number of sequences in a batch only if the model does not fit
+    into the memory of fewer GPUs.
     """
     for_memory = recipe.model.params * _BYTES_PER_PARAMETER / (_MEMORY_SHARE * gpu.memory_gib * 2**30)
     flops_per_second = _MFU * gpu.peak_tflops * 1e12

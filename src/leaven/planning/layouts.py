@@ -74,11 +74,14 @@ class Job:
     def arrangements(self, layout: Layout) -> list[Arrangement]:
         """Return one arrangement of the layout for each micro-batch size that divides a rank's share of the batch.
 
-        If the job sets a micro-batch size, only this size is used. Sizes with which the smallest batch of a batch
-        ramp would not fill the pipeline are left out.
+        The sizes are at most 64 sequences and at most 65,536 tokens, but 1 sequence is always possible. If the job
+        sets a micro-batch size, only this size is used.
+
+        A size is left out if the smallest batch of a batch ramp could not fill the pipeline with it: a rank would
+        have fewer micro-batches than there are pipeline ranks.
 
         Raises:
-            InputError: if the batch cannot be split evenly over the ranks, or cannot fill the pipeline.
+            InputError: if the batch cannot be split evenly over the ranks, or no size fills the pipeline.
         """
         seq_len, given = self.model.seq_len, self.micro_batch
         sequences = self.batch.tokens // seq_len
@@ -142,7 +145,7 @@ class Exploration:
     job: Job
     fitting: tuple[LayoutCandidate, ...]  # candidates that fit into memory, the best first
     too_large: tuple[LayoutCandidate, ...]  # each layout's smallest micro-batch that does not fit, least memory first
-    refusal: InputError | None  # the error of the first layout that cannot divide the batch, if any
+    refusal: InputError | None  # the error of the first layout that the batch does not allow, if any
 
     @property
     def misfits(self) -> tuple[LayoutCandidate, ...]:
@@ -175,9 +178,10 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The best layout that leaven cannot train, if it is worth a note, or None.
+        """The best layout that leaven cannot train, if it is worth a note, or None if it is not.
 
-        It is worth a note if it is over 2% faster than the best layout that leaven can train.
+        It is worth a note if it is over 2% faster than the best layout that leaven can train, or if leaven can train
+        no layout that fits. If another program trains (``job.by_leaven`` is false), it is never worth a note.
         """
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
@@ -253,14 +257,17 @@ def in_a_node(tp: int, gpus: int, node: int) -> bool:
 
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
-    """Evaluate every layout that :func:`layouts` yields, with every micro-batch size."""
+    """Evaluate every layout that :func:`layouts` yields, with every micro-batch size of :meth:`Job.arrangements`.
+
+    If a size does not fit into memory, its multiples are skipped.
+    """
     fitting: list[LayoutCandidate] = []
     too_large: list[LayoutCandidate] = []
     refusal: InputError | None = None
     for layout in layouts(job, fixed):
         try:
             possible = job.arrangements(layout)
-        except InputError as error:  # this layout cannot divide the batch, but another may
+        except InputError as error:  # the batch does not allow this layout, but it may allow another
             refusal = refusal or error
             continue
         too_much: list[int] = []
@@ -280,9 +287,14 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
 def ranked(candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """Return the candidates sorted by speed, the fastest first.
 
-    If the times of two candidates are equal within about 1%, these criteria decide, the most important first: leaven
-    can train the layout, the pipeline has enough micro-batches, lower ZeRO stage, smaller dp_replicate x
-    stages_per_rank, larger micro-batch (up to 8,192 tokens), less memory.
+    If the times of two candidates are equal within about 1%, these criteria decide, the most important first:
+
+    1. leaven can train the layout;
+    2. the pipeline has enough micro-batches (:func:`thin_pipeline`);
+    3. the ZeRO stage is lower;
+    4. dp_replicate x stages_per_rank is smaller;
+    5. the micro-batch is larger; all sizes from 8,192 tokens on count as equal;
+    6. the memory is smaller.
     """
     fastest = min((candidate.time.step for candidate in candidates), default=0.0)
 

@@ -4,7 +4,7 @@ The parts are the weights, gradients and optimizer states (ZeRO paper, arXiv 191
 operators save for the backward pass, the logits, the buffers, and a fixed amount for the device context and NCCL.
 
 Autograd saves the inputs of matrix products, norms and activation functions, the dropout masks, and the tensors that
-the backward pass of attention reads. Their bytes per token do not depend on context parallelism.
+the backward pass of attention reads. The saved bytes per token do not depend on context parallelism.
 
 docs/evidence/planner-accuracy.md lists the errors on published measurements; benchmarks/memory.py measures the errors
 on leaven's own steps.
@@ -77,7 +77,7 @@ class _States:
 
 
 def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16) -> Memory:
-    """Return the memory of one rank of a pipeline stage.
+    """Return the memory of one rank. ``stage`` is its pipeline rank, from 0 to pp - 1.
 
     Two parts never exist at the same time, so only the larger of them counts: the logits, and the temporary memory of
     a block's backward pass (gradients, their exchange, gathered weights).

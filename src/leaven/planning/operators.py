@@ -26,8 +26,8 @@ FLASH = 0.85
 UNALIGNED = 0.75
 # Share of the rate if n or k is not a multiple of 8 elements (16 bytes). The value is from one pair of measurements
 # in the same file, batched products of scores on an A100: line 833 (heads of width 108) against line 831 (width 216).
-# That wide products lose as much (d_ff 14,337 instead of 14,336) is an assumption: since cuBLAS 11 they also use
-# tensor cores, less efficiently, and no measurement is published.
+# For wide products (d_ff 14,337 instead of 14,336), the same value is assumed, because no measurement is published.
+# Since cuBLAS 11, such products use tensor cores, too, but less efficiently.
 MISALIGNED = 0.15
 # Minimum seconds of a kernel.
 LAUNCH = 5e-6
@@ -74,8 +74,10 @@ def matmul_seconds(
     """Return the seconds of ``count`` products (m, k) x (k, n) in one launch; ``mnk`` is (m, n, k).
 
     The result is the longer of two times: the time to compute the tiles, in whole waves of one tile per
-    multiprocessor, and the time to read and write the matrices once (2 bytes per element). If ``over_tokens``, k is a
-    number of tokens, as in the gradient of a weight. Tokens are rows, whose number needs no alignment.
+    multiprocessor, and the time to read and write the matrices once (2 bytes per element).
+
+    The rate is lower if n or k is not aligned (`UNALIGNED`, `MISALIGNED`). If ``over_tokens``, k is a number of
+    tokens, as in the gradient of a weight. A number of tokens needs no alignment.
     """
     m, n, k = mnk
     own = None if dtype == "bf16" else accelerator.matmul(dtype)
@@ -153,7 +155,7 @@ def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: Tr
     """Return scores, softmax and the weighted sum of values as one operator.
 
     A flash kernel has two products in the forward pass and five in the backward pass, where it recomputes the scores.
-    Without a flash kernel, every score goes through memory in each step: product, softmax, dropout, product.
+    Without a flash kernel, every score goes through memory in each operation: product, softmax, dropout, product.
     """
     core = block.core
     if code.flash_attention:
@@ -211,7 +213,7 @@ def _sorting(block: BlockTable, work: Work, accelerator: Accelerator, code: Trai
     """Return the copying of tokens to and from their experts as one operator, or [] in a block without experts.
 
     Every token is copied once for each of its experts. The outputs of the experts are read and summed. With expert
-    parallelism, the ranks of the experts sort the rows once more, before and after the experts. The backward pass
+    parallelism, the ranks of the experts sort the copies once more, before and after the experts. The backward pass
     does the same with gradients.
     """
     copies = max((row.passed for row in block.matmuls if row.routed), default=0)

@@ -39,14 +39,17 @@ ACCURACY_OF_EXPERTS = (
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """The plan of a run on a cluster. Its values are computed when they are first read."""
+    """The plan of a run on a cluster. Its properties are computed when they are first read."""
 
     job: Job
     tokens: int  # tokens of the whole run
     layout: Layout | None = None  # the user's layout; None to choose the fastest that fits
 
     def calibrated(self, records: Iterable[CalibrationRecord], compute: str) -> "ClusterPlan":
-        """Return the plan with times corrected by earlier runs on the same accelerator in the dtype ``compute``."""
+        """Return the plan with times corrected by earlier runs on the same accelerator in the dtype ``compute``.
+
+        If no record in ``records`` is usable, return the plan unchanged.
+        """
         found = calibration(
             records,
             self.job.cluster.accelerator.name,
@@ -64,9 +67,13 @@ class ClusterPlan:
 
     @cached_property
     def chosen(self) -> LayoutCandidate:
-        """The planned layout with its micro-batch size: the fastest size that fits into memory.
+        """The planned layout with its micro-batch size.
 
-        If the user gave a layout and no size fits, it is the size that needs the least memory.
+        If the user gave no layout, these are the fastest layout and size that fit into memory. If the user gave a
+        layout, its fastest size that fits is used. If no size fits, the size that needs the least memory is used.
+
+        Raises:
+            InputError: if the user's layout is impossible, or if the user gave none and nothing fits.
         """
         if self.layout is None:
             if not self.exploration.layouts:
@@ -99,7 +106,7 @@ class ClusterPlan:
 
     @cached_property
     def cautions(self) -> tuple[str, ...]:
-        """Warnings, if any: the plan does not fit into memory, relies on guesses, or breaks a rule of thumb."""
+        """Warnings, for example that the plan does not fit into memory, relies on guesses or has a large bubble."""
         chosen, device = self.chosen, self.job.cluster.accelerator
         found = [] if chosen.fits else [memory_and_limit(chosen) + smallest_change(self.exploration, chosen)]
         if any(of.confidence == "guess" for of in device.sources):
@@ -184,8 +191,8 @@ def plan_recipe(
     train with ``adam-8bit``. ``code`` is the name of the training code, by default leaven's own trainer.
 
     Raises:
-        InputError: in the same cases as :func:`plan`, or if the training code or the accelerator's speed in the
-            recipe's dtype is unknown, or if ``code`` is given and the recipe computes in fp32.
+        InputError: if the training code is unknown, if the accelerator's speed in the recipe's dtype is unknown, if
+            ``code`` is given and the recipe computes in fp32, or if :func:`plan` raises it.
     """
     job = _job(recipe, gpus, moments, code)
     return plan(job, recipe.data.tokens, layout)
@@ -208,9 +215,11 @@ def _job(recipe: Recipe, gpus: str, moments: Moments | None = None, other: str |
 def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
     """Return a small cluster of GPUs of the kind ``gpu`` on which the recipe fits, as ``COUNTxNAME``.
 
-    If the recipe's layout has several ranks, there is one GPU for each rank. Otherwise the number of GPUs is a power
-    of two: the smallest with which some layout fits into memory, starting from
-    :func:`leaven.planning.hardware.estimated_gpus`.
+    If the recipe's layout has several ranks, there is one GPU for each rank.
+
+    If it has one rank, the number of GPUs is a power of two. The search starts from
+    :func:`leaven.planning.hardware.estimated_gpus` and takes the smallest number on which some layout fits into
+    memory. If none of 8 numbers is enough, the result has the first number, and the recipe does not fit on it.
     """
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{gpu.name}"
@@ -222,8 +231,9 @@ def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
 def plan(job: Job, tokens: int, layout: str | None = None) -> ClusterPlan:
     """Return the plan of a run over ``tokens`` tokens.
 
-    Without ``layout``, the fastest layout that fits is chosen. A given layout, such as ``tp=8,pp=12,mbs=2``, may be
-    too large for the memory. If it does not set ``mbs`` or ``compile``, the value of ``job`` is used.
+    If ``layout`` is None, the fastest layout that fits into memory is chosen. If ``layout`` is given, such as
+    ``tp=8,pp=12,mbs=2``, it may need too much memory. For ``mbs`` and ``compile``, if they are not in ``layout``, the
+    values of ``job`` are used.
 
     Raises:
         InputError: if the layout, batch or cluster is impossible, or if ``layout`` is None and nothing fits.

@@ -1,4 +1,4 @@
-"""Plan published runs, also of architectures that leaven cannot build (experts, latent attention, ...)."""
+"""Plan published runs, also of architectures that leaven cannot build, for example with latent attention."""
 
 import re
 from contextlib import suppress
@@ -36,7 +36,8 @@ def plan_run(
     of leaven's own trainer do not apply.
 
     Raises:
-        InputError: if there is no such run or training code, or too little is published to plan it.
+        InputError: if there is no such run or training code, if too little is published to plan the run, or if
+            :func:`leaven.planning.plan.plan` raises it.
     """
     run = find_run(id)
     seq_len = run.data.seq_len if run.data else None
@@ -54,15 +55,19 @@ def plan_run(
 
 
 class KnownCluster(NamedTuple):
-    """The cluster of a recipe, as in ``--gpus``, and the reason why this cluster is assumed."""
+    """The cluster of a recipe, such as ``64xH100-80GB``, and the reason why this cluster is assumed."""
 
     cluster: str
     reason: str
 
 
 def known_cluster(recipe: Recipe) -> KnownCluster | None:
-    """Return the cluster for which ``leaven new --gpus`` chose the recipe's layout. If it chose none, return the
-    cluster of the published run with the recipe's shape and number of tokens. Return None if neither is known."""
+    """Return the cluster on which a recipe is probably trained, or None if there is no hint of it.
+
+    If ``leaven new --gpus`` chose the recipe's layout, it is the cluster of this command. If not, or if the layout
+    has another number of ranks now, it is the cluster of a published run with the recipe's shape and number of
+    tokens. The layout must then have one rank, or a rank for each GPU of this cluster.
+    """
     planned_for = re.search(r"fits (\S+):", recipe.why.get("layout.dp", ""))
     if planned_for:
         with suppress(InputError):
@@ -82,10 +87,11 @@ def known_cluster(recipe: Recipe) -> KnownCluster | None:
 
 
 def _sequences(batch_tokens: int, seq_len: int) -> int:
-    """Return the number of sequences in a batch whose published number of tokens is rounded.
+    """Return the number of sequences in a batch whose published number of tokens may be rounded.
 
-    The exact number is rounded to a multiple of a power of two: of the largest that changes it by at most 5%. For
-    example, 16M tokens in sequences of 8,192 become 2,048 sequences.
+    If the published tokens are a whole number of sequences, return this number. If not, round it to a multiple of a
+    power of two, the largest power with which the number changes by at most 5%. For example, 16M tokens are 1,953.1
+    sequences of 8,192 tokens, which become 2,048 sequences.
     """
     count = batch_tokens / seq_len
     if count == int(count):

@@ -55,7 +55,8 @@ class RampThroughput:
     def step(self, sequences: int) -> tuple[Arrangement, float]:
         """Return the fastest arrangement for a batch of ``sequences`` sequences, and its seconds per step.
 
-        The micro-batch is not larger than at the full batch. The rank with the most sequences determines the time.
+        The layout is that of the full batch, and the micro-batch is not larger than at the full batch. The rank with
+        the most sequences determines the time.
         """
         if sequences not in self._steps:
             layout, most = self.full.layout, self.full.micro_batch
@@ -87,11 +88,14 @@ class RampThroughput:
         )
 
     def run_seconds(self, sizes: tuple[tuple[int, int], ...], tokens: int) -> float:
-        """Return the seconds of a run; ``sizes`` has pairs of (tokens before a batch size, batch size in tokens)."""
+        """Return the seconds of a run over ``tokens`` tokens.
+
+        ``sizes`` has a pair for each batch size: (tokens of the run before this size begins, size in tokens).
+        """
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
-        """Return the cost of a ramp of ``over_tokens`` tokens.
+        """Return the cost of a ramp of ``over_tokens`` tokens with the batch ``sizes`` (see :meth:`run_seconds`).
 
         ``increment`` is the number of tokens by which the batch grows each time, or None if this number changes.
         """
@@ -113,9 +117,10 @@ class RampThroughput:
 def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) -> RampPlan:
     """Plan a batch ramp that starts at the smallest batch with at least ``share`` of the full batch's throughput.
 
-    ``full`` is the arrangement at the full batch. As in Megatron, all increments are equal. There are at most 64, and
-    each adds the same number of sequences on every rank. If ``job.batch`` already has a ramp, the planned ramp has
-    the same length. Otherwise its length is 3% of the run.
+    At its start, each rank must also have at least as many micro-batches as there are pipeline ranks. As in Megatron,
+    all increments are equal. There are at most 64, and each adds the same number of sequences on every rank. If
+    ``job.batch`` already has a ramp, the planned ramp has the same length. If not, its length is 3% of the run.
+    ``full`` is the arrangement at the full batch.
     """
     throughput, seq_len = RampThroughput(job, full), job.model.seq_len
     sequences, dp = job.batch.tokens // seq_len, full.layout.dp
@@ -163,9 +168,10 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return the points to list: ``start``, and one point each for the full batch divided by 1, 2, 4, ....
+    """Return the points at which the listed ramps start, from the smallest batch to the largest.
 
-    For each divisor, this is the smallest of ``starts`` that is not below the divided batch.
+    They are ``start``, and one point for each of the full batch, 1/2 of it, 1/4 of it, and so on: the smallest point
+    of ``starts`` that is not below this size. ``starts`` has all possible starts of a ramp, the full batch last.
     """
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
@@ -200,6 +206,8 @@ class NoiseFit(NoiseFitRow):
 def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
     """Return a power law fitted to pairs of (tokens, noise scale), or a constant if the noise scale falls.
 
+    The first 10 measurements are skipped, because a running average of few values is noisy.
+
     Raises:
         InputError: if there are fewer than 20 measurements.
     """
@@ -227,8 +235,8 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     """Propose a batch ramp in stages, whose batch size is at most ``multiple`` x the noise scale.
 
     The batch size doubles from stage to stage, up to the full batch. Each stage begins when ``multiple`` x the noise
-    scale reaches the batch size of the stage. If even the smallest batch is above this limit at the start of
-    training, the first stage uses it: one sequence.
+    scale reaches the batch size of the stage. If even one sequence is above this limit at the start of training, the
+    first stage has a batch of one sequence.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len

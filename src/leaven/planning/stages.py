@@ -107,11 +107,11 @@ def rank_parameters(model: Model, layout: Layout, rank: int, code: TrainingCode 
 def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
     """Return the largest number of micro-batches whose activations a pipeline rank keeps at the same time.
 
-    Rank r of p keeps all micro-batches under GPipe, p - r under 1F1B, and p under zero-bubble, which delays the
-    gradients of weights. Under interleaved 1F1B with v stages per rank, it keeps the activations of
-    2 (p - r - 1) + (v - 1) p + 1 forward passes through one stage (Narayanan et al. 2021, arXiv 2104.04473, section
-    2.2). The result is this number divided by v, because a stage has 1/v of the rank's blocks. torch's schedules keep
-    the same numbers.
+    Rank r of p keeps all micro-batches under GPipe, at most p - r under 1F1B, and at most p under zero-bubble, which
+    delays the gradients of weights. Under interleaved 1F1B with v stages per rank, rank r keeps the activations of at
+    most 2 (p - r - 1) + (v - 1) p + 1 forward passes through one stage (Narayanan et al. 2021, arXiv 2104.04473,
+    section 2.2). The result is this number divided by v, because a stage has 1/v of the rank's blocks. torch's
+    schedules keep the same numbers.
     """
     p, v = layout.pp, layout.stages_per_rank
     if layout.schedule == "gpipe":

@@ -62,10 +62,10 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
 
 
 def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
-    """Return the recipes, after giving the target the fastest layout that fits on the cluster.
+    """Return the recipes with the target in the fastest layout that fits on the cluster.
 
     Raises:
-        InputError: if nothing fits or no layout divides the batch.
+        InputError: if no layout fits, or no layout splits the batch evenly.
     """
     recipe = started.target
     try:
@@ -108,7 +108,7 @@ def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
 
 
 def _proxy(started: StarterRecipes) -> Recipe | None:
-    """Return the recipe of the proxy (the target scaled down to one process), or None if there is no proxy."""
+    """Return the recipe of the proxy (the target scaled down, for one process), or None if there is no proxy."""
     proxy, target = started.tuning.proxy, started.target
     if proxy is None:
         return None
@@ -163,7 +163,11 @@ def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) ->
 
 
 def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
-    """Compare each hyperparameter of the target with its range in published runs of similar size."""
+    """Compare hyperparameters of the target with their ranges in the published runs ``near``.
+
+    The target's value is the median over the hidden matrices (or the embeddings), as the scaling rule converts it.
+    Betas are compared as 1 / (1 - beta), the number of steps over which Adam averages.
+    """
     rows = parameter_table(target).rows
 
     def of(quantity: str, *roles: Role) -> float | None:

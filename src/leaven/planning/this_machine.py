@@ -52,9 +52,10 @@ def this_machine() -> Accelerator:
 
 
 def devices_here() -> tuple[str, ...]:
-    """Return the names of the GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``.
+    """Return the names of the GPUs that this process may use, such as ``0`` and ``1``.
 
-    As in CUDA, the list ends before the first negative name, such as -1.
+    If ``CUDA_VISIBLE_DEVICES`` is set, they are the names in this variable. As in CUDA, the list ends before the
+    first negative name, such as -1. If it is not set, they are the numbers of all GPUs.
     """
     if (visible := os.environ.get(VISIBLE)) is not None:
         names = takewhile(lambda name: not name.startswith("-"), map(str.strip, visible.split(",")))
@@ -63,7 +64,7 @@ def devices_here() -> tuple[str, ...]:
 
 
 def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:
-    """Return the GPUs of every worker, as in ``CUDA_VISIBLE_DEVICES``. A worker has ``each`` GPUs of its own.
+    """Return a value of ``CUDA_VISIBLE_DEVICES`` for every worker, such as ``0,1``: ``each`` GPUs of its own.
 
     Args:
         workers: the number of workers. If None, there are as many workers as the GPUs allow.

@@ -118,8 +118,9 @@ def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompu
 def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
     """Return the seconds of communication inside a block in one pass, forward or backward.
 
-    Tensor-parallel ranks exchange activations after attention and after the MLP. Context-parallel ranks send keys and
-    values around a ring, which overlaps with attention. Whole experts need no exchange after the MLP.
+    Tensor-parallel ranks exchange activations after attention and after the MLP. The exchange after the MLP is not
+    needed if the MLP has only experts and no expert is split over tensor-parallel ranks. Context-parallel ranks send
+    keys and values around a ring, which overlaps with attention.
     """
     stream, names = code.element * work.tokens * work.width, {row.name for row in block.matmuls}
     only_attention = code.whole_experts and not names & {"mlp.out", "mlp.shared.out"}
@@ -202,9 +203,10 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
     With m micro-batches and p pipeline ranks of v stages each, the passes take m + (p - 1) / v times as long as one
     micro-batch on the slowest rank. The gradient exchange and the optimizer are added.
 
-    A zero-bubble schedule computes gradients of weights in the bubble. If a forward pass takes F and a backward pass
-    I + W, where W is the time for gradients of weights, the bubble is (p - 1) (F + I - W), not (p - 1) (F + I + W)
-    (ZB-H1, Qi et al. 2023, arXiv 2401.10241), as in the simulation of torch's schedule in planning/schedule.py.
+    A zero-bubble schedule computes gradients of weights in the bubble. Let F be the time of a forward pass, and I + W
+    that of a backward pass, where W is the time for gradients of weights. Then the bubble is (p - 1) (F + I - W), and
+    not (p - 1) (F + I + W) (ZB-H1, Qi et al. 2023, arXiv 2401.10241). planning/schedule.py simulates torch's schedule
+    and gives the same bubble.
     """
     layout, table, accelerator = how.layout, blueprint(model), cluster.accelerator
     p, m = layout.pp, scheduled(layout, how.grad_accumulation)
@@ -241,12 +243,13 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
 def muon_seconds(table: Blueprint, layout: Layout, accelerator: Accelerator, code: TrainingCode) -> float:
     """Return the seconds per step in which Muon makes the matrices of the blocks orthogonal, on the slowest rank.
 
-    The ranks that share a pipeline stage take turns at its matrices: a rank receives a whole matrix, iterates, and
-    sends the blocks of the result, in 16 bits, to every rank that stores them. An iteration on a matrix X with m rows
-    and n >= m columns has three products: X X^T, its square, and a product with X. These are 4 m^2 n + 2 m^3 FLOPs.
+    The ranks that share a pipeline stage take turns at its matrices: a rank receives a whole matrix, applies the
+    Newton-Schulz iterations, and sends the parts of the result, in 16 bits, to every rank that stores them. An
+    iteration on a matrix X with m rows and n >= m columns has three products: X X^T, the square of X X^T, and a
+    product with X. These are 4 m^2 n + 2 m^3 FLOPs.
     """
     ranks, slowest = layout.dp * layout.cp * layout.tp, 0.0
-    copies = layout.dp_replicate if layout.zero else layout.dp * layout.cp  # ranks that store the same block
+    copies = layout.dp_replicate if layout.zero else layout.dp * layout.cp  # ranks that store the same part
     for rank in range(layout.pp if code.ns_steps else 0):
         number, seconds, elements = 0.0, 0.0, 0.0
         for block, count in rank_blocks(table, layout.pp, layout.stages_per_rank, rank, code.balance):

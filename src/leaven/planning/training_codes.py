@@ -126,7 +126,11 @@ class TrainingCode:
 
 
 def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
-    """Yield (name, training code) for each table of a TOML file, whose groups must all have a ``source``."""
+    """Yield (name, training code) for each table of a TOML file.
+
+    Each group of a table must have a ``source``. If a table has the key ``like``, its other values are those of the
+    earlier table with this name.
+    """
     adapter, values = TypeAdapter(TrainingCode), dict[str, dict[str, Any]]()
     for name, groups in tomllib.loads(path.read_text(encoding="utf-8")).items():
         values[name] = values.get(groups.pop("like", ""), {}) | {"name": name}
@@ -138,8 +142,8 @@ def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
 
 TRAINING_CODES: Mapping[str, TrainingCode] = dict(_read(Path(__file__).with_suffix(".toml")))
 LEAVEN_BF16, LEAVEN_FP32 = TRAINING_CODES["leaven-bf16"], TRAINING_CODES["leaven-fp32"]
-# Programs for which layouts may be searched. The others are compared with measured rows in layouts that they have,
-# but lack some that the search tries, such as a ZeRO stage, a pipeline or experts, or this is not known.
+# Programs for which layouts may be searched. The other programs lack, or may lack, something that the search tries,
+# such as a ZeRO stage, a pipeline or experts. They are only compared with published measurements.
 OFFERED = ("megatron-flash", "megatron-2026", "megatron-moe", "megatron-deepep", "megatron-deepep-overlap")
 
 
@@ -147,7 +151,7 @@ def training_code(name: str) -> TrainingCode:
     """Return another program's training code by its name in `OFFERED`.
 
     Raises:
-        InputError: if there is none of this name.
+        InputError: if there is no such name in `OFFERED`.
     """
     if name not in OFFERED:
         raise InputError(f"--code {name}: unknown; give one of {', '.join(OFFERED)}")

@@ -77,14 +77,14 @@ def repair(
     rows_of: Callable[[Recipe], Sequence[Any]],
     corpus_tokens: int | None = None,
 ) -> Suggestion:
-    """Return changes after which no value of a recipe is outside the published range.
+    """Return changes of a recipe after which its worst finding is a note. A note is the mildest finding.
 
-    Suggestions belong to one finding, and change together what fits together. So the first suggestion of the most
-    severe finding is applied, the recipe is checked again, and so on. If this does not end with a recipe that passes,
-    only the first suggestion is returned; without suggestions, nothing.
+    A suggestion removes one finding, and may change several values. The first suggestion of the most severe finding
+    is applied, and the recipe is checked again, at most `MOST_REPAIRS` times. If the recipe still has a finding that
+    is worse than a note, only the first suggestion is returned. If there is no suggestion, {} is returned.
 
     Args:
-        found: the result of :func:`findings` for the recipe, and for the other arguments.
+        found: the result of :func:`findings` for the recipe, ``rows_of`` and ``corpus_tokens``.
     """
     first = changes = next(iter(_first_mends(found)), {})
     for _ in range(MOST_REPAIRS):

@@ -218,9 +218,9 @@ class Case:
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
         """Return the change of a hyperparameter in the recipe with which the hidden weights get the value ``wanted``.
 
-        The two values differ, because the scaling rule converts the recipe's value for the weights. ``to`` rounds the
-        new value to two digits: ``math.ceil`` if the weights must get at least ``wanted``, ``math.floor`` if they
-        must get at most ``wanted``. A beta is rounded to the nearest number with three digits instead.
+        The new value in the recipe is not ``wanted`` itself, because the scaling rule converts it for the weights.
+        ``to`` rounds the new value to two digits: ``math.ceil`` if the weights must get at least ``wanted``,
+        ``math.floor`` if they must get at most ``wanted``. A beta is rounded to the nearest number with three digits.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)

@@ -18,8 +18,8 @@ from leaven.recipe.init_std import usual_std
 def init_std(check: Check, case: Case) -> Check | None:
     """Compare the init std with sqrt(1 / (3 d_model)), the init std of MT-NLG 530B and BLOOM-176B.
 
-    ``value`` of the result is the recipe's init std divided by sqrt(1 / (3 d_model)). It is 1.73 for 1 /
-    sqrt(d_model), the largest init std in common use. It was 3.7 for BigScience's 104B model, which diverged.
+    The compared value is the recipe's init std divided by sqrt(1 / (3 d_model)). For the largest init std in common
+    use, sqrt(1 / d_model), the value is 1.73. For BigScience's 104B model, which diverged, it was 3.7.
     """
     tuned, std, unit = case.recipe.hyperparameters, case.init_std, usual_std(case.recipe.model.d_model)
     if not std:
@@ -74,8 +74,9 @@ def residual_std(check: Check, case: Case) -> Check | None:
 def branch_stds(check: Check, case: Case) -> Check | None:
     """Check that the last matrices of all residual branches have about the same multiplier of the init std.
 
-    The compared value is the largest multiplier / the smallest. The two can differ if a shared expert or a dense
-    layer is added to a recipe: this adds a branch for which the recipe has no multiplier yet.
+    The compared value is the largest multiplier divided by the smallest. Multipliers of 0 are left out. Multipliers
+    can differ if a shared expert or a dense layer is added to a recipe: this adds a branch for which the recipe has
+    no multiplier yet.
     """
     tuned = case.recipe.hyperparameters
     stds = {
@@ -97,7 +98,7 @@ def branch_stds(check: Check, case: Case) -> Check | None:
 
 
 def dropout(check: Check, case: Case) -> Check | None:
-    """Report dropout in a run of at most 1.5 epochs, in which a model hardly memorises the text."""
+    """Report dropout in a run of at most 1.5 epochs, because in so few epochs a model hardly memorises the text."""
     if case.corpus_tokens is not None and case.tokens > 1.5 * case.corpus_tokens:
         return None
     rates = [run.optim.dropout for run in case.runs if run.optim and run.optim.dropout is not None]
@@ -183,7 +184,7 @@ def router_z_loss(check: Check, case: Case) -> Check | None:
 def _with_published(check: Check, **changes: Any) -> Check:
     """Return the check with ``changes`` to its fields, and with the published values for mixtures of experts.
 
-    It gets the runs that publish the compared value, and their smallest and largest value.
+    The check gets the runs that publish the compared value, and the smallest and the largest of their values.
     """
     check = replace(check, **changes)
     known = [(run, value) for run in load_runs() if run.kind == "moe" and (value := check.of_run(run))]

@@ -38,8 +38,8 @@ def size(check: Check, case: Case) -> Check | None:
 def lr(check: Check, case: Case) -> Check | None:
     """Compare the lr with the lrs of the nearest published runs.
 
-    The finding is "outside" if the lr is above or below the lrs of all these runs, and differs from the median of
-    their lrs by more than a factor of 3.
+    The finding is "outside" or worse if the lr is above or below the lrs of all these runs, and also differs from the
+    median of their lrs by more than a factor of 3.
 
     Published runs have one lr for all parameters, but the scaling rule may give the embedding and the hidden weights
     two different lrs. The compared lr is then the number between the two that is nearest to the median.
@@ -59,7 +59,7 @@ def lr(check: Check, case: Case) -> Check | None:
 
 
 def qk_norm(check: Check, case: Case) -> Check | None:
-    """Report that QK-norm is missing if the lr is above those of the nearest published runs without QK-norm."""
+    """Report that QK-norm is missing if the lr is above the highest lr of the nearest runs without QK-norm."""
     without = [run for run in case.neighbours if run.arch.qk_norm is False]
     if case.recipe.model.qk_norm or not without:
         return None
@@ -83,7 +83,11 @@ def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
 
 
 def z_loss(check: Check, case: Case) -> Check | None:
-    """Report an lr more than 1.5 times the highest lr of the nearest published runs without a z-loss."""
+    """Report that z-loss is missing if the lr is above 1.5 x the highest lr of the nearest runs without a z-loss.
+
+    There must be at least two such runs near the recipe's size. There must also be a published run with a z-loss
+    whose lr is at least half of the recipe's.
+    """
 
     def has_z_loss(run: PublishedRun) -> bool:
         return bool(run.optim and (run.optim.z_loss or run.optim.z_loss_used))
@@ -100,7 +104,7 @@ def z_loss(check: Check, case: Case) -> Check | None:
 
 
 def beta2(check: Check, case: Case) -> Check:
-    """Compare beta2 with limits that depend on the batch: 0.999 is usual only at small batches."""
+    """Compare beta2 with limits that depend on the batch: 0.999 is usual only at batches of at most 2^18 tokens."""
     known = [run.optim.beta2 for run in case.runs if run.optim and run.optim.beta2]
     if case.batch <= _SMALL_BATCH:
         check = replace(check, **check.otherwise)
@@ -109,9 +113,11 @@ def beta2(check: Check, case: Case) -> Check:
 
 
 def weight_decay(check: Check, case: Case) -> Check | None:
-    """Compare the weight decay with published values, unless the scaling rule changes the decay.
+    """Compare the weight decay with published values.
 
-    A rule that multiplies the decay divides the lr; the check ``timescale`` compares the product of both.
+    The check does not apply if the scaling rule multiplies the decay. Such a rule divides the lr, and the check
+    ``timescale`` compares the product of both. The check does not apply to the optimizer ``adam`` either, for which
+    there is :func:`l2_decay`.
     """
     tuned = case.recipe.hyperparameters
     moved = check.value and ratio(check.value, tuned.weight_decay) > 1.02
@@ -251,8 +257,8 @@ def _critical_batch(params: float, tokens: float) -> float:
 def critical_batch(check: Check, case: Case) -> Check:
     """Compare the batch with the median of the critical batches that the laws predict.
 
-    A batch above this median gives a note. The finding is "outside" if batch / median is larger than in every
-    published run.
+    A batch above this median gives a note. The finding is "outside" or worse if batch / median is larger than in
+    every published run.
     """
 
     def of_run(run: PublishedRun) -> float | None:

@@ -38,7 +38,10 @@ def choose_base(draft: StarterDraft, request: StarterRequest, at: RunSize, batch
     """Return the base: a small recipe that leaven tuned, a proxy that is worth tuning, or the target itself.
 
     The hyperparameters of the starter recipe are written for the base. ``at`` gives the model and the run length of
-    the target, and ``batch`` its batch.
+    the target, and ``batch`` the batch of the target.
+
+    Raises:
+        InputError: if ``--proxy`` is combined with ``--from``, or no proxy has about the requested size.
     """
     if at.reference:
         if request.proxy:
@@ -78,9 +81,9 @@ def tuned_bases() -> tuple[Recipe, ...]:
 def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | None:
     """Return the largest tuned base for a model, and the shape that the model has at the base's width and depth.
 
-    A tuned base is a small recipe that leaven tuned. The returned base has at most half the model's parameters. Its
-    tokens per parameter are within a factor of `SAME_DURATION` of those of the model, which trains on ``tokens``
-    tokens. Return None if no tuned base fits.
+    A tuned base is a small recipe that leaven tuned. The returned base has 1/32 to 1/2 of the model's parameters
+    (`SMALL_FACTOR`), and is not wider or deeper than the model. Its tokens per parameter are within a factor of
+    `SAME_DURATION` of those of the model, which trains on ``tokens`` tokens. Return None if no tuned base fits.
     """
     each = tokens / model.params
     for base in reversed(tuned_bases()):

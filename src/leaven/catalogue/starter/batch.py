@@ -33,7 +33,8 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
     """Return the starts and the lengths of published batch ramps, as two mappings from run ids.
 
     A start is the first batch as a share of the last batch, and a length is the ramp's share of the run. Of each
-    model family, such as Pythia, only the largest run with a published ramp is included.
+    model family, such as Pythia, only the largest run with a published ramp is included. Ramps in stages and runs
+    that are not dense are left out. If ``runs`` is None, all published runs are read.
     """
     starts: dict[str, tuple[str, float]] = {}
     lengths: dict[str, tuple[str, float]] = {}
@@ -55,7 +56,7 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> di
     run.
 
     Stages begin, and a ramp ends, at the same share of the run as in the published run. Return None if the batch of
-    the published run did not grow, or if too little is published.
+    the published run did not grow, if too little is published, or if the ramp would not start below ``batch``.
 
     Args:
         tokens: length of the new run.
@@ -147,7 +148,10 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
 
     With a reference run (``--from``), the batch grows as in that run. Without a reference run, a batch above
     `LARGEST_CONSTANT` grows. A smaller batch grows if the batch grew in most published model families (such as
-    Pythia) near this size.
+    Pythia) near this size. If too little is published about the reference run's growth, a usual ramp is chosen.
+
+    A ramp that is not copied from the reference run has 2 to `MOST_INCREMENTS` equal parts. If the batch cannot be
+    divided into such parts, it does not grow.
     """
     near, run, seq_len = at.near, at.reference, at.model.seq_len
     starts, lengths = batch_ramps()
@@ -215,7 +219,7 @@ def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
     """Return a batch in sequences: as near as possible to ``wanted`` tokens, and at most ``most`` tokens.
 
     The result is 2^k or 3 x 2^k, so that it splits evenly over GPUs. If the number of GPUs has an odd factor, the
-    result is this factor times 2^k.
+    result is this factor times 2^k. If every such number is above ``most`` tokens, the result is the smallest.
     """
     odd = gpus // (gpus & -gpus)  # without its factors of 2
     bases = (1, 3) if odd == 1 else (odd,)

@@ -82,8 +82,8 @@ class StarterRequest:
 def used_params(params: int, experts: tuple[int, int] | None) -> int:
     """Return about how many of ``params`` parameters a token uses, if all layers have experts.
 
-    In a block, attention has 4 d_model^2 parameters. The experts that a token uses have 3 x ratio x d_model^2, where
-    ratio is their total width / d_model in the nearest published mixtures of experts.
+    In a block, attention has 4 d_model^2 parameters. The experts that a token uses, shared ones included, have 3 x
+    ratio x d_model^2 parameters. ratio is their total width / d_model in the nearest published mixtures of experts.
     """
     if experts is None:
         return params

@@ -65,7 +65,12 @@ def lr_evidence(at: RunSize, batch: int) -> Evidence:
 
 
 def choose_lr(draft: StarterDraft, at: RunSize, batch: int, where: str) -> float:
-    """Choose and return the peak lr for a size and a batch. ``where`` names the size in the messages."""
+    """Choose and return the peak lr for a size and a batch. ``where`` names the size in the messages.
+
+    The lr is that of the reference run (``--from``) if there is one. If not, it is the weighted geometric mean of the
+    lrs that laws predict and that published runs used, but at most `LR_WIDENING` times the highest and at least
+    1 / `LR_WIDENING` times the lowest published lr.
+    """
     run, evidence = at.reference, lr_evidence(at, batch)
     if run and run.peak_lr:
         message, lr = "lr of the reference", run.peak_lr
@@ -81,7 +86,7 @@ def choose_schedule(draft: StarterDraft, at: RunSize, batch: int) -> None:
     """Choose the warm-up and the decay of the lr.
 
     Raises:
-        InputError: if the warm-up of the reference run is longer than the whole run.
+        InputError: if the warm-up of the reference run is at least as long as the whole new run.
     """
     near, tokens = at.near, at.tokens
     votes_by, lengths = {}, {}
@@ -115,7 +120,7 @@ def choose_schedule(draft: StarterDraft, at: RunSize, batch: int) -> None:
 
 
 def _choose_decay(draft: StarterDraft, at: RunSize) -> None:
-    """Choose the shape of the lr's decay, and the final lr as a share of the peak."""
+    """Choose the shape of the lr's decay, the final lr as a share of the peak and, for wsd, the cooldown."""
     near = at.near
     decay = near.most("schedule.decay")
     assert decay is not None
@@ -180,7 +185,7 @@ def _init_rules(width: int) -> dict[str, float]:
 
 
 def _choose_init(draft: StarterDraft, at: RunSize) -> float:
-    """Choose the init std. Return the factor on this std for the last matrix of each residual branch."""
+    """Choose the init std. Return the factor by which it is multiplied in the last matrix of each residual branch."""
     model, run = at.model, at.reference
     width, depth = (run and run.arch.d_model) or model.d_model, (run and run.arch.n_layers) or model.n_layers
     # The std of a run with norms on the branches' outputs (OLMo 2) may be too large for pre-norm blocks.

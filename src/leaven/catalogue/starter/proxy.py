@@ -74,6 +74,12 @@ def choose_proxy(
 ) -> TuningAdvice:
     """Return the proxy to tune for a target, or the reason not to tune.
 
+    If ``size`` is given, the proxy has about this size, whatever it costs.
+
+    If ``size`` is None, several sizes are tried, from large to small. The first proxy for which all trials
+    (``TRIALS[0]``) cost at most `SHARE` of the run is chosen. If no proxy is so cheap, the smallest one is chosen,
+    with fewer trials. If even these cost more than `WORTH`, there is no proxy.
+
     Args:
         model, batch_tokens, tokens: shape, batch and run length of the target.
         lineages: number of lineages (groups of published runs) near the target's size.
@@ -151,7 +157,9 @@ def _smaller(model: ModelShape, count: Callable[[ModelShape], int]) -> Iterator[
     parameters of a shape.
 
     A proxy has at most half the parameters, and is at most `NARROWER` times narrower and `SHALLOWER` times shallower.
-    The head dimension, the query heads per key-value head and d_ff / d_model stay the same.
+    Its width and depth are at least `LEAST_WIDTH` and `LEAST_DEPTH`. Its d_model / n_layers is between `THINNEST` and
+    `WIDEST`, or in a wider range if that of ``model`` is outside. The head dimension, the query heads per key-value
+    head and d_ff / d_model stay the same.
     """
     unit = model.d_head * (model.n_heads // model.n_kv_heads)
     half, aspect = count(model) / 2, model.d_model / model.n_layers

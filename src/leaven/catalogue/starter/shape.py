@@ -163,7 +163,10 @@ def _experts_of(request: StarterRequest) -> dict[str, Any] | None:
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
-    """Return the widths to try: round multiples of the head dimension within a factor of 3 of the width ``usual``."""
+    """Return the widths to try: round multiples of the head dimension within a factor of 3 of the width ``usual``.
+
+    The width of the reference run is tried even if it is not round.
+    """
     unit = proportions.d_head * (proportions.n_kv_heads or proportions.group)
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
     widths = [unit * step for step in steps if usual / 3 <= unit * step <= 3 * usual]
@@ -321,9 +324,9 @@ def _lengths(near: Neighbours) -> Votes:
 def _seq_len(request: StarterRequest, near: Neighbours) -> int:
     """Return the sequence length of the target: the requested one or, without a request, the reference run's.
 
-    Without both, start from the median of recent published runs. Lower it to 1/`SEQUENCES_A_BATCH` of the batch that
-    laws predict, but not below `SHORTEST`. Then round it down to a power of two, or up by at most 19%: 3,000 becomes
-    2,048, and 3,500 becomes 4,096.
+    Without both, start from the median length of recent published runs. If this is more than 1/`SEQUENCES_A_BATCH` of
+    the batch that laws predict, take that share of the batch, but at least `SHORTEST`. Then round to a power of two:
+    up if that is at most 19% more, else down. For example, 3,500 becomes 4,096, and 3,000 becomes 2,048.
     """
     if request.seq_len:
         return request.seq_len
