@@ -16,7 +16,7 @@ from leaven.views.tables import Fact, cut, under
 
 EARLY_ENDS = ("diverged", PRUNED, "failed")  # states of trials that ended without a final loss
 NAMES = 6  # largest number of names in a sentence
-SURE = 3  # number of repeated trials from which on the noise counts as well known
+SURE = 3  # the noise counts as well known if at least this number of repeated trials measured it
 UNMOVED = 0.005  # octaves (factors of 2); a smaller change would be printed as x1.00
 
 
@@ -30,7 +30,9 @@ def change(dimension: Dimension, to: float) -> str:
 
 def counts(study: StudyDocument, states: Sequence[str] = EARLY_ENDS) -> dict[str, str]:
     """Return how many trials are in each of ``states``, as text by state, for example {"diverged": "2 diverged"}.
-    States without trials are left out."""
+
+    States without trials are left out.
+    """
     return {state: f"{n} {state}" for state in states if (n := study.count(state))}
 
 
