@@ -89,10 +89,10 @@ def require_file(path: Path | str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file that replaces ``path`` when the block ends, so that ``path`` is never half written.
+    """Yield a temporary file that replaces ``path`` when the ``with`` block ends, so ``path`` is never half written.
 
-    A device or a pipe, for example ``/dev/null``, is written to directly, and so is ``/dev/stdout``, which may be a
-    link to a file.
+    If the block raises an error, ``path`` is unchanged. A device or a pipe, for example ``/dev/null``, is written to
+    directly. So is ``/dev/stdout``, although it may be a link to a file.
 
     Raises:
         OSError: if the file cannot be written, or if ``path`` is a pipe that nobody reads.

@@ -117,9 +117,10 @@ TokensOption = Annotated[
 
 
 def require_alone(context: typer.Context, option: str, others: str) -> None:
-    """Raise InputError if the user typed one of ``others``. The user has also typed ``option``, as the message says.
+    """Raise InputError if the user typed one of ``others``, which cannot be combined with ``option``.
 
-    ``others`` has the names of parameters, separated by spaces, for example ``"params tokens"``.
+    ``option`` is something that the user has typed. ``others`` has the names of parameters, separated by spaces, for
+    example ``"params tokens"``.
     """
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))
@@ -195,7 +196,7 @@ def print_document(
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C or SIGTERM has arrived.
 
-    The first Ctrl-C only sets this. A second one raises KeyboardInterrupt at once.
+    The first signal only changes the result of this function. A second signal raises KeyboardInterrupt at once.
     """
     requested = False
 

@@ -46,7 +46,7 @@ class CandidateRow(Entry):
 
     @property
     def trained(self) -> bool:
-        """Whether leaven can train with the layout. With context parallelism, it can only plan and export it."""
+        """Whether leaven can train with the layout. Layouts with context parallelism it can only plan and export."""
         return bool(self.layout["cp"] == 1)
 
 

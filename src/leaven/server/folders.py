@@ -81,8 +81,8 @@ class FolderRow:
 def find(roots: list[Path]) -> Iterator[Found]:
     """Yield the folders of runs, studies, checks and demos in each of ``roots``, sorted by name.
 
-    Not searched are folders inside such a folder, hidden folders, those in ``SKIPPED``, and those more than
-    ``DEEPEST`` levels below a root.
+    The search does not enter these folders themselves, hidden folders, folders named in ``SKIPPED``, and folders more
+    than ``DEEPEST`` levels below a root.
     """
     for index, root in enumerate(roots):
         for path, folders, files in os.walk(root):

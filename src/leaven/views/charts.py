@@ -144,8 +144,10 @@ def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float
 
 
 def measured_axis(values: Iterable[float], spell: Spell, *, most: int = 8) -> Figure:
-    """Return a logarithmic axis with ticks at the measured ``values``. If there are more than ``most``, only every
-    n-th value has a tick."""
+    """Return a logarithmic axis with ticks at the measured ``values``.
+
+    If there are more than ``most`` values, only every n-th value has a tick.
+    """
     places = sorted(set(values))
     shown = places[:: -(-len(places) // most)]
     return log_axis(places[0], places[-1], spell, tickvals=shown, ticktext=list(map(spell, shown)))

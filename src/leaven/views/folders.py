@@ -85,7 +85,10 @@ class StudyView(StudyDocument):
     folder: str = "."  # the study's folder, relative to the folder in which its commands run
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Return hyperparameters by path. ``octaves`` are their distances from the starting values, also by path."""
+        """Return the values of hyperparameters by path.
+
+        ``octaves`` has the distance of each value from its starting value, also by path.
+        """
         of = self.centre
         return point.values(of, octaves) if isinstance(of, Recipe) else of.values(octaves)
 

@@ -39,7 +39,8 @@ def counts(study: StudyDocument, states: Sequence[str] = EARLY_ENDS) -> dict[str
 def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:
     """List how hyperparameters change from ``before`` to ``now``, for example ``embedding.lr x1.41, …``.
 
-    The largest changes come first. Changes that do not fit into ``room`` characters are left out.
+    The largest changes come first. Changes that do not fit into ``room`` characters are left out, and also changes of
+    at most ``UNMOVED``.
     """
     moved = [(d, now[d.path], before.get(d.path, 0.0)) for d in dimensions if d.path in now]
     names = [
@@ -132,8 +133,8 @@ def repeats(state: StudyDocument) -> str:
 def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
     """Return lines about what a study found besides the best hyperparameters.
 
-    The lines say how many trials failed, whether fewer changes give an equally good loss, which hyperparameters are
-    at a limit of the search space, which do not matter, and what more trials are expected to gain.
+    For example, they say how many trials failed, whether fewer changes give an equally good loss, which
+    hyperparameters are at a limit of the search space, which do not matter, and what more trials would gain.
 
     ``budget`` is the number of trials that the search was allowed to run.
     """

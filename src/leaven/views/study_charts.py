@@ -49,7 +49,7 @@ SAME = 1.02  # numbers of tokens that differ by at most this factor count as equ
 def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
     """Group the trials by kind, such as ``diverged``, in the order of drawing.
 
-    Trials that did not fail and have no loss, such as running trials, are left out.
+    Trials without a loss, such as running trials, are left out, except those that diverged or failed.
     """
     found: dict[str, list[StudyTrial]] = {name: [] for name in MARKS}
     for trial in study.trials:
@@ -92,8 +92,8 @@ def hover(trial: StudyTrial, study: StudyView) -> str:
 def search(study: StudyView) -> Figure:
     """Draw the losses of all trials in order, with a line through the lowest loss so far.
 
-    To the right of the trials is the loss of the best hyperparameters, with its interval. If these hyperparameters
-    were run again with fresh seeds, the loss is the mean of these trials. A band around the loss shows the noise
+    To the right of the trials is the loss of the best hyperparameters, with its interval. If trials with fresh seeds
+    have repeated these hyperparameters, this loss is the mean over those trials. A band around it shows the noise
     between seeds.
     """
     low, top = window(study)

@@ -103,10 +103,10 @@ class Table:
 
 
 class RowByRow:
-    """A table whose rows are printed one at a time, in columns of fixed width. A column of free text gets the rest.
+    """A table whose rows are printed one at a time, in columns of fixed width.
 
-    Optional columns (``Column.drop``) that do not fit are left out. ``widths`` maps the index of each column that is
-    shown to its width.
+    A column of free text gets the space that is left. Optional columns (``Column.drop``) that do not fit are left
+    out. ``widths`` maps the index of each column that is shown to its width.
     """
 
     def __init__(self, columns: Sequence[Column], width: int) -> None:

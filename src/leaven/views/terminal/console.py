@@ -63,7 +63,7 @@ def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> N
 def next_lines(commands: Sequence[str]) -> list[str]:
     """Return the lines that show the commands to type next.
 
-    If they plan on GPUs, the first line says how to choose other GPUs.
+    If one of them plans on GPUs, the first line says how to choose other GPUs.
     """
     lines = [f"{'' if number else 'next':<11}{command}" for number, command in enumerate(commands)]
     if any(command.startswith("leaven plan ") and " --gpus " in command for command in commands):

@@ -174,7 +174,7 @@ def _short(layout: Layout) -> str:
 
 
 def budget_screen(budget: BudgetDocument) -> Iterator[RenderableType]:
-    """Yield the model sizes that can be trained with a budget, and its cost."""
+    """Yield the model sizes that can be trained with a budget, and the cost of the budget."""
     flops = [row.flops for row in budget.rows]
     note = [budget.note] if budget.note else []
     seconds = format_seconds(86_400 * budget.days)

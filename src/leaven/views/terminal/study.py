@@ -156,7 +156,10 @@ class TuneScreen(LiveScreen):
         return f"{done} of {self._trials}" if self._trials and done <= self._trials else f"{done}"
 
     def _time_left(self) -> str:
-        """Return as text the estimated time until the trials, FLOPs or hours of the budget are used."""
+        """Return as text the estimated time until the first limit of the budget (trials, FLOPs or hours) is reached.
+
+        Return "" if the time is not known, or if no time is left.
+        """
         usual, left = self._usual(), list[float]()
         if usual is None:
             return ""
