@@ -1,8 +1,10 @@
 """Choose the commands that leaven suggests after the result of a command (with ``--json``, under the key ``next``).
 
-The order of the commands is new -> recipes check -> tune -> transfer -> recipes check -> plan -> train -> report.
-``leaven new`` chooses the names of files: OUT.toml is the recipe of the large model (the target), and OUT-proxy.toml
-the recipe of a small model (the proxy) that is tuned instead. OUT-tuned.toml is the target with the tuned values.
+The order of the commands is new -> recipes check -> tune -> transfer -> recipes check -> check coordinates -> plan ->
+train -> report.
+
+``leaven new`` chooses the names of files. OUT.toml is the recipe of the large model (the target). OUT-proxy.toml is
+the recipe of a small model (the proxy), which is tuned instead. OUT-tuned.toml is the target with the tuned values.
 """
 
 import shlex
