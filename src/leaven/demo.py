@@ -58,7 +58,10 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return the runs that repeat ``lr`` with more seeds at the largest width, under COPIED and under MOVED."""
+        """Return the final runs: ``lr`` at the largest width, with each of the two rules and each seed but the first.
+
+        The grid already has the runs with the first seed.
+        """
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]
@@ -101,7 +104,8 @@ def run_demo(
         stop: returns true once the user asked to stop.
 
     Raises:
-        InputError: if the folder contains other files or another demo, or is in use, or if the source has no text.
+        InputError: if the folder contains other files or another demo, is in use, or cannot be written; or if the
+            source has no text.
         ChecksStopped: if ``stop`` returned true. Finished runs are saved, and the same call resumes the demo.
     """
     require_writable(folder)
@@ -136,7 +140,8 @@ def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument
     """Return the document that an earlier call wrote into this folder, or None if the demo is new.
 
     Raises:
-        InputError: if the folder contains other files, a demo with another size or text, or a demo without its runs.
+        InputError: if ``folder`` is a file, or contains other files, a demo with another size or text, or a demo
+            whose runs are missing.
     """
     if (folder / "demo.json").exists():
         before = read_demo(folder)
@@ -195,7 +200,10 @@ def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, scre
 
 
 def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) -> DemoDocument:
-    """Train the runs that have not finished yet. Return the document with all runs and the result."""
+    """Train the runs that have not finished yet, and write the three recipes into the folder.
+
+    Return the document with all runs and the result.
+    """
     size = SIZES[document.size]
     document = document.model_copy(update={"runs": _runs(store, base, size.grid)})
     lr = best(curves(document)[MOVED, size.widths[0]])
@@ -210,8 +218,11 @@ def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) 
 
 
 def result_of(demo: DemoDocument) -> DemoResult:
-    """Return the result of a finished demo: the losses of the widest model at the base's best lr under COPIED and
-    under MOVED, and the difference between these losses."""
+    """Return the result of a finished demo: the losses at the lr that is best for the base.
+
+    These are the losses of the base, of the widest model with each of the two rules, and the difference between the
+    two rules.
+    """
     base, widest = demo.models[0].width, demo.models[-1].width
     lr = best(curves(demo)[MOVED, base])
     copied, moved = (demo.losses(rule, widest)[lr] for rule in (COPIED, MOVED))
@@ -249,7 +260,7 @@ def trial_of(base: Recipe, point: DemoPoint) -> RecipeTrial:
 
 
 def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
-    """Estimate how many seconds a run takes in a worker process (one thread), from the speed of four steps.
+    """Train four steps, and estimate from their speed how many seconds a run takes in a worker process (one thread).
 
     A validation token is assumed to take a third of the time of a training token.
     """
@@ -264,8 +275,10 @@ def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
 
 
 def paired(first: list[float], second: list[float]) -> tuple[float, float]:
-    """Return the mean over seeds of ``first`` - ``second``, and half the width of the mean's 95% confidence interval
-    (Student's t)."""
+    """Return the mean of ``first`` - ``second``, and half the width of the mean's 95% confidence interval.
+
+    ``first`` and ``second`` have one value for each seed, in the same order. The interval is from Student's t.
+    """
     differences = [a - b for a, b in zip(first, second, strict=True)]
     spread = statistics.stdev(differences) / math.sqrt(len(differences))
     return statistics.fmean(differences), t95(len(differences) - 1) * spread

@@ -5,8 +5,9 @@ import re
 # Characters that control a terminal, change the direction of text, break lines, or cannot be encoded in UTF-8. Line
 # feed and tab are allowed.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-# As a path, a URL has :/ instead of ://. A password may contain any character, also @ and spaces, so everything up to
-# the last @ of the line counts as password. The value of an option ends before a quotation mark that closes the text.
+# A path that was made from a URL has :/ instead of ://. A password may contain any character, also @ and spaces, so
+# everything up to the last @ of the line counts as password. A quotation mark at the end of an option is not part of
+# its value.
 _PASSWORD = re.compile(
     r"""(?<=:/)(/{0,2}[^\s:/@]*):[^\n]*@  # of a URL
     |(?<=[?&])(\w*password)=[^&\s]*?(?=['"]?:?(?:[&\s]|$))  # an option of a URL
@@ -23,7 +24,7 @@ def _masked(found: re.Match[str]) -> str:
 def shown(text: str) -> str:
     """Return text that is safe to print: without passwords (in URLs and logins of databases) and control characters.
 
-    A control character becomes an escape such as ``\\u001b``, which TOML and JSON read.
+    A password becomes ``***``. A control character becomes its escape in TOML and JSON, such as ``\\u001b``.
     """
     text = _PASSWORD.sub(_masked, text)
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

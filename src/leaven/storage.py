@@ -1,7 +1,8 @@
 """Write and lock files so that they survive kills, power cuts and full disks.
 
-leaven writes all its permanent files with this module, and never through a link to a file, because a link in a folder
-of somebody else may lead out of it. If replacing a file raises OSError, the old file is unchanged.
+leaven writes all its permanent files with this module. It never writes through a link to a file, because somebody
+else may have made the link, and it may lead to any file. If replacing a file raises OSError, the old file is
+unchanged.
 Files that a user or another program wrote are read with :func:`open_file` or :func:`read`. Both refuse pipes and
 devices, because reading them may never end. Functions for paths that a user has typed raise InputError instead of
 OSError: :func:`write_text`, :func:`write_page`, :func:`make_folder`, :func:`require_free` and :func:`written_folder`.
@@ -45,7 +46,7 @@ def expanded(path: Path | str) -> Path:
     """Return a path with the home folder in place of ~ or ~NAME.
 
     Raises:
-        InputError: if this home folder is not known, as in a container whose user has no name.
+        InputError: if the home folder is not known, as in a container whose user has no name.
     """
     try:
         return Path(path).expanduser()
@@ -57,7 +58,7 @@ def open_file(path: Path | str) -> BinaryIO:
     """Open a regular file for reading.
 
     Raises:
-        OSError: if there is no regular file at this path. Other kinds, such as pipes, may never answer.
+        OSError: if the file cannot be opened, or is not a regular file. Reading a pipe, for example, may never end.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -91,13 +92,13 @@ def require_file(path: Path | str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file that replaces ``path`` when the block ends, so that ``path`` is never half written.
+    """Yield a temporary file that replaces ``path`` when the ``with`` block ends, so ``path`` is never half written.
 
-    A device or a pipe, for example ``/dev/null``, is written to directly, and so is ``/dev/stdout``, which may be a
-    link to a file.
+    If the block raises an error, ``path`` is unchanged. A device or a pipe, for example ``/dev/null``, is written to
+    directly. So is ``/dev/stdout``, although it may be a link to a file.
 
     Raises:
-        OSError: if the file cannot be written, or if ``path`` is a pipe that nobody reads, which would wait forever.
+        OSError: if the file cannot be written, or if ``path`` is a pipe that nobody reads.
     """
     if _is_device(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | getattr(os, "O_NONBLOCK", 0))
@@ -122,7 +123,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def _is_device(path: Path) -> bool:
     """Return whether a path is a device, a pipe, or a link such as /dev/stdout to an open file of this process."""
-    if path.is_symlink():  # elsewhere, somebody else may have made a link to a device
+    if path.is_symlink():  # outside /dev and /proc, somebody else may have made the link, so it does not count
         return any(path.absolute().is_relative_to(folder) for folder in ("/dev", "/proc"))
     return path.exists() and not (path.is_file() or path.is_dir())
 
@@ -135,7 +136,10 @@ def write(path: Path, content: bytes) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to ``path`` when the block ends. ``path`` must be new or empty."""
+    """Yield a temporary folder that is renamed to ``path`` when the ``with`` block ends.
+
+    ``path`` must be new or an empty folder. If the block raises an error, the temporary folder is removed.
+    """
     path = path.absolute()
     _remove_leftovers(path)
     temporary = _temporary(path)
@@ -152,7 +156,10 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def place_folder(temporary: Path, final: Path) -> None:
-    """Rename a folder, whose files the caller has synced, to ``final``. ``final`` must be new or empty."""
+    """Rename the folder ``temporary`` to ``final``, which must be new or an empty folder.
+
+    The caller must have synced the files in ``temporary`` (:func:`sync_file`).
+    """
     sync_folder(temporary)
     if final.is_dir():
         final.rmdir()
@@ -161,8 +168,10 @@ def place_folder(temporary: Path, final: Path) -> None:
 
 
 def require_plain_file(path: Path) -> None:
-    """Raise InputError if a file that is to be written in place is a link, a folder, a pipe or a device. It may be
-    missing."""
+    """Raise InputError if ``path`` is a link, a folder, a pipe or a device. A missing path is allowed.
+
+    Call this before a file is written in place.
+    """
     with suppress(OSError):
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode):
@@ -173,9 +182,10 @@ def require_plain_file(path: Path) -> None:
 
 
 def open_to_write(path: Path, flags: int = 0, buffering: int = -1) -> BinaryIO:
-    """Open a file to read and write it in place, but never through a link. ``flags`` are further flags of
-    :func:`os.open`. If the file has a second name (a hard link), as in some backups, it is first replaced by a copy,
-    so that the file under the other name stays as it is.
+    """Open a file to read and write it in place, but never through a link.
+
+    ``flags`` are more flags of :func:`os.open`. If the file has a second name (a hard link), as in some backups, it is
+    first replaced by a copy, so that the file under the other name stays as it is.
 
     Raises:
         InputError: if :func:`require_plain_file` refuses the path.
@@ -194,7 +204,7 @@ def write_text(path: Path | str, text: str) -> None:
     """Replace a file atomically: after a crash it contains the old text or the new text.
 
     Raises:
-        InputError: if the file cannot be written, or if ``path`` is a link. The old file is unchanged.
+        InputError: if the file cannot be written, or if ``path`` is a folder or a link. The old file is unchanged.
     """
     path = Path(path)
     try:
@@ -206,8 +216,8 @@ def write_text(path: Path | str, text: str) -> None:
     except UnicodeEncodeError as error:
         there = ascii(text[max(0, error.start - 20) : error.end])
         raise InputError(
-            f"{path}: cannot be written: {there} ends with a character that is not Unicode; rename the file or change "
-            "the value"
+            f"{path}: cannot be written: {there} ends with a character that is not Unicode; rename the file or "
+            "change the value"
         ) from None
     except OSError as error:
         unread = "a pipe that nobody reads" if error.errno == errno.ENXIO else error.strerror
@@ -220,8 +230,8 @@ def require_page(path: Path) -> None:
     It may overwrite an HTML page or an empty file, but no other file. Devices and pipes are allowed.
 
     Raises:
-        InputError: if the file there is not a page, or if the path is in the folder of a run or study and does not
-            end in .html.
+        InputError: if another kind of file exists at the path; or if the path is inside the folder of a run, study,
+            check or demo (see ``KEPT``) and does not end in .html.
     """
     if _is_device(path):
         return
@@ -263,8 +273,10 @@ def require_folder_name(path: Path) -> None:
 
 
 def is_full(folder: Path, size: int = 2**16) -> bool:
-    """Return whether ``size`` bytes cannot be written in a folder, because its disk is full or a quota is used up. A
-    folder that is missing or cannot be written for another reason is not full."""
+    """Return whether the disk of a folder is full, or a quota is used up: ``size`` more bytes cannot be written.
+
+    Return False if the folder cannot be written for another reason, for example because it is missing.
+    """
     try:
         with TemporaryFile(dir=folder) as file:
             file.write(bytes(size))
@@ -276,7 +288,7 @@ def is_full(folder: Path, size: int = 2**16) -> bool:
 
 
 def require_writable(path: Path) -> None:
-    """Raise InputError if a folder cannot be written, or cannot be created. Call this before work that takes long."""
+    """Raise InputError if the folder ``path`` cannot be written or created. Call this before work that takes long."""
     require_folder_name(path)
     there = next((folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()), path)
     if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
@@ -306,7 +318,7 @@ def require_free(path: Path) -> None:
     """Check that writing to ``path`` would overwrite nothing.
 
     Raises:
-        InputError: if the path exists already and is not an empty folder, or is a URL.
+        InputError: if the path exists and is not an empty folder, or if it is a URL.
     """
     require_folder_name(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -318,7 +330,7 @@ def written_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error.
 
     Raises:
-        InputError: if the path exists already or cannot be written. In this case nothing is written.
+        InputError: if the path exists and is not an empty folder, or cannot be written. Nothing is then written.
     """
     require_free(path)
     make_folder(path.absolute().parent)
@@ -330,8 +342,10 @@ def written_folder(path: Path) -> Iterator[Path]:
 
 
 def share(path: Path) -> None:
-    """Give a file the permissions of a new file in its folder. Some libraries write files that only the owner can
-    read."""
+    """Give a file the permissions that a new file in its folder gets.
+
+    This is for files that a library has written so that only their owner can read them.
+    """
     new = _temporary(path)
     with new.open("xb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -384,11 +398,14 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True) -> None:
-    """Append complete lines to a file. If a crash has left an incomplete last line, first repair or remove it.
+    """Append complete lines to a file.
+
+    A crash may have left an incomplete last line. If only its newline is missing, the newline is added first.
+    Otherwise the incomplete line is removed first.
 
     The caller must hold a lock, so that only one process appends at a time. After an error, the file may contain some
-    of the lines, but no incomplete line. With ``sync``, the lines survive a power cut. Without ``create``, the file
-    must exist.
+    of the lines, but no incomplete line. With ``sync``, the lines survive a power cut. If ``create`` is false, the
+    file must exist.
     """
     with open_to_write(path, os.O_APPEND | (os.O_CREAT if create else 0), buffering=0) as opened:
         file = cast(FileIO, opened)
@@ -434,14 +451,15 @@ class JsonLines:
     """The content of a file with one JSON object per line."""
 
     documents: list[dict[str, Any]]
-    damaged: list[int]  # line numbers, counted from 1, of lines that are not JSON objects
-    numbers: list[int]  # the line number of each of the documents
+    damaged: list[int]  # line numbers (from 1) of complete, non-empty lines that are not JSON objects
+    numbers: list[int]  # the line number of each entry of ``documents``
 
 
 def read_json_lines(path: Path) -> JsonLines:
     """Return the content of a file with one JSON object per line. A missing file counts as an empty file.
 
-    A last line that a crash has cut short is ignored; the next append repairs it.
+    A last line that lacks only its newline counts, and the next :func:`append` adds the newline. Any other incomplete
+    last line is ignored, and the next :func:`append` removes it.
     """
     documents: list[dict[str, Any]] = []
     damaged: list[int] = []
@@ -450,7 +468,7 @@ def read_json_lines(path: Path) -> JsonLines:
         *lines, tail = read(path, math.inf).split(b"\n")
     except FileNotFoundError:
         lines, tail = [], b""
-    # A last line without a newline counts if it is complete.
+    # ``tail`` is the text after the last newline. It counts if only its newline is missing.
     for number, line in enumerate([*lines, tail], start=1):
         document = json_object(line)
         if document is not None:
@@ -479,12 +497,14 @@ def _integer(digits: str) -> int:
 
 @contextmanager
 def lock(path: Path, seconds: float = -1) -> Iterator[None]:
-    """Hold a lock file during the block, against other processes and threads. A killed process releases its locks.
+    """Hold a lock file during the ``with`` block, so that other processes and threads wait for the lock.
+
+    If a process is killed, its locks are released.
 
     Raises:
-        TimeoutError: if another holder keeps the lock for ``seconds``. A negative number waits without a limit.
+        TimeoutError: if the lock is not free after ``seconds``. A negative number waits without a limit.
         InputError: if :func:`require_plain_file` refuses the path.
-        OSError: if the lock file cannot be made. The error names it, or its folder if there is no such file.
+        OSError: if the lock file cannot be made. The error names the lock file, or its folder if it does not exist.
     """
     from filelock import FileLock  # slow to import
 

@@ -129,9 +129,10 @@ def _no_verb(
 
 
 def main() -> None:
-    """Run the command line. Every error is one line on standard error.
+    """Run the command line, and exit. Every error is one line on standard error.
 
-    The exit code is 2 for wrong input and 70 for a bug. The line about a bug names a file with the traceback.
+    The exit code is 2 for wrong input, 70 for a bug, 75 if the user stopped the command, and 1 for other failures.
+    The line about a bug names a file with the traceback.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # its encoding may lack characters of a name or a sample
@@ -195,7 +196,7 @@ def error_message(error: BaseException) -> str | None:
 
 
 def _message_of_system(error: OSError) -> str | None:
-    """Return the message for a file error that the user can fix, such as a full disk, or None for other errors."""
+    """Return the message for a file error that the user can fix, such as a full disk, and None for other errors."""
     if error.errno in _DISK_FULL:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}; free some space and run the same command again; finished work is kept"
@@ -206,7 +207,10 @@ def _message_of_system(error: OSError) -> str | None:
 
 
 def bug_message(error: BaseException) -> str:
-    """Write a bug's traceback to a file that only this user can read, and return a message that names the file."""
+    """Write a bug's traceback to a file that only this user can read, and return a message that names the file.
+
+    If the file cannot be written, the message says how to see the traceback.
+    """
     what = f"a bug in leaven: {type(error).__name__}: {f'{error}'[:200]}"
     about = (
         f"leaven {__version__}, Python {platform.python_version()}, {platform.platform()}\n"

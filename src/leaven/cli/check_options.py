@@ -99,8 +99,9 @@ class CheckOptions:
         """Return the recipe, or the text ``module:factory``.
 
         Raises:
-            InputError: if an option was given that applies only to recipes, and this is a factory, or an option that
-                applies only to factories, and this is a recipe.
+            InputError: if ``subject`` is a file with the results of runs, which this check cannot read; if it is a
+                factory, and an option applies only to recipes; or if it is a recipe, and an option applies only to
+                factories.
         """
         if ":" in self.subject and not Path(self.subject).exists():
             if self.overrides:
@@ -119,9 +120,10 @@ class CheckOptions:
         return load_recipe(Path(self.subject), self.overrides)
 
     def finish(self, document: CheckDocument, *more: str, following: Sequence[str] = ()) -> None:
-        """Print a check's result and the lines ``more``, write its HTML page, and exit with code 1 if it failed.
+        """Print a check's result and the lines ``more``. Exit with code 1 if the check failed.
 
-        ``following`` are the commands to suggest if the check passed.
+        With ``--output``, the HTML page is written first. ``following`` are the commands to suggest if the check
+        passed.
         """
         from leaven.cli import next_commands
         from leaven.views.check_page import check_page
@@ -224,7 +226,10 @@ class RecipeRunOptions(CheckOptions):
         )
 
     def train(self, check: "Callable[[RunStore], CheckDocument]") -> CheckDocument:
-        """Run a check that keeps its runs in the folder ``run``, until done or Ctrl-C."""
+        """Run a check that keeps its runs in the folder ``run``, and return its document.
+
+        After Ctrl-C, the command exits with code 75.
+        """
         from leaven.verification.runs import ChecksStopped, RunStore
 
         with (

@@ -117,9 +117,10 @@ TokensOption = Annotated[
 
 
 def require_alone(context: typer.Context, option: str, others: str) -> None:
-    """Raise InputError if the user typed ``option`` together with one of ``others``.
+    """Raise InputError if the user typed one of ``others``, which cannot be combined with ``option``.
 
-    ``others`` has the names of parameters, separated by spaces, for example ``"params tokens"``.
+    ``option`` is something that the user has typed. ``others`` has the names of parameters, separated by spaces, for
+    example ``"params tokens"``.
     """
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))
@@ -133,7 +134,8 @@ def require_new(path: Path, force: bool | None = None) -> None:
     ``force`` is the value of ``--force``, or None for a command without this option.
 
     Raises:
-        InputError: if ``path`` is a folder, its parent folder is missing, or it is a file and ``force`` is not true.
+        InputError: if ``path`` is a folder, if its parent folder is missing, or if it is a file and ``force`` is not
+            true.
     """
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the name of a file")
@@ -145,7 +147,10 @@ def require_new(path: Path, force: bool | None = None) -> None:
 
 
 def recipe_name(file: Path, default: str) -> str:
-    """Return a name for the recipe in ``file``: its stem with hyphens for special characters."""
+    """Return a name for the recipe in ``file``: the file name without its ending, and hyphens for special characters.
+
+    If nothing is left, return ``default``.
+    """
     return re.sub(r"^\W+|[^\w.\-]+", "-", file.stem).strip("-.") or default
 
 
@@ -160,7 +165,7 @@ def _help(context: typer.Context) -> None:
 
 
 def load_recipe(recipe: Path, overrides: list[str] | None) -> Recipe:
-    """Return the recipe in a file, with ``overrides``, the values of ``--set``."""
+    """Return the recipe in a file. ``overrides`` are the values of ``--set``, such as "data.tokens=1M", or None."""
     if not recipe.exists() and (RUNS / f"{recipe}.toml").is_file():
         raise InputError(
             f"{recipe} is a published run, not a recipe file; to see it, type: leaven recipes show {recipe}"
@@ -174,12 +179,12 @@ def print_document(
     json_output: bool,
     following: Sequence[str] = (),
 ) -> None:
-    """Print a document as JSON, or as text: its ``screen``, and then the commands to type next, ``following``."""
+    """Print a document as JSON, or as text: its ``screen``, and then ``following``, the commands to type next."""
     if json_output:
         data: Any = [each.dump() for each in document] if isinstance(document, Sequence) else document.dump()
         if following:
             data["next"] = list(following)
-        # Other encodings lack characters, which JSON must escape in its own way.
+        # Other encodings than UTF-8 lack characters. JSON must escape these itself.
         ascii_only = codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"
         echo(json.dumps(finite(data), indent=2, ensure_ascii=ascii_only))  # infinite numbers and NaN become null
         return
@@ -189,7 +194,10 @@ def print_document(
 
 @contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C or SIGTERM has arrived. A second Ctrl-C interrupts at once."""
+    """Yield a function that returns whether Ctrl-C or SIGTERM has arrived.
+
+    The first signal only changes the result of this function. A second signal raises KeyboardInterrupt at once.
+    """
     requested = False
 
     def request(number: int, frame: FrameType | None) -> None:

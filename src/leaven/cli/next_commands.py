@@ -1,8 +1,10 @@
 """Choose the commands that leaven suggests after the result of a command (with ``--json``, under the key ``next``).
 
-The order of the commands is new -> recipes check -> tune -> transfer -> recipes check -> plan -> train -> report.
-``leaven new`` chooses the names of files: OUT.toml is the recipe of the large model (the target), and OUT-proxy.toml
-the recipe of a small model (the proxy) that is tuned instead. OUT-tuned.toml is the target with the tuned values.
+The order of the commands is new -> recipes check -> tune -> transfer -> recipes check -> check coordinates -> plan ->
+train -> report.
+
+``leaven new`` chooses the names of files. OUT.toml is the recipe of the large model (the target). OUT-proxy.toml is
+the recipe of a small model (the proxy), which is tuned instead. OUT-tuned.toml is the target with the tuned values.
 """
 
 import shlex
@@ -49,17 +51,20 @@ def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> l
 
 
 def after_findings(changes: Mapping[str, Any]) -> list[str]:
-    """Return the command that checks a recipe again with ``changes`` as ``--set`` options; none without changes."""
+    """Return the command that checks a recipe again with ``changes`` as ``--set`` options.
+
+    Without changes, return no command.
+    """
     options = [word for path, to in changes.items() for word in ("--set", f"{path}={written(to)}")]
     return [again(*options)] if options else []
 
 
 def after_failed_check(check: CheckDocument, run: Path | None, page: Path | None) -> list[str]:
-    """Return the command to suggest after a failed check. It is one of:
+    """Return the command to suggest after a failed check. It is the first of these that applies:
 
-    - the same check with more runs, if there are too few runs to decide;
-    - the same check with the rule complete-d-p, if the recipe's rule may be at fault;
-    - a command that writes a page with charts, unless the user has already asked for the page.
+    - the same check with more runs, if no row failed clearly, because there are too few runs to decide;
+    - the same check with the rule complete-d-p, if a row failed and the recipe has another rule;
+    - a command that writes a page with charts, unless the page has been written.
 
     ``run`` is the folder of the check's runs, or None. ``page`` is the HTML page that was written, or None.
     """
@@ -80,8 +85,8 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
 def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
     """Return the commands to suggest after a study.
 
-    They transfer the best values to the target. Without a target, they train with the best values. ``command`` is the
-    user's shell command with the best values, if the study ran such a command instead of leaven's trainer.
+    They transfer the best values to the target. Without a target, they train with the best values. If the study ran a
+    shell command of the user instead of leaven's trainer, ``command`` is this command with the best values.
     """
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
@@ -96,8 +101,8 @@ def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
 def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
     """Return the commands to suggest after ``transfer`` and ``import config``: check the new recipe, and train it.
 
-    ``output`` is the recipe file. If it is None, no file was written. The suggestion is then to run the same command
-    again, and to write the recipe to the file ``name``.
+    ``output`` is the recipe file, or None if no file was written. In this case, return the same command with ``-o``,
+    which writes the recipe to the file ``name``.
     """
     if output is None:
         return [again("-o", str(_free(name)))]
@@ -109,7 +114,8 @@ def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Seque
 
     They train the recipe in the planned layout. If the recipe is a proxy, they tune it. If the recipe has a proxy
     that is not tuned yet, the commands that tune the proxy come first. With ``overrides`` these are left out, because
-    the proxy was made for the recipe without ``overrides``.
+    the proxy was made for the recipe without ``overrides``. There are no commands if the layout does not fit in
+    memory, or has context or expert parallelism.
     """
     if not found.memory.fits or found.layout["cp"] > 1 or found.layout["ep"] > 1:
         return []
@@ -129,7 +135,7 @@ def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Seque
 
 
 def plan_of_new(path: Path, cluster: Cluster | None) -> str:
-    """Return the command that plans a new recipe on ``cluster``, or on this machine's CPU."""
+    """Return the command that plans a new recipe on ``cluster`` or, without one, on this machine's CPU."""
     return _line("plan", path, "--gpus", *((cluster,) if cluster else ("cpu", "--measure")))
 
 
@@ -170,7 +176,8 @@ def after_export_weights(folder: Path) -> list[str]:
 def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
     """Return the commands to suggest after ``export config``: import the configuration, if leaven can read it.
 
-    leaven does not run torchtitan's Python file. It reads the JSON file that torchtitan saves when it trains.
+    leaven does not run torchtitan's Python file. It reads the JSON file that torchtitan saves when it trains, so for
+    torchtitan the first command trains.
     """
     if to not in ("transformers", "megatron", "torchtitan"):
         return []
@@ -192,10 +199,10 @@ def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """Return the command that tunes a proxy.
+    """Return the command that tunes the proxy in the file ``path``.
 
-    With a target, the number of trials is the largest that is worth its cost for the target. If a trial is too large
-    for this machine, ``leaven plan`` for a cluster comes first.
+    With a target, the command has the largest number of trials that is worth its cost for the target. If a trial is
+    too large for this machine, a command that plans the proxy on a cluster comes first.
     """
     trials: tuple[object, ...] = ()
     name = proxy.name.removesuffix(PROXY)
@@ -261,7 +268,10 @@ def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
 
 
 def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
-    """Return a line that says where the cluster in ``following`` (commands) is from, or [] if that is not known."""
+    """Return a line that says why the first ``leaven plan`` among the commands ``following`` has its cluster.
+
+    Return [] if there is no such command, or if the reason is not known.
+    """
     plans = [command for command in following if command.startswith("leaven plan ")]
     known = known_cluster(recipe) if plans else None
     return [f"{'hardware':<{LABEL}}{known.reason}"] if known and f" --gpus {known.cluster}" in plans[0] else []

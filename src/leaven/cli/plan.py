@@ -152,7 +152,10 @@ def plan(
 
 
 def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> ClusterPlan:
-    """Return a plan with times calibrated by steps on this machine (``measure``) or by earlier runs (``history``)."""
+    """Return a plan with times calibrated by steps on this machine (``measure``) or by earlier runs (``history``).
+
+    If both are false, or if no earlier run can be used, the times are not calibrated.
+    """
     if not measure:
         return plan.calibrated(past_runs() if history else [], recipe.precision.compute)
 

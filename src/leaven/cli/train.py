@@ -132,7 +132,10 @@ def train(
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
-    """Exit if the run was interrupted or has diverged. Only the user may start such a run again, not torchrun."""
+    """Exit if the run's last event is a stop: it was interrupted or has diverged.
+
+    torchrun restarts a command that has failed. Only the user may start such a run again.
+    """
     last = (run.events() or [{"event": None}])[-1]
     if last["event"] == "stop":
         errors.print(

@@ -13,9 +13,9 @@ Published scaling laws predict losses to about this accuracy.
 
 class VerdictRow(Entry):
     module: str  # module or parameter; in a sweep, the hyperparameter whose best value is compared
-    axis: str  # what grows, e.g. width; bookkeeping: computed from the rule; in a sweep, two scales: 64x4 -> 256x4
+    axis: str  # what grows, e.g. width; in a sweep, two scales: 64x4 -> 256x4; bookkeeping: computed without training
     slope: float | None  # the judged number, e.g. an exponent; of several, the one farthest beyond its limit
-    limit: float | None  # how far slope may be from the value (usually 0) or the range that a correct rule gives
+    limit: float | None  # largest allowed distance of slope from its correct value (usually 0) or range of values
     passed: bool | None  # null if the row is measured but not judged
     parts: dict[str, float | None] = {}  # all numbers of the row by column
     note: str = ""  # the usual cause of a failure, or why the row is not judged
@@ -72,7 +72,7 @@ class MemoryCheckRow(Entry):
 
 
 class MemoryCheckDocument(Document, schema="check-memory/1"):
-    """The result of ``leaven check memory``: planned memory compared with the memory of simulated steps."""
+    """The result of ``leaven check memory``: the planned memory, compared with that of simulated training steps."""
 
     passed: bool  # whether every judged row is within its limit
     check: str  # always memory

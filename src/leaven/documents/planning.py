@@ -46,7 +46,7 @@ class CandidateRow(Entry):
 
     @property
     def trained(self) -> bool:
-        """Whether leaven can train with the layout, and not only plan and export it: without context parallelism."""
+        """Whether leaven can train with the layout: not with context parallelism, which it only plans and exports."""
         return bool(self.layout["cp"] == 1)
 
 

@@ -1,8 +1,9 @@
-"""The web server of ``leaven serve``. It shows a list of folders, a page for each folder, a planner and a page of
-published runs.
+"""The web server of ``leaven serve``.
 
-The server answers only GET requests from this machine that contain the right token. The address that ``leaven serve``
-prints contains the token. A request cannot choose a path to open: the server shows only folders that
+It shows a list of folders, a page for each folder, a planner and a page of published runs.
+
+The server answers only GET requests that are addressed to this machine and contain the right token. The address that
+``leaven serve`` prints contains the token. A request cannot choose a path to open: the server shows only folders that
 :func:`leaven.server.folders.find` has found.
 """
 
@@ -52,7 +53,10 @@ LOCAL = ("127.0.0.1", "localhost")
 
 
 def application(roots: list[Path], token: str) -> Starlette:
-    """Return the web application that shows the folders in ``roots``. It answers only requests with the token."""
+    """Return the web application. It shows the runs, studies, checks and demos that are in ``roots``.
+
+    It answers only requests with the token.
+    """
     routes = {
         "/": lambda request: _folders(request, roots),
         "/folder/{root}/{name:path}": lambda request: _folder(request, roots),
@@ -68,10 +72,10 @@ def application(roots: list[Path], token: str) -> Starlette:
 
 
 class TokenRequired:
-    """ASGI middleware that refuses a request if it has no token, or if its host is not 127.0.0.1 or localhost.
+    """ASGI middleware that refuses a request without the right token, or to a host other than 127.0.0.1 or localhost.
 
-    The first request has the token in its address, and later requests have it in a cookie. The host name is checked
-    to prevent DNS rebinding.
+    The first request has the token in its address. The answer sets a cookie with the token, which later requests
+    have. The host name is checked to prevent DNS rebinding.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -101,8 +105,8 @@ class TokenRequired:
 def _page(request: Request, here: str, make: Callable[[], str], found: list[Found] | None = None) -> Response:
     """Return the HTML page that ``make`` returns, or a page with the error that ``make`` raises.
 
-    ``found`` are the folders that the page shows. If they are given, the browser requests the page every two seconds,
-    and gets a new version only after a change in these folders.
+    ``found`` are the folders that the page shows. If they are given, the browser requests the page again every two
+    seconds, and gets a new version only after a change in these folders.
     """
     mark = tag(found) if found is not None else ""
     if mark and request.headers.get("If-None-Match") == mark:
@@ -184,10 +188,11 @@ def _planner(request: Request) -> Response:
 
 
 def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
-    """Return the plan for ``given``, the fields of the planner's form, and the title of its page.
+    """Return the plan that the user requested in the planner's form, and the title of the plan's page.
 
-    A ``size`` that begins with a digit is a model size; the plan is then for the recipe that ``leaven new`` would
-    write. Any other ``size`` is the id of a published run.
+    ``given`` has the texts of the form by the names in ``FIELDS``. If the text of ``size`` begins with a digit, it is
+    a model size, and the plan is for the recipe that ``leaven new`` would write. Any other text is the id of a
+    published run.
     """
     size, gpus, layout = given["size"], given["gpus"], given["layout"] or None
     if size and not size[0].isdigit():
@@ -198,7 +203,7 @@ def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
 
 
 def _command(given: Mapping[str, str]) -> str:
-    """Return the shell command that prints the plan for ``given``, the fields of the planner's form."""
+    """Return the shell command that prints the same plan. ``given`` is as in :func:`_planned`."""
     options = [f"--gpus {given['gpus']}", *(f"--{key} '{given[key]}'" for key in ("layout", "price") if given[key])]
     if given["size"] and not given["size"][0].isdigit():
         return f"leaven plan {given['size']} {' '.join(options)}"

@@ -20,14 +20,17 @@ from leaven.views.folders import KINDS, RunView, StudyView, read_folder
 
 DEEPEST = 6  # levels of subfolders that are searched
 SKIPPED = {"checkpoints", "node_modules", "__pycache__", "site-packages"}
-SHOWN = {".json", ".jsonl", ".toml"}  # suffixes of the files that a page shows
+SHOWN = {".json", ".jsonl", ".toml"}  # suffixes of the files whose content a page shows
 YEAR_9999 = 253_370_764_800.0  # its first second as a Unix time; a file may have a later one
 SILENT = 120.0  # seconds; a run is called running if a file has changed within this time
 
 
 @dataclass(frozen=True)
 class Found:
-    """The folder of a run, study, check or demo. It is in a root: a folder that the user gave to ``leaven serve``."""
+    """The folder of a run, study, check or demo.
+
+    It is inside a root, or is a root itself. A root is a folder that the user gave to ``leaven serve``.
+    """
 
     root: int  # index of the root, in the order given to ``leaven serve``
     folder: Path
@@ -77,7 +80,11 @@ class FolderRow:
 
 
 def find(roots: list[Path]) -> Iterator[Found]:
-    """Yield the folders of runs, studies, checks and demos in each of ``roots``, sorted by name."""
+    """Yield the folders of runs, studies, checks and demos in each of ``roots``, sorted by name.
+
+    The search does not enter these folders themselves, hidden folders, folders named in ``SKIPPED``, and folders more
+    than ``DEEPEST`` levels below a root.
+    """
     for index, root in enumerate(roots):
         for path, folders, files in os.walk(root):
             folder = Path(path)
@@ -106,7 +113,7 @@ def tag(found: list[Found]) -> str:
 def row(found: Found, now: float) -> FolderRow:
     """Return the row of a folder. ``now`` is the current Unix time.
 
-    A run, study or demo counts as running only if a file was changed shortly before ``now``.
+    An unfinished run or study is shown as running only if a file has changed within the last ``SILENT`` seconds.
     """
     try:
         view = read_folder(found.folder)

@@ -49,7 +49,7 @@ class CatalogueChart:
 def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
     """Return the predictions of each law for models of these sizes, trained on 20 tokens per parameter.
 
-    ``predicted`` is the quantity, such as ``lr``. If a law has several forms, only the main form is used.
+    ``predicted`` is the predicted quantity, such as ``lr``. If a law has several forms, only the main form is used.
     """
     found: dict[str, list[LinePoint]] = {}
     for size in sizes:
@@ -140,7 +140,10 @@ def _values_of(recipe: Recipe) -> dict[str, float]:
 
 
 def hues_of(runs: Sequence[PublishedRun]) -> dict[str, str]:
-    """Return the colours of the lineages (model families) with the most runs, by the name of the lineage."""
+    """Return the colours of the lineages (model families) with the most runs, by the name of the lineage.
+
+    A lineage with a single run has no colour of its own.
+    """
     count = Counter(run.lineage.name for run in runs)
     largest = [name for name, _ in count.most_common(HUES) if count[name] > 1]
     return {name: charts.hue(n) for n, name in enumerate(largest)}

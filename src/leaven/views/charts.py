@@ -144,8 +144,10 @@ def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float
 
 
 def measured_axis(values: Iterable[float], spell: Spell, *, most: int = 8) -> Figure:
-    """Return a logarithmic axis with ticks at the measured ``values``. If there are more than ``most``, only every
-    n-th value has a tick."""
+    """Return a logarithmic axis with ticks at the measured ``values``.
+
+    If there are more than ``most`` values, only every n-th value has a tick.
+    """
     places = sorted(set(values))
     shown = places[:: -(-len(places) // most)]
     return log_axis(places[0], places[-1], spell, tickvals=shown, ticktext=list(map(spell, shown)))
@@ -191,7 +193,7 @@ def _minus(a: float | None, b: float | None) -> float | None:
 
 
 def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array:
-    """Smooth y: replace each value by a straight line that is fitted to the values around it.
+    """Smooth y: replace each value by that of a straight line, which is fitted to the points around it.
 
     The fit at index i uses ``share`` x i points on each side, and at least 2. The window grows with i because a loss
     is drawn over the logarithm of tokens. Unlike a moving average, the fit does not lag where the curve falls.
@@ -219,7 +221,10 @@ def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array
 
 
 def thin(points: Sequence[Point], most: int, *, logarithmic: bool = True) -> list[Point]:
-    """Return at most ``most`` of the points, evenly spaced along the x axis. The last point is kept."""
+    """Return at most ``most`` of the points, evenly spaced along a logarithmic or linear x axis.
+
+    The first and the last point are kept.
+    """
     if len(points) <= most:
         return list(points)
     x = np.array([x for x, _ in points])

@@ -109,7 +109,8 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
     """Return the charts of a collapse check, and the context of the page's section that shows them.
 
-    One chart shows the normalised loss curves, the other their deviations from the first curve with 95% bands.
+    One chart shows the normalised loss curves. The other shows their deviations from the curve of the base, with 95%
+    bands. There are no charts if the check has no curves.
     """
     colours = dict(zip(check.settings["scales"], cycle(_COLOURS)))
     drawn: dict[str, Figure | None] = {}
@@ -131,8 +132,8 @@ def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str,
 def _best(curve: VerdictCurve, title: str, limit: float | None) -> Figure:
     """Draw the best value of the hyperparameter over the width, depth, batch or duration, with 95% intervals.
 
-    A dotted line shows the best value of the first model, the base. A line above it and one below it show the
-    ``limit`` of the shift in octaves.
+    A dotted line shows the best value of the base, which is the first model. The best values of the other models may
+    shift from it by ``limit`` octaves; a line above and a line below show this.
     """
     level = curve.y[0]
     limits = [level * 2**octaves for octaves in (-limit, limit)] if level is not None and limit is not None else []

@@ -36,8 +36,8 @@ def _to(low: float, high: float) -> str:
 class CheckTable:
     """A table of a check.
 
-    It has one of three kinds of rows: a verdict for each module along an axis, for example width; the verdicts of a
-    sweep; or measured numbers without a verdict.
+    Its rows are of one of three kinds: the verdicts of the modules along an axis, for example width; the verdicts of
+    other scales against a base (in a sweep or a collapse check); or measured numbers without a verdict.
     """
 
     name: str

@@ -97,11 +97,11 @@ def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
 
 
 def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]) -> float | None:
-    """Return how many times fewer tokens a run needed than the first run for the same validation loss, such as 1.5.
+    """Return the tokens that the first run needed / the tokens that ``run`` needed for the same validation loss.
 
-    ``run`` and ``first`` are validation losses as (tokens, loss), in the order of tokens. The compared loss is the
-    higher one of the two final losses. Return None if a run has fewer than two validations, or if the better run had
-    reached that loss at its first validation.
+    The result is 2 if ``run`` needed half of the tokens. ``run`` and ``first`` are validation losses as (tokens,
+    loss), in the order of tokens. The compared loss is the higher one of the two final losses. Return None if one of
+    the two has fewer than two validations, or if the better one reached that loss at its first validation already.
     """
     if min(len(run), len(first)) < 2:
         return None
@@ -113,9 +113,9 @@ def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]
 
 
 def _tokens_at(validation: Sequence[tuple[int, float]], loss: float) -> float | None:
-    """Return the number of tokens at which a run first reached a loss, interpolated over the logarithm of tokens.
+    """Return the number of tokens at which a run first reached ``loss``, interpolated over the logarithm of tokens.
 
-    Return None if the run had reached the loss at its first validation.
+    The run must have reached it. Return None if it did so at its first validation already.
     """
     (before, above), (after, below) = next(
         pair for pair in pairwise(validation) if min(pair[0][1], pair[1][1]) <= loss

@@ -26,7 +26,7 @@ COMMANDS = (
 
 
 def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
-    """Return the loss over the lr for each (rule, width), as a mapping from the lr to the loss.
+    """Return the loss at each lr, for each pair (rule, width).
 
     At the base width, the losses are means over all seeds and do not depend on the rule. At larger widths, the losses
     are those of the first seed.
@@ -93,7 +93,7 @@ def loss_table(demo: DemoDocument) -> Table:
 def seed_table(demo: DemoDocument) -> Table:
     """Return a table of losses at the best lr of the smallest model, with a column for each seed.
 
-    The rows are the smallest model, and the largest model under each of the two rules.
+    The rows are the smallest model, and the largest model with each of the two rules. The demo must have finished.
     """
     result, base = demo.result, demo.models[0].width
     assert result is not None, "the demo has ended"
@@ -173,7 +173,11 @@ def demo_summary(demo: DemoDocument) -> Iterator[RenderableType]:
 
 
 def demo_page(demo: DemoDocument) -> str:
-    """Return the page of a finished demo as HTML."""
+    """Return the page of a finished demo as HTML.
+
+    Raises:
+        InputError: if the demo has not finished.
+    """
     if demo.result is None:
         raise InputError("the demo has not finished; run the same leaven demo again to resume it")
     return render(

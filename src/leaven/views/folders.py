@@ -33,7 +33,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 @dataclass(frozen=True)
 class RunView:
-    """A training run as it is displayed. Infinite numbers and NaN in its files are None."""
+    """A training run as it is displayed. Numbers that charts cannot show, such as NaN, are None."""
 
     title: str
     recipe: Recipe
@@ -42,7 +42,7 @@ class RunView:
     loss: float | None  # the last validation loss
     seconds: float | None  # training time
     finished: bool
-    stopped: str | None  # the reason why an unfinished run stopped; None if there is no record
+    stopped: str | None  # the reason why the run stopped; None if its last event is not a stop
     returns: Sequence[dict[str, Any]]  # events of events.jsonl that set the run back: rollbacks and manual rewinds
     folder: RunFolder
     damaged: int = 0  # lines of metrics.jsonl that are damaged; their steps are missing in ``steps``
@@ -64,7 +64,8 @@ class RunView:
         """The faults in the files of the run, as text: damaged lines, files that changed after the run finished, and
         files of other runs.
 
-        It is "" if there are no faults. It is read when it is needed, because a list of runs does not show it.
+        The text is "" if there are no faults. The files are read only when this property is used, because a list of
+        runs does not show it.
         """
         found = []
         if self.damaged:
@@ -80,11 +81,14 @@ class StudyView(StudyDocument):
     """A study (a search for hyperparameters) as it is displayed."""
 
     centre: Recipe | CommandFile  # the recipe or the command file from which the search started
-    best_recipe: Recipe | None  # None also if the search started from a command file
+    best_recipe: Recipe | None  # None if there is no best.toml yet, or if the search started from a command file
     folder: str = "."  # the study's folder, relative to the folder in which its commands run
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Return the values of hyperparameters, by path, whose distances from the starting values are ``octaves``."""
+        """Return the values of hyperparameters by path.
+
+        ``octaves`` has the distance of each value from its starting value, also by path.
+        """
         of = self.centre
         return point.values(of, octaves) if isinstance(of, Recipe) else of.values(octaves)
 
@@ -94,14 +98,17 @@ class StudyView(StudyDocument):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the best loss in nats per token, or None if no trial has a fresh seed."""
+        """The 95% interval of the best loss in nats per token.
+
+        None if there is no best point yet, or if too few trials with fresh seeds have run to know the interval.
+        """
         return self.best.interval if self.best is not None and math.isfinite(self.best.interval[0]) else None
 
     @property
     def start_loss(self) -> float | None:
-        """The mean loss of the trials with the starting values, or None if no trial is complete.
+        """The mean loss of the complete trials with the starting values, or None if no trial is complete.
 
-        If no complete trial has the starting values, it is the loss of the first complete trial.
+        If no complete trial has the starting values, this is the loss of the first complete trial.
         """
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         losses = [trial.loss for trial in list(filter(at_start, done)) or done[:1] if trial.loss is not None]
@@ -111,7 +118,7 @@ class StudyView(StudyDocument):
 FolderView = DemoDocument | StudyView | RunView | CheckDocument
 KINDS = {"demo.json": "demo", "study.json": "study", "metrics.jsonl": "run", "check.json": "check"}
 """The kind of a folder, by the first of these files that the folder contains."""
-LARGEST_NUMBER = 1e100  # the square of a larger number may overflow, and also 1 / a number below 1e-100
+LARGEST_NUMBER = 1e100  # charts show numbers from 1 / this to this, so that squares and quotients do not overflow
 FARTHEST = 300  # octaves; the largest distance of a value from the start of a study, a factor of 1e90
 STATES = ("complete", "diverged", PRUNED, "failed", *UNDER_WAY)  # of trials
 PURPOSES = ("search", "noise", "rerun")  # of trials
@@ -193,7 +200,10 @@ def read_run(folder: Path) -> RunView:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of metrics.jsonl or events.jsonl, with None in place of every value that cannot be displayed."""
+    """Return a line of metrics.jsonl or events.jsonl, with None in place of every value that cannot be displayed.
+
+    A value can be displayed if it is a number that charts can show, or the text of ``event`` or ``why``.
+    """
 
     def plain(key: str, value: Any) -> Any:
         if isinstance(value, str) and key in {"event", "why"}:
@@ -212,7 +222,7 @@ def _elapsed(events: Sequence[dict[str, Any]]) -> float | None:
 
 
 def _drawable(number: float) -> bool:
-    """Return whether charts can show a number: it is finite, and neither huge nor nearly 0."""
+    """Return whether charts can show a number: it is finite and not huge, and it is 0 or not nearly 0."""
     if isinstance(number, int):
         return abs(number) < 2**63
     return number == 0 or 1 / LARGEST_NUMBER <= abs(number) <= LARGEST_NUMBER

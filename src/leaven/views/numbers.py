@@ -14,9 +14,9 @@ LEAST_GIB = 0.05  # smaller parts of memory are not shown
 
 
 def value(number: float | None, digits: int = 3) -> str:
-    """Return a hyperparameter as text for a recipe, for example ``0.004``, ``2.83e-4`` or ``1e-8``.
+    """Return a hyperparameter as text with ``digits`` digits, for example ``0.004``, ``2.83e-4`` or ``1e-8``.
 
-    Numbers from 0.9 to 1 and from 1000 on have one digit more than ``digits``.
+    Numbers from 0.9 to 1 and from 1,000 to 10,000 have one digit more. None gives a dash.
     """
     if number is None:
         return NONE
@@ -67,8 +67,10 @@ def loss(number: float | None) -> str:
 
 
 def fixed(number: float, digits: int, sign: str = "") -> str:
-    """Return a number with ``digits`` decimals. With ``sign="+"``, a positive number has a plus sign. A number that
-    rounds to 0 has no sign."""
+    """Return a number as text with ``digits`` decimals.
+
+    With ``sign="+"``, a positive number has a plus sign. A number that rounds to 0 has no sign.
+    """
     rounded = round(number, digits) + 0.0
     return f"{rounded:{sign if rounded else ''}.{digits}f}"
 
@@ -97,7 +99,7 @@ def quantity(number: float | None) -> str:
 
 
 def tick(number: float) -> str:
-    """Return a count as the label of a tick, for example ``2.5 M`` where :func:`quantity` returns ``2.50 M``."""
+    """Return a count as the label of a tick, without zeros at the end: ``2.5 M``, not ``2.50 M``."""
     text = format_quantity(number)
     return re.sub(r"\.?0+(?= |$)", "", text) if "." in text else text
 
@@ -123,7 +125,7 @@ def log_ticks(low: float, high: float, label: Callable[[float], str], most: int 
     else:
         places = places[:: -(-len(places) // most)]
     if len(places) < 2:
-        # The axis is so short that it has at most one of these numbers, so choose evenly spaced ticks.
+        # The axis is so short that at most one of these numbers is on it, so choose evenly spaced ticks.
         choices = (linear_ticks(low, high, fewer) for fewer in (most, 4, 3, 2))
         places = next((some for some in choices if len({label(place) for place in some}) == len(some)), [])
     return places, [label(place) for place in places]

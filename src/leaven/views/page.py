@@ -18,8 +18,7 @@ def folder_page(folder: Path) -> str:
     """Return an HTML page about the run, study, check or demo in a folder.
 
     Raises:
-        InputError: if the folder contains nothing to report, or its files contradict each other, or plotly is not
-            installed.
+        InputError: if :func:`read_folder` refuses the folder, if a demo has not finished, or if plotly is missing.
     """
     document = read_folder(folder)
     if isinstance(document, CheckDocument):

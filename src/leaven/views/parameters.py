@@ -35,7 +35,8 @@ HEADERS = {
 }
 """The values of a parameter that are displayed, with their headers on pages."""
 _SUBSCRIPTS = {"I": "in", "O": "out", "H": "head", "M": "match"}
-AnyRow = TypeVar("AnyRow", ParameterRow, ParameterValues)  # of the parameter table, or the document of leaven show
+# A row of the parameter table, or of the document of ``leaven show``.
+AnyRow = TypeVar("AnyRow", ParameterRow, ParameterValues)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def by_label(rows: Iterable[AnyRow]) -> dict[str, list[AnyRow]]:
 
 
 def groups(rows: Iterable[AnyRow]) -> list[LayerGroup]:
-    """Group the rows of the parameter table, so that neighbouring layers with equal values form one group."""
+    """Group the rows of the parameter table: neighbouring layers of a parameter with equal values form one group."""
     found = []
     for name, members in by_label(rows).items():
         for _, alike in groupby(members, key=lambda row: [getattr(row, field) for field in ("shape", *HEADERS)]):
@@ -76,9 +77,9 @@ def groups(rows: Iterable[AnyRow]) -> list[LayerGroup]:
 
 
 def at_base(recipe: Recipe) -> Recipe | None:
-    """Return the recipe at its base scale, for which the hyperparameters are written.
+    """Return the recipe at its base scale, which is the scale for which its hyperparameters are written.
 
-    Return None if the recipe is at base scale already, or if the model cannot be built at base scale.
+    Return None if the recipe is already at its base scale, or if its model cannot be built at that scale.
     """
     base = recipe.base
     own = (recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
@@ -100,11 +101,12 @@ def at_base(recipe: Recipe) -> Recipe | None:
 
 
 def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: str) -> str:
-    """Return why a tensor's value differs from its base value: a formula such as ``m_in^-1 = 0.25``, or a sentence.
+    """Return how a tensor's value follows from its value at the base: a formula such as ``m_in^-1 = 0.25``, or words.
 
-    The formula gives the factor by which the scaling rule multiplies the base value. The symbols are ratios
+    The formula gives the factor by which the scaling rule multiplies the value at the base. The symbols are ratios
     target / base: m_in of the tensor's fan in, m_out of its fan out, m_H of the head dimension, m_L of the depth, m_B
-    of the batch size, m_D of the tokens, and m_match of the factor by which Muon multiplies its update.
+    of the batch size, m_D of the tokens, and m_match of the factor by which Muon multiplies the tensor's update.
+    ``quantity`` is one of ``HEADERS``.
     """
     init = recipe.hyperparameters.init
     if quantity == "init_std" and init != "rule" and row.init_std:

@@ -10,7 +10,9 @@ from leaven.views import charts, numbers
 from leaven.views.charts import INK, MUTED, PAPER, Figure
 
 RANKS = 12  # largest number of pipeline ranks that are drawn
-DOTS, SLOWEST = 1500, 4  # limits on the drawn layouts: their number, and their step time / the fastest step time
+# Limits on the layouts that are drawn: their number, and their step time / the fastest step time. A layout is also
+# drawn if its step takes at most 1.3 times as long as that of the chosen layout.
+DOTS, SLOWEST = 1500, 4
 
 HUES = {
     name: charts.hue(n)
@@ -85,7 +87,7 @@ _PASS_NAMES: dict[Kind, str] = {
 
 
 def drawn_ranks(p: int) -> list[int]:
-    """Return which ranks of a pipeline with ``p`` ranks are drawn."""
+    """Return which ranks of a pipeline with ``p`` ranks are drawn: all, or ``RANKS`` evenly spaced ones."""
     return list(range(p)) if p <= RANKS else [round(n * (p - 1) / (RANKS - 1)) for n in range(RANKS)]
 
 
@@ -146,7 +148,10 @@ _SYMBOLS = {"none": "circle", "selective": "diamond", "full": "square"}
 
 
 def drawn_layouts(candidates: Sequence[CandidateRow], chosen: CandidateRow) -> list[CandidateRow]:
-    """Return the layouts that the chart shows. ``candidates`` are all layouts, with the best first."""
+    """Return the layouts that the chart shows: at most ``DOTS``, and none that is much slower than the fastest.
+
+    ``candidates`` are all layouts, with the best first.
+    """
     slowest = _slowest(candidates, chosen)
     return [each for each in candidates if each.step_seconds <= slowest][:DOTS]
 
@@ -163,9 +168,10 @@ def layouts(
     capacity_gib: float,
     usable_gib: float,
 ) -> Figure:
-    """Draw layouts by step time and memory.
+    """Draw a dot for each layout at its step time and memory.
 
-    ``front`` contains the layouts that no other layout beats in both time and memory.
+    The colour shows tp, and the symbol shows recompute. A layout that leaven cannot train is a cross. A line joins
+    the layouts in ``front``: those that no other layout beats in both time and memory.
     """
     slowest = _slowest(shown, chosen)
     times, sizes = zip(*map(_place, [*shown, chosen]), strict=True)

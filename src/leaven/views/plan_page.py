@@ -15,7 +15,8 @@ from leaven.views import numbers, plan_charts
 from leaven.views.charts import Figure
 from leaven.views.render import render
 
-STEADY = 4  # in the chart of a long pipeline, number of micro-batches between its start and its end
+# A chart of a pipeline's passes shows the start and the end of a step, and this number of micro-batches in between.
+STEADY = 4
 
 
 @dataclass(frozen=True)

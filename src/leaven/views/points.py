@@ -16,7 +16,7 @@ from leaven.views.tables import Fact, cut, under
 
 EARLY_ENDS = ("diverged", PRUNED, "failed")  # states of trials that ended without a final loss
 NAMES = 6  # largest number of names in a sentence
-SURE = 3  # number of repeated trials from which on the noise counts as well known
+SURE = 3  # the noise counts as well known if at least this number of repeated trials measured it
 UNMOVED = 0.005  # octaves (factors of 2); a smaller change would be printed as x1.00
 
 
@@ -30,14 +30,17 @@ def change(dimension: Dimension, to: float) -> str:
 
 def counts(study: StudyDocument, states: Sequence[str] = EARLY_ENDS) -> dict[str, str]:
     """Return how many trials are in each of ``states``, as text by state, for example {"diverged": "2 diverged"}.
-    States without trials are left out."""
+
+    States without trials are left out.
+    """
     return {state: f"{n} {state}" for state in states if (n := study.count(state))}
 
 
 def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:
     """List how hyperparameters change from ``before`` to ``now``, for example ``embedding.lr x1.41, …``.
 
-    The largest changes come first. Changes that do not fit into ``room`` characters are left out.
+    The largest changes come first. Changes that do not fit into ``room`` characters are left out, and also changes of
+    at most ``UNMOVED``.
     """
     moved = [(d, now[d.path], before.get(d.path, 0.0)) for d in dimensions if d.path in now]
     names = [
@@ -130,8 +133,8 @@ def repeats(state: StudyDocument) -> str:
 def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
     """Return lines about what a study found besides the best hyperparameters.
 
-    The lines say how many trials failed, whether fewer changes give an equally good loss, which hyperparameters are
-    at a limit of the search space, which do not matter, and what more trials are expected to gain.
+    For example, they say how many trials failed, whether fewer changes give an equally good loss, which
+    hyperparameters are at a limit of the search space, which do not matter, and what more trials would gain.
 
     ``budget`` is the number of trials that the search was allowed to run.
     """

@@ -14,10 +14,10 @@ KINDS = HEADERS | {"lr": "lr", "residual": "residual"}  # displayed names of the
 
 
 def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -> Mapping[str, Any]:
-    """Return the context of the macros in ``recipe.html.j2``.
+    """Return the variables of the macros in ``recipe.html.j2``, by name.
 
-    If ``beside`` is given, the page shows the values of this second recipe next to the recipe's values. ``names`` are
-    the column titles of ``beside`` and of the recipe.
+    If ``beside`` is given, the page shows the values of this second recipe next to those of ``recipe``. ``names`` are
+    the column titles of ``beside`` and of ``recipe``.
     """
     table = parameter_table(recipe)
     mine = by_label(table.rows)
@@ -26,8 +26,8 @@ def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -
     def line(name: str, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
         """Return a line of the parameter table, for the parameter ``name`` in all layers.
 
-        A cell is (range in ``beside``, range in the recipe, reason). A range is from the smallest to the largest
-        value of the layers. The reason is that of the first layer.
+        A cell is (range in ``beside``, range in ``recipe``, reason). A range goes from the smallest to the largest
+        value over the layers. The reason is that of the value in the first layer.
         """
         first, base = rows[0], others.get(name, [])
         cells = [
@@ -55,7 +55,10 @@ def _range(rows: Sequence[ParameterRow], quantity: str) -> tuple[float, float] |
 
 
 def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[str, Any]:
-    """Return a table with a coloured band for each module: its lr in each layer, divided by the global ``lr``."""
+    """Return a table with a coloured band for each parameter: its lr in each layer, divided by ``lr``.
+
+    ``rows`` has the rows of each parameter, one for each layer. ``lr`` is the lr of the recipe.
+    """
     factors = {name: [row.lr / lr for row in members] for name, members in rows.items()}
     reach = octaves_shown([factor for band in factors.values() for factor in band])
     bands = [
@@ -81,13 +84,16 @@ def _band(label: str, factors: Sequence[float], reach: int, text: str, state: st
 
 
 def octaves_shown(factors: Sequence[float]) -> int:
-    """Return how many octaves (factors of 2) above and below the factor 1 the colours distinguish."""
+    """Return how far the colours distinguish factors, in octaves (factors of 2) above and below 1.
+
+    The farthest of ``factors`` decides. The result is at least 1.
+    """
     farthest = max((abs(math.log2(factor)) for factor in factors if factor > 0), default=0.0)
     return max(math.ceil(farthest - 0.25), 1)
 
 
 def shade(factor: float, reach: int) -> str:
-    """Return the colour of a factor, with different hues below and above 1.
+    """Return the colour of a factor as CSS. Factors above 1 have another hue than factors below 1.
 
     The colour gets stronger with the distance from 1, up to ``reach`` octaves (factors of 2).
     """
@@ -100,16 +106,16 @@ def shade(factor: float, reach: int) -> str:
 
 
 def chips(reach: int) -> list[tuple[str, float]]:
-    """Return the entries of the colour legend as (colour, factor), with at most three factors on each side of 1."""
+    """Return the entries of the colour legend as (colour, factor): 1, and at most three factors on each side of 1."""
     every = -(-reach // 3)
     steps = range(-(reach // every) * every, reach + 1, every)
     return [(shade(2.0**step, reach), 2.0**step) for step in steps]
 
 
 def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
-    """Return the values of a recipe, grouped by their reason. Values without a reason are in the group None.
+    """Return the values of a recipe, grouped by their reason under ``[why]``. Values without one are under None.
 
-    A value is a pair (keys of its path, text). Multipliers of 1 are left out.
+    A value is a pair: the keys of its path, and the value as text. Multipliers of 1 are left out.
     """
     document = recipe.model_dump(exclude={"why", "name", "tuning"}, exclude_none=True)
     found: dict[str | None, list[tuple[list[str], str]]] = {}
@@ -124,7 +130,11 @@ def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
 
 
 def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
-    """Return the kinds of multipliers, such as ``lr``, that ``space`` searches or that are not 1 in the recipe."""
+    """Return the kinds of multipliers, such as ``lr``, that a page shows.
+
+    These are the kinds that are searched, and the kinds that are not 1 everywhere in the recipe. ``space`` has the
+    paths of the searched values.
+    """
     values = recipe.hyperparameters
     per_module = ("hyperparameters.modules.", "hyperparameters.depth.")
     searched = {path.rpartition(".")[2].partition("[")[0] for path in space if path.startswith(per_module)}
@@ -159,10 +169,13 @@ def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
 
 
 def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return the table of the multipliers that a search found, or None if no multipliers were searched.
+    """Return the table of the multipliers in a study's best recipe.
+
+    Return None if no multipliers were searched and all are 1. ``space`` has the paths of the searched values.
 
     The table has a row for each module and a column for each kind of multiplier. A cell is a band with a colour for
-    each layer. Its text is the module's multiplier, without the depth multiplier.
+    each layer. The text beside the band is the module's multiplier, without the depth multiplier. ``ends`` has the
+    smallest and the largest multiplier of a module.
     """
     kinds = multiplier_kinds(recipe, space)
     if not kinds:

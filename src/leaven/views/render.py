@@ -38,7 +38,10 @@ FILTERS = {
 
 @dataclass(frozen=True)
 class ServedPage:
-    """What ``leaven serve`` adds to a page: the navigation, and an ETag that shows whether the page has changed."""
+    """What ``leaven serve`` adds to a page: links to the other pages, and an ETag.
+
+    The browser sends the ETag back to ask whether the page has changed.
+    """
 
     links: Mapping[str, str]  # addresses of the pages in the navigation, by name
     here: str  # the name of this page in ``links``, or ""
@@ -50,8 +53,10 @@ _SERVED: ContextVar[ServedPage | None] = ContextVar("served", default=None)
 
 @contextmanager
 def served(page: ServedPage) -> Iterator[None]:
-    """A context in which :func:`render` makes pages for ``leaven serve``: with navigation and an ETag, and without a
-    copy of plotly in each page."""
+    """Inside this ``with`` block, :func:`render` makes pages for ``leaven serve``.
+
+    They have the links and the ETag of ``page``, and load plotly.js from the server.
+    """
     token = _SERVED.set(page)
     try:
         yield
@@ -60,10 +65,10 @@ def served(page: ServedPage) -> Iterator[None]:
 
 
 def render(template: str, charts: Mapping[str, Figure | None], **context: Any) -> str:
-    """Return the HTML of a template in ``templates/``. Every text in the context is escaped.
+    """Return the HTML of a template in ``templates/``. Every text in ``context`` is escaped.
 
-    A template shows the chart that is named ``loss`` with ``ui.chart("loss", ...)``. The condition ``if charts.loss``
-    tests whether this chart exists.
+    ``charts`` has the charts by name; None stands for a chart that does not exist. A template shows the chart
+    ``loss`` with ``ui.chart("loss", ...)``, and tests with ``if charts.loss`` whether it exists.
 
     Raises:
         InputError: if plotly is missing.

@@ -55,7 +55,7 @@ def _loss(runs: Coloured, x: Figure) -> Figure:
 
 
 def _second_half(runs: Coloured, end: int) -> Figure:
-    """Draw the loss in the second half of the longest run, where the loss changes by hundredths of a nat."""
+    """Draw the losses of all runs from the middle of the longest run on, where they change by hundredths of a nat."""
     lines, dots, seen = [], [], []
     for run, colour in runs:
         smoothed = [point for point in _smoothed(_values(run, "loss")) if point[0] >= end / 2]

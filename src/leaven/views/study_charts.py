@@ -27,7 +27,7 @@ class TrialMark:
     line: float = 1.7  # line width of open symbols, or of the edge of filled ones
 
     def on(self, at: Sequence[Point], hover: Sequence[str]) -> Figure:
-        """Return a trace that draws points with this mark."""
+        """Return a trace that draws this mark at each of the points ``at``. ``hover`` has their tooltips."""
         looks = {"symbol": self.symbol, "line": {"width": self.line}}
         return charts.dots(at, self.colour, self.size, marker=looks, cliponaxis=False, hovertext=hover)
 
@@ -47,7 +47,10 @@ SAME = 1.02  # numbers of tokens that differ by at most this factor count as equ
 
 
 def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
-    """Group the trials by kind, such as ``diverged``, in the order of drawing. Running trials are left out."""
+    """Group the trials by kind, such as ``diverged``, in the order of drawing.
+
+    Trials without a loss, such as running trials, are left out, except those that diverged or failed.
+    """
     found: dict[str, list[StudyTrial]] = {name: [] for name in MARKS}
     for trial in study.trials:
         if trial.state in {"diverged", "failed"}:
@@ -89,8 +92,8 @@ def hover(trial: StudyTrial, study: StudyView) -> str:
 def search(study: StudyView) -> Figure:
     """Draw the losses of all trials in order, with a line through the lowest loss so far.
 
-    To the right of the trials is the loss of the best hyperparameters, with its interval. If these hyperparameters
-    were run again with fresh seeds, the loss is the mean of these trials. A band around the loss shows the noise
+    To the right of the trials is the loss of the best hyperparameters, with its interval. If trials with fresh seeds
+    have repeated these hyperparameters, this loss is the mean over those trials. A band around it shows the noise
     between seeds.
     """
     low, top = window(study)
@@ -219,7 +222,10 @@ def known_curves(study: StudyView) -> Curves:
 
 
 def against_best(study: StudyView, known: Curves) -> Curves:
-    """Return how far the loss curve of each trial is above that of the best trial after the same number of tokens."""
+    """Return how far the loss curve of each trial is above that of the best trial after the same number of tokens.
+
+    Return {} if the best trial is not known or has no loss curve.
+    """
     best = known.get(study.best.number) if study.best else None
     if best is None:
         return {}
@@ -264,8 +270,8 @@ def curves(study: StudyView, known: Curves, title: str) -> Figure:
 def front(study: StudyView) -> Figure | None:
     """Draw the final losses of trials over their tokens, and the Pareto front as a stepped line.
 
-    A trial that was evaluated after several durations has a dot for each duration. Return None if the trials of the
-    front have about the same duration.
+    A trial that was evaluated after several durations has a dot for each duration. Return None if the front has fewer
+    than two trials, or if all its trials have about the same number of tokens.
     """
     tokens = [one.tokens for one in study.front]
     if len(tokens) < 2 or max(tokens) <= SAME * min(tokens):

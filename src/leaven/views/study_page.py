@@ -97,8 +97,8 @@ def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
 def changes(study: StudyView) -> Mapping[str, Any] | None:
     """Return the table of the changed hyperparameters, with their starting values and their best values.
 
-    If other values with fewer changes are equally good, the table has a column for these values. Return None if no
-    best values are known, or if the best values are the starting values.
+    If a point with fewer changes is equal to the best within the noise, the table has a column for its values. Return
+    None if no best values are known, or if the best values are the starting values.
     """
     moved, fewer = (
         {path: to for path, to in (point or {}).items() if abs(to) > points.UNMOVED}
@@ -117,7 +117,7 @@ def changes(study: StudyView) -> Mapping[str, Any] | None:
 
 
 def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
-    """Return the rows of the table of trials: first the complete and then the incomplete trials, sorted by loss."""
+    """Return the rows of the table of trials: the complete trials sorted by loss, then the others sorted by loss."""
     names, best = points.workers(study), study.best_trial
     ended = [trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None]
     lowest = best.loss if best else min(ended, default=None)

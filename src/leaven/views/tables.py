@@ -13,7 +13,7 @@ from typing import Any, Literal
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-LEAST = 30  # characters; a column of free text with less space is left out
+LEAST = 30  # characters; an optional column of free text that would have to be narrower than this is left out
 LABEL = 11  # width of the labels, in characters
 
 Cell = str | Text
@@ -28,7 +28,7 @@ class Column:
     cell: Callable[[Any], Cell] = str  # returns the cell of an item
     unit: str = ""  # printed below the header
     align: Literal["left", "right", "point"] = "right"  # point aligns numbers at their decimal points
-    drop: int = 0  # 0: always shown; otherwise, the column with the highest number is the first to be left out
+    drop: int = 0  # 0: always shown. Above 0: optional; the column with the highest number is left out first
     free: bool = False  # whether the cells are free text, which may be shortened
     width: int = 0  # width in characters; only tables that are printed row by row (`RowByRow`) use it
 
@@ -38,8 +38,9 @@ class Table:
     """A table whose rows are known before it is printed.
 
     A table that is too wide for the terminal is made narrower in three steps, until it fits. First, optional columns
-    are left out. Then, the gaps between columns are narrowed. Then, columns with the same number in all rows become
-    lines below the table.
+    (``Column.drop``) are left out. Then, the gaps between columns are narrowed. Then, columns with the same number in
+    all rows are left out, and a line below the table has these numbers. Free text is shortened to the space that is
+    left.
     """
 
     columns: Sequence[Column]
@@ -102,9 +103,10 @@ class Table:
 
 
 class RowByRow:
-    """A table whose rows are printed one at a time, in columns of fixed width. The last column may be free text.
+    """A table whose rows are printed one at a time, in columns of fixed width.
 
-    Columns that do not fit are left out. ``widths`` maps the index of each remaining column to its width.
+    A column of free text gets the space that is left. Optional columns (``Column.drop``) that do not fit are left
+    out. ``widths`` maps the index of each column that is shown to its width.
     """
 
     def __init__(self, columns: Sequence[Column], width: int) -> None:
@@ -123,7 +125,7 @@ class RowByRow:
         return self.line([column.header for column in self._columns])
 
     def line(self, cells: Sequence[Cell]) -> Text:
-        """Return a row as text. ``cells`` has a cell for every column, also for columns that are left out."""
+        """Return a row as text. ``cells`` has a cell for every column, also for the columns that are not shown."""
         aligned = []
         for i, width in self.widths.items():
             room = width if self._columns[i].free else max(width, len(cells[i]))
@@ -152,7 +154,10 @@ class Facts:
 
 
 def joined(parts: Sequence[Cell], room: int) -> list[Text]:
-    """Join parts with `` · `` into lines of at most ``room`` characters. A longer part is wrapped between words."""
+    """Join parts with `` · `` into lines of at most ``room`` characters.
+
+    A part that is longer than a line is wrapped between words.
+    """
     lines: list[Text] = []
     for part in parts:
         text = Text(part) if isinstance(part, str) else part
@@ -166,7 +171,7 @@ def joined(parts: Sequence[Cell], room: int) -> list[Text]:
 
 
 def folded(text: str, width: int, indent: int = 0) -> list[str]:
-    """Wrap text to lines of ``width - indent`` characters. Words and ids are never broken."""
+    """Wrap text to lines of ``width - indent`` characters, but at least 20. Words and ids are never broken."""
     return textwrap.wrap(text, max(width - indent, 20), break_long_words=False, break_on_hyphens=False)
 
 
@@ -188,10 +193,10 @@ def cut(text: str, width: int) -> str:
 
 
 def at_point(cells: Sequence[Cell]) -> list[Cell]:
-    """Pad numbers with spaces so that their decimal points are aligned.
+    """Pad numbers with spaces so that their decimal points are below one another.
 
-    In a number without a decimal point, the point is assumed after the leading digits: after 16 in ``16*``, after 1
-    in ``1e-8``.
+    A number without a decimal point is aligned as if it had one after its leading digits: after 16 in ``16*``, and
+    after 1 in ``1e-8``.
     """
     ends = [len(re.split("[.e*]", str(cell), maxsplit=1)[0]) for cell in cells]
     before = max(ends, default=0)

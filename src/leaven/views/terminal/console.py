@@ -1,7 +1,7 @@
 """Print results to standard output, and progress, warnings and errors to standard error.
 
-Everything that a command prints passes through here. Control characters are made visible. They may be in names of
-files, in keys and values of recipes, and in messages of other programs.
+Everything that a command prints passes through here. Control characters, which a file name, a recipe or a message of
+another program may contain, are made visible.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,15 +51,20 @@ def warn(messages: Iterable[str], label: str = "warning") -> None:
 
 
 def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> None:
-    """Warn of checkpoints that were not used. Each name comes with what the checkpoint is, such as "damaged".
-    ``changed`` is a sentence on the recipe of the run."""
+    """Warn of checkpoints that were not used, and print the warning ``changed``, if it is given.
+
+    ``checkpoints`` says for each name what is wrong with the checkpoint, for example "damaged".
+    """
     warn(f"checkpoint {name} is {why}; the checkpoint before it is used" for name, why in checkpoints.items())
     if changed is not None:
         warn([changed])
 
 
 def next_lines(commands: Sequence[str]) -> list[str]:
-    """Return the lines that show the commands to type next."""
+    """Return the lines that show the commands to type next.
+
+    If one of them plans on GPUs, the first line says how to choose other GPUs.
+    """
     lines = [f"{'' if number else 'next':<11}{command}" for number, command in enumerate(commands)]
     if any(command.startswith("leaven plan ") and " --gpus " in command for command in commands):
         lines.insert(0, f"{'hardware':<11}for other GPUs, change --gpus; leaven hardware lists the names")

@@ -178,7 +178,6 @@ def _spreads(
 
     The first line has the two model sizes N with which the laws were evaluated: some laws count N without any
     embeddings, and some without the input embedding only. Of a law with several forms, only the main form counts.
-    For a mixture of experts, the loss by the law that depends on experts is apart from that of dense models.
     """
     own = [law for law in laws if law.form_of is None]
     by_kind = [(kind, [law for law in own if law.batch_kind == kind]) for kind in _KINDS]
@@ -208,7 +207,11 @@ def _spreads(
 
 
 def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
-    """Return the lines about the loss: one of all laws, or for a mixture one of its laws and one of dense models."""
+    """Return the lines about the predicted loss.
+
+    A dense model has one line, about all laws. A mixture of experts has two: one with the laws that depend on the
+    number of experts, and one about the other laws, which are for dense models.
+    """
     unit = "nats per token, each of its own text"
     if experts == 1:
         return [("loss", (*_spread(own, "loss", _loss), unit))]
@@ -223,8 +226,8 @@ def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
 def _spread(rows: Sequence[LawRow | OptimumRow], key: str, show: Callable[[float], str]) -> list[str]:
     """Describe the values that laws predict for ``key``: their median and range.
 
-    A law extrapolates if it was fitted to runs of other sizes. If only some of the laws extrapolate, the range over
-    the other laws is also described. Laws that do not predict ``key`` are left out.
+    Laws that do not predict ``key`` are left out. A law extrapolates if the run is outside the law's fitted range, or
+    if that range is not known. If only some of the laws extrapolate, the range over the others is also described.
     """
     found = [value for row in rows if (value := getattr(row, key))]
     inside = [value for row in rows if row.in_range and (value := getattr(row, key))]

@@ -68,7 +68,7 @@ def _speed(plan: PlanDocument) -> list[Cell]:
 
 
 def _time(plan: PlanDocument) -> list[Cell]:
-    """Return the parts of a step with their shares of its time, as text. Parts up to 0.5% are left out."""
+    """Return each part of a step with its share of the step's time, as text. Shares up to 0.5% are left out."""
     shares = {part: seconds / plan.speed.step_seconds for part, seconds in plan.time.items()}
     return [f"{part_name(part, plan.layout['ep'])} {share:.0%}" for part, share in shares.items() if share > 0.005]
 
@@ -100,9 +100,9 @@ def _start(choice: RampChoice) -> str:
 
 
 def _alternative(other: CandidateRow, plan: PlanDocument) -> Text:
-    """Return the memory and time of another layout, and the keys in which it differs from the chosen layout.
+    """Return the memory of another layout, its time against the plan's layout, and the keys in which the two differ.
 
-    dp and accumulation are left out because they follow from the other keys.
+    dp and grad_accumulation are left out, because they follow from the other keys.
     """
     slower = other.step_seconds / plan.speed.step_seconds - 1
     style = "" if abs(slower) <= EQUAL else "red" if slower > 0 else "green"
@@ -126,9 +126,9 @@ def _choices(layout: Layout) -> list[str]:
 
 
 def _explained(explained: Explanation, step_seconds: float) -> list[Cell]:
-    """Return why a requested layout was not chosen, and the times of the parts of a step in both layouts.
+    """Return why a requested layout was not chosen, and the times of a step's parts in this and the chosen layout.
 
-    Parts whose times differ by less than 1% of the step between the requested and the chosen layout are left out.
+    Parts whose two times differ by less than 1% of the step (``step_seconds``) are left out.
     """
     ep = explained.layout["ep"] if explained.layout else 1
     return [
@@ -174,7 +174,7 @@ def _short(layout: Layout) -> str:
 
 
 def budget_screen(budget: BudgetDocument) -> Iterator[RenderableType]:
-    """Yield the model sizes that can be trained with a budget, and its cost."""
+    """Yield the model sizes that can be trained with a budget, and the cost of the budget."""
     flops = [row.flops for row in budget.rows]
     note = [budget.note] if budget.note else []
     seconds = format_seconds(86_400 * budget.days)

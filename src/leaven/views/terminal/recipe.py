@@ -16,9 +16,9 @@ from leaven.views.terminal.findings import written
 
 
 def _number(header: str, unit: str = "", quantity: str = "") -> Column:
-    """Return a column of the parameter table that shows a field of the rows as numbers.
+    """Return a column of the parameter table that shows one field of each row as a number.
 
-    The field is ``quantity`` or, if no quantity is given, the field that has the name ``header``.
+    The field has the name ``quantity`` or, if this is "", the name ``header``.
     """
     field = quantity or header
 
@@ -197,7 +197,7 @@ def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
         }
         if all(len(set(each)) == 1 for each in stds.values()):
             rows.append([name, "all", *(numbers.value(stds[module][0]) for module, _ in modules)])
-        else:  # a row for the first block, and one for the last; modules outside the blocks are in the first
+        else:  # a row for the first block and one for the last; modules outside the blocks are in the first row
             rows.append([name, "0", *(numbers.value(stds[module][0]) for module, _ in modules)])
             last = [numbers.value(stds[m][-1]) if by_module[m][0]["layers"] else "" for m, _ in modules]
             rows.append(["", str(n_layers - 1), *last])

@@ -18,7 +18,7 @@ from leaven.views.points import findings, repeats, result
 from leaven.views.tables import LABEL, Cell, Column, Facts, Table, joined, under
 from leaven.views.terminal.live import LiveScreen
 
-EVERY = 10  # without a terminal, a status line is printed after this number of trials
+EVERY = 10  # without a terminal, a status line is printed each time that this number of trials has ended
 ROWS = 8  # largest number of rows in the table of values
 COLUMNS = (
     Column("trial", width=5),
@@ -71,7 +71,10 @@ class TuneScreen(LiveScreen):
             self._running[number] = (self._name(worker), time.time())
 
     def ended(self, state: StudyDocument) -> None:
-        """Show the trials that have ended. ``state`` is the current document of the study."""
+        """Print a row for each trial that has ended since the last call.
+
+        ``state`` is the current document of the study.
+        """
         with self._lock_rows:
             unknown, self._state = _noise(self._state) is None, state
             new = [other for other in _ended(state) if other.number not in self._shown]
@@ -88,7 +91,11 @@ class TuneScreen(LiveScreen):
         self.line(f"  {text}")
 
     def _say(self, trial: StudyTrial) -> None:
-        """Print the row of a trial. If the trial ended early, the row says why and when, instead of the loss."""
+        """Print the row of a trial that has ended.
+
+        If the trial diverged, failed or was pruned, the row says so and after which share of a run, instead of the
+        loss.
+        """
         best, expected = self._best, ""
         self._shown.add(trial.number)
         worker, _ = self._running.pop(trial.number, (None, 0.0))
@@ -149,7 +156,10 @@ class TuneScreen(LiveScreen):
         return f"{done} of {self._trials}" if self._trials and done <= self._trials else f"{done}"
 
     def _time_left(self) -> str:
-        """Return as text the estimated time until the trials, FLOPs or hours of the budget are used."""
+        """Return as text the estimated time until the first limit of the budget (trials, FLOPs or hours) is reached.
+
+        Return "" if the time is not known, or if no time is left.
+        """
         usual, left = self._usual(), list[float]()
         if usual is None:
             return ""
@@ -180,7 +190,10 @@ class TuneScreen(LiveScreen):
 
 
 def _noise(state: StudyDocument, least: int = 2) -> str | None:
-    """Return the noise between seeds as text, or None if fewer than ``least`` repeated trials measured it."""
+    """Return the noise between seeds as text.
+
+    Return None if the noise is unknown, or if fewer than ``least`` repeated trials measured it.
+    """
     if state.noise_floor is None or state.noise_runs < least:
         return None
     return f"noise {state.noise_floor:.4f} nats ({repeats(state)})"
@@ -192,7 +205,7 @@ def _ended(state: StudyDocument) -> list[StudyTrial]:
 
 
 def expected_values(dimensions: Sequence[Dimension]) -> Iterator[str]:
-    """Yield a line for each value whose optimum laws expect."""
+    """Yield a line for each searched hyperparameter whose best value scaling laws predict."""
     for each in dimensions:
         if each.expected and isinstance(each.centre, float):
             value, factor = each.centre * 2 ** each.expected[0], 2 ** each.expected[1]
@@ -200,9 +213,9 @@ def expected_values(dimensions: Sequence[Dimension]) -> Iterator[str]:
 
 
 def answer_screen(state: StudyDocument, folder: Path, budget: int | None = None) -> Iterator[RenderableType]:
-    """Yield the best values that a study found, and the files with these values. The study must have a best point.
+    """Yield the best loss that a study found, the values that mattered, other findings, and the files to use.
 
-    ``budget`` is the number of trials that the search was allowed to run.
+    The study must have a best point. ``budget`` is the number of trials that the search was allowed to run.
     """
     facts = under("best", result(state))
     if state.noise_floor is not None:

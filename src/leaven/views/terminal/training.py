@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from leaven.training.metrics import Step
 
 SLOW = 1.5  # a rank is reported as slow if its time is more than this many times the median of all ranks
-LONGEST_SILENCE = 60.0  # seconds after which a row is printed
+LONGEST_SILENCE = 60.0  # seconds; if no row was printed for so long, the next step gets a row
 
 # The messages of events, by the name of the event. :q formats a quantity such as 2.5 M, and :v any other number.
 EVENTS = {
@@ -60,7 +60,7 @@ class TrainScreen(LiveScreen):
 
     def __init__(self, recipe: Recipe, log_every: int | None = None) -> None:
         measured = recipe.stability.noise_scale_every_tokens is not None
-        # 80 characters have space for nine columns. If the noise scale is measured, the MFU may be left out for it.
+        # 80 characters have space for nine columns. With a column for the noise scale, MFU becomes optional.
         self._columns = [
             Column("tokens", lambda step: format_quantity(step.tokens), width=7),
             Column("loss", lambda step: _fixed(step.loss, 3), width=6),
@@ -155,7 +155,7 @@ def _fixed(number: float, digits: int) -> str:
 
 
 def advice(folder: Path) -> str:
-    """Return the advice for a run that stopped at an anomaly: its rollbacks, and the options to rewind the run."""
+    """Return what to do about a run that stopped at an anomaly: its rollbacks, and the options to rewind the run."""
     run = RunFolder(folder)
     lines = [
         f"  rolled back at {format_quantity(event['tokens'])} tokens, skipping the data from "
