@@ -16,7 +16,7 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -184,17 +184,21 @@ def require_plain_file(path: Path) -> None:
 def open_to_write(path: Path, flags: int = 0, buffering: int = -1) -> BinaryIO:
     """Open a file to read and write it in place, but never through a link.
 
-    ``flags`` are more flags of :func:`os.open`. If the file has a second name (a hard link), as in some backups, it is
-    first replaced by a copy, so that the file under the other name stays as it is.
+    ``flags`` are more flags of :func:`os.open`. If the file has a second name (a hard link), as in some backups, it
+    is first replaced by a copy, so that the file under the other name stays as it is.
 
     Raises:
         InputError: if :func:`require_plain_file` refuses the path.
         OSError: if the file cannot be opened or copied.
     """
     require_plain_file(path)
-    if path.exists() and path.stat().st_nlink > 1:
+    if path.exists() and (there := path.stat()).st_nlink > 1:
         with open_file(path) as shared, replacing(path) as own:
             shutil.copyfileobj(shared, own)
+            if hasattr(os, "fchown"):  # not on Windows
+                with suppress(PermissionError):
+                    os.fchown(own.fileno(), there.st_uid, there.st_gid)
+                os.fchmod(own.fileno(), stat.S_IMODE(there.st_mode))
     no_link = getattr(os, "O_NOFOLLOW", 0)  # in case somebody makes a link just now
     flags |= os.O_RDWR | no_link | getattr(os, "O_BINARY", 0)
     return os.fdopen(os.open(path, flags, 0o666), "r+b", buffering)
@@ -455,11 +459,12 @@ class JsonLines:
     numbers: list[int]  # the line number of each entry of ``documents``
 
 
-def read_json_lines(path: Path) -> JsonLines:
+def read_json_lines(path: Path, whole: Callable[[str], int] = int) -> JsonLines:
     """Return the content of a file with one JSON object per line. A missing file counts as an empty file.
 
     A last line that lacks only its newline counts, and the next :func:`append` adds the newline. Any other incomplete
-    last line is ignored, and the next :func:`append` removes it.
+    last line is ignored, and the next :func:`append` removes it. ``whole`` reads the digits of a whole number; a line
+    for which it raises ValueError is damaged.
     """
     documents: list[dict[str, Any]] = []
     damaged: list[int] = []
@@ -470,7 +475,7 @@ def read_json_lines(path: Path) -> JsonLines:
         lines, tail = [], b""
     # ``tail`` is the text after the last newline. It counts if only its newline is missing.
     for number, line in enumerate([*lines, tail], start=1):
-        document = json_object(line)
+        document = json_object(line, whole)
         if document is not None:
             documents.append(document)
             numbers.append(number)
@@ -479,20 +484,14 @@ def read_json_lines(path: Path) -> JsonLines:
     return JsonLines(documents, damaged, numbers)
 
 
-def json_object(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in a line, or None if the line is not a JSON object."""
+def json_object(line: bytes, whole: Callable[[str], int] = int) -> dict[str, Any] | None:
+    """Return the JSON object in a line, or None if the line is not a JSON object. ``whole`` is as in
+    :func:`read_json_lines`."""
     try:
-        value = json.loads(line, parse_int=_integer)
+        value = json.loads(line, parse_int=whole)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _integer(digits: str) -> int:
-    """Return a whole number of a JSON document. A number that is too large for a float is damaged."""
-    if len(digits) > 300:
-        raise ValueError("a number is too large")
-    return int(digits)
 
 
 @contextmanager

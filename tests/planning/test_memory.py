@@ -295,6 +295,18 @@ def test_the_peak_of_a_single_micro_batch_is_its_backward_pass_or_the_update(mic
     )
 
 
+def test_in_fp32_several_ranks_gather_copies_and_the_first_backward_pass_makes_room_for_gradients() -> None:
+    """Under tensor parallelism, every weight of a rank has a copy. With as many micro-batches as stages, all forward
+    passes of the first stage come first, so its gradients take the activations of one micro-batch."""
+    tensor = stage_memory(SMALL, Arrangement(Layout(tp=2), 2, 2), 0, LEAVEN_FP32)
+    assert tensor.gathered == tensor.weights == tensor.grads
+    two, four = (stage_memory(SMALL, Arrangement(Layout(pp=2), 2, count), 0, LEAVEN_FP32) for count in (2, 4))
+    assert two.gathered == two.weights
+    assert two.activations == four.activations
+    assert four.grads == four.weights
+    assert two.grads == pytest.approx(max(0, four.grads - two.activations / 2))
+
+
 @pytest.mark.parametrize(("code", "each"), [(LEAVEN_BF16, 16), (NANOTRON, 20), (MEGATRON_BF16, 20)])
 def test_bytes_a_parameter_of_other_codes(code: TrainingCode, each: int) -> None:
     found = states(1.0, code)

@@ -432,6 +432,8 @@ def test_a_line_of_the_events_that_is_no_event_does_not_count(run: RunFolder) ->
     before = run.events()
     rewrite(run.path / "events.jsonl", lambda lines: [*lines, {"peak_tflops": "x"}])
     assert run.events() == before
+    rewrite(run.path / "events.jsonl", lambda lines: [*lines, {"event": "stop", "why": "x", "step": 10**400}])
+    assert run.events() == before
 
 
 def test_a_run_whose_checkpoints_are_all_undone_by_a_rewind_is_neither_loaded_nor_started_again(

@@ -56,7 +56,7 @@ Write = Callable[..., Path]
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     """Return a function that writes a command file in the current folder. Commands are looked at more often."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command_study, "POLL", 0.05)
+    monkeypatch.setattr(command_study, "COMMAND_POLL", 0.05)
 
     def file(command: str, more: str = PATTERN, space: str = SPACE, name: str = "tiny.toml") -> Path:
         Path(name).write_text(f"command = '''\n{command}'''\n{more}{space}")

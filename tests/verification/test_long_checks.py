@@ -254,7 +254,7 @@ def test_runs_of_a_check_train_on_the_text_with_which_it_began(tiny: Recipe, cor
     family = recipe_models(tiny, prepare)
     assert (family.text, family.trial(RunSetting(SMALL, 0.04)).text) == (text, text)
     with pytest.raises(InputError, match="the text has changed since this command began"):
-        RecipeTrial(tiny, "another").run()
+        RecipeTrial(tiny, text="another").run()
 
 
 def test_a_swept_lr_moves_that_of_muon_by_the_same_factor(tiny: Recipe) -> None:

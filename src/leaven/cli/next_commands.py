@@ -115,9 +115,9 @@ def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Seque
     They train the recipe in the planned layout. If the recipe is a proxy, they tune it. If the recipe has a proxy
     that is not tuned yet, the commands that tune the proxy come first. With ``overrides`` these are left out, because
     the proxy was made for the recipe without ``overrides``. There are no commands if the layout does not fit in
-    memory, or has context or expert parallelism.
+    memory, or has context parallelism.
     """
-    if not found.memory.fits or found.layout["cp"] > 1 or found.layout["ep"] > 1:
+    if not found.memory.fits or found.layout["cp"] > 1:
         return []
     if path.stem.endswith(PROXY):
         return after_coordinates(path, recipe, overrides)[-1:]  # without the plan, which is done

@@ -47,7 +47,7 @@ def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
         if len({(line.std, *line.published.values()) for line in lines}) > 1:
             found += (lines[0], lines[-1])
         else:
-            layers = f"0-{lines[-1].layers}" if len(lines) > 1 else lines[0].layers
+            layers = f"{lines[0].layers}-{lines[-1].layers}" if len(lines) > 1 else lines[0].layers
             found.append(replace(lines[0], layers=layers))
     return found
 

@@ -8,6 +8,7 @@ The server answers only GET requests that are addressed to this machine and cont
 """
 
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -204,8 +205,9 @@ def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
 
 def _command(given: Mapping[str, str]) -> str:
     """Return the shell command that prints the same plan. ``given`` is as in :func:`_planned`."""
-    options = [f"--gpus {given['gpus']}", *(f"--{key} '{given[key]}'" for key in ("layout", "price") if given[key])]
+    options = ["--gpus", given["gpus"]]
+    options += [part for key in ("layout", "price") if given[key] for part in (f"--{key}", given[key])]
     if given["size"] and not given["size"][0].isdigit():
-        return f"leaven plan {given['size']} {' '.join(options)}"
-    new = f"leaven new mine.toml --params {given['size']} --tokens {given['tokens']}"
-    return f"{new} && leaven plan mine.toml {' '.join(options)}"
+        return shlex.join(["leaven", "plan", given["size"], *options])
+    new = ["leaven", "new", "mine.toml", "--params", given["size"], "--tokens", given["tokens"]]
+    return f"{shlex.join(new)} && {shlex.join(['leaven', 'plan', 'mine.toml', *options])}"

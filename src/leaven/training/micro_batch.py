@@ -150,7 +150,8 @@ def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
         fixed_gib=0,
     ).averaging(recipe.average is not None)
     recompute = recipe.layout.recompute
-    memory = stage_memory(shape, Arrangement(Layout(recompute=recompute), micro_batch, 1), 0, code)
+    # Two micro-batches a step, whose forward passes find gradients in memory.
+    memory = stage_memory(shape, Arrangement(Layout(recompute=recompute), micro_batch, 2), 0, code)
     probabilities = 0
     if device_type == "cpu" and code.flash_attention and not shape.attention_softcap:
         layers = 1 if recompute == "full" else shape.n_layers

@@ -398,9 +398,16 @@ def _content(path: Path) -> bytes:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
 
+def _whole(digits: str) -> int:
+    """Return a whole number in a line of a run. A line with a number that is too large for a float is damaged."""
+    if len(digits) > 300:
+        raise ValueError("a number is too large")
+    return int(digits)
+
+
 def _read(path: Path) -> storage.JsonLines:
     try:
-        return storage.read_json_lines(path)
+        return storage.read_json_lines(path, _whole)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 

@@ -131,6 +131,7 @@ def train(
     rewind: ManualRewind | None = None,
     group: ProcessGroup = SINGLE_PROCESS,
     history: bool = True,
+    back: ManualRewind | None = None,
 ) -> TrainDocument:
     """Train a recipe in a run folder, and return the result. If the folder has undamaged checkpoints, continue from
     the newest one. If the run has finished already, only return its result.
@@ -147,13 +148,14 @@ def train(
         log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
         rewind: a manual rewind to do before training. It is done only once: a repeated call resumes the rewound run.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
+        back: the old name of ``rewind``.
 
     Raises:
         InputError: if the folder contains a run of another recipe, is in use, or cannot be written.
         Diverged: if an anomaly occurs and ``on_spike`` is ``stop``, if rolling back does not help or is not possible,
             if too many steps in a row are skipped, or if the final validation loss is not finite.
     """
-    run, recipe, rewind = check(recipe, folder, rewind)
+    run, recipe, rewind = check(recipe, folder, rewind or back)
     require_text(run, tokens.fingerprint)
     if tokens.tokenizer_path is not None:
         require_tokenizer(run, tokens.tokenizer_path)
@@ -350,7 +352,10 @@ class RunTrainer:
         return found
 
     def _unusable(self) -> InputError:
-        why = unusable_checkpoints(self.run, self.damaged) or "its checkpoints are gone"
+        why = (
+            unusable_checkpoints(self.run, self.damaged)
+            or "its checkpoints are gone; bring them back (is their disk mounted?)"
+        )
         return InputError(f"{self.run.checkpoints}: {why}, or start again with another --run")
 
     def _restore(self, found: Checkpoint | None, rewinds: tuple[Rewind, ...]) -> None:

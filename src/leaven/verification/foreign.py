@@ -110,7 +110,8 @@ class ForeignFamily:
         factory changed is not used.
         """
         scale = setting.scale
-        if scale.batch * self.sequences % 1:
+        sequences = scale.batch * self.sequences
+        if not math.isclose(sequences, round(sequences)):
             raise InputError(
                 f"{self.name}: {scale.batch:g} times the batch of {self.sequences} sequences is not a whole number "
                 "of sequences; choose other batch ratios or a larger batch"

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from pydantic import ValidationError
@@ -26,7 +26,7 @@ class RecipeFamily:
     """The training runs of a recipe at any scale. ``text`` is the fingerprint of its tokens, if it is known."""
 
     recipe: Recipe
-    text: str | None = None
+    text: str | None = field(default=None, kw_only=True)
     unit = "base value"  # a RunSetting.value is the value in the recipe, before scaling
 
     @property
@@ -103,7 +103,7 @@ class RecipeFamily:
             changes["scaling.base.batch_tokens"] = round(recipe.base.batch_tokens * scale.batch)
             changes["scaling.base.tokens"] = round(recipe.base.tokens * scale.tokens)
         try:
-            return RecipeTrial(moved.replace(changes), self.text)
+            return RecipeTrial(moved.replace(changes), text=self.text)
         except ValidationError as error:
             raise InputError(f"{setting.quantity} {setting.value:g}: {explain(error)}") from None
 
@@ -113,7 +113,7 @@ class RecipeTrial:
     """A training run of a recipe. ``text`` is the fingerprint that the tokens must have, if it is known."""
 
     recipe: Recipe
-    text: str | None = None
+    text: str | None = field(default=None, kw_only=True)
 
     @property
     def key(self) -> str:
@@ -134,4 +134,4 @@ def recipe_models(recipe: Recipe, prepare: Prepare) -> RecipeFamily:
     """Return the training runs of a recipe at any scale, after its text was tokenised with ``prepare``."""
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     check_trainable(recipe, tokens)
-    return RecipeFamily(recipe, tokens.fingerprint)
+    return RecipeFamily(recipe, text=tokens.fingerprint)
