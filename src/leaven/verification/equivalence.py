@@ -88,9 +88,9 @@ def equivalence(
 def _limit(losses: np.ndarray, vocab_size: int) -> float:
     """Return the allowed difference of the mean loss, in nats per token.
 
-    It is the larger of two numbers: two standard errors of a difference of means, and `TOLERANCE` times the
-    improvement over a uniform guess. ``losses`` are those of all seeds at the unchanged batch, where the rule has no
-    effect. So an error in the rule cannot widen the limit.
+    It is the larger of two numbers: `TOLERANCE` times the improvement over a uniform guess, and two standard errors
+    of a difference of means. With one seed, it is the first number. ``losses`` are the losses of all seeds at the
+    unchanged batch, where the rule has no effect. So an error in the rule cannot widen the limit.
     """
     learnt = math.log(vocab_size) - float(losses.mean())
     if len(losses) < 2:

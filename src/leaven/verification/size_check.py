@@ -135,11 +135,11 @@ class SizeCheck(ABC, Generic[Measured]):
     ) -> VerdictRow:
         """Return the row that says whether a module passes.
 
-        ``lines`` has the module's measurements for each size, and within a size for each seed.
+        ``lines`` has a list for each size of the axis, with the module's measurements for each seed.
         """
 
     def value(self, measured: Measured, part: str, axis: SizeAxis) -> float:
-        """Return the number named ``part`` of a module's measurements. It may depend on the axis in a subclass."""
+        """Return the number named ``part`` of a module's measurements. In a subclass, it may depend on the axis."""
         value: float = getattr(measured, part)
         return value
 
