@@ -363,7 +363,8 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
 def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, folder: Path) -> None:
     """Load the weights of a folder into ``held``, the parameters of this process.
 
-    Each weight is divided by the forward multiplier of its parameter.
+    Stored weights are converted to leaven's: their offset is added, and the sum is divided by their factor
+    (:func:`_factors`).
 
     Raises:
         InputError: if the weights cannot be read, or belong to a model of another shape.
