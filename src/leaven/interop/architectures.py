@@ -118,7 +118,7 @@ class Architecture:
     def misfits(self, shape: ModelShape) -> dict[str, Any]:
         """Return the keys of a model shape whose values this architecture does not support.
 
-        Each key is mapped to a supported value.
+        Each key is mapped to a supported value. If only one of the two has experts, ``experts`` is mapped to None.
         """
         values = self._values(shape)
         if bool(self.experts) != bool(shape.experts):

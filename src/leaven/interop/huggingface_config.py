@@ -77,6 +77,8 @@ def _named(config: Config) -> Architecture:
 def given_keys(architecture: Architecture, config: Config) -> Config:
     """Return a config.json with defaults for missing keys, after checking the types of the known keys.
 
+    Old spellings of keys are replaced by the new ones.
+
     Raises:
         InputError: if a value has the wrong type; the message names its key.
     """

@@ -385,7 +385,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_norm(site: ParameterSite) -> bool:
-    """Return whether a parameter is the gain or bias of a norm, by the type and the path of its module.
+    """Return whether a parameter is the gain or bias of a norm. The type and path of its module show this.
 
     A gain with two dimensions, (heads, head dimension), counts only in a query or key norm.
     """

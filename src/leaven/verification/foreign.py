@@ -96,7 +96,7 @@ class ForeignFamily:
         return 1.0
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """Return 0, because the factory itself scales its hyperparameters, with ``ratios``."""
+        """Return 0: no rule scales the hyperparameters here, because the factory itself does, with ``ratios``."""
         return 0.0
 
     def params(self, scale: RunScale) -> int:

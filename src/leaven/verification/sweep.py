@@ -279,7 +279,11 @@ def _exponents(
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield the loss over the swept value and the best value of each scale, and the best value over each axis."""
+    """Yield the curves of a sweep.
+
+    For each scale, there is a curve of the loss over the swept value, and a point at the best value. For each axis,
+    there is a curve of the best value over the size.
+    """
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         by_seed = [list(runs.values()) for runs in grid.runs]

@@ -4,9 +4,9 @@ A target is a trainer to which recipes are exported. The comparison finds what a
 of parameters (:class:`ParameterSettings`) that would have another value in the target than in the recipe.
 
 Equivalent settings do not count as different. A matrix W whose output is multiplied by c trains like the matrix c W
-without a multiplier, if its lr is c times as large and its eps and decay are divided by c (the decay by c^2 for
-``adam``, where decay is part of the gradient). So multipliers are folded into the matrices on both sides before the
-comparison.
+without a multiplier, if c W has c times the lr of W, and its eps and decay are those of W divided by c. (For
+``adam``, where decay is part of the gradient, the decay is divided by c^2.) So multipliers are folded into the
+matrices on both sides before the comparison.
 """
 
 import json

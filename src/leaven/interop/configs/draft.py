@@ -72,7 +72,8 @@ class Draft:
 
         Each hyperparameter gets the value that most matrices in the blocks have. A module with another value gets a
         multiplier. If the value of a module differs between blocks, the value of the first block is used, and a line
-        in ``unread`` says so. ``init_why`` is the reason for the initial values, ``why`` for the optimizer settings.
+        in ``unread`` says so. If all initial stds are those of a named init, this init is set and no ``init_std``.
+        ``init_why`` is the reason for the initial values, ``why`` for the optimizer settings.
         """
         parameters = list(shape.parameters())
         matrices = [each for each in parameters if each.role.is_matrix]

@@ -87,7 +87,11 @@ def default_path(name: str, recipe_name: str) -> str:
 
 
 def export(name: str, recipe: Recipe) -> Export:
-    """Return the files for a target, and the values of the recipe that the target cannot represent."""
+    """Return the files for the target ``name``, and the values of the recipe that the target cannot represent.
+
+    Raises:
+        InputError: if there is no such target, or it cannot have the recipe's layout, batch or model.
+    """
     to, run = target(name), ResolvedRecipe(recipe.without_muon)
     if to.architecture:
         architecture, changes = nearest(recipe.model, trained=True)

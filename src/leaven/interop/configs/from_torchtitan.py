@@ -90,7 +90,7 @@ def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Sett
 
 
 def _flavor(given: Settings, draft: Draft) -> None:
-    """Set the model, its init and its documents from [model] name and flavor."""
+    """Set the model, its init and the handling of documents from the keys name and flavor of [model]."""
     name, flavor = given["model.name"], given["model.flavor"]
     flavors = TABLE["flavors"].get(name)
     if flavors is None:
