@@ -346,8 +346,8 @@ def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dic
     The changes map keys of the shape to new values. A change of the structure of a block counts more than others.
 
     A model without biases can be stored with biases of 0. If the stored model will be ``trained``, these biases count
-    as a change, because training changes the zeros. If routers would lose their biases, :data:`WITHOUT_BIASES` then
-    gives the new ``experts.balance``.
+    as a change, because training changes the zeros. If the routers of such a ``trained`` model would lose their
+    biases, :data:`WITHOUT_BIASES` gives the new ``experts.balance``.
     """
     changes = []
     for architecture in ARCHITECTURES:

@@ -184,7 +184,7 @@ def _sample(tensor: Tensor) -> Tensor:
 def _attention_logits(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
     """Return the attention logits of the first sequence, with the heads stacked: (heads x T, T).
 
-    Logits of later positions are 0.
+    The logits of keys after the query are 0.
     """
     query, key = query.detach()[0].float(), key.detach()[0].float()
     key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)

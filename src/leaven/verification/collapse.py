@@ -55,7 +55,8 @@ LIMIT = 0.05
 """The limit on the deviation, as a share of the fall of the loss. 28 pairs of published curves that collapse deviate
 by 0.4% to 3.1%; with their bands, by up to 4.5% (docs/log.md)."""
 
-INTERVALS = 16  # number of intervals of every curve; if a curve has fewer points, this number of points
+# Number of intervals into which every curve is divided. If a curve has fewer points, it is this number of points.
+INTERVALS = 16
 LEAST_POINTS = 8  # a curve with fewer points is refused
 AXIS = "share of the run"
 BLOCKS = 4  # number of blocks of an interval; the mean losses of the blocks show the noise of a single run
@@ -74,8 +75,9 @@ def collapse(
     ``settings`` are more settings for the document.
 
     Raises:
-        InputError: if there are fewer than two sizes, a curve has too few points or starts after :data:`FROM`, the
-            curves of a size end at different times, a final loss is not above 0, or L0 is not below all final losses.
+        InputError: if there are fewer than two sizes, a curve has too few points or starts after the share
+            :data:`FROM` of the run, the curves of a size end at different times, a final loss is not above 0, or L0
+            is not below all final losses.
     """
     base, *others = runs
     if not others:

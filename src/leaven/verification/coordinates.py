@@ -126,7 +126,7 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         return (*axes, SizeAxis("width", far, f" at depth {max(self.depths)}"))
 
     def record(self, instance: ModelInstance) -> dict[str, ActivationRecord]:
-        """Train a model for ``steps`` steps, each on its first batch. Return the records of its modules, by label.
+        """Train a model for ``steps`` steps, all on the same batch. Return the records of its modules, by label.
 
         A record compares the outputs before the first step with the outputs after the last step.
         """

@@ -70,7 +70,7 @@ class LoggedRow:
         """Return the number in a column, which must be above 0.
 
         Raises:
-            InputError: if the number is not above 0, or below 1 / LARGEST_NUMBER, or above LARGEST_NUMBER.
+            InputError: if the number is not between 1 / LARGEST_NUMBER and LARGEST_NUMBER.
         """
         value = self.number(column)
         if not 0 < value < math.inf:

@@ -241,7 +241,7 @@ def _dense_layers(given: Settings) -> int:
     """Return the number of layers without experts.
 
     Raises:
-        InputError: if a layer without experts comes after a layer with experts.
+        InputError: if a layer without experts comes after a layer with experts, or --moe-layer-freq has another form.
     """
     layers = given["num-layers"]
     if given["moe-layer-freq"].strip() == "1":
