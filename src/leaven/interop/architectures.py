@@ -25,7 +25,7 @@ Model = TypeVar("Model", bound=BaseModel)
 # Keys of [model.experts] that change training only, not what the model computes.
 TRAINING_ONLY = frozenset({"balance_loss", "bias_step", "router_z_loss"})
 WITHOUT_BIASES = {"bias": "none", "both": "loss"}
-"""The value that replaces ``experts.balance`` in an architecture whose routers have no biases."""
+"""By the value of ``experts.balance``: the value that replaces it in an architecture whose routers have no biases."""
 # Weights of changes in `nearest`. All other changes weigh 1.
 _LARGE = {"experts": 1_000, "norm_placement": 10, "parallel_branches": 10}
 

@@ -21,8 +21,8 @@ from leaven.model.kernels import causal_attention
 from leaven.recipe.shape import BRANCH_ENDS
 
 POSITIONS = 256
-"""The number of positions of an output that are kept. The RMS over them differs by a few percent from the RMS over
-all positions."""
+"""The largest number of rows of an output that are kept. A row is a vector along the last dimension, such as that of
+one token. The RMS over the kept rows differs by a few percent from the RMS over all rows."""
 
 LOGITS = "logits"
 

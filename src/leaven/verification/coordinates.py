@@ -67,7 +67,7 @@ output over depth is as low as -0.46.
 """
 
 MUON = {"width": (0.0, 0.1), "depth": (0.1, 0.0)}
-"""By how much limits are wider after training steps with Muon, by axis: (if the slope is below 0, if it is above 0).
+"""By how much the limits are wider after training steps with Muon, by axis: (for a slope below 0, for one above 0).
 
 A step of Muon on a matrix with more inputs than outputs moves only as many directions as it has outputs. The share of
 the inputs in these directions depends on the ratio of the width to the number of tokens in the batch. Under a correct
@@ -106,8 +106,8 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     start = CheckStart(hidden=1.0, residual=0.5)
     """With smaller hidden weights or branches, an output would change mostly because the module's own weights change.
     At small widths, the alignment of this change with the input falls with the width (a slope of about -0.1). With a
-    residual multiplier of 1, the branches would be as large as the embedding at depth 2, and modules between them
-    would change less than at depth 4, by a factor of 2^0.25."""
+    residual multiplier of 1, the branches would be as large as the embedding at depth 2. The outputs of modules that
+    read the stream between two branches would then change less at depth 2 than at depth 4, by a factor of 2^0.25."""
     start_normed = CheckStart(hidden=1.0, residual=0.125, embedding_lr=4.0)
     """The output of a branch that ends in a norm has RMS 1, so the multiplier is smaller here. The output also
     changes more in a step. With the embedding's own lr, most of the change of the stream would come from branches,

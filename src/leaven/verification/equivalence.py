@@ -28,8 +28,9 @@ number of steps: with 64, the loss under the correct rule changed by 1.8 nats at
 TOLERANCE = 0.02
 """The allowed difference of the loss, as a share of log(vocabulary) - loss: the improvement over a uniform guess.
 
-The equation holds only in the limit of small lrs, so the difference need not be 0. In a toy model with 1/4 to 8 times
-the batch, the excess loss changes by at most 5% with the rule, and by 50% without.
+The stochastic differential equation (top of this file) holds only in the limit of small lrs, so the difference need
+not be 0. In a toy model with 1/4 to 8 times the batch, the excess loss changes by at most 5% with the rule, and by
+50% without the rule.
 """
 
 FACTORY_TOKENS = 524_288

@@ -35,10 +35,10 @@ Measured = TypeVar("Measured")
 """The type of the measurements that a check makes of one module or parameter in one run."""
 
 Means = Mapping[str, Sequence[float]]
-"""For each measured number by name, the geometric means over seeds at all sizes."""
+"""By the name of a measured number: its geometric means over seeds, one for each size."""
 
 Slopes = Mapping[str, float | None]
-"""For each measured number by name, the slope of log2 of its mean over log2 of the size."""
+"""By the name of a measured number: the slope of log2 of its mean over log2 of the size, or None if a mean is 0."""
 
 
 @dataclass(frozen=True)
