@@ -84,8 +84,8 @@ def multipliers(
     multiplier scales the input of the unembedding.
 
     Raises:
-        InputError: if the module that needs a hook is never called, so that the hook would have no effect, or if
-            branches with different multipliers end in the same norm.
+        InputError: if no hook can apply a multiplier, because the model never calls the module that would need it, or
+            if branches with different multipliers end in the same norm.
     """
     sites, behind = {site.name: site for site in structure.sites}, labelled(model, output_norms)
     final_norms = [sites[row.name].owner for row in rows if row.role is Role.FINAL_NORM]

@@ -323,7 +323,7 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
 
 
 def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int | None = None) -> Recipe:
-    """Return a recipe that starts from a model's weights, with a reason for every value that is not a default.
+    """Return a recipe that starts from a model's weights. Values from the model and estimated values have a reason.
 
     The recipe's base has the size of the model itself, so a scaling rule changes nothing until the recipe is
     transferred to another size.

@@ -336,7 +336,8 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 
     Raises:
         InputError: if there are no curves, a column is missing or contains no numbers, the size of a curve is not
-            clear, a run has not finished, or leaven's run folders of one size differ in more than the seed.
+            clear, or the rows of a run are not in the order of time. For run folders of leaven: if a run has not
+            finished, or the runs of one size differ in more than the seed.
     """
     if folders := _own_runs(path, loss):
         return _curves_of_own_runs(folders)

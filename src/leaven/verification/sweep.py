@@ -164,7 +164,7 @@ def compare(
 def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
     """Return a short name of each scale, such as ``64x4`` or ``tokens x2``.
 
-    It contains only what differs between the scales.
+    The name contains only what differs between the scales.
     """
 
     def label(scale: RunScale) -> str:

@@ -36,7 +36,7 @@ class Imported:
 
 @dataclass
 class Draft:
-    """A recipe under construction: its values by dotted path, each with a reason."""
+    """A recipe under construction: its values by dotted path, and the reasons for most of them."""
 
     origin: str  # the imported file or folder, for messages
     values: dict[str, Any] = field(default_factory=dict)
@@ -293,7 +293,7 @@ def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
 
 
 def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
-    """Return the warm-up in tokens, the same share of the run as in the nearest published run, and the reason."""
+    """Return the warm-up in tokens, and the reason. Its share of the run is that of the nearest published run."""
     share, why = _of_nearest("warmup_fraction", shape, tokens)
     return round(share * tokens), f"{share:.2g} of the run, as in {why}"
 
