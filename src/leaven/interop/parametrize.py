@@ -133,7 +133,7 @@ def parametrize(
         rule: The name of a rule in ``leaven.scaling.rules.RULES``.
         alpha, token_exponent, scale_decay_with_depth: As in ``[scaling]`` of a recipe.
         head_ratio: The head dimension of the model divided by that of the base. By default it is read from the
-            attention modules. If it is above 1 and the rule changes the scale of the attention logits, this scale is
+            attention modules. If it is not 1 and the rule changes the scale of the attention logits, this scale is
             changed in place in the attention modules; 1.0 leaves the scale unchanged.
         roles: A mapping from parameter names or glob patterns to roles, for parameters that are refused or classified
             wrongly.
