@@ -25,7 +25,7 @@ Model = TypeVar("Model", bound=BaseModel)
 # Keys of [model.experts] that change training only, not what the model computes.
 TRAINING_ONLY = frozenset({"balance_loss", "bias_step", "router_z_loss"})
 WITHOUT_BIASES = {"bias": "none", "both": "loss"}
-"""The value that replaces ``experts.balance`` in an architecture whose routers have no biases."""
+"""By the value of ``experts.balance``: the value that replaces it in an architecture whose routers have no biases."""
 # Weights of changes in `nearest`. All other changes weigh 1.
 _LARGE = {"experts": 1_000, "norm_placement": 10, "parallel_branches": 10}
 
@@ -37,20 +37,21 @@ class Stored:
 
     name: str
     parts: Mapping[str, tuple[int, ...]]  # shapes of leaven's tensors by name
-    # the number of heads, if the parts are stacked head by head: all parts of head 0, then all parts of head 1, ...
-    # If several query heads share a key: the number of key heads
+    # 1 if the parts are stacked one after the other. If they are stacked head by head (all parts of head 0, then all
+    # parts of head 1, ...), the number of heads; if several query heads share a key, the number of key heads. If they
+    # are stacked expert by expert, the number of experts
     heads: int = 1
     transposed: bool = False  # whether the file stores a matrix as (fan in, fan out)
     expert: int | None = None  # the expert whose matrix this is, if leaven's tensor has the matrices of all experts
-    # d_head for queries, keys and their norms, if the rotary positions of the file pair the entries 2i and 2i + 1 of
-    # a head; leaven's pair i and i + d_head / 2. Otherwise 0
+    # the head dimension, for queries, keys and their norms in a file whose rotary positions pair the entries 2i and
+    # 2i + 1 of a head, where leaven's pair i and i + d_head / 2; 0 for all other tensors
     paired: int = 0
 
     @property
     def of_router_bias(self) -> bool:
-        """Return whether this tensor is a router's bias on the scores of experts.
+        """Whether this tensor has the biases that a router adds to the scores of experts.
 
-        transformers keeps such biases in fp32.
+        transformers keeps these biases in fp32.
         """
         return next(iter(self.parts)).endswith("router.bias")
 
@@ -79,9 +80,11 @@ class Architecture:
     defaults: Config  # values of keys that are missing in config.json
     ends: Mapping[str, str]  # paths of leaven's modules outside the blocks, by leaven's name
     block: Mapping[str, str]  # paths of leaven's modules inside a block, by leaven's name
-    # by key of [model]: what leaven cannot do if its keys of config.json have different values, for messages
+    # by key of [model] for which config.json has several keys: what leaven cannot do if their values differ, for
+    # messages
     limits: Mapping[str, str] = field(default_factory=dict)
-    experts: Mapping[str, str] = field(default_factory=dict)  # paths of router and experts; {} is the expert's number
+    # paths of router and experts inside a block, by leaven's name; {} stands for the number of an expert
+    experts: Mapping[str, str] = field(default_factory=dict)
     router_bias: str | None = None  # path of the biases that a router adds to the scores of experts, if it has any
     # by key of [model] and leaven's value: the values in config.json, such as activation: {swiglu: [silu, swish]}. An
     # export writes the first
@@ -105,9 +108,9 @@ class Architecture:
     buffers: Sequence[str] = ("rotary_emb.inv_freq",)
 
     def whole_name(self, name: str) -> str:
-        """Return the full name of a checkpoint's tensor.
+        """Return the full name of a tensor in a checkpoint.
 
-        In older checkpoints, names lack their first part, such as ``model.``.
+        Names in older checkpoints lack their first part, such as ``model.``; it is added.
         """
         prefix = self.blocks.partition(".")[0] + "."
         return name if name.startswith((prefix, self.ends["unembedding"])) else prefix + name
@@ -115,7 +118,7 @@ class Architecture:
     def misfits(self, shape: ModelShape) -> dict[str, Any]:
         """Return the keys of a model shape whose values this architecture does not support.
 
-        Each key is mapped to a supported value.
+        Each key is mapped to a supported value. If only one of the two has experts, ``experts`` is mapped to None.
         """
         values = self._values(shape)
         if bool(self.experts) != bool(shape.experts):
@@ -253,7 +256,7 @@ class Architecture:
 def shape_values(shape: ModelShape) -> dict[str, Any]:
     """Return the values of a shape by key, such as ``d_model`` or ``experts.number``.
 
-    The keys in :data:`TRAINING_ONLY` are left out.
+    The keys in :data:`TRAINING_ONLY` are left out. ``attention_bias`` is None if it says the same as ``bias``.
     """
     values = shape.added_defaults() | shape.model_dump()
     if shape.attention_bias == ("all" if shape.bias else "none"):
@@ -278,7 +281,11 @@ def field_of(key: str) -> Any:
 
 
 def layer_types(layers: int, global_every: int) -> list[str]:
-    """Return the type of each layer. Every ``global_every``-th one ignores the sliding window; with 0, none does."""
+    """Return the type of each layer, as in a config.json.
+
+    Every ``global_every``-th layer has full attention, and all others have a sliding window. With 0, all have a
+    window.
+    """
     return [
         "full_attention" if global_every and (n + 1) % global_every == 0 else "sliding_attention"
         for n in range(layers)
@@ -336,9 +343,11 @@ def module_names() -> Mapping[str, set[str]]:
 def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
     """Return the architecture that represents a model shape with the fewest changes, and the changes.
 
-    The changes map keys of the shape to new values. A change of the structure of a block counts more than others. A
-    model without biases can be stored with biases of 0. If the stored model will be ``trained``, these biases count
-    as a change, because training changes the zeros.
+    The changes map keys of the shape to new values. A change of the structure of a block counts more than others.
+
+    A model without biases can be stored with biases of 0. If the stored model will be ``trained``, these biases count
+    as a change, because training changes the zeros. If the routers of such a ``trained`` model would lose their
+    biases, :data:`WITHOUT_BIASES` gives the new ``experts.balance``.
     """
     changes = []
     for architecture in ARCHITECTURES:

@@ -77,6 +77,8 @@ def _named(config: Config) -> Architecture:
 def given_keys(architecture: Architecture, config: Config) -> Config:
     """Return a config.json with defaults for missing keys, after checking the types of the known keys.
 
+    Old spellings of keys are replaced by the new ones.
+
     Raises:
         InputError: if a value has the wrong type; the message names its key.
     """
@@ -166,9 +168,12 @@ def _nest_experts(values: dict[str, Any]) -> None:
 
 
 def _rotary(architecture: Architecture, given: Config) -> dict[str, float]:
-    """Return the theta of the rotary positions and the share of each head that they rotate.
+    """Return two values of rotary positions: their theta, and the share of a head's entries that they rotate.
 
-    transformers 4 and 5 write them under different keys.
+    transformers 4 and 5 write these values under different keys.
+
+    Raises:
+        InputError: if the rotary positions are scaled, or the architecture cannot have this share.
     """
     both = [given.get(key, {}) for key in ("rope_scaling", "rope_parameters")]
     for stated in both:
@@ -192,9 +197,13 @@ def _rotary(architecture: Architecture, given: Config) -> dict[str, float]:
 
 
 def _set_global_layers(values: dict[str, Any]) -> None:
-    """Replace the list of layer types in ``global_every`` by n, where every n-th layer ignores the sliding window.
+    """Replace the list of layer types under the key ``global_every`` by a number n.
 
-    If all layers ignore the window, or none does, ``global_every`` is removed. If all do, ``window`` is removed, too.
+    Every n-th layer ignores the sliding window. If no layer ignores it, ``global_every`` is removed. If all layers
+    ignore it, ``global_every`` and ``window`` are removed.
+
+    Raises:
+        InputError: if no n gives this list.
     """
     layers = values["n_layers"]
     types = values.pop("global_every", None) or layer_types(layers, 2)  # the default of Gemma 2

@@ -84,8 +84,8 @@ def multipliers(
     multiplier scales the input of the unembedding.
 
     Raises:
-        InputError: if the module that needs a hook is never called, so that the hook would have no effect, or if
-            branches with different multipliers end in the same norm.
+        InputError: if no hook can apply a multiplier, because the model never calls the module that would need it, or
+            if branches with different multipliers end in the same norm.
     """
     sites, behind = {site.name: site for site in structure.sites}, labelled(model, output_norms)
     final_norms = [sites[row.name].owner for row in rows if row.role is Role.FINAL_NORM]
@@ -279,7 +279,11 @@ def _offset_gains(target: nn.Module) -> set[nn.Parameter]:
 
 
 def _factors(target: nn.Module) -> Factors:
-    """Return the factor on each parameter that folding changes."""
+    """Return the factor on each parameter that folding changes.
+
+    Raises:
+        InputError: if the model is not parametrized, or a multiplier cannot be folded.
+    """
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
     if rows is None:
         raise InputError(f"{type(target).__name__} has no multipliers to fold; call leaven.parametrize on it first")
@@ -324,8 +328,11 @@ def _factors(target: nn.Module) -> Factors:
 
 
 def _require_scalable(module: nn.Module, offset: set[nn.Parameter]) -> None:
-    """Raise InputError if a module's output is not proportional to its parameters. A norm whose weight is in
-    ``offset`` is accepted: its output is proportional to 1 + weight."""
+    """Raise InputError if a module has no parameters, or if its output is not proportional to them.
+
+    A norm whose weight is in ``offset`` is accepted: its output is proportional to 1 + weight. A module on the meta
+    device or sharded over processes is accepted without a test, because the test runs it.
+    """
     parameters = list(module.parameters(recurse=False))
     if not parameters:
         raise InputError(
@@ -358,6 +365,9 @@ def _queries(
 
     They are the parameters of the query norm or, if there is none, of the query matrix. If query, key and value are
     one matrix, the yielded factor is a vector: ``factor`` for queries, and 1 for keys and values.
+
+    Raises:
+        InputError: if it is unknown which part of such a matrix has the queries.
     """
     inside: dict[str, list[nn.Module]] = {}
     for module in attention.modules():

@@ -133,7 +133,7 @@ def parametrize(
         rule: The name of a rule in ``leaven.scaling.rules.RULES``.
         alpha, token_exponent, scale_decay_with_depth: As in ``[scaling]`` of a recipe.
         head_ratio: The head dimension of the model divided by that of the base. By default it is read from the
-            attention modules. If it is above 1 and the rule changes the scale of the attention logits, this scale is
+            attention modules. If it is not 1 and the rule changes the scale of the attention logits, this scale is
             changed in place in the attention modules; 1.0 leaves the scale unchanged.
         roles: A mapping from parameter names or glob patterns to roles, for parameters that are refused or classified
             wrongly.
@@ -236,7 +236,10 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _require_no_multipliers(model: nn.Module) -> None:
-    """Raise InputError if a model was parametrized before, or if it is leaven's own Transformer."""
+    """Raise InputError if a model already has multipliers.
+
+    It was parametrized before, or it is leaven's own Transformer, built with the multipliers of a recipe.
+    """
     for module in model.modules():
         if hasattr(module, ROWS):
             raise InputError(
@@ -329,7 +332,11 @@ def _positive(name: str, size: str, value: Any) -> float:
 
 
 def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratios:
-    """Return four ratios: width and depth are computed from the two models, batch and tokens are from ``given``."""
+    """Return four ratios: width and depth are computed from the two models, batch and tokens are from ``given``.
+
+    Raises:
+        InputError: if a ratio in ``given`` is not above 0, or gives a width or depth that the models do not have.
+    """
     if not isinstance(given, Ratios):
         raise InputError(f"parametrize: ratios is {given!r:.60}; give leaven.Ratios(batch=..., tokens=...)")
     stated = {axis: _positive(f"ratios.{axis}", axis, value) for axis, value in vars(given).items()}
@@ -345,7 +352,11 @@ def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratio
 
 
 def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping[str, Parameter]) -> float:
-    """Return the head dimension of the model divided by that of the base, or 1 for models without attention."""
+    """Return the head dimension of the model divided by that of the base, or 1 for models without attention.
+
+    Raises:
+        InputError: if the attention modules have no head dimension as an attribute, or different ones.
+    """
     if len(model.head_dims) > 1 or len(base.head_dims) > 1:
         dims = ", ".join(map(str, sorted(model.head_dims | base.head_dims)))
         raise InputError(f"the attention modules have different head dimensions ({dims}); pass head_ratio")

@@ -42,7 +42,7 @@ _POST_NORM = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_self_att
 
 _BIASES = (Role.EMBEDDING_BIAS, Role.HIDDEN_BIAS, Role.FINAL_BIAS, Role.UNEMBEDDING_BIAS)
 _NO_RULE = "there is no rule for biases of experts and for convolutions"
-# The module name of each role whose parameters all have the same one.
+# By role, if all parameters of a role have the same module name: this name.
 _MODULES = {
     **dict.fromkeys(_BIASES, "biases"),
     Role.EMBEDDING_NORM: "norm.embedding",
@@ -261,7 +261,8 @@ class Classifier:
     def _trace(self, classified: Mapping[str, Parameter]) -> None:
         """Set ``output_norms`` by running the base. The user's classification takes precedence.
 
-        ``classified`` contains the matrices of the model.
+        If the base cannot be run, warn the user, unless the user has named all norms in the blocks. ``classified``
+        contains the matrices of the model.
         """
         ends = {site.label: classified[site.name].module for site in self.model.sites if site.name in classified}
         paths: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -324,7 +325,8 @@ class Classifier:
                 )
 
     def _check_branch(self, name: str, matrices: Mapping[str, list[ParameterSite]]) -> None:
-        """Raise InputError if not exactly one matrix ends a branch, or if the sizes of MLP matrices do not match."""
+        """Raise InputError if not exactly one matrix ends a branch, if the fan out of this matrix is not the width,
+        or if the sizes of MLP matrices do not match."""
         out = f"{name}.out"
         first, ends = next(iter(matrices.values()))[0], matrices.get(out, [])
         if out not in BRANCH_ENDS:
@@ -346,9 +348,9 @@ class Classifier:
                     )
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
-        """Raise InputError, which advises to classify the parameter.
+        """Raise InputError. The message says ``why`` the parameter is refused, and advises to classify it.
 
-        The message suggests the names in ``modules`` or, if there are none, the roles that fit the parameter.
+        It suggests the names in ``modules`` or, if there are none, the roles that fit the parameter.
         """
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
@@ -383,7 +385,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_norm(site: ParameterSite) -> bool:
-    """Return whether a parameter is the gain or bias of a norm, by the type and the path of its module.
+    """Return whether a parameter is the gain or bias of a norm. The type and path of its module show this.
 
     A gain with two dimensions, (heads, head dimension), counts only in a query or key norm.
     """

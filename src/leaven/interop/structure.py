@@ -165,7 +165,8 @@ def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
     the nearest relative depth matches.
 
     Raises:
-        InputError: if a parameter exists in only one of the two models.
+        InputError: if a parameter exists in only one of the two models, or has another number of dimensions in the
+            base.
     """
     by_label: dict[str, list[ParameterSite]] = defaultdict(list)
     for site in base.sites:
@@ -190,7 +191,11 @@ def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
 
 
 def depth_ratio(model: ModelStructure, base: ModelStructure) -> float:
-    """Return how many times more blocks the model has than the base, or 1 if there are no blocks."""
+    """Return the number of blocks of the model divided by that of the base, or 1 if there are no blocks.
+
+    Raises:
+        InputError: if a model has several lists of blocks, and this ratio differs between them.
+    """
     found = {path: size / base.stacks[path] for path, size in model.stacks.items() if path in base.stacks}
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{path} x{ratio:g}" for path, ratio in found.items())
@@ -239,8 +244,11 @@ def _plain(name: str) -> str:
 def _stacks(model: nn.Module) -> dict[str, list[str]]:
     """Return the keys of the blocks in each list of blocks, by the path of the list.
 
-    A list of blocks is an ``nn.ModuleList``, or an ``nn.Sequential`` whose members are of one type. All its members
-    have submodules, and it is not inside another list of blocks.
+    A list of blocks is an ``nn.ModuleList``, or an ``nn.Sequential`` whose members are of one type. All members of
+    the list have submodules, and the list is not inside another list of blocks.
+
+    Raises:
+        InputError: if a list contains a block twice.
     """
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():
@@ -270,5 +278,5 @@ def _label(name: str, stacks: Mapping[str, list[str]]) -> tuple[str, int | None]
 
 
 def _depth(site: ParameterSite, model: ModelStructure) -> float:
-    """Return the relative depth of a parameter's block, from 0 (first) to 1 (last)."""
+    """Return the relative depth of a parameter's block, from 0 (first) to 1 (last). Outside the blocks, it is 0."""
     return 0.0 if site.layer is None else site.layer / max(model.stacks[site.stack] - 1, 1)

@@ -328,7 +328,7 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
 
 
 def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int | None = None) -> Recipe:
-    """Return a recipe that starts from a model's weights, with a reason for every value that is not a default.
+    """Return a recipe that starts from a model's weights. Values from the model and estimated values have a reason.
 
     The recipe's base has the size of the model itself, so a scaling rule changes nothing until the recipe is
     transferred to another size.
@@ -368,7 +368,8 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
 def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, folder: Path) -> None:
     """Load the weights of a folder into ``held``, the parameters of this process.
 
-    Each weight is divided by the forward multiplier of its parameter.
+    Stored weights are converted to leaven's: their offset is added, and the sum is divided by their factor
+    (:func:`_factors`).
 
     Raises:
         InputError: if the weights cannot be read, or belong to a model of another shape.

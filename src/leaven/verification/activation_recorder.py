@@ -21,8 +21,8 @@ from leaven.model.kernels import causal_attention
 from leaven.recipe.shape import BRANCH_ENDS
 
 POSITIONS = 256
-"""The number of positions of an output that are kept. The RMS over them differs by a few percent from the RMS over
-all positions."""
+"""The largest number of rows of an output that are kept. A row is a vector along the last dimension, such as that of
+one token. The RMS over the kept rows differs by a few percent from the RMS over all rows."""
 
 LOGITS = "logits"
 
@@ -51,17 +51,17 @@ class ActivationRecorder(TorchFunctionMode):
 
     Two kinds of outputs are not recorded:
 
-    - In a parametrized model, the outputs of modules inside blocks that contain the last matrix of a branch, such as
-      a sum over experts. The branch multiplier is already part of these outputs.
-    - The outputs of modules inside a module ``experts``. Their rows are the tokens that a router sends there, and
-      after a training step it may send other tokens.
+    - In a parametrized model, the output of a module that is inside a block and contains the last matrix of a branch,
+      for example of ``layers.3.mlp`` if it contains ``out``. The branch multiplier is already part of this output.
+    - The output of a module inside a module ``experts``. Its rows are the tokens that a router sends there, and after
+      a training step the router may send other tokens.
 
     After a forward pass, the recorder has these attributes:
 
     - ``containers``: the labels of modules that computed a new output from the outputs of their children
-    - ``matrices``: the labels of modules that have a matrix as a direct parameter, of modules that read the output of
-      such a module or a view of it, for example a norm on the output of a branch or on queries, and of attention
-      logits
+    - ``matrices``: the labels of attention logits and of two kinds of modules. The first kind has a matrix of its
+      own, not only in a child. The second kind reads the output of such a module (but not of an embedding) or a view
+      of this output, for example a norm on queries.
     - ``trained``: the labels of outputs that require a gradient
     - ``head_sizes``: the head dimension of attention logits, by label
     """
@@ -102,7 +102,11 @@ class ActivationRecorder(TorchFunctionMode):
         self._hooks.close()
 
     def take(self) -> dict[str, Tensor]:
-        """Return the recorded outputs by label, each of shape (calls, rows, features), and forget them."""
+        """Return the recorded outputs by label, each of shape (calls, rows, features), and forget them.
+
+        Raises:
+            InputError: if outputs with the same label have different shapes.
+        """
         found, self._found, self._seen, self._of_matrices = self._found, {}, [], []
         for name, samples in found.items():
             shapes = {f"{tuple(sample.shape)}" for sample in samples}
@@ -163,7 +167,10 @@ class ActivationRecorder(TorchFunctionMode):
 
 
 def _branches(model: nn.Module) -> set[nn.Module]:
-    """Return the modules inside blocks of a parametrized model that contain the last matrix of a branch."""
+    """Return the modules that are inside a block and contain the last matrix of a branch.
+
+    Return no modules if the model is not parametrized.
+    """
     ends = [row.name.split(".")[:-1] for row in getattr(model, ROWS, ()) if row.module in BRANCH_ENDS]
     around = {".".join(end[:n]) for end in ends for n in range(1, len(end)) if any(map(str.isdigit, end[: n - 1]))}
     return {module for name, module in model.named_modules() if name in around}
@@ -175,7 +182,10 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _attention_logits(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
-    """Return the causal attention logits of the first sequence, with the heads stacked: (heads x T, T)."""
+    """Return the attention logits of the first sequence, with the heads stacked: (heads x T, T).
+
+    The logits of keys after the query are 0.
+    """
     query, key = query.detach()[0].float(), key.detach()[0].float()
     key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
     logits = query @ key.transpose(-1, -2) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)

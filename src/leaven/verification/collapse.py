@@ -23,8 +23,11 @@ the runs are not compute-optimal, curves may be equal with a fitted L0 that is n
 Curves are averaged over intervals of the run, because the loss of one step is noisy; L(T) is the average over the
 last interval. A bootstrap over seeds gives a band around the deviations, which contains the true deviations at all x
 with 95% probability. If a size has only one run, the bootstrap draws from the noise within the curve of this run. The
-band then is too narrow, because it lacks the variation between seeds. The check passes if the band is within
-:data:`LIMIT` everywhere. It fails if the whole band is beyond the limit at some x. Otherwise it is undecided.
+band then is too narrow, because it lacks the variation between seeds.
+
+The check passes if the band of every size is within :data:`LIMIT` everywhere. It fails in three cases: the whole band
+is beyond the limit at some x, a run diverged, or the loss of a size does not fall after the first part of the run.
+Otherwise it is undecided.
 """
 
 import math
@@ -46,16 +49,17 @@ from leaven.verification.sweep import labels
 from leaven.verification.verdict import difference, verdict
 
 FROM = 0.25
-"""The share of a run after which curves are compared. Before, curves depend on the warm-up and the initial values."""
+"""Curves are compared after this share of a run. Before it, they depend on the warm-up and the initial values."""
 
 LIMIT = 0.05
 """The limit on the deviation, as a share of the fall of the loss. 28 pairs of published curves that collapse deviate
 by 0.4% to 3.1%; with their bands, by up to 4.5% (docs/log.md)."""
 
-INTERVALS = 16  # into which a curve is divided, or as many as it has points
-LEAST_POINTS = 8  # of a curve
+# Number of intervals into which every curve is divided. If a curve has fewer points, it is this number of points.
+INTERVALS = 16
+LEAST_POINTS = 8  # a curve with fewer points is refused
 AXIS = "share of the run"
-BLOCKS = 4  # into which an interval is divided; the mean losses of the blocks show the noise of a single run
+BLOCKS = 4  # number of blocks of an interval; the mean losses of the blocks show the noise of a single run
 
 Points = Sequence[tuple[float, float]]
 """The points of a loss curve: (time in steps or tokens, loss in nats per token), in the order of time."""
@@ -66,13 +70,14 @@ def collapse(
 ) -> CheckDocument:
     """Check whether the loss curves of all sizes are one curve after normalisation, and return the result.
 
-    ``runs`` maps the name of each size to the loss curves of its seeds; the first size is the base. A run with a loss
-    that is not finite has diverged. ``irreducible`` is L0 in nats, or None to fit it. The document also lists
-    ``settings``.
+    ``runs`` maps the name of each size to the loss curves of its seeds; the first size is the base. If a loss in a
+    curve is not finite, the run has diverged, and the check fails. ``irreducible`` is L0 in nats, or None to fit it.
+    ``settings`` are more settings for the document.
 
     Raises:
-        InputError: if there are fewer than two sizes, a curve has too few points or starts late, the curves of a size
-            have different lengths, a final loss is not above 0, or L0 is too high.
+        InputError: if there are fewer than two sizes, a curve has too few points or starts after the share
+            :data:`FROM` of the run, the curves of a size end at different times, a final loss is not above 0, or L0
+            is not below all final losses.
     """
     base, *others = runs
     if not others:
@@ -160,13 +165,14 @@ def collapse_of_family(
     seeds: int = 3,
     irreducible: float | None = None,
 ) -> CheckDocument:
-    """Run or resume the check of a family at several sizes. Return its result.
+    """Run or resume the collapse check of a family at several sizes. Return its result.
 
     All sizes have the same number of steps and about the same number of tokens per parameter: the batch and the
     tokens grow with the number of parameters, in whole sequences.
 
     Raises:
-        InputError: if there are fewer than two sizes, or the family has no model of a size.
+        InputError: if there are fewer than two sizes, the family has no model of a size, or another command uses the
+            folder of ``store``.
         ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
     """
     sizes = list(dict.fromkeys(sizes))
@@ -191,17 +197,20 @@ def collapse_of_family(
 
 
 def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
-    """Return the sizes with a batch and a number of tokens in proportion to their parameters, in whole sequences."""
+    """Return each size with a batch and a number of tokens in proportion to its number of parameters.
+
+    The first size keeps the batch and tokens of the family. The batches of the others are rounded to whole sequences.
+    """
     base, sequences = family.params(sizes[0]), family.sequences
     ratios = [max(round(family.params(size) / base * sequences), 1) / sequences for size in sizes]
     return [replace(size, batch=ratio, tokens=ratio) for size, ratio in zip(sizes, ratios, strict=True)]
 
 
 def deviations(curves: Array, irreducible: Array) -> Array:
-    """Return the deviations of curves from the first curve, which the top of this file defines.
+    """Return the deviations of the curves of all sizes but the first from the curve of the first size.
 
-    Each deviation is a share of the fall of its own curve after :data:`FROM`. ``curves`` has the shape (..., sizes,
-    intervals), ``irreducible`` has the shape (...), and the result (..., sizes - 1, compared intervals).
+    The top of this file defines a deviation. ``curves`` has the shape (..., sizes, intervals), and ``irreducible``
+    has the shape (...). The result has the shape (..., sizes - 1, intervals after :data:`FROM`).
     """
     ends = curves[..., -1:]
     falls = curves[..., int(FROM * curves.shape[-1]) :] - ends
@@ -214,8 +223,8 @@ def deviations(curves: Array, irreducible: Array) -> Array:
 def _fitted_level(curves: Array) -> Array:
     """Return the irreducible loss, from 0 to the lowest final loss, with the least sum of squared deviations.
 
-    ``curves`` has the shape (..., sizes, intervals), and the result (...). The search tries 40 distances below the
-    lowest final loss, from 0.1% to 100% of this loss, and then 40 around the best of these.
+    ``curves`` has the shape (..., sizes, intervals), and the result has the shape (...). The search first tries 40
+    distances below the lowest final loss, from 0.1% to 100% of this loss. Then it tries 40 around the best of them.
     """
     lowest = curves[..., -1].min(-1)
 
@@ -230,7 +239,10 @@ def _fitted_level(curves: Array) -> Array:
 
 
 def _interval_means(points: Points, count: int) -> Array:
-    """Return the mean loss in ``count`` equal intervals of a run. Between points, the loss is interpolated."""
+    """Return the mean loss in ``count`` equal intervals of a run.
+
+    Between points, the loss is interpolated. Before the first point, it is the loss of this point.
+    """
     time, loss = np.asarray(points, dtype=float).T
     time, loss = np.insert(time, 0, 0.0), np.insert(loss, 0, loss[0])
     area = np.insert(np.cumsum((loss[1:] + loss[:-1]) / 2 * np.diff(time)), 0, 0.0)
@@ -248,8 +260,8 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
     Seeds are drawn with replacement. If a size has a single run, the noise in each interval is drawn from the blocks
     of the interval (:func:`_blocks`). If the run has too few points for blocks, return None.
 
-    The drawn deviations are scaled up, because a fit makes them too small: n values minus their mean by the factor
-    sqrt((n - 1) / n), and n blocks minus a fitted line by the factor sqrt((n - 2) / n).
+    The drawn deviations are too small, so they are scaled up. Deviations of n seeds from their mean are too small by
+    the factor sqrt((n - 1) / n), and deviations of n blocks from a fitted line by the factor sqrt((n - 2) / n).
     """
     random, drawn = np.random.default_rng(0), []
     for several, means in zip(runs, by_seed, strict=True):
@@ -285,9 +297,11 @@ def _blocks(points: Points, count: int) -> Array | None:
 
 
 def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: float, by_seed: Array) -> VerdictRow:
-    """Return the row that judges a size. At each share of the run in ``shares``, the deviation is in ``errors``.
+    """Return the row that judges a size.
 
-    The confidence band is from each deviation - ``band`` to the deviation + ``band``.
+    ``errors`` are the deviations at the shares of the run in ``shares``. The confidence band reaches from each
+    deviation - ``band`` to the deviation + ``band``; without a band, ``band`` is NaN. ``by_seed`` has the curve of
+    each seed.
     """
     worst = int(np.abs(errors).argmax())
     largest = float(abs(errors[worst]))

@@ -9,9 +9,9 @@ shows later in the output, which at first is mostly its initial value.
 Below, N is the width, L is the depth (the number of blocks) and d is the head dimension. The scaling rule multiplies
 each residual branch by L^-alpha. Under a correct rule, only these outputs may fall with the size of the model:
 
-- Over width, outputs of a fixed size that are sums over the width: the logits, and query . key divided by a growing
-  d. At the start, the terms of the sum have independent signs, so the sum falls as N^-1/2. Training adds a part of
-  order 1, which soon dominates.
+- Over width, outputs of a fixed size that are sums over the width: the model's logits, and query . key divided by a
+  growing d. At the start, the terms of the sum have independent signs, so the sum falls as N^-1/2. Training adds a
+  part of order 1, which soon dominates.
 - Over depth, the residual stream: the sum of L branches falls as L^(1/2 - alpha), until the stream is almost only the
   embedding. Modules read the stream through a norm, so their outputs must not depend on the depth.
 - Over depth at alpha below 1, outputs of the matrices inside blocks: the rule lowers their lr as L^(alpha-1), so they
@@ -67,7 +67,7 @@ output over depth is as low as -0.46.
 """
 
 MUON = {"width": (0.0, 0.1), "depth": (0.1, 0.0)}
-"""By how much limits are wider after training steps with Muon, by axis: (if the slope is below 0, if it is above 0).
+"""By how much the limits are wider after training steps with Muon, by axis: (for a slope below 0, for one above 0).
 
 A step of Muon on a matrix with more inputs than outputs moves only as many directions as it has outputs. The share of
 the inputs in these directions depends on the ratio of the width to the number of tokens in the batch. Under a correct
@@ -106,8 +106,8 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     start = CheckStart(hidden=1.0, residual=0.5)
     """With smaller hidden weights or branches, an output would change mostly because the module's own weights change.
     At small widths, the alignment of this change with the input falls with the width (a slope of about -0.1). With a
-    residual multiplier of 1, the branches would be as large as the embedding at depth 2, and modules between them
-    would change less than at depth 4, by a factor of 2^0.25."""
+    residual multiplier of 1, the branches would be as large as the embedding at depth 2. The outputs of modules that
+    read the stream between two branches would then change less at depth 2 than at depth 4, by a factor of 2^0.25."""
     start_normed = CheckStart(hidden=1.0, residual=0.125, embedding_lr=4.0)
     """The output of a branch that ends in a norm has RMS 1, so the multiplier is smaller here. The output also
     changes more in a step. With the embedding's own lr, most of the change of the stream would come from branches,
@@ -126,9 +126,9 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         return (*axes, SizeAxis("width", far, f" at depth {max(self.depths)}"))
 
     def record(self, instance: ModelInstance) -> dict[str, ActivationRecord]:
-        """Train a model for ``steps`` steps on its first batch. Return its records by label.
+        """Train a model for ``steps`` steps, all on the same batch. Return the records of its modules, by label.
 
-        A record compares the outputs before the first step with those after the last step.
+        A record compares the outputs before the first step with the outputs after the last step.
         """
         instance.scale_lr(self.lr_factor)
         trained = {name: weight for name, weight in instance.model.named_parameters() if weight.requires_grad}
@@ -158,10 +158,11 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         }
 
     def value(self, measured: ActivationRecord, part: str, axis: SizeAxis) -> float:
-        """Return the RMS of a module's output (``part`` "start" or "end" of the training), or of its "change".
+        """Return the RMS of a module's output.
 
-        On the axis width, it is the RMS over all layers. On the axis depth, it is the RMS in one layer: in the last
-        one for a container such as a block, otherwise in the middle one.
+        ``part`` is "start" or "end" for the output at the start or end of the training, or "change" for the
+        difference of the two. On the axis width, the RMS is over all layers. On the axis depth, it is the RMS in the
+        last layer for a container such as a block, and in the middle layer for any other module.
         """
         values = measured.squares[part]
         if axis.name == "depth":

@@ -69,10 +69,11 @@ def duration(
 
 
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
-    """Return the values, by path in a recipe, that a duration check gives: the exponent, its interval and the reason.
+    """Return the token exponent that a duration check measured, its interval and the reason, by path in a recipe.
 
-    ``document`` is the result of the check in the folder ``run``. Return None if the check measured no exponent with
-    an interval, or if a best lr is at the edge of its grid.
+    The token exponent is the t of a best lr that falls as tokens^-t, limited to 0 to 1. ``document`` is the result of
+    the check in the folder ``run``. Return None if the check measured no exponent with an interval, or if a best lr
+    is at the edge of its grid.
     """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
     edge = any("edge" in row.note for row in document.rows)
@@ -128,12 +129,11 @@ def _regime(
 
 
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
-    """Return rows that compare longer runs with control runs of the same length.
+    """Return rows with the loss of control runs minus the loss of runs of the same length under the scaling rule.
 
-    The hyperparameters of the longer runs follow the scaling rule.
-
-    There are two groups of control runs. The first group keeps the lr of the short run, and the second group keeps
-    all its hyperparameters.
+    At each of the scales ``longer``, there are two groups of control runs. In the first group, the lr stays at its
+    value for the family's own run length, and the other hyperparameters follow the rule. This group is left out if
+    the rule does not change the lr with the tokens. In the second group, all hyperparameters stay.
     """
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     settings = {}

@@ -28,8 +28,9 @@ number of steps: with 64, the loss under the correct rule changed by 1.8 nats at
 TOLERANCE = 0.02
 """The allowed difference of the loss, as a share of log(vocabulary) - loss: the improvement over a uniform guess.
 
-The equation holds only in the limit of small lrs, so the difference need not be 0. In a toy model with 1/4 to 8 times
-the batch, the excess loss changes by at most 5% with the rule, and by 50% without.
+The stochastic differential equation (top of this file) holds only in the limit of small lrs, so the difference need
+not be 0. In a toy model with 1/4 to 8 times the batch, the excess loss changes by at most 5% with the rule, and by
+50% without the rule.
 """
 
 FACTORY_TOKENS = 524_288
@@ -88,9 +89,9 @@ def equivalence(
 def _limit(losses: np.ndarray, vocab_size: int) -> float:
     """Return the allowed difference of the mean loss, in nats per token.
 
-    It is the larger of two numbers: two standard errors of a difference of means, and `TOLERANCE` times the
-    improvement over a uniform guess. ``losses`` are those of all seeds at the unchanged batch, where the rule has no
-    effect. So an error in the rule cannot widen the limit.
+    It is the larger of two numbers: `TOLERANCE` times the improvement over a uniform guess, and two standard errors
+    of a difference of means. With one seed, it is the first number. ``losses`` are the losses of all seeds at the
+    unchanged batch, where the rule has no effect. So an error in the rule cannot widen the limit.
     """
     learnt = math.log(vocab_size) - float(losses.mean())
     if len(losses) < 2:

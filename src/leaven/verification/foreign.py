@@ -7,8 +7,9 @@
 
 The parameters ``seed`` and ``ratios`` are optional. The factory may return a third value, the function ``batch(seed,
 step) -> (inputs, targets)``. docs/concepts/checks.md describes the parameters, the returned values, and how a model
-is trained. The result of a training run is the mean loss on held-out text. A run has diverged if this loss is more
-than 1 nat above that of a uniform guess.
+is trained. The result of a training run is the mean loss on held-out text. A run has diverged if its training was
+ended early (:class:`leaven.training.early_stopping.DivergenceMonitor`), or if the result is at least 1 nat above the
+loss of a uniform guess.
 """
 
 import importlib
@@ -83,7 +84,11 @@ class ForeignFamily:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
     def value(self, quantity: Quantity) -> float:
-        """Return 1, which stands for the factory's own lr: for a factory, lrs are multiples of it."""
+        """Return 1 for "lr": the lrs of a check are multiples of the factory's own lr.
+
+        Raises:
+            InputError: for any other hyperparameter, because its value in the factory is unknown.
+        """
         if quantity != "lr":
             raise InputError(
                 f"{self.name}: this check changes {quantity}, which is unknown for a factory; give a recipe file"
@@ -91,7 +96,7 @@ class ForeignFamily:
         return 1.0
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """Return 0, because the factory itself scales its hyperparameters, with ``ratios``."""
+        """Return 0: no rule scales the hyperparameters here, because the factory itself does, with ``ratios``."""
         return 0.0
 
     def params(self, scale: RunScale) -> int:
@@ -108,6 +113,10 @@ class ForeignFamily:
 
         The key under which the result is saved depends on the initial model. So a result that was saved before the
         factory changed is not used.
+
+        Raises:
+            InputError: if the batch of the setting is not a whole number of sequences, or the factory cannot make the
+                model.
         """
         scale = setting.scale
         sequences = scale.batch * self.sequences

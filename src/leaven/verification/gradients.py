@@ -14,13 +14,13 @@ halves when the width doubles has the exponent -1 over width. Three properties o
 
 :mod:`leaven.verification.invariants` checks what follows from the optimizer's settings alone.
 
-For matrices that Muon updates, only the second property is judged: Muon has no eps, and the coordinate check judges
-its lr.
+For matrices that Muon updates, the first property is not judged, because Muon has no eps. The coordinate check judges
+the lr of Muon.
 
 Gains of query and key norms are an exception over width. All heads share such a gain, so its gradient is a sum over
 heads. At the start, the terms of this sum have independent signs. After about 150 steps the signs agree, and the
-exponent of the gradient is 0, as that of eps. So a check with fewer than 150 steps does not judge these gradients
-over width.
+exponent of the gradient is 0, as that of eps. So over width, only the gradients of these gains at the end of the
+training are judged, and only if the check has at least 150 steps.
 
 Routers are another exception over width: matrices inside blocks whose number of outputs does not grow with the width.
 The gradient of an output is a sum over the width. The exponent is -1/2 while the terms of the sum have independent
@@ -28,14 +28,15 @@ signs. It rises to 0, the exponent of eps, if the outputs of the experts align w
 widths 64 to 256 it was -0.48 at the start, -0.07 after 10 steps, and -0.41 after 160 steps. So the exponent of a
 router's gradient may be lower than that of eps by up to 1/2.
 
-The rule multiplies residual branches by L^-alpha, where L is the depth. If alpha is below 1, two quantities may fall
-with the depth by up to L^(alpha-1):
+The rule multiplies residual branches by L^-alpha, where L is the depth. If alpha is below 1, three quantities may
+fall with the depth by up to L^(alpha-1):
 
 - lr x weight_decay, because the rule lowers the lr inside blocks, and the published rules keep weight_decay. (With
   ``scale_decay_with_depth``, weight_decay rises as the lr falls.)
-- Gradients inside blocks at the end of the training, because the gradient of a gain is in part proportional to what
-  the block has learnt. For example, at alpha = 1/2 the exponent of eps is -0.50. The exponent of the gradient of the
-  gain before the MLP was -0.59 on text, and -0.90 on a Markov chain that is learnt quickly.
+- Changes of gains and biases inside blocks, because the rule lowers the lr there.
+- Gradients inside blocks at the end of the training, relative to eps, because the gradient of a gain is in part
+  proportional to what the block has learnt. For example, at alpha = 1/2 the exponent of eps is -0.50. The exponent of
+  the gradient of the gain before the MLP was -0.59 on text, and -0.90 on a Markov chain that is learnt quickly.
 """
 
 import math
@@ -58,6 +59,9 @@ from leaven.verification.verdict import Exponent
 START_LIMIT, END_LIMIT = 0.15, 0.25
 """The limits on the difference between the exponent of the gradient and that of eps, at the start and at the end.
 
+``START_LIMIT`` is also the limit on the exponent of lr x weight_decay, and on the difference at the end for gains
+that all heads share. ``END_LIMIT`` is also the limit on the exponent of the changes of gains and biases.
+
 Under correct rules, at widths 64 to 512 and depths 2 to 32, the difference was at most 0.14 at the start. The limit
 at the end is larger, because models of different width have learnt different amounts by then: after 20 steps, the
 exponent of a gradient was -0.77, and that of eps -1.
@@ -72,8 +76,8 @@ class GradientRecord:
     """The measurements of one run for all parameters that have the same label, such as ``mlp.out``."""
 
     start: float  # RMS of the gradient at the first step
-    end: float  # RMS of the gradient over the last quarter of the steps
-    moved: float  # RMS of the change of the parameter from the first step to the last
+    end: float  # RMS of the gradient over the last quarter of the steps and one more batch
+    moved: float  # RMS of the change of the parameter in the training
     eps: float
     decay: float  # lr x weight_decay: the share by which a weight shrinks in a step
     shape: tuple[int, ...]  # shape of the parameter in one layer
@@ -105,10 +109,10 @@ class GradientCheck(SizeCheck[GradientRecord]):
         return invariants(self.family, self.widths, self.depths)
 
     def record(self, instance: ModelInstance) -> dict[str, GradientRecord]:
-        """Train a model with a warm-up, on a new batch in each step. Return, by label, the records of its parameters.
+        """Train a model with a warm-up, on a new batch in each step. Return the records of its parameters, by label.
 
-        The gradient at the end is an RMS over the last quarter of the steps and one more batch. The gain of a norm
-        has few entries, and their gradient on a single batch is noisy.
+        The gain of a norm has few entries, and their gradient on a single batch is noisy. So the gradient at the end
+        is an RMS over the last quarter of the steps and one more batch.
         """
         instance.scale_lr(self.lr_factor)
         parameters = dict(instance.model.named_parameters())

@@ -40,11 +40,11 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
 
 
 def rehearsal(recipe: Recipe) -> Recipe:
-    """Return a recipe for a dry run, which needs the same memory but has shorter steps.
+    """Return a recipe that needs as much memory in a step as ``recipe``, but has shorter steps: for a dry run.
 
-    Its steps have at most twice as many micro-batches as the pipeline has ranks. With the schedule "gpipe", the
-    number of micro-batches stays, because all of them are in memory at once. The recipe has no start weights and no
-    batch ramp.
+    A step of the returned recipe has at most twice as many micro-batches as the pipeline has ranks. With the schedule
+    "gpipe", the number of micro-batches stays, because all of them are in memory at once. The returned recipe has no
+    start weights, no batch ramp and no measurement of the noise scale, and its model is not compiled.
 
     Raises:
         InputError: if the recipe cannot be trained in its layout.
@@ -79,6 +79,9 @@ def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stage
     """Return the ranks to check: the given ``ranks`` or, by default, the first rank of some pipeline stages.
 
     The default stages are the first, the second and the last, or all stages if ``all_stages`` is true.
+
+    Raises:
+        InputError: if one of the ``ranks`` is not in the layout.
     """
     if ranks:
         beyond = [rank for rank in ranks if rank >= layout.ranks]
@@ -92,10 +95,10 @@ def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stage
 def check_memory(
     recipe: Recipe, ranks: Sequence[int], on_rank: Callable[[int, int], None] = lambda done, total: None
 ) -> MemoryCheckDocument:
-    """Return the memory check of some ranks: the planner's prediction, compared with a dry run of each rank.
+    """Run the memory check on the given ranks: compare the planner's prediction with a dry run of each rank.
 
-    ``recipe`` is a :func:`rehearsal`. Each rank runs in its own process. ``on_rank`` is called with the number of
-    finished ranks and the number of all ranks.
+    ``recipe`` is the result of :func:`rehearsal`. Each rank runs in its own process. ``on_rank`` is called with the
+    number of finished ranks and the number of all ranks.
     """
     how = arrangement(recipe)
     began = time.perf_counter()
@@ -124,7 +127,10 @@ def check_memory(
 
 
 def tensors(recipe: Recipe) -> TrainingCode:
-    """Return the planner's constants of leaven's trainer, without memory outside of tensors."""
+    """Return the constants with which the planner computes the memory of leaven's trainer for this recipe.
+
+    They contain no memory outside of tensors, such as that of kernels.
+    """
     code = LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16
     code = code.tensors_only().with_muon(recipe.hyperparameters.ns_steps)
     return code.averaging(recipe.average is not None)
@@ -133,9 +139,9 @@ def tensors(recipe: Recipe) -> TrainingCode:
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:
     """Return rows that compare the planned memory of a rank with the memory of its dry run.
 
-    The first two rows are judged: the memory between steps, and the peak. The rows of the parts of the peak, such as
-    gradients, are not judged: the planner adds the largest size of each part, and the dry run measures all parts at
-    one moment.
+    The first two rows are judged: the memory between steps, and the peak. The other rows are the parts of the peak,
+    such as gradients. They are not judged, because the planner gives the largest size that a part has in the step,
+    and the dry run gives its size at the moment of the peak.
     """
     pairs = {
         "between steps": (planned.states, taken.stays.total()),

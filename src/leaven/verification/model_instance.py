@@ -36,7 +36,8 @@ class RunSetting:
     """The scale and hyperparameters of one training run."""
 
     scale: RunScale
-    # Of ``quantity``: the value in the recipe before scaling, or a multiple of the one in the factory function.
+    # The value of ``quantity``. For a recipe, it is the value before scaling. For a user's factory function, it is a
+    # multiple of the factory's own value.
     value: float
     seed: int = 0
     quantity: Quantity = "lr"  # the hyperparameter that is set
@@ -44,8 +45,10 @@ class RunSetting:
 
     @property
     def ruled_scale(self) -> RunScale:
-        """The scale for which the scaling rule computes hyperparameters. If ``ruled`` is false, it has the batch and
-        tokens of the family."""
+        """The scale for which the scaling rule computes hyperparameters.
+
+        It is ``scale`` or, if ``ruled`` is false, ``scale`` with the batch and tokens of the family.
+        """
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 
 
@@ -85,7 +88,7 @@ def block_labels(model: nn.Module) -> Callable[[str], str]:
     The label is the name without ``.weight`` and without the block's number, so that all blocks share labels. For
     example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. Blocks are the members of an ``nn.ModuleList``.
     Members of an ``nn.Sequential`` are blocks if they are all of one type and have submodules. Members of a list
-    inside a block are not blocks.
+    inside a block are not blocks. The label of the whole model is ``output``.
     """
     lists: list[str] = []
     for path, module in model.named_modules():

@@ -56,9 +56,10 @@ class LossGrid:
 
     @property
     def noise(self) -> float | None:
-        """The standard deviation of the loss between seeds, or None if no value has two runs.
+        """The standard deviation of the loss between seeds, at values of the hyperparameter near the best one.
 
-        The variance is the average over the `POINTS` values of the hyperparameter around the lowest mean loss.
+        Its square is the average of the variances at the `POINTS` values around the lowest mean loss. It is None if
+        none of these values has two runs.
         """
         near = [list(self.runs[place].values()) for place in self._points(self.means.argmin(-1))]
         freedom = [len(losses) - 1 for losses in near]
@@ -80,8 +81,8 @@ class LossGrid:
     def following(self) -> float:
         """The value to try next if the lowest mean loss is at an edge of the grid.
 
-        It is one step beyond the edge. If a value beyond the edge diverged, it is halfway (in log2) between the edge
-        and the nearest such value.
+        It is one step of the grid beyond the edge. But if values beyond the edge diverged, it is halfway (in log2)
+        between the edge and the nearest of them.
         """
         last, before = self.octaves[[0, 1] if self.edge < 0 else [-1, -2]].tolist()
         there = [octave for octave in self.diverged.tolist() if (octave - last) * self.edge > 0]
@@ -132,7 +133,7 @@ class LossGrid:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95% interval over seeds. The ends of the interval are None if there is only one seed."""
+    """A number with its 95% interval over seeds. With only one seed, the ends of the interval are None."""
 
     value: float
     low: float | None

@@ -58,7 +58,11 @@ class RecipeFamily:
         return transfer(self.recipe, width=scale.width, depth=scale.depth).model.params
 
     def value(self, quantity: Quantity) -> float:
-        """Return the recipe's value of a hyperparameter."""
+        """Return the recipe's value of a hyperparameter.
+
+        Raises:
+            InputError: if the value is 0, or if the recipe has a named init and ``quantity`` is "init_std".
+        """
         hyperparameters = self.recipe.hyperparameters
         if quantity == "init_std" and hyperparameters.init != "rule":
             raise InputError(
@@ -85,7 +89,11 @@ class RecipeFamily:
         return round(math.log2(cell.factor(at, scaling)), 12)
 
     def trial(self, setting: RunSetting) -> "RecipeTrial":
-        """Return the training run of a setting."""
+        """Return the training run of a setting.
+
+        Raises:
+            InputError: if the recipe cannot be transferred to the scale, or the value is not valid.
+        """
         recipe, scale = self.recipe, setting.scale
         batch_tokens, tokens = round(self.batch_tokens * scale.batch), round(self.tokens * scale.tokens)
         moved = transfer(recipe, width=scale.width, depth=scale.depth, batch_tokens=batch_tokens, tokens=tokens)
@@ -117,7 +125,7 @@ class RecipeTrial:
 
     @property
     def key(self) -> str:
-        """A hash of everything in the recipe that affects the loss. Names and reasons do not change it."""
+        """A hash of everything in the recipe that affects the loss. Names and reasons do not affect the hash."""
         document = self.recipe.model_dump(mode="json", exclude=NOT_NUMBERS)
         return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
 
@@ -131,7 +139,11 @@ class RecipeTrial:
 
 
 def recipe_models(recipe: Recipe, prepare: Prepare) -> RecipeFamily:
-    """Return the training runs of a recipe at any scale, after its text was tokenised with ``prepare``."""
+    """Tokenise the text of a recipe with ``prepare``. Return the family of the recipe's training runs at any scale.
+
+    Raises:
+        InputError: if the recipe cannot be trained on its text.
+    """
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     check_trainable(recipe, tokens)
     return RecipeFamily(recipe, text=tokens.fingerprint)

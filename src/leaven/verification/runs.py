@@ -58,8 +58,8 @@ class RunStore:
         Args:
             on_run: called with the number of finished runs and the number of all runs.
             stop: called repeatedly; the runs stop once it returns true.
-            note: called with a sentence if results in the folder were lost or changed.
-            finished: the smallest number of results that the folder must have.
+            note: called with a sentence if results in the folder were lost or changed, and runs are trained again.
+            finished: how many results the folder should have; if it has fewer, results were lost.
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
         self._note, self._finished = note, finished
@@ -79,8 +79,9 @@ class RunStore:
         its outcome.
 
         Raises:
-            InputError: if the folder is in use or cannot be created, or a run's process dies twice.
-            ChecksStopped: if ``stop`` returned True.
+            InputError: if the folder is in use or cannot be created, if it contains the result of a check but no
+                runs, or if a run's process dies twice.
+            ChecksStopped: if ``stop`` returned True before all runs had ended.
         """
         wanted = {trial.key: trial for trial in trials}
         pool = self._open()
@@ -126,7 +127,10 @@ class RunStore:
         return {key: [outcome(trial).loss for trial in several] for key, several in trials.items()}
 
     def keep(self, document: CheckDocument) -> CheckDocument:
-        """Write the check's document into the folder of the runs, for ``leaven report``."""
+        """Write a check's document into the folder, for ``leaven report``.
+
+        Return the document with the number of runs that the folder has.
+        """
         document = document.model_copy(update={"runs": len(self._ended)})
         storage.write_text(self.folder / RESULT, json.dumps(document.dump(), indent=2) + "\n")
         return document
@@ -169,7 +173,10 @@ class RunStore:
         return self._pool
 
     def _keys_of_lines(self, numbers: Sequence[int]) -> list[str | None]:
-        """Return the key in each of the damaged lines with these numbers, counted from 1, or None if it has none."""
+        """Return the key in each of the lines ``numbers`` (counted from 1), which are damaged.
+
+        The key of a line is None if it cannot be read.
+        """
         if not numbers:
             return []
         lines = dict(enumerate(storage.read(self.folder / LINES, math.inf).split(b"\n"), start=1))
@@ -177,7 +184,8 @@ class RunStore:
         return [None if each is None else each[1].decode() for each in found]
 
     def _known(self) -> int:
-        """Return how many finished runs the folder had when the last result was written."""
+        """Return how many results the folder should have: as many as when its last document was written, and at least
+        as many as the argument ``finished`` of the store says."""
         document = {}
         with suppress(OSError):
             document = storage.json_object(storage.read(self.folder / RESULT)) or {}

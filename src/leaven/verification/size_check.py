@@ -35,10 +35,11 @@ Measured = TypeVar("Measured")
 """The type of the measurements that a check makes of one module or parameter in one run."""
 
 Means = Mapping[str, Sequence[float]]
-"""For each measured number by name, the geometric means over seeds at all sizes."""
+"""By the name of a measured number: its geometric means over seeds, one for each size."""
 
 Slopes = Mapping[str, float | None]
-"""For each measured number by name, the slope of log2 of its mean over log2 of the size."""
+"""By the name of a measured number: the slope of log2 of its mean over log2 of the size. It is None if a mean is 0 or
+not finite."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +136,11 @@ class SizeCheck(ABC, Generic[Measured]):
     ) -> VerdictRow:
         """Return the row that says whether a module passes.
 
-        ``lines`` has the module's measurements for each size, and within a size for each seed.
+        ``lines`` has a list for each size of the axis, with the module's measurements for each seed.
         """
 
     def value(self, measured: Measured, part: str, axis: SizeAxis) -> float:
-        """Return the number named ``part`` of a module's measurements. It may depend on the axis in a subclass."""
+        """Return the number named ``part`` of a module's measurements. In a subclass, it may depend on the axis."""
         value: float = getattr(measured, part)
         return value
 

@@ -127,6 +127,9 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
       tied, a multiplier makes the logits smaller instead (:meth:`SmallModels.table`).
     - Routers start at RMS 1/width, too. If they started larger, the logits of the experts would fall towards 0 as the
       width grows. Then the weights in the sum of the experts' outputs would depend on the width.
+
+    Raises:
+        InputError: if the model cannot have this width and depth.
     """
     try:
         recipe.model.scaled(width, depth)
@@ -154,7 +157,10 @@ class SmallModels(RecipeFamily):
 
     @property
     def alpha(self) -> float:
-        """The rule multiplies residual branches by depth^-alpha. If the rule has no alpha, this is 1."""
+        """The alpha of the scaling rule, which multiplies residual branches by depth^-alpha.
+
+        It is 1 if the rule has no alpha.
+        """
         scaling = self.recipe.scaling
         return scaling.alpha if "alpha" in RULES[scaling.rule].residual.text else 1.0
 

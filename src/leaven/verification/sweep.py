@@ -21,6 +21,9 @@ shift and the regret:
 - It fails if the lower end of the regret is above its limit, or the whole interval of the shift is beyond its limit.
 - Otherwise it is undecided, which does not count as passed.
 
+With only one seed there is no interval, so the check is undecided. If the base's best value is outside the grid of
+the other scale, the regret there is extrapolated. Then the check cannot pass and is undecided instead.
+
 A value with a diverged run is left out at that scale, because it has no finite mean loss. If the best value of the
 base diverges at another scale, the check fails.
 
@@ -161,7 +164,7 @@ def compare(
 def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
     """Return a short name of each scale, such as ``64x4`` or ``tokens x2``.
 
-    It contains only what differs between the scales.
+    The name contains only what differs between the scales.
     """
 
     def label(scale: RunScale) -> str:
@@ -179,7 +182,7 @@ def _wider(
 ) -> list[float]:
     """Return the grid of a scale with one more value beyond the edge at which the best value lies.
 
-    The grid stays the same if the best value is inside, or if the new value would be invalid.
+    The grid stays the same if the best value is unknown or inside, or if the new value would be invalid.
     """
     if not losses.has_optimum or not losses.edge:
         return grid
@@ -198,9 +201,10 @@ def extended(
     store: RunStore,
     seeds: int,
 ) -> tuple[dict[RunScale, list[float]], dict[RunScale, LossGrid]]:
-    """Train on the grid of each scale. Return (grids, losses).
+    """Train on the grid of each scale. Return (grids, losses), both by scale.
 
-    A grid whose best value is at an edge is extended beyond this edge and trained again.
+    A grid whose best value is at an edge gets one more value beyond this edge, which is then trained, too. This is
+    repeated up to :data:`EXTENSIONS` times.
     """
     extending = {scale: list(grid) for scale, grid in grids.items()}
     losses = losses_of(family, quantity, extending, store, seeds)
@@ -246,10 +250,12 @@ def _exponents(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> list[MeasuredRow]:
-    """Return a row for each axis with the measured exponent of the best value: -0.9 for a best lr of c x batch^-0.9.
+    """Return a row for each axis with the measured exponent of the best value.
 
-    ``losses`` are over values before the rule scales them. So the exponent that is fitted to the best of these values
-    is the error of the rule. The row has the sum: an exponent of -1 by the rule and 0.1 by the fit give -0.9.
+    For example, the exponent over the tokens is -0.4 if the best lr is proportional to tokens^-0.4.
+
+    The values in ``losses`` are those before the rule scales them. So the exponent that is fitted to the best of them
+    is the error of the rule. The row has the sum of the rule's exponent and the fitted one: -0.5 and 0.1 give -0.4.
     """
     found = []
     for axis in AXES:
@@ -273,7 +279,11 @@ def _exponents(
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield the loss over the swept value and the best value of each scale, and the best value over each axis."""
+    """Yield the curves of a sweep.
+
+    For each scale, there is a curve of the loss over the swept value, and a point at the best value. For each axis,
+    there is a curve of the best value over the size.
+    """
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         by_seed = [list(runs.values()) for runs in grid.runs]
@@ -303,10 +313,10 @@ def _curves(
 
 
 def _row(swept: SweptValue, base_name: str, base: LossGrid, name: str, target: LossGrid | None) -> VerdictRow:
-    """Return the row that compares a scale with the base, by the losses at both scales.
+    """Return the row that compares the scale ``name`` with the base.
 
-    ``target`` are the losses at the scale called ``name``; None if it was not trained, because the base has no best
-    value inside its grid.
+    ``base`` and ``target`` are the losses at the base and at this scale. ``target`` is None if the scale was not
+    trained, because the base has no best value inside its grid.
     """
     limit, label = swept.shift_limit, swept.label
     row = partial(VerdictRow, module=f"best {label}, octaves", axis=f"{base_name} -> {name}", limit=limit)

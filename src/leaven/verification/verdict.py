@@ -36,8 +36,8 @@ def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow],
     """Return the document of a check. ``more`` are its other fields, such as curves and settings.
 
     The check passes if at least one row passed, and no row failed or is undecided. The field ``fault`` names the
-    module of the failed row that is farthest beyond its limit. If no row failed, it is chosen among the undecided
-    rows.
+    module of the failed row that is farthest beyond its limit. If no row failed, ``fault`` names the module of the
+    undecided row that is farthest beyond its limit.
     """
     failed = [row for row in rows if row.passed is False]
     return CheckDocument(

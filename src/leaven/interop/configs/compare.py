@@ -4,9 +4,9 @@ A target is a trainer to which recipes are exported. The comparison finds what a
 of parameters (:class:`ParameterSettings`) that would have another value in the target than in the recipe.
 
 Equivalent settings do not count as different. A matrix W whose output is multiplied by c trains like the matrix c W
-without a multiplier, if its lr is c times as large and its eps and decay are divided by c (the decay by c^2 for
-``adam``, where decay is part of the gradient). So multipliers are folded into the matrices on both sides before the
-comparison.
+without a multiplier, if c W has c times the lr of W, and its eps and decay are those of W divided by c. (For
+``adam``, where decay is part of the gradient, the decay is divided by c^2.) So multipliers are folded into the
+matrices on both sides before the comparison.
 """
 
 import json
@@ -114,8 +114,8 @@ class ResolvedRecipe:
     def micro_batch(self) -> int:
         """The number of sequences in one forward pass of a data-parallel rank.
 
-        It is the largest number up to the recipe's micro-batch that divides the sequences of a rank in every step,
-        also if the batch size changes in the run. If the micro-batch is ``auto``, it is 1.
+        It is the largest number, up to the recipe's micro-batch, that divides the sequences of a rank in every step.
+        The batch size may change in the run. If the recipe's micro-batch is ``auto``, the number is 1.
 
         Raises:
             InputError: if a batch does not divide over the data-parallel ranks.
@@ -153,9 +153,9 @@ def compare(
     two values share a row, but each of these modules counts as a difference.
 
     Args:
-        given: the target's settings by parameter. Parameters that the target does not have are not compared.
+        given: the target's settings by leaven's name of the parameter. Only parameters in ``given`` are compared.
         attention_scale: the target's factor on query . key; None if that factor is folded into the weights.
-        reasons: by setting, why the target cannot have the recipe's value.
+        reasons: by setting, why the target cannot have the recipe's value; "*" stands for all other settings.
         plain: whether the target's model has no multipliers. It is then compared with ``run.plain``, an equivalent of
             the recipe's model that also has no multipliers.
     """
@@ -215,10 +215,13 @@ def as_written(value: Any) -> Any:
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[LossRow]]:
     """Return a model shape that a target supports, and a row for each value that had to be replaced.
 
-    ``holds`` maps a key of ``[model]`` to the list of values that the target supports. If the recipe's value is not
-    in the list, the first value of the list replaces it. The list ``["any"]`` allows every value. In the list of
-    ``d_attention``, "d_model" stands for None. The keys of :meth:`ModelShape.added_defaults` that are not in
-    ``holds`` get their default. If ``holds`` is empty, the target does not describe models, and nothing is replaced.
+    ``holds`` maps a key of ``[model]`` to the list of values that the target supports. If the value in ``shape`` is
+    not in the list, the first value of the list replaces it. The list ``["any"]`` allows every value. In the list of
+    ``d_attention``, "d_model" stands for None. A key of :meth:`ModelShape.added_defaults` that is not in ``holds``
+    gets its default. If ``holds`` is empty, the target does not describe models, and nothing is replaced.
+
+    Raises:
+        InputError: if the target supports only heads of size d_model / n_heads, which is not a whole number.
     """
     changes = {
         key: default

@@ -36,7 +36,7 @@ class Imported:
 
 @dataclass
 class Draft:
-    """A recipe under construction: its values by dotted path, each with a reason."""
+    """A recipe under construction: its values by dotted path, and the reasons for most of them."""
 
     origin: str  # the imported file or folder, for messages
     values: dict[str, Any] = field(default_factory=dict)
@@ -72,7 +72,8 @@ class Draft:
 
         Each hyperparameter gets the value that most matrices in the blocks have. A module with another value gets a
         multiplier. If the value of a module differs between blocks, the value of the first block is used, and a line
-        in ``unread`` says so. ``init_why`` is the reason for the initial values, ``why`` for the optimizer settings.
+        in ``unread`` says so. If all initial stds are those of a named init, this init is set and no ``init_std``.
+        ``init_why`` is the reason for the initial values, ``why`` for the optimizer settings.
         """
         parameters = list(shape.parameters())
         matrices = [each for each in parameters if each.role.is_matrix]
@@ -126,7 +127,7 @@ class Draft:
         return validated(ModelShape, values, f"{self.origin}: not a shape that leaven supports")
 
     def finish(self, name: str, shape: ModelShape) -> Imported:
-        """Return the recipe. If the number of training tokens, the batch size or the lr is missing, it is estimated.
+        """Return the recipe. If the training tokens, batch size, lr or warm-up are missing, they are estimated.
 
         Raises:
             InputError: if the values are not a valid recipe.
@@ -174,8 +175,8 @@ class Settings:
     - ``default``: the trainer's default; a count or number without a default must be given;
     - ``path``: the recipe key with the same meaning as the setting;
     - ``values``: the recipe's value for each possible word, or the recipe's two values for off and on;
-    - ``optional``: if true, and the setting is not given, ``path`` stays unset. Otherwise ``path`` then gets the
-      trainer's default.
+    - ``optional``: what happens to ``path`` if the setting is not given. If ``optional`` is true, it stays unset. If
+      false, it gets the trainer's default.
     """
 
     origin: str  # the imported file, for messages
@@ -194,7 +195,7 @@ class Settings:
         """Return the value of a setting, or its default.
 
         Raises:
-            InputError: if there is no value and no default, or the value has the wrong type.
+            InputError: if there is no value and no default, or the value has the wrong type or is too small.
         """
         kind, default = self.table[name]["kind"], self.table[name].get("default")
         value, label = self.given.get(name, default), self.label(name)
@@ -229,7 +230,10 @@ class Settings:
         """Return the recipe's value that corresponds to the value of a setting.
 
         ``known`` maps the setting's values to the recipe's. For a switch, ``known`` is a pair: the recipe's value if
-        the switch is off, and its value if the switch is on.
+        the switch is off, and the recipe's value if the switch is on.
+
+        Raises:
+            InputError: if the setting has a value that is not in ``known``.
         """
         if not isinstance(known, Mapping):
             return known[self[name]]
@@ -289,18 +293,16 @@ def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
 
 
 def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
-    """Return the warm-up in tokens, the same share of the run as in the nearest published run, and the reason."""
+    """Return the warm-up in tokens, and the reason. Its share of the run is that of the nearest published run."""
     share, why = _of_nearest("warmup_fraction", shape, tokens)
     return round(share * tokens), f"{share:.2g} of the run, as in {why}"
 
 
 def _of_nearest(key: str, shape: ModelShape, tokens: int) -> tuple[float, str]:
-    """Return the value ``key`` of a published run, and the name of the run.
+    """Return the value ``key`` of the published run that is nearest in size, and a text that names this run.
 
-    It is the run nearest in size, among the published runs for which ``key`` is known.
-
-    For a mixture of experts, the size is the number of parameters that a token uses. Published mixtures of experts
-    within a factor of 4 of this size come first, then dense runs.
+    Runs that do not publish ``key`` are left out. For a mixture of experts, the size is the number of parameters that
+    a token uses. Then published mixtures of experts within a factor of 4 of this size are taken before dense runs.
     """
     experts = bool(shape.experts)
     counted = ", counted by the parameters that a token uses" if experts else ""

@@ -39,7 +39,8 @@ class Target:
 
     title: str  # name of the target in sentences
     sources: str  # where the target's flags, keys, defaults and behaviour are documented
-    path: str  # default path of the export; {name} and {identifier} stand for the recipe's name
+    # default path of the export; {name} is the recipe's name, {identifier} the same name as a Python identifier
+    path: str
     files: Mapping[str, str]  # templates by file name; "" is the name if the target has a single file
     decays: Mapping[str, str]  # the target's name of each lr decay; a missing decay is exported as cosine
     # why the target loses a quantity; "*" stands for all other quantities
@@ -86,7 +87,11 @@ def default_path(name: str, recipe_name: str) -> str:
 
 
 def export(name: str, recipe: Recipe) -> Export:
-    """Return the files for a target, and the values of the recipe that the target cannot represent."""
+    """Return the files for the target ``name``, and the values of the recipe that the target cannot represent.
+
+    Raises:
+        InputError: if there is no such target, or it cannot have the recipe's layout, batch or model.
+    """
     to, run = target(name), ResolvedRecipe(recipe.without_muon)
     if to.architecture:
         architecture, changes = nearest(recipe.model, trained=True)
@@ -126,7 +131,7 @@ def export(name: str, recipe: Recipe) -> Export:
 
 
 def write(export: Export, path: Path) -> None:
-    """Write the exported file or folder atomically.
+    """Write the exported file or folder: completely, or not at all.
 
     Raises:
         InputError: if the path exists already or cannot be written.
@@ -189,9 +194,10 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
 
 
 def _texts(rows: Iterable[Mapping[str, str]], known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the tables ``[[lost]]`` or ``[[notes]]`` of ``targets/*.toml`` whose condition ``when`` is true.
+    """Yield the rows whose condition ``when`` is true, with their templates and expressions evaluated.
 
-    Their templates and expressions are evaluated with the variables ``known``.
+    ``rows`` are tables ``[[lost]]`` or ``[[notes]]`` of ``targets/*.toml``. ``known`` are the variables that their
+    templates and expressions can use.
     """
 
     def evaluated(expression: str) -> Any:

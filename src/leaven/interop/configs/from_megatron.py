@@ -172,7 +172,10 @@ def _window(given: Settings, draft: Draft) -> None:
 
 
 def _pattern(word: str, layers: int) -> str:
-    """Return a list such as ``([0]*3+[1]*2)*4`` as zeros and ones, or "" if it is not one of ``layers`` layers."""
+    """Convert a text such as ``([0]*1+[1]*2)*2``, with an entry for each layer, to digits: "011011".
+
+    Return "" if the text has another form, or not exactly ``layers`` entries.
+    """
     term = r"\[[01](?:,[01])*\](?:\*\d{1,6})?"
     found = re.fullmatch(rf"\(?({term}(?:\+{term})*)\)?(?:\*(\d{{1,6}}))?", re.sub(r"\s", "", word))
     if not found:
@@ -235,7 +238,11 @@ def _experts(given: Settings, draft: Draft) -> None:
 
 
 def _dense_layers(given: Settings) -> int:
-    """Return the number of layers without experts, which must come before all others."""
+    """Return the number of layers without experts.
+
+    Raises:
+        InputError: if a layer without experts comes after a layer with experts, or --moe-layer-freq has another form.
+    """
     layers = given["num-layers"]
     if given["moe-layer-freq"].strip() == "1":
         return 0
@@ -252,7 +259,7 @@ def _modules(given: Settings, draft: Draft, shape: ModelShape) -> None:
     """Set the multipliers of modules in the draft.
 
     The last matrices of branches get a multiplier of the init std. With --embedding-init-method-std, embeddings get
-    one, too. With --decoupled-lr, embedding and unembedding get a multiplier of the lr.
+    a multiplier of the init std, too. With --decoupled-lr, embedding and unembedding get a multiplier of the lr.
     """
 
     def multiply(quantity: str, modules: Sequence[str], value: float, why: str) -> None:
@@ -389,14 +396,16 @@ MOST_EXPANDED = 2**20  # characters that all variables of a script may insert
 
 
 def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
-    """Return the flags in a shell script or a list of flags, each with the words after its last occurrence.
+    """Return the flags in a shell script or a list of flags, each with the words that follow it.
 
-    The parser supports comments, backslashes, quotes, arrays (``ARGS=( ... )``) and variables that the file itself
-    sets. It does not run commands. So a word that needs the output of a command, or a variable that the file does not
-    set, still contains a $ in the result.
+    If the script has a flag several times, the words are those after its last occurrence. The parser supports
+    comments, backslashes, quotes, arrays (``ARGS=( ... )``) and variables that the script itself sets. It does not
+    run commands. So a word that needs the output of a command, or a variable that the script does not set, still
+    contains a $ in the result.
 
     Raises:
-        InputError: if a quote is not closed, there is no flag, or the script is too long.
+        InputError: if a quote is not closed, there is no flag, the script is too long, or its variables insert too
+            many characters.
     """
     if len(text) > LONGEST:
         raise InputError(
@@ -487,5 +496,5 @@ class _Variables:
 
 
 def open_variables(word: str) -> list[str]:
-    """Return the unset variables in a word."""
+    """Return the names of the unset variables in a word, such as ``$LR``. The output of a command counts as one."""
     return ["the output of a command" if name == _COMMAND[1:] else f"${name}" for name in _OPEN.findall(word)]

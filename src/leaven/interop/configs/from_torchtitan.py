@@ -25,8 +25,8 @@ from leaven.recipe.shape import ModelShape
 TABLE = tomllib.loads((Path(__file__).parent / "targets/torchtitan_keys.toml").read_text(encoding="utf-8"))
 SAVE = "run torchtitan with --debug.save_config_file config.json and give that file"
 QKV = ("attention.query", "attention.key", "attention.value")
-# For each module, the path of its initial values in a saved file. There, queries and keys have one norm, and keys and
-# values have one matrix.
+# For each module, the path of its initial values in a saved file. In the file, query norm and key norm share their
+# initial values, and so do key matrix and value matrix.
 SAVED = TORCHTITAN_NAMES | {
     "attention.key": "attention.qkv_linear.wkv",
     "attention.value": "attention.qkv_linear.wkv",
@@ -90,7 +90,7 @@ def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Sett
 
 
 def _flavor(given: Settings, draft: Draft) -> None:
-    """Set the model, its init and its documents from [model] name and flavor."""
+    """Set the model, its init and the handling of documents from the keys name and flavor of [model]."""
     name, flavor = given["model.name"], given["model.flavor"]
     flavors = TABLE["flavors"].get(name)
     if flavors is None:
@@ -269,7 +269,11 @@ def _batch(given: Settings, draft: Draft, seq_len: int, ranks: int | None) -> No
 
 
 def _schedule(given: Settings, draft: Draft) -> None:
-    """Set the warm-up and the decay. A decay that is shorter than the rest of the run becomes ``wsd``."""
+    """Set the warm-up and the decay.
+
+    A decay that begins later than the end of the warm-up becomes ``wsd``, and so does a decay of the form "sqrt".
+    Without a decay, the lr is constant.
+    """
     steps, batch = given["training.steps"], draft.values["batch.tokens"]
     warmup = min(given["lr_scheduler.warmup_steps"], steps)
     draft.set("schedule.warmup_tokens", warmup * batch, given.why("lr_scheduler.warmup_steps"))

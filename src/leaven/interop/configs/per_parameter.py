@@ -31,8 +31,8 @@ Candidates = Callable[[ResolvedRecipe, ModelShape, Architecture | None], Iterato
 def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield one or two candidates for Megatron.
 
-    The first uses --lr, and --decoupled-lr for embedding and unembedding. If the model is wider than its base, the
-    second uses --use-mup, which implements Table 8 of Yang et al. 2022.
+    The first uses --lr, and --decoupled-lr for embedding and unembedding. The second uses --use-mup, which implements
+    Table 8 of Yang et al. 2022. There is no second candidate if the model is not wider than its base or has experts.
     """
     recipe, hidden, rows = run.recipe, run.hidden, run.rows
     d_head = recipe.model.d_head
@@ -115,7 +115,8 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
     part of such a matrix has its own initial std. All other settings are those of the first part, such as the query.
 
     Raises:
-        InputError: if the layout shards parameters, which the module cannot set.
+        InputError: if the layout shards parameters, because the module sets whole parameters, or if the model has
+            experts.
     """
     if run.recipe.layout.zero > 1:
         raise InputError(
@@ -154,9 +155,9 @@ def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for litgpt.
 
-    All parameters, including gains, have the same lr and weight decay. The initial stds are constants
-    of litgpt's code. Its setting for
-    1 / attention scale^2 must be a whole number, so the recipe's value is rounded.
+    All parameters, including gains, have the same lr and weight decay. litgpt's code computes the initial stds from
+    width and depth. litgpt's setting for 1 / attention scale^2 must be a whole number, so the recipe's value is
+    rounded.
     """
     base, width = replace(run.hidden, multiplier=1.0), run.recipe.model.d_model
     matrix = replace(base, init_std=math.sqrt(2 / 5 / width))
@@ -248,11 +249,14 @@ def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -
 def _by_pattern(
     groups: Mapping[tuple[float, ...], Sequence[str]], n_layers: int, blocks: str, end: str = ""
 ) -> list[tuple[str, tuple[float, ...]]]:
-    """Return (regular expression, values) for each group; the first expression that matches a name gives its values.
+    """Return a list of (regular expression, values), one for each group.
 
-    ``groups`` maps the values of a group to the names of its parameters. All full names end in the same text, such as
-    ".weight". In ``groups`` this ending is missing, and ``end`` is a regular expression for it. ``blocks`` is the
-    path of the list of blocks.
+    A parameter gets the values of the first expression that matches its name. The last expression matches all names,
+    and has the values of the largest group.
+
+    ``groups`` maps the values of a group to the names of its parameters. In the target, all these names have the same
+    ending, such as ".weight". In ``groups`` this ending is missing, and ``end`` is a regular expression for it.
+    ``blocks`` is the path of the list of blocks.
     """
     most = max(groups, key=lambda values: len(groups[values]))
     patterns = [
@@ -310,8 +314,11 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
 def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for NeMo Automodel: factors on lr and decay for each pattern of parameters' names.
 
-    All parameters get the betas and eps that most matrices have. The tensors have the names of transformers, and
-    prepare.py writes their initial values.
+    All parameters get the betas and eps that most matrices in the blocks have. The tensors have the names of
+    transformers, and prepare.py writes their initial values.
+
+    Raises:
+        InputError: if the model has experts.
     """
     assert architecture is not None
     _require_dense(shape, "automodel")
