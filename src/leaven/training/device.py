@@ -144,9 +144,8 @@ def device_peak(device: torch.device, compute: str) -> Peak:
         return known
     threads = torch.get_num_threads()
     times = times_fp32(device, compute, threads)
-    best, slower = (
-        (compute, "") if times <= 1 else ("fp32", f" ({compute} is slower{': emulated' * (times > EMULATED)})")
-    )
+    best = "fp32" if times > 1 else compute
+    slower = f" ({compute} is slower{': emulated' if times > EMULATED else ''})" if times > 1 else ""
     source = f"best {best} matmul measured here{slower}, no data sheet"
     return Peak(best_matmul(device, DTYPES[best], threads), source, times if times > EMULATED else None)
 
