@@ -256,13 +256,13 @@ class Neighbours:
 
 
 def mixtures(params: int, alike: tuple[int, int] | None = None) -> Neighbours:
-    """Return the published mixtures of experts that are nearest in size to a model, with any optimizer.
+    """Return published mixtures of experts, one of each lineage, the nearest in size first, with any optimizer.
 
     A token uses ``params`` parameters of the model. Its experts get their shape from these runs.
 
-    ``alike`` has two numbers of the model: the experts in a layer, and the experts that a token uses (active). If
-    ``alike`` is given, a mixture is returned only if it is similar: its active and its experts / active are within a
-    factor of `ALIKE` of the model's. There may be no such mixture.
+    ``alike`` is (number, active) of the model: the experts in a layer, and how many of them a token uses. If it is
+    given, a mixture is returned only if its active experts and its ratio number / active each differ from the model's
+    by at most a factor of `ALIKE`. There may be no such mixture.
     """
 
     def fits(run: PublishedRun) -> bool:

@@ -247,7 +247,8 @@ class PublishedRun(Part):
 
     @property
     def decay(self) -> Decay | None:
-        """Return the decay of a recipe's schedule, such as "cosine", that is nearest to the published decay."""
+        """Return leaven's name for the published decay, such as "cosine", or None if no decay is published. A shape
+        that leaven lacks becomes the most similar one."""
         return _DECAYS[self.schedule.shape] if self.schedule and self.schedule.shape else None
 
     @property

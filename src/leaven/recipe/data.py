@@ -18,7 +18,7 @@ denominator of the sources' shares: 4 for shares of 1/4 and 3/4."""
 
 
 class DataSource(Part):
-    """One of several sources of text or of token ids."""
+    """A source of text or of token ids."""
 
     source: str  # where the text is: python-stdlib, tiny-shakespeare, a path or glob, or hf://org/dataset
     weight: float = Field(default=1.0, gt=0)  # the source provides weight / (sum of all weights) of the samples

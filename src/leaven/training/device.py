@@ -1,7 +1,7 @@
 """Describes the device and the machine: names, peak speed (for the MFU), used and free memory, cores and versions.
 
 The MFU is the model FLOPs per second divided by the device's dense peak for the dtype. A token costs 6 FLOPs for each
-weight in a matmul, plus 12 x layers x d_model x seq_len for full attention (:mod:`leaven.planning.flops`). The
+weight in a matmul, plus 12 x layers x heads x d_head x seq_len for full attention (:mod:`leaven.planning.flops`). The
 weights include the unembedding, but not the embedding.
 """
 
@@ -56,8 +56,8 @@ class Peak:
 def mfu_convention(peak: Peak) -> str:
     """Return a line of text that defines the MFU."""
     return (
-        "model FLOPs a token (6 for each weight in a matmul, including the unembedding, + 12 x layers x d_model x "
-        f"seq_len, half of that if causal) over {peak.flops / 1e12:.3g} TFLOP/s: {peak.source}"
+        "model FLOPs a token (6 for each weight in a matmul, including the unembedding, + 12 x layers x heads x "
+        f"d_head x seq_len, half of that if causal) over {peak.flops / 1e12:.3g} TFLOP/s: {peak.source}"
     )
 
 

@@ -128,7 +128,8 @@ class Case:
 
     @cached_property
     def size(self) -> RunSize:
-        """The recipe's size, with the evidence that `leaven new` would use for it: near published runs, and laws."""
+        """The recipe's size, with the published runs and the laws from which `leaven new` would choose values for
+        it."""
         model = self.recipe.model
         near = neighbours(
             self.params,

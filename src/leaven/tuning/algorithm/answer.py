@@ -302,8 +302,8 @@ def choose(
 
     Args:
         noise: standard deviation of the loss between seeds. If it is 0, seeds have no effect, and a single trial
-            measures the loss of its point exactly. If it is None, the noise is unknown: then any gain above 0 is
-            large enough, but a single trial does not measure a loss exactly.
+            measures the loss of its point exactly. If it is None, the noise is unknown: a point is then chosen
+            instead of the start if its gain over the start is above 0, and a single trial is not taken for exact.
         predicted: the predicted losses of points. Without them, points are compared by their measured losses.
     """
     exact, noise = noise == 0, noise or 0.0

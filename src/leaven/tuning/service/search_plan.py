@@ -400,8 +400,8 @@ class SearchPlan:
         return self._known_noise[1]
 
     def params_of(self, trials: Sequence[StoredTrial], point: tuple[float, ...]) -> Params:
-        """Return the log2 multipliers of a finished trial. ``point`` is the point of the trial in octaves from the
-        start."""
+        """Return the ``params`` of the first finished trial at ``point``: by name, a log2 multiplier, or the index of
+        a choice's level. ``point`` is in octaves from the start, as :class:`Axes` explains."""
         return next(
             dict(trial.params)
             for trial in trials

@@ -5,11 +5,11 @@ This is what ``leaven tune recipe.toml --study FOLDER`` does, in order. To follo
 bold; each other file answers the question beside it. A trial is one training of a point with one seed. If its process
 dies, the trial gets another attempt.
 
-1. **cli/tune.py** reads the recipe and makes the search space: which values are searched, and how far (``space.py``;
-   how is a value moved? ``point.py``). :class:`BaseStudy`, in this file (**study.py**), checks the arguments. When
-   its context is entered, it opens the store of all trials: an Optuna journal in the folder, or a database (What if
-   it is damaged or cannot be reached? ``stores.py``). Then it joins the study in the store, or creates the study
-   (**stored_study.py**).
+1. **cli/tune.py** reads the recipe and makes the search space: unless ``--space`` says otherwise, nine values of the
+   whole model, such as lr and init_std (Which, and how far do they move? ``space.py``). :class:`BaseStudy`, in this
+   file (**study.py**), checks the arguments. When its context is entered, it opens the store of all trials: an Optuna
+   journal in the folder, or a database (What if it is damaged or cannot be reached? ``stores.py``). Then it joins the
+   study in the store, or creates the study (**stored_study.py**).
 2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used. The loop asks the
    plan (**search_plan.py**) for the next trial: the start, a proposal of the search, or one of the best points again.
    **algorithm/trust_region.py** proposes a point, from a model of the loss that is fitted to all trials
