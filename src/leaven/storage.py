@@ -181,18 +181,19 @@ def require_plain_file(path: Path) -> None:
             raise InputError(f"{path}: this is {kind}; move it away, because leaven writes a file there")
 
 
-def open_to_write(path: Path, flags: int = 0, buffering: int = -1) -> BinaryIO:
+def open_to_write(path: Path, flags: int = 0, buffering: int = -1, *, separate: bool = True) -> BinaryIO:
     """Open a file to read and write it in place, but never through a link.
 
     ``flags`` are more flags of :func:`os.open`. If the file has a second name (a hard link), as in some backups, it
-    is first replaced by a copy, so that the file under the other name stays as it is.
+    is first replaced by a copy, so that the file under the other name stays as it is. Without ``separate``, it is not
+    replaced, because another process may have locked it.
 
     Raises:
         InputError: if :func:`require_plain_file` refuses the path.
         OSError: if the file cannot be opened or copied.
     """
     require_plain_file(path)
-    if path.exists() and (there := path.stat()).st_nlink > 1:
+    if separate and path.exists() and (there := path.stat()).st_nlink > 1:
         with open_file(path) as shared, replacing(path) as own:
             shutil.copyfileobj(shared, own)
             if hasattr(os, "fchown"):  # not on Windows
@@ -459,12 +460,12 @@ class JsonLines:
     numbers: list[int]  # the line number of each entry of ``documents``
 
 
-def read_json_lines(path: Path, whole: Callable[[str], int] = int) -> JsonLines:
+def read_json_lines(path: Path, decode: Callable[[bytes], Any] = json.loads) -> JsonLines:
     """Return the content of a file with one JSON object per line. A missing file counts as an empty file.
 
     A last line that lacks only its newline counts, and the next :func:`append` adds the newline. Any other incomplete
-    last line is ignored, and the next :func:`append` removes it. ``whole`` reads the digits of a whole number; a line
-    for which it raises ValueError is damaged.
+    last line is ignored, and the next :func:`append` removes it. A line for which ``decode`` raises ValueError is
+    damaged.
     """
     documents: list[dict[str, Any]] = []
     damaged: list[int] = []
@@ -475,7 +476,7 @@ def read_json_lines(path: Path, whole: Callable[[str], int] = int) -> JsonLines:
         lines, tail = [], b""
     # ``tail`` is the text after the last newline. It counts if only its newline is missing.
     for number, line in enumerate([*lines, tail], start=1):
-        document = json_object(line, whole)
+        document = json_object(line, decode)
         if document is not None:
             documents.append(document)
             numbers.append(number)
@@ -484,11 +485,10 @@ def read_json_lines(path: Path, whole: Callable[[str], int] = int) -> JsonLines:
     return JsonLines(documents, damaged, numbers)
 
 
-def json_object(line: bytes, whole: Callable[[str], int] = int) -> dict[str, Any] | None:
-    """Return the JSON object in a line, or None if the line is not a JSON object. ``whole`` is as in
-    :func:`read_json_lines`."""
+def json_object(line: bytes, decode: Callable[[bytes], Any] = json.loads) -> dict[str, Any] | None:
+    """Return the JSON object in a line, or None if ``decode`` finds none."""
     try:
-        value = json.loads(line, parse_int=whole)
+        value = decode(line)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

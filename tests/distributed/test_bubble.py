@@ -15,9 +15,8 @@ ALIVE = {"1f1b": [4, 3, 2, 1], "gpipe": RANKS * [MICRO_BATCHES]}
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name == "zero-bubble")) for name in SCHEDULES
-    ],  # has one more case
+    # Two more tests have the zero-bubble schedule.
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "zero-bubble")) for name in SCHEDULES],
 )
 def test_order_bubble_and_live_micro_batches_are_those_planned(name: str, ranks: Pool, tiny: Recipe) -> None:
     recipe = small(tiny, SCHEDULES[name])

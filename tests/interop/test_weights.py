@@ -151,8 +151,9 @@ def export(folder: Path, recipe: Recipe, model: Transformer, tokenizer: Path, **
 
 
 # completep also has a multiplier of the logits, for a tied and an untied readout, and a norm with and without a bias.
-RULES = [(name, "complete-d-p") for name in OUT]
-RULES += [(name, "completep") for name in ("qwen3, grouped", "gpt2", "gemma 2", "glm4 moe")]
+QUICK = ("qwen3, grouped", "gpt2", "gemma 2", "glm4 moe")
+RULES: list[Any] = [(name, "complete-d-p") for name in OUT]
+RULES += [pytest.param(name, "completep", marks=[pytest.mark.slow] * (name not in QUICK)) for name in OUT]
 
 
 @pytest.mark.parametrize(("case", "rule"), RULES)

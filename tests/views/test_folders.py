@@ -147,7 +147,11 @@ def test_a_loss_that_is_not_finite_is_a_gap(folder):
             lambda folder: (folder / "demo.json").write_text('{"schema": "leaven.demo/1"}'),
             "expected leaven.demo/2",
         ),
-        ("proxy", lambda folder: (folder / "study.json").write_text(EMPTY_STUDY), "study.json: no trials yet"),
+        (
+            "proxy",
+            lambda folder: (folder / "study.json").write_text(EMPTY_STUDY),
+            "study.json: no trial has ended yet",
+        ),
         ("proxy", lambda folder: (folder / "centre.toml").unlink(), "centre.toml: no such file"),
         ("runs/copied", lambda folder: (folder / "metrics.jsonl").write_text('{"step": 0}'), "no steps yet"),
         (

@@ -95,7 +95,7 @@ _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DISK_FAULTS = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT, errno.EHOSTDOWN)
 # What to do about an error of the file system, by its number. Other numbers are bugs of leaven.
 _ADVICE = {
-    **dict.fromkeys(_DISK_FAULTS, "check that its disk is mounted, and run the same command again"),
+    **dict.fromkeys(_DISK_FAULTS, "check that the disk is mounted, and run the same command again"),
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM, errno.EROFS), "use another path, or allow leaven to read and write it"
     ),
@@ -201,8 +201,8 @@ def _message_of_system(error: OSError) -> str | None:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}; free some space and run the same command again; finished work is kept"
     if error.errno in _ADVICE and (error.filename or error.errno in {errno.EIO, errno.ESTALE}):  # reads have no name
-        where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
-        return f"{where}{os.strerror(error.errno).lower()}; {_ADVICE[error.errno]}"
+        what, advice = os.strerror(error.errno).lower(), _ADVICE[error.errno]
+        return f"{os.fsdecode(error.filename)}: {what}; {advice}" if error.filename else f"{what} on a disk; {advice}"
     return None
 
 

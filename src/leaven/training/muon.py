@@ -154,7 +154,12 @@ class MuonWithAdamW(torch.optim.AdamW):
                 average.copy_(unless_skipped(new, average))
                 yield direction.to(self.dtype or direction.dtype)
 
-        ns_steps = next((group.get("ns_steps", self.ns_steps) for group in self._of_muon), self.ns_steps)
+        of_groups = {group.get("ns_steps", self.ns_steps) for group in self._of_muon} or {self.ns_steps}
+        if len(of_groups) > 1:
+            raise ValueError(
+                f"the groups have several ns_steps, {sorted(of_groups)}; give all groups of Muon the same"
+            )
+        (ns_steps,) = of_groups
         steps = self.on_whole(lambda matrix: orthogonal(matrix, ns_steps), [m[0] for m in matrices], directions())
         for (_, parameter, group), step in zip(matrices, steps, strict=True):
             new = parameter * (1 - group["lr"] * group["weight_decay"])

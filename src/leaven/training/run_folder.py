@@ -405,9 +405,12 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
+_DECODER = json.JSONDecoder(parse_int=_whole)
+
+
 def _read(path: Path) -> storage.JsonLines:
     try:
-        return storage.read_json_lines(path, _whole)
+        return storage.read_json_lines(path, lambda line: _DECODER.decode(line.decode()))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 

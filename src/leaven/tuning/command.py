@@ -152,9 +152,8 @@ class Command(Part):
     loss: LossSource
     environment: Annotated[dict[str, Text], AfterValidator(_variables)] = {}  # additional environment variables
     config: Text | None = None  # the path of a text file that leaven fills in for every trial
-    devices: Annotated[int, Field(gt=0)] | None = (
-        None  # GPUs of a trial, in CUDA_VISIBLE_DEVICES; None: see --workers
-    )
+    # GPUs of a trial, in CUDA_VISIBLE_DEVICES; None: see --workers
+    devices: Annotated[int, Field(gt=0)] | None = None
     timeout_seconds: Annotated[float, Field(gt=0)] | None = None  # a trial that takes longer has failed
     diverged: Annotated[str, AfterValidator(_expression)] | None = None  # a trial with such an output has diverged
     resume: bool = False  # whether all attempts at a trial share the folder {out}, so that the command can resume

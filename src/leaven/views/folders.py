@@ -232,7 +232,7 @@ def read_study(folder: Path) -> StudyView:
     path = folder / "study.json"
     state = _document(path, StudyDocument)
     if not state.trials:
-        raise InputError(f"{path}: no trials yet; run leaven tune first")
+        raise InputError(f"{path}: no trial has ended yet; run leaven tune, or wait for it")
     _refuse(path, _faults_of_study(state))
     best, centre = folder / "best.toml", folder / "centre.toml"
     of_file = is_command_file(centre)

@@ -113,7 +113,8 @@ class CommandTrainer:
         if (device := self._devices[proposal.worker]) is not None:
             environment[VISIBLE] = device
         environment |= {name: fill(text, values) for name, text in command.environment.items()}
-        with open_to_write(folder / OUTPUT, os.O_CREAT | (os.O_APPEND if command.resume else os.O_TRUNC)) as output:
+        flags = os.O_CREAT | (os.O_APPEND if command.resume else os.O_TRUNC)
+        with open_to_write(folder / OUTPUT, flags, separate=not command.resume) as output:
             if command.resume:
                 self._lock_when_free(output)
             process = self._commands.start(command.filled(values), environment, output)
@@ -223,7 +224,7 @@ def _end_of(output: Path, most: int) -> str:
     """Return the last ``most`` bytes of the output of a command, which may be larger than the memory."""
     with open_file(output) as file:
         file.seek(max(file.seek(0, os.SEEK_END) - most, 0))
-        return file.read().decode(errors="replace")
+        return file.read().decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def values_of(  # noqa: PLR0917 - one of each

@@ -234,6 +234,8 @@ def _outcome(result: object) -> Outcome:
 
 def _converted(outcome: Outcome, name: str, kind: Callable[[Any], Any]) -> Any:
     value = getattr(outcome, name)
+    if value is None and name != "loss":
+        value = getattr(Outcome(0.0), name)
     try:
         if isinstance(value, str | bytes):
             raise TypeError

@@ -241,7 +241,7 @@ class BaseStudy(ABC):
         Raises:
             InputError: if the store lacks one of them, or contains another study.
         """
-        begun = bool(saved_id) or (self.out / "centre.toml").exists()
+        begun = bool(saved_id or ended) or (self.out / "centre.toml").exists()
         if begun and not exists(self._where):
             raise self._store_lost(ended, ended)
         if isinstance(self._where, Path):
@@ -306,8 +306,7 @@ class BaseStudy(ABC):
         of them has."""
         return InputError(
             f"{self.out / 'study.json'} {saved}, but {self._name} {stored}; give the store that belongs to this "
-            "folder, restore the file that was replaced, or use another folder (or remove study.json, to write it "
-            "again from the store)"
+            "folder, restore the file that was replaced, or use another folder"
         )
 
     def _store_lost(self, ended: set[int], lost: set[int]) -> InputError:
