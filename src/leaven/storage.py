@@ -196,10 +196,9 @@ def open_to_write(path: Path, flags: int = 0, buffering: int = -1, *, separate: 
     if separate and path.exists() and (there := path.stat()).st_nlink > 1:
         with open_file(path) as shared, replacing(path) as own:
             shutil.copyfileobj(shared, own)
-            if hasattr(os, "fchown"):  # not on Windows
-                with suppress(PermissionError):
-                    os.fchown(own.fileno(), there.st_uid, there.st_gid)
+            with suppress(OSError, AttributeError):  # AttributeError: on Windows
                 os.fchmod(own.fileno(), stat.S_IMODE(there.st_mode))
+                os.fchown(own.fileno(), there.st_uid, there.st_gid)
     no_link = getattr(os, "O_NOFOLLOW", 0)  # in case somebody makes a link just now
     flags |= os.O_RDWR | no_link | getattr(os, "O_BINARY", 0)
     return os.fdopen(os.open(path, flags, 0o666), "r+b", buffering)
@@ -342,8 +341,9 @@ def written_folder(path: Path) -> Iterator[Path]:
     try:
         with new_folder(path) as temporary:
             yield temporary
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}; nothing was written") from None
+    except (OSError, UnicodeEncodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: cannot be written: {why}; nothing was written") from None
 
 
 def share(path: Path) -> None:

@@ -37,7 +37,7 @@ from leaven.recipe.recipe import Recipe, flatten
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 from leaven.scaling.table import ParameterTable, folding
-from leaven.storage import share, write_text, written_folder
+from leaven.storage import share, written_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 READ_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them; others hold quantised weights
@@ -105,7 +105,7 @@ def write_huggingface(
     texts |= {"tokenizer.json": tokenizer} | ({"README.md": card} if card else {})
     with written_folder(folder) as temporary:
         for name, text in texts.items():
-            write_text(temporary / name, text)
+            (temporary / name).write_text(text, encoding="utf-8")
         biases = (
             {} if router_bias_LE is None else {ROUTER_BIAS.format(n): row for n, row in enumerate(router_bias_LE)}
         )

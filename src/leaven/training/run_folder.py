@@ -410,7 +410,7 @@ _DECODER = json.JSONDecoder(parse_int=_whole)
 
 def _read(path: Path) -> storage.JsonLines:
     try:
-        return storage.read_json_lines(path, lambda line: _DECODER.decode(line.decode()))
+        return storage.read_json_lines(path, lambda line: _DECODER.decode(line.decode("utf-8-sig")))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 

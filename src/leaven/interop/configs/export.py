@@ -143,7 +143,7 @@ def write(export: Export, path: Path) -> None:
         return
     with written_folder(path) as folder:
         for name, text in export.files.items():
-            write_text(folder / name, text)
+            (folder / name).write_text(text, encoding="utf-8")
 
 
 # Templates --------------------------------------------------------------------------------------------------------
