@@ -73,12 +73,9 @@ def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
         earlier = event.get("earlier_rewinds")  # None: of an older version
         if (position if earlier is None else earlier) >= len(rewinds):
             try:
-                rewind = Rewind.of(event)
+                rewinds.append(Rewind.of(event))
             except WRONG_TYPES:
                 raise InputError(f"{run.events_file}: a {event['event']} is damaged; {DAMAGED_EVENTS}") from None
-            # If an earlier rewind is lost everywhere, the checkpoint has fewer than the event says.
-            if earlier is None or rewind not in rewinds:
-                rewinds.append(rewind)
     return tuple(rewinds)
 
 

@@ -329,8 +329,8 @@ def trials_of(
                 break
             last = following
             spans.append(_span(last))
-        known = tuple(span for span in spans if span is not None)
-        trial = finished.get(last.number) or replace(_trial_of(first, last, deaths, axes), spans=known)
+        whole = tuple(span for span in spans if span is not None)
+        trial = finished.get(last.number) or replace(_trial_of(first, last, deaths, axes), spans=whole)
         if last.state in WITH_RESULT:
             finished[last.number] = trial
         found.append(trial)
