@@ -108,7 +108,7 @@ QUICK: list[tuple[str, dict[str, Any]]] = [
     ("tp=1", TWO | {"model.norm_placement": "output", "model.qk_norm_whole": True, "model.parallel_branches": True}),
     ("tp=1", TWO | {"model.norm_placement": "sandwich", "model.window": 32, **SOFTCAPS}),
 ]
-# For `make test-slow`: these have no feature that the quick cases lack.
+# For `make test-slow`: these have no feature that the quick cases or tests/planning/test_memory.py lack.
 SLOW: list[tuple[str, dict[str, Any]]] = [
     ("tp=1", TWO),
     ("tp=1", MIXED),

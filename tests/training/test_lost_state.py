@@ -287,6 +287,18 @@ def test_a_rewind_whose_event_is_lost_is_not_forgotten(run: RunFolder, recipe: R
     assert losses(run.path) == losses(whole)
 
 
+def test_a_rewind_that_is_lost_everywhere_is_missed(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
+    *_, target, _ = checkpoints(run.checkpoints)
+    for skip in (0, 256):
+        ManualRewind(tokens_of(target), skip).go(run, recipe)
+    rewrite(run.path / "events.jsonl", lambda lines: [each for each in lines if each.get("earlier_rewinds") != 0])
+    before = files(run.path)
+    for read in (lambda: train(recipe, tokens, run.path), lambda: load_run(run.path)):
+        with pytest.raises(InputError, match=r"a rewind before the rewind at .* is missing, .*; restore the file"):
+            read()
+    assert files(run.path) == before
+
+
 def test_the_last_line_of_the_metrics_counts_without_its_end(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, expected: list[float]
 ) -> None:

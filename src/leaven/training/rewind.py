@@ -71,6 +71,11 @@ def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
         rewinds = [Rewind.of(each) for each in newest_document(run)["rewinds"]]
     for position, event in enumerate(event for event in run.events() if event["event"] in RETURNS):
         earlier = event.get("earlier_rewinds")  # None: of an older version
+        if earlier is not None and earlier > len(rewinds):
+            raise InputError(
+                f"{run.events_file}: a rewind before the {event['event']} at {event.get('from_tokens')} tokens is "
+                f"missing, and no checkpoint has it; {DAMAGED_EVENTS}"
+            )
         if (position if earlier is None else earlier) >= len(rewinds):
             try:
                 rewinds.append(Rewind.of(event))

@@ -29,9 +29,9 @@ dies, the trial gets another attempt.
    than the noise. The reported loss is the mean of the confirmation trials or, without them, of the trials that chose
    the point. Its 95% interval is mean +- t x noise / sqrt(trials). A loss without fresh seeds has no interval.
 6. :meth:`BaseStudy.state` makes the study's document (``study_document.py``) from the trials.
-7. :meth:`BaseStudy.save` writes the document, study.json, when trials end. Once the search has ended, it also writes
-   best.toml and fewest.toml, with a reason for every searched value. The folder also contains the recipe at the start
-   (centre.toml) and the checkpoints of running trials.
+7. :meth:`BaseStudy.save` writes the document, study.json, at the start and when trials end. Once the search has
+   ended, it also writes best.toml and fewest.toml, with a reason for every searched value. The folder also contains
+   the recipe at the start (centre.toml) and the checkpoints of running trials.
 8. ``leaven tune`` prints a line for each trial, and at the end the result of the search: the best values, their loss
    with its interval, the noise, the values that mattered, and the commands to type next
    (``views/terminal/study.py``, with sentences from ``views/points.py``).
@@ -76,7 +76,7 @@ from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 
 CHECKPOINTS, LOCK = "checkpoints", ".study.lock"  # runs and checks have another lock
-# Names in the folder of a study that was killed before it wrote its first result.
+# Names in the folder of a study that was killed before it wrote study.json.
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS, LOCK)
 _ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the first attempt)-(number of the attempt)
 ANSWERED = "leaven:answered"  # an attribute of a study, set once a command has run the search to its end
