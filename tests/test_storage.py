@@ -342,3 +342,19 @@ def test_half_a_surrogate_pair_is_refused_in_files_that_are_read_again_and_escap
     assert not list(tmp_path.iterdir())
     storage.write_page(tmp_path / "page.html", "<!doctype html>c\udcff")
     assert (tmp_path / "page.html").read_text().endswith(r"c\udcff")
+
+
+def test_a_full_disk_keeps_a_line_that_lacks_only_its_newline(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    path = tmp_path / "lines"
+    path.write_bytes(b'{"n": 1}\n{"n": 2}')
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, hard))
+        with pytest.raises(OSError, match="too large"):
+            storage.append_json(path, {"n": 3})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert read(path) == ([1, 2], [])

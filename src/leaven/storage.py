@@ -419,12 +419,13 @@ def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True)
             lines = b"\n" + lines
         elif tail:
             file.truncate(_end(file) - len(tail))
+        before = _end(file)
         try:
             while lines:
                 lines = lines[file.write(lines) :]
         except OSError:
             with suppress(OSError):
-                file.truncate(_end(file) - len(_torn(file)))
+                file.truncate(max(before, _end(file) - len(_torn(file))))
             raise
         if sync:
             os.fsync(file.fileno())

@@ -6,7 +6,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -264,7 +264,7 @@ def test_a_checkpoint_to_which_a_run_returned_is_named_if_it_is_gone(run: RunFol
     older, target, newest = checkpoints(run.checkpoints)[-3:]
     at = tokens_of(target)
     event = {"event": kind, "why": "", "asked": {}, "from_tokens": at, "tokens": tokens_of(newest)}
-    rewrite(run.path / "events.jsonl", lambda lines: [*lines, event | asdict(Rewind(at, at, at))])
+    rewrite(run.path / "events.jsonl", lambda lines: [*lines, event | Rewind(at, at, at).document()])
     assert load_run(run.path).tokens == at
     shutil.rmtree(target)
     loaded = load_run(run.path)
@@ -287,16 +287,25 @@ def test_a_rewind_whose_event_is_lost_is_not_forgotten(run: RunFolder, recipe: R
     assert losses(run.path) == losses(whole)
 
 
-def test_a_rewind_that_is_lost_everywhere_is_missed(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
+def test_a_rewind_that_only_a_later_one_knows_is_not_forgotten(run: RunFolder, recipe: Recipe) -> None:
     *_, target, _ = checkpoints(run.checkpoints)
-    for skip in (0, 256):
+    for skip in (256, 512):
         ManualRewind(tokens_of(target), skip).go(run, recipe)
-    rewrite(run.path / "events.jsonl", lambda lines: [each for each in lines if each.get("earlier_rewinds") != 0])
-    before = files(run.path)
-    for read in (lambda: train(recipe, tokens, run.path), lambda: load_run(run.path)):
-        with pytest.raises(InputError, match=r"a rewind before the rewind at .* is missing, .*; restore the file"):
-            read()
-    assert files(run.path) == before
+    before = rewinds_of(run)
+    assert len(before) == 2
+    rewrite(run.path / "events.jsonl", lambda lines: [each for each in lines if each.get("earlier_rewinds") != []])
+    assert rewinds_of(run) == before
+
+
+def test_a_rewind_whose_event_is_lost_is_not_done_twice(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
+    older = (run.path / "events.jsonl").read_bytes()
+    back = ManualRewind(6_144, 512)
+    summary = train(recipe, tokens, run.path, rewind=back)
+    (run.path / "events.jsonl").write_bytes(older)
+    assert back.done(run, recipe)
+    assert not ManualRewind(6_144, 256).done(run, recipe)
+    assert train(recipe, tokens, run.path, rewind=back).loss == summary.loss
+    assert len(rewinds_of(run)) == 1
 
 
 def test_the_last_line_of_the_metrics_counts_without_its_end(
@@ -451,7 +460,9 @@ def test_a_line_of_the_events_that_is_no_event_does_not_count(run: RunFolder) ->
 def test_a_run_whose_checkpoints_are_all_undone_by_a_rewind_is_neither_loaded_nor_started_again(
     run: RunFolder, recipe: Recipe, tokens: TokenSet
 ) -> None:
-    rewind = {"event": "rewind", "tokens": 7_168, "asked": {}} | asdict(Rewind(to_tokens=1, skip_from=0, skip_to=0))
+    rewind = {"event": "rewind", "tokens": 7_168, "asked": {}} | Rewind(
+        to_tokens=1, skip_from=0, skip_to=0
+    ).document()
     rewrite(run.path / "events.jsonl", lambda lines: [*lines, rewind])
     before = files(run.path)
     for read in (lambda: train(recipe, tokens, run.path), lambda: load_run(run.path)):

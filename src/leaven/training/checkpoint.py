@@ -199,7 +199,7 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
                 raise ValueError(f"{name}: no process saves this tensor; rank {rank} has a replica of it")
     state = asdict(checkpoint.progress) | {
         "format": FORMAT,
-        "rewinds": [asdict(rewind) for rewind in checkpoint.rewinds],
+        "rewinds": [rewind.document() for rewind in checkpoint.rewinds],
         "state": checkpoint.state,
         "files": files,
     }

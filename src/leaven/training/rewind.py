@@ -45,6 +45,11 @@ class Rewind:
     lr_tokens: int = 0  # number of tokens over which this factor rises to 1
     attempt: int = 0  # number of rewinds for the same anomaly, including this rewind; 0 for a manual rewind
     found_step: int = 0  # step at which the anomaly was found; 0 for a manual rewind
+    asked: Mapping[str, int] | None = None  # the arguments of a manual rewind; None in files of older versions
+
+    def document(self) -> dict[str, Any]:
+        """Return the values as events and checkpoints store them."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> "Rewind":
@@ -53,8 +58,9 @@ class Rewind:
         Raises:
             KeyError, TypeError, ValueError: if a value is missing or wrong.
         """
-        made = cls(**{field.name: document[field.name] for field in fields(cls)})
-        counts = {key: value for key, value in asdict(made).items() if key != "lr"}
+        counts = {field.name: document[field.name] for field in fields(cls) if field.name != "asked"}
+        made = cls(**counts, asked=document.get("asked"))
+        del counts["lr"]
         if any(type(count) is not int for count in counts.values()) or not math.isfinite(made.lr):
             raise ValueError("a value of a rewind has a wrong type")
         return made
@@ -63,24 +69,20 @@ class Rewind:
 def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
     """Return the automatic and manual rewinds of a run, in order.
 
-    They are in the newest checkpoint, and those after it in events.jsonl. An event says how many rewinds were before
-    it, because earlier lines may be lost: a full disk may have kept them out, or the file is an older copy.
+    They are in the newest checkpoint, and those after it in events.jsonl. An event also has the rewinds before it,
+    because their lines may be lost, for example because the file is an older copy.
     """
     rewinds: list[Rewind] = []
     with suppress(*WRONG_TYPES):  # such a checkpoint is damaged, and is named when it is loaded
         rewinds = [Rewind.of(each) for each in newest_document(run)["rewinds"]]
     for position, event in enumerate(event for event in run.events() if event["event"] in RETURNS):
-        earlier = event.get("earlier_rewinds")  # None: of an older version
-        if earlier is not None and earlier > len(rewinds):
-            raise InputError(
-                f"{run.events_file}: a rewind before the {event['event']} at {event.get('from_tokens')} tokens is "
-                f"missing, and no checkpoint has it; {DAMAGED_EVENTS}"
-            )
-        if (position if earlier is None else earlier) >= len(rewinds):
-            try:
-                rewinds.append(Rewind.of(event))
-            except WRONG_TYPES:
-                raise InputError(f"{run.events_file}: a {event['event']} is damaged; {DAMAGED_EVENTS}") from None
+        earlier = event.get("earlier_rewinds")
+        try:
+            whole = [*(rewinds[:position] if earlier is None else map(Rewind.of, earlier)), Rewind.of(event)]
+        except WRONG_TYPES:
+            raise InputError(f"{run.events_file}: a {event['event']} is damaged; {DAMAGED_EVENTS}") from None
+        if len(whole) > len(rewinds):
+            rewinds = whole
     return tuple(rewinds)
 
 
@@ -133,8 +135,10 @@ class ManualRewind:
         It has been done if the run's last manual rewind had the same arguments as this one, and ``recipe`` is still
         the recipe of the run.
         """
-        returns = [event for event in run.events() if event["event"] == "rewind"]
-        return bool(returns) and returns[-1]["asked"] == asdict(self) and not changes_of(run.recipe(), recipe)
+        asked = [event["asked"] for event in run.events() if event["event"] == "rewind"]
+        # Older checkpoints do not know what was asked. Newer ones do, and the event may be lost.
+        asked += [rewind.asked for rewind in rewinds_of(run) if rewind.asked]
+        return bool(asked) and asked[-1] == asdict(self) and not changes_of(run.recipe(), recipe)
 
     def check(self, run: RunFolder, recipe: Recipe) -> None:
         """Raise InputError if the folder has no run that can be trained or no suitable checkpoint, or if the recipe
@@ -156,11 +160,12 @@ class ManualRewind:
             changes = changes_of(run.recipe(), recipe)
             to_tokens, rewinds = self._target(run), rewinds_of(run)
             start, seq_len = position(rewinds, to_tokens), recipe.model.seq_len
-            rewind = Rewind(to_tokens, start, start + -(-self.skip_tokens // seq_len) * seq_len)
+            rewind = Rewind(to_tokens, start, start + -(-self.skip_tokens // seq_len) * seq_len, asked=asdict(self))
             lines = run.metrics()
             at = {key: lines[-1].get(key, 0) if lines else 0 for key in ("step", "tokens")}
             changed = recorded_changes(changes, recipe) if changes else {"changes": []}
-            run.event("rewind", **at, **asdict(rewind), earlier_rewinds=len(rewinds), asked=asdict(self), **changed)
+            earlier = [each.document() for each in rewinds]
+            run.event("rewind", **at, **rewind.document(), earlier_rewinds=earlier, **changed)
             run.require_written()
             if changes:
                 run.change_recipe(recipe, changes, f"{to_tokens:,} tokens, by --rewind-to")

@@ -49,7 +49,7 @@ _VALUES_OF_EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
 _OPTIONAL_VALUES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("bits_per_byte", "averaged_loss", "peak_tflops"), _NUMBER),
     "mfu_convention": (str,),
-    "earlier_rewinds": (int,),
+    "earlier_rewinds": (list,),
 }
 
 # The values that --rewind-to may change, because every step reads them from the recipe. Other keys define the model,

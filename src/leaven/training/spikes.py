@@ -315,4 +315,4 @@ class SpikeGuard(Callback):
         rewind = rollback(rewinds, anomaly, recipe.batches, stability, oldest)
         if rewind.attempt > stability.max_rollbacks:
             trainer.fail(values | {"why": f"{anomaly.why}; {stability.max_rollbacks} rollbacks did not help"})
-        trainer.roll_back(rewind, values | asdict(rewind) | {"attempts": stability.max_rollbacks})
+        trainer.roll_back(rewind, values | rewind.document() | {"attempts": stability.max_rollbacks})

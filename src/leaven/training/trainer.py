@@ -319,7 +319,8 @@ class RunTrainer:
         if found is None:
             self.fail(values | {"why": f"{values['why']}; no checkpoint is left to go back to"})
         # The rollback is final once this line is on the disk: if the run is killed later, it resumes rolled back.
-        values |= {"earlier_rewinds": len(rewinds) - 1, "from_tokens": found.progress.tokens}
+        earlier = [each.document() for each in self.training.rewinds]
+        values |= {"earlier_rewinds": earlier, "from_tokens": found.progress.tokens}
         self.run.event("rollback", **values)
         seconds = self.training.progress.seconds  # the time of undone steps counts
         self._restore(found, rewinds)

@@ -101,11 +101,11 @@ class CommandTrainer:
         except ValueError:  # values that are invalid together, such as a warm-up longer than the run
             return Outcome(math.inf)
         make_folder(self._folder)
-        self._wait_for_room(proposal)
         if number == proposal.number and folder.exists():
             moved = next(new for k in count(1) if not (new := self._folder / f"{folder.name}.{k}").exists())
             folder.rename(moved)
             self._note(f"{folder} was left by a trial that the store does not have; it is now {moved}")
+        self._wait_for_room(proposal)
         make_folder(folder / "out")
         write_inputs(command, self._space, proposal, values)
         # Without this, a command in Python would keep its output, and so its losses, in a buffer.
