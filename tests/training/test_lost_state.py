@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import time
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -711,6 +712,8 @@ def test_a_run_whose_folder_is_deleted_ends_and_writes_nothing(
 
     def on_step(step: Step) -> None:
         if step.step == at:
+            while tokens_of(checkpoints(folder / "checkpoints")[-1]) < (at - 4) * 256:  # it is still being written
+                time.sleep(0.01)
             harm(folder)
 
     with pytest.raises(InputError, match=r"run folder .* was deleted or moved while it was used; bring it back"):
