@@ -4,8 +4,8 @@ import json
 import os
 import re
 import shutil
-import time
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
