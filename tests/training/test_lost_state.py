@@ -304,6 +304,9 @@ def test_a_rewind_whose_event_is_lost_is_not_done_twice(run: RunFolder, recipe: 
     summary = train(recipe, tokens, run.path, rewind=back)
     (run.path / "events.jsonl").write_bytes(older)
     assert back.done(run, recipe)
+    before = files(run.path)
+    back.go(run, recipe)  # as a second command does, which has checked before the first one rewound
+    assert files(run.path) == before
     assert not ManualRewind(6_144, 256).done(run, recipe)
     assert train(recipe, tokens, run.path, rewind=back).loss == summary.loss
     assert len(rewinds_of(run)) == 1

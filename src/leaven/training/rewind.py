@@ -155,8 +155,13 @@ class ManualRewind:
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record the rewind in the run folder, and also ``recipe`` if it differs from the recipe of the run."""
+        """Record the rewind in the run folder, and also ``recipe`` if it differs from the recipe of the run.
+
+        Do nothing if another command has done the same rewind meanwhile.
+        """
         with locked_folder(run.path, "run folder"):
+            if self.done(run, recipe):  # by another command, since this one has checked
+                return
             changes = changes_of(run.recipe(), recipe)
             to_tokens, rewinds = self._target(run), rewinds_of(run)
             start, seq_len = position(rewinds, to_tokens), recipe.model.seq_len
