@@ -196,9 +196,12 @@ def open_to_write(path: Path, flags: int = 0, buffering: int = -1, *, separate: 
     if separate and path.exists() and (there := path.stat()).st_nlink > 1:
         with open_file(path) as shared, replacing(path) as own:
             shutil.copyfileobj(shared, own)
-            with suppress(OSError, AttributeError):  # AttributeError: on Windows
+            # A user who is not root may keep the group but not the owner. Windows has neither.
+            for owner, group in ((-1, there.st_gid), (there.st_uid, -1)):
+                with suppress(OSError, AttributeError):
+                    os.fchown(own.fileno(), owner, group)
+            with suppress(OSError, AttributeError):
                 os.fchmod(own.fileno(), stat.S_IMODE(there.st_mode))
-                os.fchown(own.fileno(), there.st_uid, there.st_gid)
     no_link = getattr(os, "O_NOFOLLOW", 0)  # in case somebody makes a link just now
     flags |= os.O_RDWR | no_link | getattr(os, "O_BINARY", 0)
     return os.fdopen(os.open(path, flags, 0o666), "r+b", buffering)
