@@ -28,7 +28,7 @@ def test_one_entry_for_each_module_or_two_if_its_blocks_differ(tiny: Recipe) -> 
 
 def test_matrices_of_experts_are_compared_but_no_gains(tiny: Recipe) -> None:
     experts = {"number": 4, "active": 2, "d_expert": 16, "shared": 1, "dense_layers": 1}
-    recipe = tiny.replace({"model.experts": experts, "model.qk_norm_per_head": True})
+    recipe = tiny.replace({"model.experts": experts, "model.qk_norm_per_head": True, "model.n_layers": 3})
     found = {start.module: start for start in starts(recipe, parameter_table(recipe))}
     assert {module for module in found if module.startswith("mlp.")} == {
         *("mlp.gate", "mlp.in", "mlp.out", "mlp.router"),
@@ -36,6 +36,7 @@ def test_matrices_of_experts_are_compared_but_no_gains(tiny: Recipe) -> None:
     }
     assert found["mlp.experts.out"].published["fan-in"] == pytest.approx(16**-0.5)  # one expert, not all of them
     assert not any("norm" in module for module in found)
+    assert found["mlp.experts.gate"].layers == "1-2"  # the first layer is dense
 
 
 def test_the_document_states_which_init_applies(tiny: Recipe) -> None:

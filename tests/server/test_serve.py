@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -23,6 +24,7 @@ from tests.views.written import proxy, write_run
 
 from leaven.planning.plan import plan_recipe
 from leaven.recipe.files import read_recipe, write_recipe
+from leaven.server import app
 from leaven.server import folders as module
 from leaven.server.app import application
 from leaven.server.folders import find, row
@@ -256,3 +258,10 @@ def test_without_starlette_the_command_says_what_to_install(tmp_path: Path) -> N
         [sys.executable, "-c", script, "serve", str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert (done.returncode, "pip install 'leaven[serve]'" in " ".join(done.stderr.split())) == (2, True), done.stderr
+
+
+def test_the_command_of_a_plan_can_be_typed() -> None:
+    given = {"size": "1B", "tokens": "20B", "gpus": "64 x H100-80GB", "layout": "tp=2", "price": "$2"}
+    new, plan = app._command(given).split(" && ")
+    assert shlex.split(new) == ["leaven", "new", "mine.toml", "--params", "1B", "--tokens", "20B"]
+    assert shlex.split(plan)[3:] == ["--gpus", "64 x H100-80GB", "--layout", "tp=2", "--price", "$2"]

@@ -143,6 +143,18 @@ def test_maximize_and_changed_settings_of_a_group_are_obeyed() -> None:
     assert not torch.equal(stepped({"ns_steps": 1}), stepped({}))
 
 
+def test_groups_with_several_ns_steps_are_refused() -> None:
+    matrices = [nn.Parameter(drawn((8, 24), seed)) for seed in (0, 1)]
+    how = {"momentum": 0.9, "match": 0.2, "weight_decay": 0.0}
+    groups = [{"params": [each], "param_names": [str(n)], **how} for n, each in enumerate(matrices)]
+    optimizer = MuonWithAdamW(groups, lr=0.02)
+    optimizer.param_groups[1]["ns_steps"] = 3
+    for each in matrices:
+        each.grad = torch.ones_like(each)
+    with pytest.raises(ValueError, match=r"several ns_steps, \[3, 5\]"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("steps", [1, 5])
 def test_the_iteration_acts_on_singular_values(shape: tuple[int, int], steps: int) -> None:

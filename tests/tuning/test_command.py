@@ -259,6 +259,22 @@ def test_a_trial_does_not_get_the_files_of_one_that_the_store_has_lost(write: Wr
     assert Path("study/trials/000001.1/out/log").read_text() == "iter 1: val loss 2"
 
 
+def test_the_folder_of_a_lost_trial_is_moved_before_a_command_waits_for_room(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it were moved after the wait, and the wait were interrupted, the next attempt would take it for its own."""
+    run = trainer(write("echo iter 1: val loss {lr}; : {seed}", f"resume = true\nprune = false\n{PATTERN}", ONE))
+    Path("trials/000000/out").mkdir(parents=True)
+
+    def interrupted(proposal: Proposal) -> None:
+        raise TrialReleased
+
+    monkeypatch.setattr(run, "_wait_for_room", interrupted)
+    with run, pytest.raises(TrialReleased):
+        run(Proposal({"lr": 0.0}, 0))
+    assert [path.name for path in Path("trials").iterdir()] == ["000000.1"]
+
+
 def test_only_the_end_of_a_large_output_is_read(write: Write) -> None:
     output = write("echo {lr} {seed}").with_name("output.log")
     output.write_bytes(b"begin")

@@ -277,7 +277,7 @@ def test_digests_of_unusual_numbers_and_choices_match(tmp_path: Path, url: str) 
     def objective(x: Proposal) -> Outcome:
         loss = next(unusual)
         of_numpy = {"tokens": np.int64(5), "curve": np.array([[1, -0.0]]), "stopped": np.bool_(x.number == 6)}
-        return Outcome(loss, branches=((1, loss),), **of_numpy)  # type: ignore[arg-type]
+        return Outcome(loss, branches=((1, loss),), **of_numpy, seconds=None)  # type: ignore[arg-type]
 
     for trials in (9, 9, 10):
         found = search(objective, space, trials=trials, method="random", storage=url.format(tmp_path / "store"))

@@ -304,6 +304,9 @@ def test_batches_of_a_factory_form_one_stream_for_each_seed(here: Path) -> None:
     assert (half.tokens, double.tokens) == (512, 512)
     with pytest.raises(InputError, match=r"0.1 times the batch of 4 sequences is not a whole number"):
         family.trial(RunSetting(replace(SCALE, batch=0.1), 1.0, 0))
+    setting = RunSetting(replace(SCALE, batch=29 / 7), 1.0, 0)
+    assert setting.scale.batch * 7 != 29  # it is rounded
+    assert replace(family, sequences=7).trial(setting).setting == setting
 
 
 def test_sizes_of_a_factory_grow_with_its_parameters(here: Path) -> None:
