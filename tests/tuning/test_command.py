@@ -288,6 +288,9 @@ def test_only_the_end_of_a_large_output_is_read(write: Write) -> None:
     tracemalloc.stop()
     assert run.notes[0].endswith("| out of memory")  # type: ignore[attr-defined]
     assert peak < 2**22
+    output.write_bytes(b"10%\rloss is nan\r\nend")  # a progress bar
+    assert command_study._end_of(output, 100).splitlines() == ["10%", "loss is nan", "end"]
+    assert "\r" not in command_study._end_of(output, 100)
 
 
 def test_a_full_disk_fails_no_trial(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
