@@ -1,7 +1,4 @@
-"""How far the values of a recipe may move in a search. :data:`BOUNDS` has the limits and their reasons.
-
-Distances from the recipe are in octaves (see :mod:`leaven.tuning.point`).
-"""
+"""How far the values of a recipe may move in a search. :data:`BOUNDS` has the limits and their reasons."""
 
 import math
 from dataclasses import dataclass
@@ -21,8 +18,8 @@ _SEPARATE = 64.0  # the bound of a multiplier without a global value: from 1/64 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds of a searched value. For a multiplier of a module or over depth, ``low`` and ``high`` limit the
-    multiplier times the global value."""
+    """The bounds of a searched value. A multiplier times its global value stays within the bounds of the global
+    value."""
 
     low: float  # the lowest value, in the unit of the recipe
     high: float  # the highest value
@@ -78,8 +75,8 @@ def bounds_of(path: str) -> Bounds:
 
 
 def _multiplied(recipe: Recipe, path: str) -> str:
-    """Return the path of the global value that the multiplier at ``path`` multiplies: ``hyperparameters.lr`` for a
-    module's lr, or ``hyperparameters.muon.lr`` if Muon updates the module with an lr of its own."""
+    """Return the path of the global value that the multiplier at ``path`` multiplies, such as
+    ``hyperparameters.lr``."""
     (_, kind, *rest), quantity = split_path(path), quantity_of(path)
     if kind == "modules" and (muon := recipe.hyperparameters.muon_of(recipe.model.roles[rest[0]])):
         own = "momentum" if quantity == "beta1" else quantity
@@ -89,12 +86,10 @@ def _multiplied(recipe: Recipe, path: str) -> str:
 
 
 def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
-    """Return how far a search may move the value at ``path`` from the recipe's value, and the reason for this limit.
-    ``side`` 0 is downwards (the result is a negative distance), ``side`` 1 is upwards.
+    """Return how far a search may move the value at ``path`` down (``side`` 0, negative) or up (``side`` 1), and why.
 
-    The limit is the bound of the value. If the recipe would be invalid there, the limit is the largest multiple of
-    1/8 octave that gives a valid recipe. If the recipe's value is already beyond the bound, the limit is 0. The
-    reason is a text for the user. It is empty at a natural limit, such as dropout 0.
+    The distance is in octaves (:mod:`leaven.tuning.point`). The reason is a text for the user. It is empty at a
+    natural limit, such as dropout 0.
     """
     of = path if path in WHOLE_RECIPE else _multiplied(recipe, path)
     bounds, run = bounds_of(of), recipe.data.tokens
@@ -129,8 +124,8 @@ def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
 
 
 def why_invalid(recipe: Recipe, path: str, octaves: float) -> str | None:
-    """Return the reason why the recipe is invalid if only the value at ``path`` moves by ``octaves``, or None if it
-    stays valid."""
+    """Return why the recipe is invalid if only the value at ``path`` moves by ``octaves``, or None if it stays
+    valid."""
     try:
         recipe_at(recipe, {path: octaves})
     except ValidationError as error:

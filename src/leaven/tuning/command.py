@@ -141,7 +141,7 @@ class LossSource(Part):
 
     @property
     def where(self) -> str | None:
-        """The path of the losses, in which placeholders are not filled in yet; None for the command's output."""
+        """The path of the losses, with its placeholders; None for the command's output."""
         return self.file if self.pattern is not None else self.jsonl or self.tensorboard or self.wandb
 
 
@@ -180,10 +180,7 @@ class Command(Part):
 
     @property
     def _required(self) -> set[str]:
-        """The names of placeholders that must have a value: all except those in the file ``config``.
-
-        In that file, other text may be in braces, too.
-        """
+        """The placeholders that must have a value. In the file ``config``, other text may be in braces, too."""
         return _names(self.command, *self.environment.values(), self.loss.where or "")
 
     @property
@@ -197,9 +194,8 @@ class Command(Part):
         """Check that the command fits the search space.
 
         Raises:
-            InputError: if a searched value has no placeholder; if a placeholder has no value; if the losses are read
-                from a path without ``{out}``, which all trials would share; or if only one of ``{config}`` and the
-                key ``config`` is given.
+            InputError: if a placeholder has no value; if a searched value or ``config`` has no placeholder; or if all
+                trials would read their losses from the same path.
         """
         known = space.placeholders(dict.fromkeys(space.paths, 0.0), space.seed)
         of_recipe = RECIPE in self.used and space.kind == "recipe"
@@ -293,10 +289,9 @@ class SearchedValue(Part):
         return self
 
     def moved(self, octaves: float) -> Value:
-        """Return the value at a distance from the start, limited to ``low`` and ``high``.
+        """Return the value at a distance from the start, rounded and limited to ``low`` and ``high``.
 
-        It is rounded to 6 significant digits, or to a whole number if ``start`` is one. For a choice, the distance is
-        an index into ``choices``.
+        For a choice, the distance is an index into ``choices``.
         """
         if self.choices is not None:
             return self.choices[round(octaves)]
@@ -388,8 +383,8 @@ class CommandSpace(SearchSpace):
         return self.values(octaves)
 
     def write(self, path: Path, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> None:
-        """Write a copy of the command file whose search starts elsewhere: ``octaves`` has the distance of each value
-        from the start of this file. ``reasons`` are added to ``[why]``."""
+        """Write a copy of the command file whose search starts at ``octaves``, with ``reasons`` added to
+        ``[why]``."""
         document = tomlkit.parse(self.text)
         changes: dict[str, Any] = {}
         for name, value in self.values(octaves).items():
@@ -432,8 +427,7 @@ def text_of(value: Value) -> str:
 
 
 def fill(text: str, values: Mapping[str, Value]) -> str:
-    """Return the text with values in place of placeholders. ``{{name}}`` becomes ``{name}``. Other names in braces
-    are not changed."""
+    """Return the text with values in place of placeholders. ``{{name}}`` becomes ``{name}``; other braces stay."""
 
     def replaced(found: re.Match[str]) -> str:
         return found[1] or (text_of(values[found[2]]) if found[2] in values else found[0])

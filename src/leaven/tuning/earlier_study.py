@@ -1,19 +1,15 @@
 """Read the trials of an earlier study, which a new search uses as prior knowledge (``--from-study``).
 
-The new search may have another model size, or search other values. The recipes of the study and of the search must
-have the same scaling rule and the same base (the model size, batch and run length for which the hyperparameters are
-written). Then equal hyperparameters mean the same at every size.
+The new search may have another model size, or search other values. Its recipe must have the scaling rule and the base
+of the study's recipe. Then equal hyperparameters mean the same at every size. Each trial becomes a point of the new
+search: the distance of each value from its value in the new recipe.
 
-Each trial of the earlier study becomes a point of the new search. A point has the distance of each value from its
-value in the new recipe.
-
-- If the new search varies a multiplier of a module but not the global hyperparameter, the distance of the multiplier
-  includes that of the global hyperparameter. Example: a trial of the earlier study with twice the global lr has the
-  distance 1 octave for the lr of every module.
+- If the new search varies a multiplier of a module but not the global hyperparameter, the multiplier's distance
+  includes that of the global one. Example: twice the global lr is 1 octave for the lr of every module.
 - The warm-up is compared as a share of the run's tokens.
-- The batch size and the run's tokens are chosen for each model size, and no rule scales them. So their distance is
-  measured from the start point of the earlier study. There is one exception: if the new recipe's batch size (or
-  tokens) is the result of a study, the distance is measured from the best point of the earlier study.
+- No rule scales the batch size and the run's tokens, which are chosen for each model size. So they are compared by
+  their distance from the start of the earlier study. If the new recipe has its batch size (or tokens) from a study,
+  they are compared by their distance from that study's best point.
 
 If both studies run a command, values of the same name are compared. Only the user knows whether they mean the same.
 """
@@ -45,15 +41,10 @@ EARLIER_DEGREES = 4  # the fewest degrees of freedom with which the noise of an 
 
 def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, float | None]:
     """Return (trials, noise): the finished trials of the study in ``folder`` as points of ``space``, and the standard
-    deviation of the loss between seeds in this study. The noise is None if too few trials measured it.
-
-    The first columns of the points are the distances of the values of ``space``. The other columns are the distances
-    of numbers that only the earlier study searched, divided by the typical distance of an optimum (``scale``).
+    deviation of the loss between seeds. The noise is None if too few trials measured it.
 
     Raises:
-        InputError: if the folder has no readable study; if the study has fewer than ``LEAST`` finished trials; if its
-            recipe has another base or scaling rule; if only one of study and ``space`` has a command file; or if a
-            distance cannot be computed, usually because a value is 0 or missing.
+        InputError: if the folder has no readable study, or a study that cannot be compared with ``space``.
     """
     what = f"--from-study {folder}"
     document = _read(folder, what)
@@ -82,7 +73,7 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:
-    """Return a function that computes the point of a trial, for the study in ``folder`` over a recipe.
+    """Return a function that computes the point of a trial of the study in ``folder``, which is over a recipe.
 
     Raises:
         InputError: if the recipe of the study has another base or scaling rule than the recipe of ``space``.
@@ -106,8 +97,7 @@ def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: 
 
 
 def _point_of_command(space: CommandSpace, trial: StudyTrial, others: Sequence[Dimension]) -> list[float]:
-    """Return the point of a trial of a command. A value of ``space`` that the trial does not have gets the distance
-    0."""
+    """Return the point of a trial of a command. A value that the trial does not have gets the distance 0."""
     own = [
         space.file.space[path].distance(trial.values[path]) if path in trial.values else 0.0 for path in space.paths
     ]
@@ -126,10 +116,9 @@ def _read(folder: Path, what: str) -> StudyDocument:
 
 
 def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:
-    """Return the distance from the value at ``path`` in ``space.recipe`` to the value in ``there``, the recipe of a
-    trial.
+    """Return the distance from the value at ``path`` in the recipe of ``space`` to the value in ``there``.
 
-    ``since`` maps ``batch.tokens`` and ``data.tokens`` to their distances, which are returned unchanged.
+    ``since`` has the distances of ``batch.tokens`` and ``data.tokens``, which are used as they are.
     """
     here = space.recipe
     if path in since:

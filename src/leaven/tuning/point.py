@@ -1,29 +1,26 @@
 """Convert points of a search space to recipes.
 
-A point is one setting of all searched values. It maps the path of each value to a distance: how far the value is
-from the value in the recipe. Example: ``{"hyperparameters.lr": 1.0}`` doubles the lr. The recipe itself is the start
-of the search, and all its distances are 0. The code calls distances ``octaves``, whatever their unit. A study's store
-has the same numbers as the ``params`` of a trial.
+A point is one setting of all searched values. It maps the path of each value to its distance from the value in the
+recipe. Example: ``{"hyperparameters.lr": 1.0}`` doubles the lr. The recipe itself is the start of the search: all
+distances are 0. The code calls distances ``octaves``, whatever their unit. Optuna and the store of a study call them
+``params``.
 
 Most distances are in octaves: a distance of 1 doubles the value. Some values have further rules:
 
 - ``beta1``, ``beta2`` and Muon's momentum: at distance x, beta becomes ``beta ** 2^x``. A distance of 1 halves the
-  half-life of the moment: 1 - beta about doubles, and beta stays within (0, 1). The multiplier that a module or a
-  depth profile has for a beta is an exponent of the global beta. A distance of 1 doubles this exponent.
+  half-life of the moment: 1 - beta about doubles, and beta stays within (0, 1). The multiplier of a module or depth
+  is an exponent of the global beta, and a distance of 1 doubles this exponent.
 - ``schedule.warmup_tokens`` and ``data.tokens`` are rounded to whole tokens, at least one.
 - ``batch.tokens`` is rounded to whole sequences; a batch ramp or batch stages are scaled in proportion. The sequences
   and their order stay the same, so a larger batch means fewer steps.
 - When ``batch.tokens`` or ``data.tokens`` changes, the scaling rule adapts lr, betas, eps and weight decay, as in
-  :func:`leaven.scaling.transfer.transfer`. (``rule = "standard"`` adapts nothing.) The scaling rule needs a base: the
-  model size, batch and run length for which the hyperparameters are written. If the recipe has no base, its own size,
-  batch and run length before the change become the base.
+  :func:`leaven.scaling.transfer.transfer`. A recipe without a base is its own base.
 - ``hyperparameters.depth.lr[2]`` and other entries of a depth profile: a profile with one entry is first replaced by
   three equal entries (fewer if the model has fewer blocks).
 
 Values that may be 0 (``TENTHS``), such as dropout, have distances in tenths: a distance of 1 adds 0.1. A value that
 has one of several names, such as ``schedule.decay``, is called a choice, and the names are its levels (``CHOICES``).
-Its distance is the index of a level: the recipe's own level has index 0, and the other levels follow in the order of
-``CHOICES``.
+Its distance is the index of a level. The recipe's own level has index 0.
 """
 
 import math
@@ -59,8 +56,7 @@ Value = float | str
 
 
 def searchable(recipe: Recipe) -> tuple[str, ...]:
-    """Return the paths of all values of a recipe that a search can vary: global values, values by module, and values
-    over depth."""
+    """Return the paths of all values of a recipe that a search can vary."""
     paths = [path for path in WHOLE_RECIPE if value_at(recipe, path) is not None]
     roles, refusal = recipe.model.roles, recipe.hyperparameters.refusal
     for quantity in QUANTITIES:
@@ -97,8 +93,7 @@ def levels(recipe: Recipe, path: str) -> tuple[str, ...]:
 
 
 def value_at(recipe: Recipe, path: str) -> Value | None:
-    """Return the recipe's value at a searchable path. Return None if the recipe does not set it: an init_std, or a
-    value of Muon."""
+    """Return the recipe's value at a searchable path, or None if the recipe does not set it."""
     if point := _POINT.fullmatch(path):
         return _profile(recipe, point[1])[int(point[2])]
     if path == CLIP:
@@ -125,8 +120,8 @@ def _unit(path: str) -> str:
 def moved(unit: str, value: float, x: float) -> float:
     """Return the number at the distance ``x`` from ``value``.
 
-    A distance of 1 doubles the value if the unit is ``octave`` and adds 0.1 if it is ``tenth``. If it is ``beta``, a
-    distance of 1 doubles the logarithm: beta 0.9 becomes 0.81, whose half-life is half as long.
+    Example of a distance of 1 for each ``unit``: octave 0.5 -> 1, tenth 0.5 -> 0.6, beta 0.9 -> 0.81 (half the
+    half-life).
     """
     match unit:
         case "tenth":
@@ -138,7 +133,7 @@ def moved(unit: str, value: float, x: float) -> float:
 
 
 def distance_in(unit: str, value: float, to: float) -> float:
-    """Return the distance from ``value`` to ``to``. This is the inverse of :func:`moved`."""
+    """Return the distance from ``value`` to ``to``: the inverse of :func:`moved`."""
     match unit:
         case "tenth":
             return 10 * (to - value)
@@ -149,8 +144,7 @@ def distance_in(unit: str, value: float, to: float) -> float:
 
 
 def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, Value]:
-    """Return the values of a recipe at a point, by path. ``octaves`` has the distance of each value from the recipe's
-    value; at distance 0 the value is exactly the recipe's.
+    """Return the values of a recipe, by path, at the distances ``octaves`` from its own values.
 
     Raises:
         ValueError: if a batch would have less than half a sequence, which rounds to none.
@@ -182,7 +176,7 @@ def _moved_value(recipe: Recipe, path: str, x: float) -> Value:
 
 
 def recipe_at(recipe: Recipe, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
-    """Return the recipe at a point (distances by path). If ``seed`` is given, the recipe gets it as ``data.seed``.
+    """Return the recipe at a point (distances by path), with ``seed`` as its ``data.seed`` if given.
 
     Raises:
         ValueError: if the recipe would be invalid, for example with a warm-up longer than the run.

@@ -1,28 +1,25 @@
-"""Define search spaces: which values of a recipe are searched. ``bounds.py`` says how far.
+"""Define search spaces: which values of a recipe are searched. ``bounds.py`` says how far, and ``point.py`` in which
+unit.
 
-The user gives a space by the name of a set or by the paths of values. Distances from the recipe are in octaves: one
-octave doubles a value. ``point.py`` lists the values with other units. The sets are:
+The user gives a space by the name of a set or by the paths of values. The sets are:
 
 - ``global`` has the nine values that apply to all modules: lr, init_std, residual (the multiplier of the residual
   branches), weight_decay, beta1, beta2, eps, warm-up and batch. For a recipe with Muon, ``global`` and ``per-module``
   also have Muon's momentum, and Muon's lr and weight_decay if the recipe sets them.
 - ``global-full`` adds clipping, dropout, min_lr_ratio, decay_ratio and the choices of decay and optimizer.
 - ``per-module`` has 25 to 35 values: lr, init_std and residual of each module, two points of an lr profile over
-  depth, and the global weight_decay, beta1, beta2 and eps. Among the values that Mlodozeniec et al. 2025
-  (arXiv 2512.22382) tuned, lr, init_std and residual of each module mattered most. The lr profile gained less.
+  depth, and the global weight_decay, beta1, beta2 and eps. Among the values that Mlodozeniec et al. 2025 (arXiv
+  2512.22382) tuned, lr, init_std and residual of each module mattered most. The lr profile gained less.
 - ``per-module-full`` has every quantity by module and over depth, about 90 values. In the same paper, a separate lr
   for each layer and module gained almost nothing.
 
-Some values can replace each other: multiplying one by c and dividing another by c gives the same model. Then neither
-of the two has an optimum of its own: the loss has a valley, along which it does not change. A search that moves both
-values makes the same correction twice. So ``per-module`` leaves out values that other values can replace:
+Some values can replace each other: multiplying one by c and dividing another by c gives the same model. Along such a
+valley the loss has no single optimum. So ``per-module`` leaves out values that other searched values can replace:
 
-- It leaves out the global value of a quantity if the multipliers of this quantity in all modules are searched. Moving
-  all these multipliers together has the same effect. Start such a search at the best global values.
-- It leaves out the middle point of a depth profile, because the multipliers of the modules in the blocks already set
-  the mean over depth.
-- It leaves out the init_std of a module if other searched values, such as the module's lr and residual, together have
-  the same effect (:func:`_scaled_by_others`).
+- the global value of a quantity whose multipliers are searched in all modules. Start such a search at the best global
+  values.
+- the middle point of a depth profile, because the multipliers of modules already set the mean over depth.
+- the init_std of some modules (:func:`_scaled_by_others`).
 """
 
 import math
@@ -86,8 +83,7 @@ class SearchSpace(ABC):
     @property
     @abstractmethod
     def seed(self) -> int:
-        """The seed of the search. Each trial adds a number to it: 0 during the search, and 1, 2, ... if the trial
-        needs a fresh seed."""
+        """The seed of the search. A trial with a fresh seed adds 1, 2, ... to it."""
 
     @abstractmethod
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
@@ -95,8 +91,7 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
-        """Return all values that a command may use at a point, by the name of the placeholder. See
-        :mod:`leaven.tuning.command`.
+        """Return all values that a command may use at a point, by the name of the placeholder.
 
         Raises:
             ValueError: if the values are invalid together.
@@ -104,13 +99,13 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def write(self, path: Path, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> None:
-        """Write a recipe or command file with the values at the distances ``octaves``, and with ``reasons`` under
+        """Write a recipe or command file with the values at the distances ``octaves``, and ``reasons`` under
         ``[why]``."""
 
     @abstractmethod
     def changes_since(self, path: Path) -> list[Difference]:
-        """Return how the start of this space differs from the start in the file ``path``. Keys that do not affect the
-        losses of trials, such as ``why``, are left out."""
+        """Return how the start of this space differs from that in the file ``path``, in keys that affect the
+        losses."""
 
     @property
     def axes(self) -> Axes:
@@ -136,18 +131,18 @@ class SearchSpace(ABC):
 
     @property
     def near(self) -> Mapping[str, tuple[float, float]]:
-        """The box in which a search begins, by path. The search extends it while the best points lie at its edge."""
+        """The box in which a search begins, by path. It grows while the best points lie at its edge."""
         return self.axes.near
 
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> Self:
-        """Return the space with this prior knowledge: ``expected`` optima by path (distance and its standard
-        deviation), and the trials of an ``earlier`` study."""
+        """Return the space with prior knowledge: ``expected`` optima by path (distance and its standard deviation),
+        and the trials of an ``earlier`` study."""
         informed = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
         return replace(self, dimensions=informed, earlier=earlier)
 
     def within_near(self) -> Self:
-        """Return the space limited to the box in which a search begins. A grid search needs this limit, because it
-        does not extend the box."""
+        """Return the space limited to the box in which a search begins. A grid search needs this, as its box does not
+        grow."""
         kept = [
             replace(d, low=d.near[0], high=d.near[1], near=None, ends=("the end of the grid",) * 2) if d.near else d
             for d in self.dimensions
@@ -196,8 +191,7 @@ class Space(SearchSpace):
         return differences(read_recipe(path), self.recipe)
 
     def without(self, path: str, reason: str) -> "Space":
-        """Return the space without the value at ``path``. ``reason`` is a text for the user: why the value is not
-        searched.
+        """Return the space without the value at ``path``. ``reason`` tells the user why.
 
         Raises:
             InputError: if no value is left.
@@ -210,8 +204,8 @@ class Space(SearchSpace):
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return the space in which the value at ``path`` stays below ``limit``: the range of this value is shortened
-        if necessary. ``limit`` is in the unit of the recipe."""
+        """Return the space in which the value at ``path`` stays below ``limit``, which is in the unit of the
+        recipe."""
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self
@@ -223,10 +217,10 @@ class Space(SearchSpace):
         return replace(self, dimensions=tuple(kept if each is held else each for each in self.dimensions))
 
     def with_laws(self) -> "Space":
-        """Return the space with prior knowledge: the optima that scaling laws and published runs suggest.
+        """Return the space with the optima that scaling laws and published runs suggest as prior knowledge.
 
-        The standard deviation of each optimum is raised to at least half of the value's scale, because published runs
-        often copied one another.
+        The standard deviation of each optimum is at least half of the value's scale, because published runs often
+        copied one another.
 
         Raises:
             InputError: if none of the searched values has such an optimum.
@@ -248,17 +242,17 @@ class Space(SearchSpace):
 def space(recipe: Recipe, which: str | None = None) -> Space:
     """Return a search space around a recipe.
 
-    Some values cannot be searched, for example values that the recipe does not have. A set or pattern leaves such
-    values out. Giving the path of such a value is an error. The ranges in ``[tuning.octaves]`` also apply to values
-    that ``which`` selects in another way.
+    A set or pattern leaves out values that cannot be searched, such as values that the recipe does not have. A range
+    in ``[tuning.octaves]`` always applies, also to a value that ``which`` selects.
 
     Args:
         which: the name of a set (``SETS``); or paths and patterns of paths with ``*``, separated by commas; or
-            ``recipe`` for the values that the recipe names in ``[tuning]``. The default is ``recipe`` if the recipe
-            has a ``[tuning]``, otherwise ``global``.
+            ``recipe`` for the values in the recipe's ``[tuning]``. Default: ``recipe`` if there is a ``[tuning]``, if
+            not ``global``.
 
     Raises:
-        InputError: if a given path cannot be searched, or a bound in ``[tuning]`` gives an invalid recipe.
+        InputError: if the value at a given path cannot be searched, or a bound in ``[tuning]`` gives an invalid
+            recipe.
     """
     tuning = recipe.tuning
     if which is None:
@@ -294,8 +288,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
 
 
 def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list[str]:
-    """Return the paths that ``name`` (a set, a pattern or a path) selects. ``origin`` is the option or the key of the
-    recipe that contains the name, for error messages."""
+    """Return the paths that ``name`` (a set, a pattern or a path) selects. ``origin`` is where the user wrote it."""
     if not name:
         raise InputError(f"{origin}: an empty name; give {', '.join(SETS)}, or paths separated by commas")
 
@@ -331,13 +324,13 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
 
     With Adam, multiplying the init_std and lr of a matrix by c multiplies the matrix by c throughout the training,
     except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). For two kinds of
-    matrices this has no effect on the output of the model, or another value can undo the effect:
+    matrices, this changes nothing or can be undone:
 
-    - The matrices of queries and keys, if queries and keys are normalised. The norm removes the factor.
-    - The last matrix of a residual branch, and other matrices on which the output of the branch depends linearly.
-      Dividing the branch's residual multiplier by c undoes the factor. A norm on the branch's output also removes it.
+    - Queries and keys with a norm: the norm removes the factor.
+    - Matrices on which the output of a residual branch depends linearly. Dividing the branch's residual multiplier by
+      c undoes the factor, and a norm on the branch's output removes it.
 
-    The result is empty for a model with biases, because a factor on a matrix does not scale the bias with it.
+    A bias would not get the factor, so a model with biases has no such module.
     """
     if model.bias or model.has_bias("attention.query"):
         return set()
@@ -398,9 +391,7 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
     """Return the dimension of a searched value: its start, range and unit.
 
-    ``ends`` is the range that the recipe's ``[tuning]`` gives (lowest and highest distance from the recipe's value).
-    If ``ends`` is None, the range extends to the bounds. If the recipe's value is already beyond a bound, the range
-    ends at the recipe's value.
+    ``ends`` is the range in the recipe's ``[tuning.octaves]``. If it is None, the bounds are the range.
     """
     value = point.value_at(recipe, path)
     if isinstance(value, str):

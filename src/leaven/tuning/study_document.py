@@ -1,8 +1,7 @@
 """The document of a study: the content of study.json, from which screens and reports are made. Does not need torch.
 
-An :class:`Answer` is computed from the trials. A :class:`StudyDocument` is an answer together with the trials. Losses
-and noise are in nats per token. A point is a dict: for the path of each searched value, the distance of the value
-from the start point, in the unit of its dimension.
+Losses and noise are in nats per token. A point is a dict of distances from the start by path, each in the unit of its
+dimension.
 """
 
 import math
@@ -80,10 +79,9 @@ class Dimension:
     whole: bool = False  # whether all values are whole numbers
 
     def rounded(self, x: float, more: int = 0) -> float:
-        """Return the distance that a trial uses instead of ``x``. It is ``x`` itself, unless the value must be whole.
+        """Return the distance that a trial uses instead of ``x``.
 
-        If it must be whole, the value at ``x`` is rounded, increased by ``more`` and limited to its range. The result
-        is the distance of this whole number.
+        A value that must be whole is rounded, increased by ``more`` and limited to its range.
         """
         if not self.whole:
             return x
@@ -100,10 +98,9 @@ class Dimension:
         return self.high - x < x - self.low
 
     def change(self, to: float, origin: float = 0.0) -> str:
-        """Return the change from ``origin`` to ``to`` as text. Both are distances from the start point, in ``unit``.
+        """Return the change from distance ``origin`` to distance ``to`` as text.
 
-        If the unit is ``octave``, the text is a ratio such as ``x0.29``. If it is ``tenth`` (steps of 0.1), the text
-        is a difference such as ``+0.05``. If it is ``choice``, the text is the name of the new level.
+        Examples: ``x0.29`` (octave), ``+0.05`` (tenth), the name of the new level (choice).
         """
         if self.unit == "choice":
             return self.levels[round(to)] if self.levels else f"{to:g}"
@@ -224,19 +221,17 @@ class Answer(BaseModel):
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The point with the fewest changes that equals the best point within the noise.
-
-        The result is None if this point is the best point itself, or if no such point was run again with fresh seeds.
-        """
+        """The point with the fewest changes that equals the best point within the noise; None if it is the best point
+        itself, or was not run again with fresh seeds."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     def effect(self, coordinate: Coordinate) -> str:
         """Return whether tuning a value mattered:
 
         - "mattered": its gain is above the noise.
-        - "not worth tuning": it is in ``idle``, so it can be reset to the start.
-        - "unsure": neither, and its best value differs from the start. Its gain may be noise.
-        - "": neither, and its best value is the start.
+        - "not worth tuning": it can be reset to the start.
+        - "unsure": its best value differs from the start, but the gain may be noise.
+        - "": its best value is the start.
         """
         if coordinate.worth or coordinate.path in self.idle:
             return MATTERED if coordinate.worth else NOT_WORTH
@@ -302,9 +297,8 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
     """Return the Pareto front of loss and FLOPs, the cheapest first.
 
-    If a trial has branches (compared durations), each branch is a separate candidate. The cost of a branch is the
-    FLOPs of the trial times the branch's share of the tokens. Trials that differ only in their seed are averaged.
-    Diverged trials, pruned trials and trials of unknown FLOPs are left out.
+    Each branch (compared duration) of a trial is a candidate of its own. Trials that differ only in their seed are
+    averaged.
     """
     of_point: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
     for trial in trials:
@@ -325,13 +319,10 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """Return what the gain of a study is worth in tokens of the run ``target``.
+    """Return what the gain of a study is worth in tokens of the run ``target``, by a published loss law.
 
-    For each row, ``times`` is the factor by which the tokens of ``target`` would have to grow for the same gain.
-    ``answer`` is the best.toml of the study. The gain is the loss of the start minus the loss of the best point. A
-    larger model may keep only a part of the gain, so there is one row for each part in ``SHARES`` (all, a half and a
-    quarter). A published loss law converts the gain to tokens. The list is empty if ``answer`` is not the best.toml
-    of a study, if the study measured no gain, or if the law does not cover runs as long as ``target``.
+    A larger model may keep only a part of the gain: there is a row for each part in ``SHARES``. The list is empty if
+    ``answer`` is not the best.toml of a study with a gain, or if the law does not cover a run as long as ``target``.
     """
     try:
         study = StudyDocument.model_validate_json(read_text(answer.parent / "study.json"))

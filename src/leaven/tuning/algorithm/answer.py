@@ -4,21 +4,20 @@ The noise is the standard deviation of the loss between seeds. The start is the 
 is one setting of all searched values.
 
 1. The lowest of many noisy losses is partly luck. So a search ends with final trials: the best few points (the
-   finalists) are run again with fresh seeds, which the search did not use. The finalist with the lowest mean loss in
-   these trials is chosen. A point that diverges with any seed cannot be chosen. If a single finalist diverges, or if
-   there are no trials with fresh seeds, the point of the search with the lowest predicted loss is chosen.
-2. The gain is the loss of the start minus the loss of the chosen point, over the seeds that both points were run
-   with. If the gain is not above the noise, the answer is the start: the search found nothing better. A point without
-   confirmation trials (see 3.) must gain more than 2.5 times the noise, because a gain just above the noise is often
-   chance. There is one exception: a single finalist that has two trials with fresh seeds, and for which the surrogate
-   predicts a gain of more than 1.5 times the noise. Its measured gain must only be above the noise.
-3. The lowest of several means is partly luck, too. For example, if three equally good points have two trials each,
-   their lowest mean is on average 0.6 times the noise too low. So a point that was chosen among several finalists is
-   run again with new seeds, and so is the start. In these confirmation trials, too, the gain must be above the noise.
-   The reported loss and gain come from the confirmation trials. A single finalist needs no confirmation trials.
+   finalists) are run again with fresh seeds. The finalist with the lowest mean loss in these trials is chosen. A
+   point that diverges with any seed cannot be chosen. A search without final trials chooses the point with the lowest
+   predicted loss.
+2. The gain is the loss of the start minus the loss of the chosen point, over the seeds that both were run with. A
+   gain that is not above the noise does not count: the answer is then the start. Without confirmation trials (see
+   3.), the gain must be above 2.5 times the noise, because a gain just above the noise is often chance.
+3. The lowest of several means is partly luck, too. Example: of three equally good points with two trials each, the
+   lowest mean is on average 0.6 times the noise too low. So a point that was chosen among several finalists has
+   confirmation trials with new seeds, and so has the start. The gain in these trials must be above the noise. They
+   also give the reported loss and gain. A single finalist needs no confirmation trials: with two trials, and a
+   predicted gain above 1.5 times the noise, its measured gain must only be above the noise.
 
-The answer is a pure function of the trials. Predicted losses come from a surrogate (a quadratic regression) fitted to
-all trials. ``sensitivity.py`` computes how much each searched value contributes.
+Predicted losses come from a surrogate (a quadratic regression) fitted to all trials. ``sensitivity.py`` computes how
+much each searched value contributes.
 """
 
 import math
@@ -74,21 +73,16 @@ def answer(
 ) -> Answer:
     """Return the answer of a search from its ``trials``.
 
-    The answer includes the importance of each searched value: its share of the variation of the loss around the best
-    point. For each value, the surrogate predicts the loss of the best point with only this value changed, to every
-    setting that was tried. The importance is the standard deviation of these losses, divided by the sum of the
-    standard deviations of all searched values. This is first-order fANOVA with the surrogate in place of a random
-    forest. The answer also has Optuna's importance (PED-ANOVA). With about as many searched values as trials, it
-    hardly correlates with the true importance (docs/concepts/search.md).
+    The importance of a value is its share of the variation of the predicted loss around the best point: first-order
+    fANOVA with the surrogate in place of a random forest. The answer also has Optuna's importance (PED-ANOVA), which
+    is unreliable with about as many values as trials (docs/concepts/search.md).
 
     Args:
         noise: standard deviation of the loss between trials of one point; by default measured from the trials.
-        over: whether the search has ended. Before the end, the answer has a best point only if some points have been
-            run again with fresh seeds.
-        by_surrogate: whether points without fresh seeds are compared by the surrogate's predictions rather than by
-            their losses.
+        over: whether the search has ended. Before the end, only points with fresh seeds can be the best point.
+        by_surrogate: whether predicted losses, rather than measured ones, rank points without fresh seeds.
         optunas: a function that returns Optuna's importances (D,) for points (n, D) and losses (n,).
-        earlier: trials of an earlier search that this search used as prior knowledge.
+        earlier: trials of an earlier search, used as prior knowledge.
     """
     axes = Axes.of(dimensions, earlier)
     seen, paths = FittedTrials.of(trials, axes, noise), list(axes.limits)
@@ -144,13 +138,10 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return the point with the fewest changes from the start point, among those as good as the best ``point``. The
-    result is (the point as a Best, the point as an array (D,) of octaves from the start point).
+    """Return the point with the fewest changes from the start, among the points as good as ``point`` within the
+    noise. The second result is this point as octaves from the start, (D,).
 
-    A point is as good as ``point`` if its measured loss and its predicted loss are each at most the noise higher.
-    Only points with at least ``RERUNS`` trials with fresh seeds, none of which diverged, are considered. All trials
-    of the start count as fresh, because the start was not chosen by its losses. If no other point is as good, the
-    result is ``point`` itself.
+    All trials of the start count as fresh, because the start was not chosen by its losses.
     """
     fresh: dict[Point, dict[int, float]] = {}
     for trial, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
@@ -189,15 +180,9 @@ class FittedTrials:
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
         """Fit the trust region to ``trials``. ``given`` is the noise that the user gave, or None.
 
-        ``floor`` (the smallest difference of losses that counts) depends on how well the noise was measured:
-
-        - With at least ``FEWEST_DEGREES`` degrees of freedom, ``floor`` is the measured noise.
-        - With fewer, the measured noise may be far too small, so the noise is also estimated by a fit to the losses.
-          ``floor`` is the measured noise or, if larger, the geometric mean of the measured and the fitted noise.
-        - If no noise was measured, ``floor`` is the fitted noise.
-
-        With more than ``FITTED`` finished trials, a fit would take too long. ``floor`` is then the measured noise, or
-        0 if no noise was measured.
+        A noise measured with fewer than ``FEWEST_DEGREES`` degrees of freedom may be far too small. So ``floor`` is
+        then at least the geometric mean of the measured noise and a noise fitted to the losses. With more than
+        ``FITTED`` finished trials, this fit would take too long.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -212,11 +197,10 @@ class FittedTrials:
 
     @cached_property
     def predicted(self) -> dict[Point, float]:
-        """The predicted losses of the points that were run, up to a constant. Outliers and diverged points are left
-        out.
+        """The predicted loss of each point that was run, up to a constant. Outliers and diverged points are left out.
 
-        The predicted loss of a point is the surrogate's prediction plus a part of its residual: the mean of measured
-        minus predicted loss over the point's trials. The other part is taken to be noise between seeds.
+        To the surrogate's prediction, a share of the point's mean residual (measured minus predicted loss) is added.
+        The rest of the residual is taken to be noise between seeds.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]
@@ -229,8 +213,7 @@ class FittedTrials:
         return {x: statistics.fmean(found) for x, found in by_point.items()}
 
     def chosen(self, *, by_surrogate: bool) -> "ChosenPoint | None":
-        """Return the best point of a search that has ended, with the losses of its trials. Return None if no trial
-        finished."""
+        """Return the best point of a search that has ended, or None if no trial finished."""
         if not by_surrogate or not np.isfinite(self.losses).any():
             return choose(self.trials, self.paths, self.noise)
         return choose(self.trials, self.paths, None if self.noise is None else self.floor, self.predicted)
@@ -247,21 +230,17 @@ class FittedTrials:
         return start - min(self.predicted.values(), default=math.inf) <= ALONE * self.floor
 
     def finalists(self, *, by_surrogate: bool) -> list[Point]:
-        """Return the candidates for final trials (with fresh seeds), the most promising first.
+        """Return the candidates for final trials, the best first. The list is empty if every trial diverged.
 
-        A trust-region search compares points by their predicted losses (:attr:`predicted`). The order is:
+        A trust-region search has these candidates, in this order:
 
         1. the point with the lowest predicted loss among the points that were run;
-        2. the minimum of the surrogate in the trust region, simplified: as many values as possible are reset to the
-           start, as long as the loss stays within the noise (:func:`fewest_changes`);
-        3. the minimum without these resets;
+        2. the surrogate's minimum, with as few changes as possible (:func:`fewest_changes`);
+        3. the surrogate's minimum;
         4. the other points that were run, the lowest predicted loss first;
         5. the outliers, to which the surrogate was not fitted.
 
-        The start is left out of 1. and 4. The two minima (2. and 3.) may be points that have never been run.
-
-        In other searches (``by_surrogate`` is false), trials are ranked by their losses. The list is empty if every
-        trial diverged.
+        The points 2. and 3. may be new. Other searches rank their trials by loss.
         """
         ended = np.isfinite(self.losses)
         if not ended.any():
@@ -301,10 +280,9 @@ def choose(
     """Return the point that a search chooses from its ``trials``, or None if no trial finished.
 
     Args:
-        noise: standard deviation of the loss between seeds. If it is 0, seeds have no effect, and a single trial
-            measures the loss of its point exactly. If it is None, the noise is unknown: a point is then chosen
-            instead of the start if its gain over the start is above 0, and a single trial is not taken for exact.
-        predicted: the predicted losses of points. Without them, points are compared by their measured losses.
+        noise: standard deviation of the loss between seeds. None: unknown, so every gain above 0 counts. 0: a single
+            trial measures the loss of its point exactly.
+        predicted: predicted losses by point; by default points are compared by their measured losses.
     """
     exact, noise = noise == 0, noise or 0.0
     found = _LossesByPurpose.of(trials, paths, predicted)
@@ -331,8 +309,8 @@ def choose(
 
 
 def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
-    """Return the best point if it needs confirmation trials. Return None if the best point is the start or was the
-    only finalist."""
+    """Return the best point if it needs confirmation trials. The start and an only finalist need none: return
+    None."""
     found = _LossesByPurpose.of(trials, paths)
     best = found.best(noise or 0.0)
     return None if best is None or best == found.start or found.is_only_finalist(best) else best
@@ -340,8 +318,8 @@ def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: 
 
 @dataclass(frozen=True)
 class _LossesByPurpose:
-    """The losses of the trials of a search, grouped by the purpose of the trial. The loss of a diverged trial is
-    infinite."""
+    """The losses of a search's trials, grouped by the purpose of the trial. A diverged trial has the loss
+    infinity."""
 
     start: Point
     at_start: Losses  # trials of the start in the search; empty if the start diverged and another point can be chosen
@@ -391,21 +369,14 @@ class _LossesByPurpose:
         return point in self.choosing and len(self.choosing) == 1
 
     def likely(self, point: Point, predicted: Mapping[Point, float], least: float) -> bool:
-        """Return whether a gain is likely, although ``point`` has no confirmation trials.
-
-        It is likely if ``point`` is the only finalist, has at least ``RERUNS`` trials with fresh seeds, and has a
-        predicted gain over the start above ``least`` nats.
-        """
+        """Return whether ``point`` is likely better than the start, although it has no confirmation trials: it is the
+        only finalist, was repeated, and has a predicted gain above ``least`` nats."""
         repeated = self.is_only_finalist(point) and len(self.choosing[point]) >= RERUNS
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 
     def refuted(self, noise: float) -> set[Point]:
-        """Return the points whose confirmation trials failed: in these trials, the gain over the start is at most
-        ``noise``.
-
-        A point can fail only after ``CONFIRMATIONS`` confirmation trials, and after trials of the start with the same
-        seeds.
-        """
+        """Return the points whose confirmation trials failed: all of them have run, and their gain is at most
+        ``noise``."""
         beside = [
             point
             for point, losses in self.confirming.items()
@@ -414,12 +385,8 @@ class _LossesByPurpose:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def best(self, noise: float) -> Point | None:
-        """Return the best of the ``candidates``, or the start if no candidate is better by more than ``noise``.
-
-        Candidates are compared by their predicted losses. If a candidate has none, the mean loss of its trials
-        counts. Candidates whose confirmation trials failed (:meth:`refuted`) are left out. Return None if no
-        candidate is left and the start has no trial.
-        """
+        """Return the best of the ``candidates``. If none is better than the start by more than ``noise``, return the
+        start. Return None if there is neither a candidate nor a trial of the start."""
         refuted = self.refuted(noise)
         means = {
             x: self.predicted.get(x, statistics.fmean(losses.values()))
@@ -432,10 +399,8 @@ class _LossesByPurpose:
         return lowest if self.ahead(lowest, noise) else self.start
 
     def ahead(self, point: Point, least: float) -> bool:
-        """Return whether the loss at ``point`` is more than ``least`` nats below the loss at the starting point.
-
-        If there are no trials at the starting point, the result is True unless ``point`` is the starting point.
-        """
+        """Return whether the loss at ``point`` is more than ``least`` nats below that of the start. Without trials of
+        the start, every other point is ahead."""
         if point == self.start or not self.at_start:
             return point != self.start
         if point in self.predicted and self.start in self.predicted:
@@ -444,10 +409,10 @@ class _LossesByPurpose:
 
 
 def gain(start: Losses, there: Losses) -> float:
-    """Return the gain of a point: the loss of the ``start`` minus the loss ``there`` (at the point), in nats.
+    """Return the gain of a point in nats: the loss of the ``start`` minus the loss ``there``, over their common
+    seeds.
 
-    The difference is averaged over the seeds that both points were run with. Without common seeds, it is the
-    difference of the two means.
+    Without common seeds, it is the difference of the two means.
     """
     if both := start.keys() & there.keys():
         return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
@@ -455,8 +420,7 @@ def gain(start: Losses, there: Losses) -> float:
 
 
 def changes(point: Point) -> tuple[int, float]:
-    """Return how many values differ between a point and the start, and the sum of the sizes of these differences in
-    octaves."""
+    """Return how many values of a point differ from the start, and the sum of their distances in octaves."""
     return int(np.count_nonzero(point)), float(np.abs(point).sum())
 
 
@@ -465,12 +429,11 @@ def advice_when_all_diverged(
 ) -> str:
     """Return one line of advice for a search whose trials all diverged, such as to start from a lower learning rate.
 
-    The usual cause is the learning rate, so the advice is to start from half of the lowest rate that was tried. If no
-    learning rate is searched, the advice is the text ``elsewhere``.
+    The advice also names the value that best explains why some trials diverged early: a divergence model is fitted to
+    the trials with fewer than half of the tokens of the longest one.
 
-    The advice may name a second value, whose changes best explain why some trials diverged early. A trial diverged
-    early if it has less than half of the tokens of the longest trial. To find this value, a divergence model is
-    fitted that counts only these early trials as diverged.
+    Args:
+        elsewhere: the advice if no learning rate is searched.
     """
     diverged = [trial for trial in trials if trial.state == "diverged"]
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in diverged])

@@ -1,5 +1,5 @@
-"""Estimate the noise between seeds: the standard deviation of the loss between trials of one point of a search. Also
-compute confidence intervals of mean losses."""
+"""Estimate the noise between seeds: the standard deviation of the loss between trials of one point. Also computes
+confidence intervals of mean losses."""
 
 import math
 import statistics
@@ -16,8 +16,7 @@ GIVEN = 10**6  # degrees of freedom of a noise that the user gives
 
 
 def t95(degrees: int) -> float:
-    """Return the two-sided 95% quantile of Student's t with ``degrees`` degrees of freedom (Abramowitz and Stegun
-    26.7.5)."""
+    """Return the two-sided 95% quantile of Student's t (Abramowitz and Stegun 26.7.5)."""
     if degrees <= len(_T95):
         return _T95[degrees - 1]
     z, n = _Z95, degrees
@@ -26,8 +25,7 @@ def t95(degrees: int) -> float:
 
 
 def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
-    """Return the pooled standard deviation within groups, and its degrees of freedom. If no group has two values,
-    return (None, 0)."""
+    """Return the pooled standard deviation within groups, and its degrees of freedom; (None, 0) without repeats."""
     repeats = [group for group in groups if len(group) > 1]
     degrees = sum(len(group) - 1 for group in repeats)
     if not degrees:
@@ -38,16 +36,13 @@ def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
 def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, int]:
     """Return the noise and its degrees of freedom, from ``trials`` (point, seed, loss) pooled over repeated points.
 
-    The noise is the standard deviation of the loss between trials of one point. Trials with equal point, seed and
-    loss count once. Diverged trials do not count. Trials with the same seed share init and data order. So a part of
-    their noise is the same at all points, and more points do not average this part out. Therefore, if there are
-    several seeds, the degrees of freedom are at most the number of seeds minus one.
+    Trials of one seed share init and data order, so more points do not average out this part of their noise. Hence
+    the degrees of freedom are at most the number of seeds minus one.
 
-    A point is left out if the losses of its trials differ much more than those of other points. Such a point is at
-    the divergence boundary, where the spread is not noise. (The rule rarely leaves out a point by mistake. Example:
-    four points with the same noise, three with two trials and one with three. Each of the three is left out with a
-    probability of 0.6%.) The point with the most trials is never left out if it has more than two: it is the start,
-    which was repeated to measure the noise.
+    A point whose losses differ far more than those of other points is left out: it lies at the divergence boundary.
+    This rarely hits a good point: with four points of equal noise, three with two trials and one with three, each of
+    the three is left out with a probability of 0.6%. The point with three or more trials is the start, which always
+    counts.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in trials:
@@ -67,9 +62,8 @@ def noise_between_seeds(
 ) -> tuple[float | None, int]:
     """Return the noise between seeds and its degrees of freedom. ``given`` is the noise that the user gave, or None.
 
-    ``paths`` are those of the searched values. The noise is measured from all trials of the start and from the
-    repeated trials of the best points. The first trial of a best point does not count: the point was selected because
-    the loss of this trial is low. Pruned trials have no final loss and do not count.
+    The first trial of a point other than the start does not count: a best point was selected because this loss is
+    low.
     """
     if given is not None:
         return given, GIVEN
@@ -84,10 +78,9 @@ def noise_between_seeds(
 
 
 def interval_of_mean(values: Sequence[float], noise: float | None, degrees: int) -> tuple[float, float]:
-    """Return the 95% confidence interval (low, high) of the mean of ``values``.
+    """Return the 95% confidence interval (low, high) of the mean of ``values``; infinite if the noise is unknown.
 
-    ``noise`` is the standard deviation of one value, known with ``degrees`` degrees of freedom. The interval is
-    infinite if ``values`` is empty or the noise is unknown.
+    ``noise`` is the standard deviation of one value, known with ``degrees`` degrees of freedom.
     """
     if noise is None or not values:
         return -math.inf, math.inf

@@ -1,21 +1,17 @@
-"""Compute how much each searched value contributes to the gain of the best point. Also estimate how much a larger
-budget would gain, and how much a search of only two values would gain.
+"""Compute how much each searched value contributes to the gain of the best point. Also estimates what a larger
+budget, or a search of only two values, would gain.
 
-A point A is *within the noise* of a point B if the loss of A is probably at most the noise floor above the loss of B.
-The noise floor is the smallest difference of losses that counts. The condition is: the predicted loss of A minus that
-of B, plus one standard deviation of this difference, is at most the noise floor. If A and B may differ in many
-values, two standard deviations are added.
+A point is *within the noise* of another if its predicted loss is at most the noise floor higher. To be sure, one
+standard deviation of this difference is added (two if the points differ in many values).
 
-The gain that is still possible is the loss at the best point minus the minimum of the loss in the trust region. This
-difference is computed for several quadratics that are drawn from the posterior of the surrogate. The estimate is the
-median. If at most ``DESIGNED`` values are searched, the median is too high: the prior has one typical curvature for
-all values, so it expects a gain even from values with little effect. But in such a small search, the second half of
-the trials shows how fast the search converges. So the estimate is then at most the gain of the second half.
+The gain that is still possible is the loss at the best point minus the minimum in the trust region. It is the median
+over quadratics drawn from the surrogate's posterior. With at most ``DESIGNED`` values, this median is too high,
+because the prior has one typical curvature for all values. So it is then limited to what the second half of the
+trials gained.
 
-After n trials, the gain that is still possible is about proportional to 1 / n. So n further trials are expected to
-bring half of the possible gain. On test functions with a known optimum, this expected gain is on average within a
-factor of two of the true gain for 9 and 25 values, and several times too high for 2 to 4 values. For a single search
-the estimate is a guess (docs/concepts/search.md).
+After n trials, the gain that is still possible is about proportional to 1 / n. So n further trials bring half of it.
+On test functions, this estimate is on average within a factor of two for 9 and 25 values, and several times too high
+for 2 to 4 values. For a single search it is a guess (docs/concepts/search.md).
 """
 
 import itertools
@@ -49,8 +45,8 @@ def cost_of(now: Region, x: Array, best: Array) -> tuple[float, float]:
 def fewest_changes(now: Region, best: Array, floor: float) -> Array:
     """Return the point ``best`` with as many values as possible reset to the start.
 
-    Values are reset one by one, beginning with the value whose reset raises the loss least. A value is reset only if
-    the point then stays within the noise (``floor``) of ``best`` and is not likely to diverge.
+    The cheapest value is reset first. A value keeps its best setting if the reset would cost more than ``floor`` nats
+    or make a divergence likely.
     """
     found, most = np.array(best), max(RISK, float(now.risk(best)))
     costs, deviations = (part[:, 0] for part in now.along(best, np.zeros((len(best), 1))))
@@ -72,8 +68,7 @@ def coordinates(
     best: Array,
     optunas: Array,
 ) -> tuple[Coordinate, ...]:
-    """Return one :class:`Coordinate` for each searched value: its importance, its gain, and the range of this value
-    in which the point stays within the noise of the best point. The most important value comes first.
+    """Return one :class:`Coordinate` for each searched value, the most important first.
 
     Args:
         points: (n, D), the points of the trials, with ``losses`` (n,).
@@ -130,13 +125,11 @@ def coordinates(
 def further_gain(
     now: Region, axes: Axes, points: Array, losses: Array, *, searched: NDArray[np.bool_], best: Array
 ) -> float | None:
-    """Return the gain in nats that is expected if the number of trials is doubled.
-
-    Return None after fewer than ``LEAST`` trials of the search, or if the first half of them all diverged.
+    """Return the gain in nats that is expected if the number of trials is doubled; None after too few trials.
 
     Args:
         now: the trust region after trials at ``points`` (n, D) with ``losses`` (n,).
-        searched: (n,), whether the search proposed the trial. False for repeated trials of a point with other seeds.
+        searched: (n,), whether the search proposed the trial; false for repeated trials of a point.
         best: the best point (D,).
     """
     first = np.flatnonzero(searched)
@@ -161,15 +154,12 @@ def further_gain(
 
 
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
-    """Return the pair of values that brings the most of the predicted gain if only these two change: (index, index,
-    share). The share is the part of the predicted gain that the pair brings, at most 1.
+    """Return (index, index, share): the two numbers that alone bring the largest share of the predicted gain.
 
-    Only numbers are considered, not choices such as the optimizer. Return None if fewer than three numbers are
-    searched, if there are fewer than ``PER_VALUE`` trials for each value, or if the gain is not above the noise.
+    Return None if there are too few numbers or trials, or if the gain is not above the noise.
 
     Args:
-        points: (n, D), the points of the trials. Each of the two values stays between its lowest and its highest
-            setting in them.
+        points: (n, D), the points of the trials. The pair stays within the settings that were tried.
         best: the best point (D,).
         noise: standard deviation of the loss between seeds.
     """

@@ -2,8 +2,7 @@
 runs diverge.
 
 The surrogate is a Bayesian quadratic regression of the loss, fitted to all finished trials. A regression learns as
-much from a bad trial as from a good one. A search that only asks whether a trial was the best so far learns one bit
-from each trial. The regression is
+much from a bad trial as from a good one. It is
 
     y = a + sum_i b_i x_i + sum_i h_ii x_i^2 / 2 + sum_{i<j} h_ij x_i x_j + error,
 
@@ -13,16 +12,16 @@ where y is the loss of a trial, h the typical curvature, noise the standard devi
 lowest the lowest loss. A number has one column x_i: its distance from the start point in steps (a step is the typical
 distance of an optimum). A choice, such as the optimizer, has one column x_i for each level but the start's: 0 or 1.
 This prior expects the optimum about one step from the start point along each column. In directions in which no trial
-has moved, the minimum stays at the start point. The interactions h_ij are fitted only if there are at most
-``MOST_WITH_INTERACTIONS`` columns, because more columns have too many pairs for the trials of a search. r is 8 / D^2
-for D columns, but at most 1/2. It falls with D because each pair then has fewer trials.
+has moved, the minimum stays at the start point. With more than ``MOST_WITH_INTERACTIONS`` columns, there are too many
+pairs for the trials of a search, so the interactions h_ij are 0. r is 8 / D^2 for D columns, but at most 1/2. It
+falls with D because each pair then has fewer trials.
 
 The loss is quadratic only near the optimum, so a loss far above the lowest one says little about the optimum.
 Therefore the error grows with the difference from the lowest loss; k is ``MODEL_ERROR``. h maximises the evidence
-(the likelihood with a, b and h_ij integrated out). The noise is an argument: if it were also chosen to maximise the
-evidence, it would often be too large after few trials and hide the optimum. The model is a Gaussian process with a
-quadratic kernel and a mean function (Rasmussen and Williams 2006, sections 2.1, 2.7 and 5.4.1). docs/log.md compares
-the constants with other settings.
+(the likelihood with a, b and h_ij integrated out). The noise does not: after few trials, the most likely noise is
+often too large and would hide the optimum. The model is a Gaussian process with a quadratic kernel and a mean
+function (Rasmussen and Williams 2006, sections 2.1, 2.7 and 5.4.1). docs/log.md compares the constants with other
+settings.
 
 Knowledge from before the search gives further priors of the coefficients. The prior with the highest evidence is
 used, so knowledge that the trials contradict is dropped. There are two kinds of knowledge (H is the matrix of h_ij):
@@ -39,8 +38,7 @@ around the start cannot describe where runs diverge. Increases and decreases of 
 
     log odds of divergence = c + sum_i up_i max(x_i, 0)^2 + down_i max(-x_i, 0)^2,      up, down >= 0.
 
-An exponential prior keeps a coefficient at 0 unless the coefficient helps to explain a divergence. So the model
-attributes divergence to the changes that diverged trials have and finished trials do not have.
+An exponential prior keeps a coefficient at 0 unless the coefficient helps to explain a divergence.
 """
 
 from collections.abc import Sequence
@@ -77,10 +75,7 @@ class Quadratic:
         return np.asarray(x @ self.slope + np.sum(x @ self.hessian * x, 1) / 2)
 
     def minimum(self, start: Array, low: Array, high: Array) -> Array:
-        """Return the point (D,) between ``low`` and ``high`` that coordinate descent from ``start`` finds.
-
-        Along each column, a curvature below ``least`` counts as ``least``.
-        """
+        """Return the point (D,) between ``low`` and ``high`` that coordinate descent from ``start`` finds."""
         x = np.clip(start, low, high)
         gradient = self.slope + self.hessian @ x
         bend = np.maximum(np.diag(self.hessian), self.least)
@@ -95,24 +90,23 @@ class Quadratic:
         return x
 
     def effects(self, x: Array) -> Array:
-        """Return the effect of each column, (D,). Element i is the change of the function when column i changes from
-        0 to 1 while the other columns stay as in ``x`` (D,)."""
+        """Return the change of the function when each column changes from 0 to 1 and the others stay as in ``x``,
+        (D,)."""
         bend = np.diag(self.hessian)
         return np.asarray(self.slope + self.hessian @ x - bend * x + bend / 2)
 
 
 @dataclass(frozen=True)
 class Prior:
-    """A normal prior of the P coefficients of the surrogate's quadratic, in units of the typical curvature h.
-    :func:`_features` has the terms of these coefficients."""
+    """A normal prior of the surrogate's P coefficients (:func:`_features`), in units of the typical curvature h."""
 
     mean: Array  # (P,)
     root: Array  # the matrix R, (P, P): the covariance is R R^T
 
     @classmethod
     def plain(cls, d: int) -> "Prior":
-        """Return the prior for ``d`` columns that uses no knowledge from before the search. It expects the optimum
-        about one step from the start point."""
+        """Return the prior for ``d`` columns without earlier knowledge: the optimum is about one step from the
+        start."""
         size = _size(d)
         return cls(np.where(np.arange(size) // d == 1, 1.0, 0.0), np.eye(size))
 
@@ -121,8 +115,8 @@ class Prior:
 class Surrogate:
     """The posterior distribution of a quadratic that predicts the loss, given the finished trials.
 
-    The P coefficients of the quadratic (the terms are in :func:`_features`) have the mean ``_mean`` and the
-    covariance h^2 R (1 - V diag(1 - s^2) V^T) R^T. R is ``_root``, V is ``_directions`` and s is ``_left``.
+    Its P coefficients (:func:`_features`) have the mean ``_mean`` and the covariance h^2 R (1 - V diag(1 - s^2) V^T)
+    R^T. R is ``_root``, V is ``_directions`` and s is ``_left``.
     """
 
     curvature: float  # the typical curvature h, loss per step squared
@@ -180,14 +174,13 @@ def _size(d: int) -> int:
 
 
 def interaction(d: int) -> float:
-    """Return r for ``d`` columns: the prior standard deviation of an interaction h_ij, divided by the typical
-    curvature h."""
+    """Return r for ``d`` columns: the prior standard deviation of an interaction h_ij, in units of h."""
     return min(0.5, 8 / d**2)
 
 
 def _features(x: Array, interactions: bool) -> Array:
-    """Return the P terms of the quadratic at points ``x`` (m, D), as an array (m, P). The terms are scaled so that
-    all coefficients have the same prior standard deviation, the typical curvature h."""
+    """Return the P terms of the quadratic at points ``x`` (m, D), (m, P). They are scaled so that all coefficients
+    have the same prior standard deviation, h."""
     terms = [x, x**2 / 2]
     if interactions:
         i, j = np.triu_indices(x.shape[1], 1)
@@ -200,8 +193,8 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
 
     Args:
         noise: the standard deviation of the loss between seeds, 0 if it is unknown.
-        knowledge: further priors, from knowledge before the search. The function compares them and
-            :meth:`Prior.plain`, and uses the prior with the highest evidence.
+        knowledge: priors from earlier knowledge. Of these and :meth:`Prior.plain`, the one with the highest evidence
+            is used.
     """
     d = points.shape[1]
     spread = float(np.std(losses)) or noise or 1.0
@@ -240,9 +233,8 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
 def fitted_noise(points: Array, losses: Array) -> float:
     """Return the standard deviation of the noise under which ``losses`` (n,) at ``points`` (n, D) are most likely.
 
-    Noise and typical curvature together maximise the marginal likelihood of the losses. Losses far above the minimum
-    may not follow a quadratic, so the noise is at most ``LOWER_HALF`` times the standard deviation of the lower half
-    of the losses. The function takes about 100 n^3 operations, so use it for at most a few dozen trials.
+    Losses far above the minimum may not follow a quadratic, so the spread of the lower half of the losses limits the
+    result. The fit takes about 100 n^3 operations: use it for at most a few dozen trials.
     """
     n, d = points.shape
     spread = float(np.std(losses))
@@ -266,12 +258,10 @@ def fitted_noise(points: Array, losses: Array) -> float:
 
 @dataclass(frozen=True, eq=False)
 class EarlierTrials:
-    """The finished trials of an earlier search.
+    """The finished trials of an earlier search, as distances from the start of the new search.
 
-    Each row of ``points`` is a trial, and each column is a searched value. An entry is the distance of the trial's
-    value from the value at the start of the new search. The first D columns are the values of the new search, in
-    octaves. The last E columns are the values that only the earlier search varied, in steps (octaves divided by the
-    typical distance of an optimum from the start point).
+    The first D columns are the values of the new search, in octaves. The last E columns are values that only the
+    earlier search varied, in steps (octaves divided by the typical distance of an optimum).
     """
 
     points: Array  # (n, D + E)
@@ -280,7 +270,7 @@ class EarlierTrials:
 
 
 def prior_of_expectations(centre: Array, width: Array) -> Prior:
-    """Return the prior under which the optimum is at ``centre`` (D,) +- ``width`` (D,), in steps from the start
+    """Return the prior under which the optimum is at ``centre`` +- ``width``, both (D,), in steps from the start
     point."""
     plain, d = Prior.plain(len(centre)), len(centre)
     mean, root = plain.mean.copy(), plain.root.copy()
@@ -295,12 +285,10 @@ def prior_of_expectations(centre: Array, width: Array) -> Prior:
 
 
 def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:
-    """Return priors made from the trials of an earlier search: one for each assumed difference between the searches
-    (``DIFFERENCES``).
+    """Return a prior made from an earlier search for each of the ``DIFFERENCES``.
 
-    The trials are at ``columns`` (n, D + E), with ``losses`` (n,). The new search has only the first ``d`` = D
-    columns. If ``noise`` is None, the noise is fitted to the lowest losses, because with a noise of 0 the priors
-    would be far too narrow.
+    The trials are at ``columns`` (n, D + E), with ``losses`` (n,). The new search has the first ``d`` columns. An
+    unknown ``noise`` is fitted to the lowest losses, because a noise of 0 would make the priors far too narrow.
     """
     if noise is None:
         lowest = np.argsort(losses)[:FITTED]
@@ -325,8 +313,7 @@ def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int
 
 @dataclass(frozen=True)
 class DivergenceModel:
-    """The divergence model that :func:`fit_divergence` has fitted to the trials: it predicts the probability that a
-    trial diverges."""
+    """Predicts the probability that a trial diverges. :func:`fit_divergence` makes it."""
 
     level: float  # c, the log odds of divergence at the start
     slopes: Array  # (2 D,), log odds per squared distance: first of increases (up), then of decreases (down)
@@ -336,10 +323,9 @@ class DivergenceModel:
         return np.asarray(1 / (1 + np.exp(-self.level - _squares(x) @ self.slopes)))
 
     def shorten(self, x: Array, safe: Array, most: float) -> Array:
-        """Return ``x`` (D,), moved so that the probability of divergence is at most ``most``.
+        """Return ``x`` (D,) with its risky values moved towards ``safe`` (D,) until the risk is at most ``most``.
 
-        The values that raise this probability are moved towards ``safe`` (D,). They move at most 95% of the way, so
-        the probability may stay above ``most``.
+        They move at most 95% of the way, so the risk may stay above ``most``.
         """
         d = len(x)
         parts = (_squares(x) - _squares(safe)) * self.slopes
@@ -352,8 +338,8 @@ class DivergenceModel:
 
 
 def fit_divergence(points: Array, diverged: NDArray[np.bool_]) -> DivergenceModel:
-    """Return the divergence model fitted to trials at ``points`` (n, D), by maximum a posteriori. ``diverged`` (n,)
-    marks the trials that diverged."""
+    """Return the divergence model with the highest posterior probability, from trials at ``points`` (n, D).
+    ``diverged`` (n,) marks the trials that diverged."""
     features = _squares(points)
     slopes = np.zeros(features.shape[1])
     used = (features[diverged] > 0).any(0)

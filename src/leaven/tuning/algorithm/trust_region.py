@@ -90,8 +90,7 @@ class Axes:
     - ``params`` (Optuna's word), in stores and objectives: a dict by name. An entry is a log2 multiplier or, for a
       choice, the index of its level.
     - ``octaves``, in the search algorithm: an array (D,) of differences from the start point, in the order of the
-      names. For a choice, the difference is the index of the level minus the index of the start's level, modulo the
-      number of levels.
+      names. For a choice, it is the difference of the indices, modulo the number of levels.
     """
 
     limits: Mapping[str, tuple[float, float] | range]  # (lowest, highest) log2 multiplier; range(n) for a choice
@@ -124,7 +123,7 @@ class Axes:
 
     @property
     def ends(self) -> tuple[Array, Array]:
-        """The bounds of the search space: (lowest, highest), each an array (D,) of octaves from the start point."""
+        """The bounds of the search space: (lowest, highest), each (D,), octaves from the start."""
         both = [
             (0.0, len(limits) - 1.0) if isinstance(limits, range) else (limits[0] - at, limits[1] - at)
             for limits, at in zip(self.limits.values(), self.start.values(), strict=True)
@@ -134,8 +133,7 @@ class Axes:
 
     @property
     def box(self) -> tuple[Array, Array]:
-        """The box around the start that limits the first proposals: (lowest, highest), each an array (D,) of octaves
-        from the start point."""
+        """The box of the first proposals: (lowest, highest), each (D,), octaves from the start."""
         low, high = self.ends
         given = [self.near.get(name, ends) for name, *ends in zip(self.start, low, high, strict=True)]
         near_low, near_high = np.array(given, float).reshape(-1, 2).T
@@ -143,7 +141,7 @@ class Axes:
 
     @cached_property
     def levels(self) -> NDArray[np.int_]:
-        """The number of levels of each axis, (D,); 0 if the axis is a number rather than a choice."""
+        """The number of levels of each choice, and 0 for each number, (D,)."""
         return np.array([len(limits) if isinstance(limits, range) else 0 for limits in self.limits.values()])
 
     @property
@@ -152,7 +150,7 @@ class Axes:
 
     @cached_property
     def knowledge(self) -> list[Prior]:
-        """The priors of the surrogate's coefficients that follow from laws and from an earlier search."""
+        """The priors of the surrogate that follow from laws and from an earlier search."""
         features = Features(np.zeros(len(self.limits)), self.scale, self.levels)
         found = []
         if self.earlier is not None:
@@ -178,18 +176,15 @@ class Axes:
         return self.rounded(found)
 
     def rounded(self, params: Mapping[str, float]) -> dict[str, float]:
-        """Return ``params`` as a trial uses them: a value that must be a whole number is rounded."""
+        """Return ``params`` with whole numbers rounded, as a trial uses them."""
         return {name: self.whole[name].rounded(x) if name in self.whole else x for name, x in params.items()}
 
     def not_in(self, tried: Sequence[Mapping[str, float]], params: Mapping[str, float]) -> list[dict[str, float]]:
-        """Return the points that are not in ``tried`` and, among these, are nearest to ``params``.
+        """Return the points nearest to ``params`` that are not in ``tried``; an empty list if all have been tried.
 
-        If ``params`` is not in ``tried``, the result is ``[params]``. If all points are in ``tried``, the result is
-        empty. The distance of two points is the number of changes that lead from one to the other. A change moves one
-        whole number by 1, or switches one choice to another level.
-
-        This works only if each value is a whole number or a choice, and at least one is a whole number. In all other
-        spaces, the result is ``[params]``.
+        The distance of two points is the number of changes between them: a whole number changes by 1, a choice to any
+        other level. This is for spaces of whole numbers and choices, with at least one whole number. In other spaces,
+        the result is ``[params]``.
         """
         if not self.whole or any(
             not levels and name not in self.whole for name, levels in zip(self.limits, self.levels, strict=True)
@@ -213,8 +208,8 @@ class Axes:
 class Features:
     """Convert points to the F input columns of the surrogate and of the divergence model.
 
-    A number has one column: its distance from ``origin`` in steps of ``scale`` octaves. A choice has one column for
-    each level except the level of the start. This column is 1 if the point has the level, otherwise 0.
+    A number has one column: its distance from ``origin`` in steps of ``scale`` octaves. A choice has a column for
+    each level but the start's, which is 1 for points with this level.
     """
 
     origin: Array  # (D,), octaves
@@ -223,7 +218,7 @@ class Features:
 
     @cached_property
     def owner(self) -> NDArray[np.int_]:
-        """For each column, the index of the hyperparameter to which it belongs, (F,)."""
+        """The index of the hyperparameter to which each column belongs, (F,)."""
         return np.repeat(np.arange(len(self.levels)), np.where(self.levels > 0, self.levels - 1, 1))
 
     @cached_property
@@ -250,8 +245,7 @@ class Features:
 
 @dataclass(frozen=True)
 class Region:
-    """The trust region: proposes points near the best point so far, and predicts losses. A point (D,) is in octaves
-    from the start point."""
+    """The trust region: proposes points near the best point so far, and predicts losses. Points are in octaves."""
 
     incumbent: Array  # (D,), the best point so far
     radius: float  # the random move of a proposal, as a share of the difference of two minima, see ``RADIUS``
@@ -269,10 +263,7 @@ class Region:
         return self._within(self._lowest(self.surrogate.mean, self._levels(self.surrogate.mean)))
 
     def proposal(self, rng: np.random.Generator, *, last: bool = False) -> Array:
-        """Return a point to try next, (D,). ``last`` says whether this is the last proposal of the search.
-
-        Item 3 in the docstring of this file explains how the point is found.
-        """
+        """Return a point to try next, (D,). Item 3 in the docstring of this file explains it."""
         if last:
             return self.predicted
         d, number = len(self.incumbent), self.features.level == 0
@@ -289,8 +280,8 @@ class Region:
         return self._within(self._lowest(mean, levels) + self.radius * steps)
 
     def stalled(self) -> bool:
-        """Return whether the search has stalled: no trial in the last ``QUIET_ROUNDS`` rounds replaced the incumbent,
-        and the predicted further gain is below the noise.
+        """Return whether ``QUIET_ROUNDS`` rounds brought no new incumbent, and the predicted further gain is below
+        the noise.
 
         A round has half as many trials as there are values, but at least 10.
         """
@@ -307,9 +298,9 @@ class Region:
         return self.surrogate.deviation(self.features.of(x), self.features.of(base))
 
     def along(self, base: Array, x: Array) -> tuple[Array, Array]:
-        """Return the change in loss when one value of ``base`` (D,) is replaced, as (mean, standard deviation).
+        """Return (mean, standard deviation) of the change in loss when one value of ``base`` (D,) is replaced.
 
-        Both arrays have the shape (D, m). Element (i, j) is for ``base`` with its value i set to ``x[i, j]``.
+        Element (i, j) of both arrays (D, m) is for ``base`` with its value i set to ``x[i, j]``.
         """
         d, m = x.shape
         points = np.repeat(np.tile(base, (d, 1))[:, None], m, 1)  # (D, m, D)
@@ -323,17 +314,15 @@ class Region:
         return self.divergence.risk(self.features.of(x))
 
     def risk_along(self, base: Array, x: Array) -> Array:
-        """Return the probabilities (D, m) of divergence when one value of ``base`` (D,) is replaced. Element (i, j)
-        is for ``base`` with its value i set to ``x[i, j]``."""
+        """Return the probabilities (D, m) of divergence for ``base`` with its value i set to ``x[i, j]``."""
         d = len(base)
         return np.array([self.risk(np.where(np.arange(d) == i, x[i][:, None], base)) for i in range(d)])
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
-        """Return the best level of each choice (a value that is not a number), (D,). Entries of numbers are 0.
+        """Return the level of each choice for which ``quadratic`` is lowest, (D,); 0 for a number.
 
-        To compare the levels of one choice, all numbers are set as in the incumbent, and all other choices as in the
-        start. The level with the lowest value of ``quadratic`` is best. With ``unseen_first``, a level that has never
-        been run is preferred to all levels that have been run.
+        Numbers are set as in the incumbent, and all other choices as in the start. With ``unseen_first``, a level
+        that was never run comes first.
         """
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         here = np.where(self.features.level == 0, self.features.of(self.incumbent), 0.0)
@@ -346,8 +335,8 @@ class Region:
         return found
 
     def _lowest(self, quadratic: Quadratic, levels: Array, reach: float = TRUST) -> Array:
-        """Return the columns (F,) at which ``quadratic`` is lowest. Each number stays in the box and within ``reach``
-        steps of the incumbent. The choices have the ``levels`` (D,)."""
+        """Return the columns (F,) at which ``quadratic`` is lowest, within the box and ``reach`` steps of the
+        incumbent. The choices have the ``levels`` (D,)."""
         number = self.features.level == 0
         here, fixed = self.features.of(self.incumbent), self.features.of(levels)
         low = np.where(number, np.maximum(here - reach, self.features.of(self.low)), fixed)
@@ -355,11 +344,8 @@ class Region:
         return quadratic.minimum(here, low, high)
 
     def _within(self, wanted: Array) -> Array:
-        """Return the point (D,) with the columns ``wanted`` (F,), moved into the box.
-
-        If the point is likely to diverge, its risky numbers are moved towards the incumbent, and its risky choices
-        get the level of the incumbent.
-        """
+        """Return the point (D,) of the columns ``wanted`` (F,), moved into the box and away from the divergence
+        boundary."""
         here, number = self.features.of(self.incumbent), self.features.level == 0
         low, high = self.features.of(self.low), self.features.of(self.high)
         wanted = np.where(number, np.clip(wanted, low, high), wanted)
@@ -415,8 +401,7 @@ def region(
 
 
 def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
-    """Return the trust region after ``tried`` trials that all diverged, or before the first trial (``tried`` is 0).
-    Item 5 in the docstring of this file explains it."""
+    """Return the trust region after ``tried`` trials that all diverged. See item 5 in the docstring of this file."""
     (low, high), rates = axes.ends, learning_rates(list(axes.limits))
     lowered = np.clip(-DOWN * tried * rates, low, high)
     features = Features(lowered, axes.scale, axes.levels)
@@ -429,8 +414,7 @@ def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
 def radius_of(axes: Axes, losses: Array) -> float:
     """Return the size of the random moves (``Region.radius``) after trials with ``losses`` (n,).
 
-    It is ``RADIUS`` once a trial has finished. Before that, each divergence makes it smaller if a learning rate is
-    searched, and larger if not.
+    While all trials diverge, proposals come closer together if a learning rate is searched, and spread out if not.
     """
     if np.isfinite(without_outliers(losses)).any():
         return RADIUS
@@ -439,8 +423,7 @@ def radius_of(axes: Axes, losses: Array) -> float:
 
 
 def results(trials: Iterable[Ran], axes: Axes) -> tuple[list[Ran], Array, Array]:
-    """Return the trials that finished, diverged or were pruned, in the order in which they ended. Also return their
-    points (n, D) in octaves and their losses (n,)."""
+    """Return the trials with a result in the order in which they ended, their points (n, D) and their losses (n,)."""
     found = [trial for trial in trials if trial.state in RESULTS and trial.octaves is not None]
     found.sort(key=lambda trial: (trial.ended or 0.0, trial.number))
     points = [[(trial.octaves or {}).get(path, 0.0) for path in axes.limits] for trial in found]
@@ -457,10 +440,9 @@ def loss_of(trial: StudyTrial) -> float:
 
 
 def without_outliers(losses: Array) -> Array:
-    """Return the losses, with infinity for outliers: those far above the median. With fewer than 10 finite losses,
-    there are no outliers.
+    """Return the losses, with infinity for outliers far above the median, which would dominate the fit.
 
-    The surrogate is fitted to finite losses only, because outliers would dominate its least squares.
+    With fewer than 10 finite losses, there are no outliers.
     """
     finite = losses[np.isfinite(losses)]
     if len(finite) < 10:
@@ -473,10 +455,9 @@ RATES = ("lr", "learning_rate", "max_lr", "peak_lr")  # names of the global lear
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return which of the D ``names`` are learning rates to lower after a divergence, as an array (D,).
+    """Return which of the D ``names`` are learning rates to lower after a divergence, (D,).
 
-    If the search varies the global learning rate, it is the only one. If not, they are the learning rates of all
-    modules and depths.
+    A global learning rate is lowered alone, because it multiplies those of modules and depths.
     """
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key in RATES and folder in {"", "hyperparameters"} for folder, _, key in keys])

@@ -1,17 +1,17 @@
 """A study whose trials run a shell command, such as another trainer or a cluster job.
 
-Every attempt at a trial has a folder ``trials/NUMBER`` in the study's folder. The folder contains the output of the
-command (``output.log``), the recipe, a folder ``config`` with the filled-in config file, and a folder ``out``, which
-is empty at first. (If a trial that the store has lost has left such a folder, that one is renamed.) With
-``resume = true``, all attempts at a trial share the folder of the first attempt. How a trial ends:
+Every attempt at a trial has a folder ``trials/NUMBER`` in the study's folder: the output of the command
+(``output.log``), the recipe, a folder ``config`` with the filled-in config file, and a folder ``out``, which is empty
+at first. With ``resume = true``, all attempts at a trial share the folder of the first one. How a trial ends:
 
 - Complete: the command ends with exit code 0 and has reported a loss.
 - Diverged: a loss is NaN or infinite, or the output matches the pattern ``diverged``. The command is ended at once.
 - Pruned: its losses are too far behind those of the best trial. The command is ended.
-- Failed: both attempts at the trial failed. An attempt fails if the command ends with another exit code, reports no
-  loss or one that cannot be read, or takes longer than ``timeout_seconds``. If an attempt at the start point fails
-  before any trial has a result, there is no second attempt: the command itself is probably wrong, so the search ends.
-  An attempt that fails while the disk of the study's folder is full does not count. The next one waits for room.
+- Failed: both attempts failed. The command ended with another exit code, reported no readable loss, or took longer
+  than ``timeout_seconds``.
+
+An attempt that fails while the disk is full does not count. If the start point fails before any trial has a result,
+the command itself is probably wrong, so the search ends.
 """
 
 import math
@@ -148,8 +148,7 @@ class CommandTrainer:
     def _lock_when_free(self, output: BinaryIO) -> None:
         """Lock the file ``output``, once the command of an earlier attempt has ended.
 
-        leaven locks the file before it starts a command, and the command inherits the open file. So if leaven was
-        killed, the lock lasts until that command ends, too.
+        Commands inherit the lock. So if leaven was killed, the lock lasts until the command ends, too.
 
         Raises:
             TrialReleased: if the search stops before the file is free.
@@ -168,8 +167,7 @@ class CommandTrainer:
     def _watch(
         self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path
     ) -> Outcome | str:
-        """Wait for a command. Return its outcome or, if it failed, a text that says how. ``where`` is the file or
-        folder with its losses."""
+        """Wait for a command, and return its outcome or a text that says how it failed. ``where`` has its losses."""
         command, began, next_look = self._command, time.monotonic(), 0.0
         baseline = proposal.baseline if command.prune else None
         while True:
@@ -209,7 +207,7 @@ class CommandTrainer:
             return ran if curve else why_none(command.loss, where)
 
     def _failure(self, proposal: Proposal, output: Path, how: str) -> Exception:
-        """Return the exception for a command that failed. If the search continues, show the failure to the user."""
+        """Return the exception for a command that failed, and tell the user if the search goes on."""
         lines = [line.strip() for line in _end_of(output, LAST_BYTES).splitlines() if line.strip()]
         last = " | ".join(lines[-LAST_LINES:])[-LAST_CHARACTERS:] or "none"
         message = f"{how}; the last lines of its output ({output}): {last}"
@@ -254,11 +252,7 @@ def write_inputs(
 
 
 def _with_each_choice(space: SearchSpace) -> Iterator[dict[str, float]]:
-    """Yield the start point and, for each categorical value, one point for each of its other levels.
-
-    In these points only this one value differs from the start. Numeric values stay at the start. Example: if the
-    optimizer is "adamw" or "lion" and the search starts at "adamw", yield the start and the start with "lion".
-    """
+    """Yield the start point and, for each other level of each choice, the start with this level."""
     start = dict.fromkeys(space.paths, 0.0)
     yield start
     for dimension in space.dimensions:
@@ -270,10 +264,8 @@ class CommandStudy(BaseStudy):
     """A study over a command. See :class:`BaseStudy` for the other arguments.
 
     Raises:
-        InputError: if a placeholder is not the name of a value, a searched value has no placeholder, or the command
-            has no ``{seed}`` although ``noise`` is not 0; see also :class:`BaseStudy`. ``__enter__`` raises it if
-            earlier commands of the study ran in another folder than the current one. (This is not checked for a study
-            in a database.)
+        InputError: if the command does not fit the space (:meth:`Command.check`), or has no ``{seed}`` although
+            ``noise`` is not 0. Entering the context raises it if earlier commands of the study ran in another folder.
     """
 
     def __init__(

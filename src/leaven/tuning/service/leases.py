@@ -1,13 +1,11 @@
 """Find out which of the commands that share a study are still alive. A command is one running search.
 
-The id of a command consists of its machine, its process and a number (one process may run several searches).
-If the process runs on this machine, the operating system knows whether it is alive. For commands on other machines
-there are heartbeats: every command regularly writes the time of its own clock into the store. A command on another
-machine counts as dead if its heartbeat has not changed for ``lease_seconds``. This machine measures these seconds
-with its own clock, so the clocks of two machines are never compared.
+For a process on this machine, the operating system knows this. For other machines there are heartbeats: every command
+regularly writes its time into the store. A command is dead if its heartbeat has not changed for ``lease_seconds``.
+This machine measures these seconds with its own clock, so clocks of two machines are never compared.
 
-A command may count as dead although it is alive, for example because its machine slept. Other commands then close its
-trials and run them again. The command that was taken for dead drops its results of these trials.
+A command may count as dead although it is alive, for example because its machine slept. Other commands then run its
+trials again, and it drops its own results of them.
 """
 
 import itertools
@@ -35,10 +33,10 @@ _here: set[str] = set()  # ids of running searches of this process
 def node(pid: int, number: int = 0) -> str:
     """Return the id of a command that runs in the process ``pid`` of this machine: ``HOST:MACHINE:PID:START:NUMBER``.
 
-    - HOST is the host name. It only makes the id readable.
-    - MACHINE identifies the machine or container and, on Linux, its current boot (:func:`_machine`).
+    - HOST makes the id readable.
+    - MACHINE is the machine or container and, on Linux, its current boot (:func:`_machine`).
     - START is the start time of the process (:func:`_started`), because a later process may get the same pid.
-    - NUMBER is ``number``, the index of the search among the searches of the process, from 0.
+    - NUMBER is the index of the search among the searches of the process, from 0.
     """
     return f"{socket.gethostname()}:{_machine()}:{pid}:{_started(pid)}:{number}"
 
@@ -46,8 +44,8 @@ def node(pid: int, number: int = 0) -> str:
 def gone(owner: str) -> bool:
     """Return whether the command with the id ``owner`` is known to have ended. A zombie process has ended.
 
-    This is known only of commands that were started on this machine since its last boot. It is not known if the
-    process now belongs to another user, because /proc may hide it (hidepid).
+    The result is False for a command on another machine. It is also False for a process of another user, because
+    /proc may hide such a process (hidepid).
     """
     machine, pid, start, _ = owner.split(":")[-4:] if owner.count(":") >= 4 else ("", "", "", "")
     if machine != _machine():
@@ -65,11 +63,9 @@ def gone(owner: str) -> bool:
 
 
 class Leases:
-    """A context manager that sends this command's heartbeat from a thread and watches the heartbeats of other
-    commands.
+    """A context manager that sends the heartbeat of this command from a thread and watches those of other commands.
 
-    ``clocks`` maps the id of each other command to its last heartbeat. A heartbeat is the Unix time in seconds by
-    that command's own clock.
+    ``clocks`` has the last heartbeat of each other command, by id: Unix time in seconds, by that command's own clock.
     """
 
     def __init__(
@@ -101,9 +97,7 @@ class Leases:
     def dead(self, owners: set[str]) -> set[str]:
         """Return the ids in ``owners`` that belong to dead commands.
 
-        A command on another machine is dead if its heartbeat has not changed for the lease time. Call this method
-        regularly, because it measures this time: if a heartbeat has not changed since the last call, the call adds
-        the time between the two calls, but at most a quarter of the lease time.
+        Call this regularly: it adds up the time between calls in which a heartbeat has not changed.
         """
         # At most a quarter, so that a pause of this process or of the store does not make other commands count as
         # dead.
@@ -130,11 +124,7 @@ class Leases:
 
 @cache
 def _machine() -> str:
-    """Return an id of the machine or container in which this process runs.
-
-    On Linux the id consists of the boot id, which is new after each boot, and the id of the process namespace, which
-    differs between containers.
-    """
+    """Return an id of the machine or container in which this process runs. On Linux it is new after each boot."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -143,10 +133,9 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process as a text, in 1/100 s, or "" if the process has ended.
+    """Return the start time of a process in 1/100 s, or "" if the process has ended.
 
-    The start time distinguishes a process from a later process with the same pid. It counts from the boot on Linux,
-    and from 1970 on other systems.
+    It counts from the boot on Linux, and from 1970 on other systems.
     """
     try:
         # On Linux, psutil adds the boot time, which changes when the clock is set. Subtract it again.

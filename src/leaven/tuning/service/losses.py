@@ -19,19 +19,17 @@ LARGEST_STEP = 2**63 - 1  # of the steps that a log reports
 
 
 def read_losses(source: LossSource, where: Path, *, complete: bool) -> Curve:
-    """Return the losses that a command has reported, in the order in which they were written.
+    """Return the (step, loss) pairs that a command has reported, in the order in which they were written.
 
-    Steps are multiplied by ``tokens_per_step`` if it is given. Losses without steps are numbered from 1. If a step
-    has several losses, the last one counts; but if one of them is not finite, the first such loss counts. The result
-    is empty if there is no loss.
+    Steps are multiplied by ``tokens_per_step``; losses without steps are numbered from 1. Of several losses of a
+    step, the last one counts, or the first one that is not finite.
 
     Args:
         where: the file or folder of the source.
-        complete: whether the command has ended. If not, a last line without a line break is ignored.
+        complete: whether the command has ended. Until then, a file that is missing, damaged or cut off is no error.
 
     Raises:
-        InputError: if a loss or its step is not a number. If ``complete`` is true, also if the file cannot be read or
-            is damaged.
+        InputError: if a loss or step is not a number, or if the file of a command that has ended is damaged.
     """
     if source.pattern is not None:
         found = _of_text(re.compile(source.expression, re.MULTILINE), where, complete)

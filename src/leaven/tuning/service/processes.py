@@ -1,10 +1,8 @@
 """Start shell commands, and end them together with all processes that they have started, even if leaven is killed.
 
 Each command runs in its own session, so Ctrl-C in the terminal reaches only leaven. The guard is a process that runs
-this file. It reads the process ids of running commands from a pipe. The pipe closes when leaven ends or is killed,
-and the guard then ends the commands that still run.
-
-This file imports no other file of leaven, so that the guard starts quickly.
+this file and reads the ids of running commands from a pipe. The pipe closes when leaven ends or is killed. Then the
+guard ends the commands that still run. This file imports no other file of leaven, so that the guard starts quickly.
 """
 
 import os
@@ -38,8 +36,7 @@ GRACE_SECONDS = 10.0  # from SIGTERM until processes are killed
 
 
 class Commands:
-    """A context manager that starts commands. Its guard, a process of its own (this file), ends them if leaven
-    dies."""
+    """A context manager that starts commands. Its guard (a process that runs this file) ends them if leaven dies."""
 
     def __enter__(self) -> "Commands":
         self._token = uuid.uuid4().hex
@@ -52,8 +49,10 @@ class Commands:
         self._guard.communicate()
 
     def start(self, command: str, environment: Mapping[str, str], output: BinaryIO) -> "subprocess.Popen[bytes]":
-        """Start a shell command in the current folder. Its output goes to the file ``output``. If leaven has locked
-        this file, the lock lasts until the command ends."""
+        """Start a shell command in the current folder, with its output in the file ``output``.
+
+        A lock that leaven has on this file lasts until the command ends.
+        """
         process = subprocess.Popen(
             [*SHELL, command],
             stdin=subprocess.PIPE,
@@ -84,8 +83,8 @@ class Commands:
 def end(leaders: Iterable[int], token: str) -> None:
     """End the commands with the process ids ``leaders``, and all processes that they started.
 
-    The processes get SIGTERM first, so that launchers such as torchrun can end their workers. Processes that still
-    run after `GRACE_SECONDS` are killed. ``token`` is the token of `Commands`.
+    SIGTERM comes first, so that launchers such as torchrun can end their workers. What still runs after
+    `GRACE_SECONDS` is killed. ``token`` is the token of `Commands`.
     """
     leaders = set(leaders)
     asked = dict[int, psutil.Process]()
@@ -102,11 +101,8 @@ def end(leaders: Iterable[int], token: str) -> None:
 
 
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
-    """Return all processes of the commands with the process ids ``leaders``, and all children of these processes.
-
-    A process belongs to a command if it is in the command's session, or if its environment variable ``MARK`` is
-    ``TOKEN.PID`` with this ``token`` and the process id of the command.
-    """
+    """Return all processes of the commands ``leaders``, found by their session or their environment variable
+    ``MARK``."""
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
@@ -128,9 +124,9 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _guard() -> None:
-    """Read process ids of commands from the pipe, and end the commands that still run when it closes.
+    """End the commands that still run when the pipe closes.
 
-    A positive number is a command that has started, and a negative number is one that has ended.
+    The pipe has a line for each command: its process id at its start, and the negative id at its end.
     """
     running = set[int]()
     for line in sys.stdin:

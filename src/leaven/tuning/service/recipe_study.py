@@ -45,8 +45,7 @@ def check_request(
     noise: float | None,
     from_study: Path | None,
 ) -> None:
-    """Check the arguments of :class:`Study` and :meth:`Study.run` that can be checked before the text is tokenized:
-    method, budget and earlier study.
+    """Check those arguments of :class:`Study` and :meth:`Study.run` that do not need the tokenized text.
 
     Raises:
         InputError: if the method is unknown, if there is no budget, if one trial or the coarsest grid does not fit
@@ -65,11 +64,7 @@ def check_request(
 
 
 def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
-    """Return the space without the values that a study with these ``durations`` cannot search.
-
-    The warm-up stays below the shortest duration. For a grid search, all ranges are limited to the box in which other
-    searches begin.
-    """
+    """Return the space without the values and ranges that a study with these ``durations`` cannot search."""
     if durations:
         space = space.without(BATCH, "each of the --durations must be a whole number of batches")
         space = space.without(TOKENS, "--durations sets the run lengths").without(DECAY, "--durations needs wsd")
@@ -90,9 +85,8 @@ def why_not_stacked(space: Space, durations: Sequence[int]) -> str | None:
 def stackable(space: Space) -> tuple[Space, str | None]:
     """Return (space, reason) for a study with ``--stack``.
 
-    The trials of a stack have the same batch size and duration, and no dropout, so the returned space is without
-    these values, and the reason is None. If something else prevents a stack, the space is unchanged, and the reason
-    says what it is.
+    The space is without values in which stacked trials cannot differ. If stacks are impossible, the reason says why,
+    and the space is unchanged.
     """
     narrowed = space
     for path, need in ((BATCH, "the same batch size"), (TOKENS, "the same duration"), (DROPOUT, "no dropout")):
@@ -106,7 +100,7 @@ def stack_size(
 ) -> tuple[int, str]:
     """Return (number of trials that each of ``gpus`` GPUs trains at once, the reason as text).
 
-    The number is above 1 only where a stack was measured to be faster.
+    It is above 1 only where a stack was measured to be faster.
 
     Args:
         trials: the number of trials in the budget, if it is known.
@@ -127,17 +121,15 @@ def stack_size(
 
 
 class TrialTrainer:
-    """The objective of a study: trains the recipe in a worker process, with the values of one or several proposals.
-
-    It is a context manager, which starts one process for each worker and ends these processes.
+    """The objective of a study: trains the recipe with the values of proposals, in a process for each worker.
 
     Args:
         folder: the folder of checkpoints.
         devices: the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None for a worker that may use all GPUs.
         stop: a function that returns whether to stop and release the trials.
         checkpoint_seconds: seconds between checkpoints of a trial.
-        stack: number of trials that a worker trains at once. If it is above 1, no trial is pruned, because pruning
-            one of them would not make the others faster.
+        stack: number of trials that a worker trains at once. Above 1 no trial is pruned, because this would not make
+            the others faster.
     """
 
     def __init__(  # noqa: PLR0917 - one of each
@@ -216,11 +208,9 @@ class TrialTrainer:
         return found if isinstance(found, list) else [found]
 
     def _checkpoint(self, proposal: Proposal) -> Path:
-        """Return the checkpoint folder of this attempt at a trial. If an earlier attempt left a checkpoint, move it
-        to this folder.
+        """Move the checkpoint of an earlier attempt to the folder of this attempt, and return this folder.
 
-        Each attempt has its own folder, because the worker of an earlier attempt may still write for half a second
-        after its command was killed.
+        Each attempt has its own folder, because a killed worker may still write for half a second.
         """
         folder = self._folder / f"{proposal.origin:06d}-{proposal.number:06d}"
         for last in [path for origin, path in attempts(self._folder) if origin == proposal.origin][-1:]:
@@ -233,8 +223,7 @@ class Study(BaseStudy):
     """A study over trials that train a recipe. See :class:`BaseStudy` for the other arguments.
 
     Args:
-        durations: run lengths in tokens. Each trial trains and compares all of them, and its loss is that of the
-            longest.
+        durations: run lengths in tokens. Each trial compares all of them, and its loss is that of the longest.
         stack: number of trials that a worker trains at once (``training/stack.py``).
 
     Raises:

@@ -1,7 +1,4 @@
-"""Search methods that use Optuna's samplers. Also computes PED-ANOVA, Optuna's measure of importance.
-
-The samplers draw points from a box that grows during the search.
-"""
+"""Search methods that use Optuna's samplers. Also computes PED-ANOVA, Optuna's measure of importance."""
 
 import math
 import warnings
@@ -27,10 +24,9 @@ FEWEST = 10  # the fewest trials for PED-ANOVA, so that the best tenth has at le
 def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
     """Return the box from which Optuna's sampler draws the next point: its lower and upper ends, each (D,), octaves.
 
-    ``points`` (n, D) and ``losses`` (n,) are those of the finished trials, in the order in which the trials ended.
-    The first box is ``axes.box``. After ``LEAST`` (12) trials, an end moves outwards whenever the best ``BEST`` (4)
-    trials all lie in the quarter of the box next to this end. With random losses, this would happen at a given end
-    with probability 1/256.
+    ``points`` (n, D) and ``losses`` (n,) are in the order in which the trials ended. An end moves outwards whenever
+    the best ``BEST`` (4) trials all lie in the quarter of the box next to it. With random losses, this happens with
+    probability 1/256.
     """
     (low, high), (lowest, highest) = axes.box, axes.ends
     further = FURTHER * (high - low)
@@ -50,19 +46,16 @@ def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
 class SeededSampler(BaseSampler):
     """The Optuna sampler of the search methods other than ``trust-region``.
 
-    The distributions in the store span the whole space. Optuna's sampler gets only the current box (:func:`box`),
-    which is computed from the finished trials.
+    The distributions in the store span the whole space. Optuna's sampler gets only the current box (:func:`box`).
 
     Each proposal has its own random seed, made from the seed of the search and the index of the proposal. So several
     commands of one search draw different proposals, and a resumed search does not repeat its proposals.
 
-    CMA-ES begins with the same start and the same width as a trust-region search. It does not need a box to stay near
-    the start. So its box does not grow: it covers the whole space and is symmetric around the start. CMA-ES uses a
-    diagonal covariance, because a few hundred trials do not determine a full covariance in 90 dimensions. CMA-ES
-    cannot sample a choice (a value with a list of levels). So each proposal takes the level of the best trial with
-    probability 1/2, and otherwise a random level.
+    CMA-ES stays near the start by itself, so its box is the whole space, made symmetric around the start. Its
+    covariance is diagonal, because a few hundred trials do not determine a full covariance in 90 dimensions. It
+    cannot sample a choice: the level is that of the best trial with probability 1/2, and random if not.
 
-    A grid search uses this sampler for random points after all points of the grid have run (``search_plan.py``).
+    In a grid search, this sampler draws random points once the grid has run (``search_plan.py``).
     """
 
     def __init__(self, method: str, axes: Axes, seed: int) -> None:
@@ -143,18 +136,13 @@ class SeededSampler(BaseSampler):
 
 
 def job_index(trial: FrozenTrial) -> int:
-    """Return INDEX if the plan gave the trial the name ``search:INDEX``. For other names, return the trial's
-    number."""
+    """Return INDEX of a trial with the job ``search:INDEX``, and the number of any other trial."""
     job = trial.user_attrs.get(JOB, "")
     return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
 
 
 def _farthest(axes: Axes) -> float:
-    """Return the largest distance from the start point to a bound of the space, over all searched values.
-
-    The distance along a value is divided by the value's scale, the typical distance from the start point to an
-    optimum.
-    """
+    """Return the largest distance from the start to a bound of the space, in units of the value's scale."""
     low, high = axes.ends
     return float((np.maximum(-low, high) / axes.scale).max())
 
@@ -162,10 +150,9 @@ def _farthest(axes: Axes) -> float:
 def ped_anova(points: Array, losses: Array) -> Array:
     """Return PED-ANOVA importances (D,) that sum to 1, for trials at ``points`` (n, D) with ``losses`` (n,).
 
-    PED-ANOVA compares the distribution of a value in the best tenth of the trials with its distribution in all trials
-    (Watanabe et al. 2023, arXiv 2304.10255). The loss of a diverged trial is infinite. All importances are 0 if fewer
-    than ``FEWEST`` losses are finite, or if all points are the start. Optuna's other two methods, fANOVA and mean
-    decrease impurity, are not used because they need scikit-learn.
+    PED-ANOVA compares the distribution of a value in the best tenth of the trials with that in all trials (Watanabe
+    et al. 2023, arXiv 2304.10255). All importances are 0 after fewer than ``FEWEST`` finite losses. Optuna's fANOVA
+    and mean decrease impurity need scikit-learn.
     """
     names = [str(i) for i in range(points.shape[1])]
     ended = losses[np.isfinite(losses)]

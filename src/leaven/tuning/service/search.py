@@ -27,7 +27,7 @@ MOST = 10**12  # the largest count of trials or workers
 
 
 class SearchObserver(Protocol):
-    """Callbacks of a search: ``started`` is called when a trial starts, ``ended`` after trials have ended."""
+    """Callbacks of a search, for the start and the end of trials."""
 
     def started(self, proposal: Proposal, /) -> None: ...
     def ended(self, numbers: Sequence[int], /) -> None: ...
@@ -87,44 +87,41 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         result = search(lambda x: (x["lr"] - 1) ** 2, {"lr": (-3, 3)}, trials=30)
         result.params["lr"], result.interval
 
-    The first trials are at the start and measure the noise, unless ``noise`` is given: three trials, or fewer if the
-    budget is below 24 trials. The last trials repeat the best points with fresh seeds, and only these trials decide
-    which point is best. (A small budget may have no such trials.) Optuna's dashboard shows the search as an ordinary
-    study.
+    The first trials are at the start and measure the noise, unless ``noise`` is given. The last trials repeat the
+    best points with fresh seeds, and only these trials decide which point is best. (A small budget may have no such
+    trials.) Optuna's dashboard shows the search as an ordinary study.
 
     Args:
-        objective: a function that takes log2 multipliers by name (a :class:`Proposal`) and returns a
-            loss or an :class:`leaven.training.outcome.Outcome`. A loss that is infinite, nan or beyond +-1e50 is a
-            divergence. The objective is called from ``workers`` threads.
+        objective: a function that takes log2 multipliers by name (a :class:`Proposal`) and returns a loss or an
+            :class:`leaven.training.outcome.Outcome`. A loss that is infinite, nan or beyond +-1e50 is a divergence.
+            The objective is called from ``workers`` threads.
         space: lowest and highest log2 multiplier by name, within -1000 and 1000, or ``range(n)`` for a choice of n
             levels, which the objective gets as an index. While every trial diverges, values named ``lr``,
             ``learning_rate``, ``max_lr``, ``peak_lr`` or ``*.lr`` are lowered.
         start: log2 multipliers at which the search starts; default 0.
-        trials: number of trials, including those that repeat a point. None if the budget is ``flops`` or ``hours``;
-            see :class:`leaven.tuning.service.search_plan.Budget` for these and ``run_flops``.
+        trials: number of trials, including those that repeat a point; None if the budget is ``flops`` or ``hours``.
+        flops, hours, run_flops: see :class:`leaven.tuning.service.search_plan.Budget`.
         method: ``trust-region``, ``random``, ``grid``, ``tpe``, ``cma`` or ``gp``.
         scales: octaves (units of log2) from the start point to a typical optimum, by name; default 1.
-        near: the box in which the search begins, in octaves from the start point; default the whole space. All
-            methods except ``grid`` extend the box while the best points lie at its edge.
+        near: the box in which the search begins, in octaves from the start point; default the whole space. The box
+            grows while the best points lie at its edge, except with ``grid``.
         expected: where the optimum of a value is expected: its distance from the start point in octaves, and the
-            standard deviation of this distance. Only ``trust-region`` accepts an expectation, and drops it if the
-            trials contradict it.
-        earlier: trials of an earlier search over the same values, for example for a smaller model. Their points are
-            in octaves from the start point of this search. ``trust-region`` uses them in the same way as
-            ``expected``.
+            standard deviation of this distance. Only for ``trust-region``, which drops it if the trials contradict
+            it.
+        earlier: trials of an earlier search over the same values, for example for a smaller model, in octaves from
+            the start point of this search. Used like ``expected``.
         noise: standard deviation of the loss between trials of one point, if known.
         stop_at_noise: stop a trust-region search when several rounds have gained less than the noise.
         storage: an Optuna storage, its URL, or the path of an Optuna journal file; default in memory. The same call
             resumes a stored study, even while other commands work on it.
         name: the name of the study in its storage.
-        stop: a function that is called repeatedly. Once it returns true, no further trial starts, and the answer
-            is computed from the finished trials.
+        stop: a function that is called repeatedly. Once it returns true, no further trial starts.
         watch: callbacks for the start and end of each trial of this call, called from the calling thread.
         lease_seconds: how long a process on another machine may send no heartbeat before its trials are retried.
 
     Raises:
-        InputError: if an argument is invalid, if the stored study has another space, method, seed or noise, or if
-            the objective does not return a loss.
+        InputError: if an argument is invalid, if the stored study has another space, method, seed or noise, or if the
+            objective does not return a loss.
         NothingFound: if every trial diverged, or none finished.
         StoreGone: if the storage is unreachable for 300 seconds.
     """
@@ -251,8 +248,7 @@ class SearchArguments(BaseModel):
         """Return the validated arguments.
 
         Raises:
-            InputError: if an argument is invalid, for example
-                ``trials = 0: input should be greater than or equal to 1``.
+            InputError: such as ``trials = 0: input should be greater than or equal to 1``.
         """
         try:
             return cls(**given)

@@ -1,8 +1,7 @@
 """Run a search: ask the plan (``search_plan.py``) for the next trial, run it in a thread, and write its result to the
 store (``stored_study.py``).
 
-Several commands may run the same search. ``leases.py`` finds out which of them are dead, and the others retry the
-trials of a dead command. A retry is another attempt at the same trial, with a number of its own.
+Several commands may run the same search. The trials of a dead command (``leases.py``) are retried by the others.
 """
 
 import math
@@ -49,10 +48,8 @@ class Proposal(dict[str, float]):
     - ``number``: the number of this attempt at the trial.
     - ``seed``: 0 in the search, so that all trials share init and data order; 1, 2, ... in trials that measure the
       noise or run the best points again.
-    - ``origin``: the number of the first attempt; ``number`` is larger in a retry. Name checkpoints by ``origin``, so
-      that a retry finds them.
-    - ``baseline``: the loss curve of the best trial so far. An objective may compare its own curve with it and prune
-      the trial. None if the trial must not be pruned.
+    - ``origin``: the number of the first attempt. Name checkpoints by ``origin``, so that a retry finds them.
+    - ``baseline``: the loss curve of the best trial so far, for pruning; None if the trial must not be pruned.
     - ``worker``: the index of the calling thread, from 0. Concurrent calls have different indices.
     """
 
@@ -84,19 +81,15 @@ Objectives = Callable[[Sequence[Proposal]], Sequence[float | Outcome]]  # the pr
 
 
 class SearchLoop:
-    """Runs the trials of a plan in threads, and writes their results to the store.
-
-    A thread runs ``stack`` trials at once. It runs fewer if the plan can give further trials only after a running one
-    has ended.
+    """Runs the trials of a plan in threads, ``stack`` at once in each, and writes their results to the store.
 
         with SearchLoop(...) as loop:
             for event in loop:
                 ...
 
     An event is the :class:`Proposal` of a trial that has started, or a list of the numbers of trials that have ended.
-    The events end when the plan is complete and no command is running a trial, or when ``stop`` has returned true and
-    the trials of this command have ended. After the last event, ``trials`` has all trials of the study. If an
-    exception ends the context, the trials that are running are released, so that they run again later.
+    After the last event, ``trials`` has all trials of the study. If an exception ends the context, the running trials
+    are released, so that they run again later.
     """
 
     def __init__(  # noqa: PLR0917 - one of each
@@ -158,9 +151,9 @@ class SearchLoop:
             raise self._error
 
     def _look(self) -> int:
-        """Mark the running attempts of dead commands as failed, then read all trials of the study into ``trials``.
+        """Mark the running attempts of dead commands as failed, and read all trials of the study into ``trials``.
 
-        Return the number of trials that have been started so far. A trial and its retries count once.
+        Return the number of trials that have been started so far, without retries.
         """
         attempts = self._stored.attempts
         running = {a.number: a.user_attrs.get(OWNER) for a in attempts if a.state is TrialState.RUNNING}
@@ -180,9 +173,9 @@ class SearchLoop:
         return self._stored.first_attempts
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
-        """Create the trial of a request and return its proposal. Return None if another command runs the trial.
+        """Create the trial of a request and return its proposal; None if another command runs the trial.
 
-        Proposals are collected. Once there are ``stack`` of them, :meth:`_submit` starts them together on one worker.
+        Once there are ``stack`` proposals, one worker starts them together.
         """
         if (created := self._stored.create(request, self._leases.node, self._sampler)) is None:
             return None
@@ -225,7 +218,7 @@ def _outcome(result: object) -> Outcome:
     loss beyond +-``HUGE`` becomes infinite, which marks a divergence.
 
     Raises:
-        InputError: if a number of the outcome is not a number.
+        InputError: if the loss or another entry is not a number.
     """
     outcome = result if isinstance(result, Outcome) else Outcome(cast(float, result))
     about = {name: _converted(outcome, name, kind) for name, kind in KINDS.items()}

@@ -10,7 +10,7 @@ The next trial is of the first kind in this list that still has trials to do:
 4. Final trials, with fresh seeds, of the best few points (the finalists). The first of them stores the number of
    finalists, so that all commands use the same number.
 5. If there are several finalists: confirmation trials of the best finalist and of the start
-(``algorithm/answer.py``).
+   (``algorithm/answer.py``).
 """
 
 import itertools
@@ -65,8 +65,8 @@ DEATHS, DIVERGENCES = 8, 100
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of a search, for all commands of a study together. Once one of the limits is reached, no further
-    trial starts, but trials that are already running are finished."""
+    """The limits of a search, for all commands of a study together. The first limit that is reached ends the search;
+    running trials are finished."""
 
     trials: int | None = None  # number of trials, including final trials
     flops: float | None = None  # total FLOPs of all trials
@@ -87,13 +87,12 @@ class Budget:
 
     @cached_property
     def label(self) -> str:
-        """The budget as text, such as ``100 trials``. Each final trial stores this text, which distinguishes it from
-        the final trials of a later, larger budget."""
+        """The budget as text, such as ``100 trials``. Final trials store it, because a later budget has others."""
         return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
 
     @property
     def size(self) -> float:
-        """The number of trials that the budget allows, or infinity if the limits do not determine it in advance."""
+        """The number of trials that the budget allows; infinity if this is not known in advance."""
         flops = self.flops / self.run_flops if self.flops and self.run_flops else math.inf
         return min(self.trials or math.inf, flops)
 
@@ -102,19 +101,15 @@ class Budget:
         return FINALS[:2] if self.size < FEW else FINALS
 
     def finals(self, trials: Sequence[StoredTrial], now: float) -> tuple[int, int]:
-        """Return (number of finalists, trials of each with fresh seeds).
-
-        The result is the most expensive pair in ``FINALS`` that costs at most ``RESERVED`` (1/8) of the budget and at
-        most the rest of the budget. A budget of fewer than ``FEW`` (24) trials allows only the two cheapest pairs.
-        """
+        """Return (number of finalists, trials of each): the most expensive pair in ``FINALS`` that fits into the
+        reserved share of the budget and into the rest of the budget."""
         affordable = min(
             min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(trials, now)
         )
         return max(final for final in self._allowed if final_trials(*final) <= max(affordable, 0))
 
     def reserved(self, trials: Sequence[StoredTrial] = (), now: float = 0.0) -> int:
-        """Return how many trials are reserved for final trials: the cost of the most expensive pair in ``FINALS``,
-        among the pairs that cost at most ``RESERVED`` (1/8) of the budget."""
+        """Return how many trials are reserved for final trials: the most that ``FINALS`` and ``RESERVED`` allow."""
         affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(trials, now))
         costs = {final_trials(*final) for final in self._allowed}
         if any(trial.final_of not in {"", self.label} for trial in trials):
@@ -146,8 +141,7 @@ class Budget:
 
 
 def final_trials(finalists: int, each: int) -> int:
-    """Return the number of final trials: ``each`` trials of every finalist and, if there are several finalists, the
-    confirmation trials."""
+    """Return the number of final trials: ``each`` trials of every finalist, and the confirmation trials."""
     return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
 
@@ -161,14 +155,13 @@ class NothingFound(InputError):
 
 
 def by_surrogate(method: str) -> bool:
-    """Return whether a surrogate proposes and ranks points. In the other methods an Optuna sampler or a grid proposes
-    points, and their losses rank them."""
+    """Return whether a surrogate proposes and ranks points, rather than Optuna's samplers or a grid."""
     return method == "trust-region"
 
 
 def check_search(method: str, axes: Axes, name: str) -> None:
-    """Raise InputError if the method does not exist or ignores the prior knowledge in ``axes``, or if the name of the
-    study is empty or too long for a store."""
+    """Raise InputError if the method is unknown or ignores the prior knowledge in ``axes``, or if the study's name
+    does not fit into a store."""
     if method not in METHODS:
         close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -183,12 +176,10 @@ def check_search(method: str, axes: Axes, name: str) -> None:
 
 
 def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
-    """Return the trials that are known before the search begins: those at the starting point and, in a grid search,
-    those at the points of the grid.
+    """Return the trials that are known before the search begins: those of the start, and the points of a grid.
 
     Raises:
-        InputError: in a grid search, if the coarsest grid has more points than the budget leaves for it, or if the
-            budget is not given as a number of trials.
+        InputError: for a grid with more points than the budget leaves, or without a number of trials.
     """
     repeats = next(times for least, times in REPEATS.items() if budget.size >= least) if noise is None else 1
     requests = [TrialRequest("noise" if k else "search", f"start:{k}", k, dict(axes.start)) for k in range(repeats)]
@@ -203,12 +194,10 @@ def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = 
 
 
 def grid(axes: Axes, trials: int) -> list[Params]:
-    """Return the points of the finest grid with at most ``trials`` points. The points nearest to the start come
-    first.
+    """Return the points of the finest grid with at most ``trials`` points, the nearest to the start first.
 
     Raises:
-        InputError: if even the coarsest grid, which has two values of each number and all levels of each choice, has
-            more than ``trials`` points.
+        InputError: if even the coarsest grid (two values of each number) has more points.
     """
     numbers = int((axes.levels == 0).sum())
     chosen = math.prod(int(levels) for levels in axes.levels if levels)
@@ -247,13 +236,7 @@ class SearchPlan:
     def next(self, trials: Sequence[StoredTrial], turn: int, now: float) -> TrialRequest | None:
         """Return the next trial, or None if the search is complete or must wait for a running trial.
 
-        A search in which no trial has completed ends early in two cases:
-
-        - ``DIVERGENCES`` (100) trials have diverged or were pruned.
-        - ``DEATHS`` (8) trials have failed because their processes died, and no trial has diverged or was pruned.
-
-        ``turn`` is the number of trials that have been started so far, without retries. The next proposal has the
-        name ``search:TURN``, and ``turn`` is a part of its random seed.
+        ``turn`` is the number of trials that have been started so far, without retries.
         """
         states = [trial.state for trial in trials]
         if "waiting" in states:
@@ -283,8 +266,8 @@ class SearchPlan:
         return request
 
     def _proposed_point(self, trials: Sequence[StoredTrial], turn: int, last: bool) -> Params | None:
-        """Return the point of the next trial of the search. Return None if all points have been run. This is possible
-        only in a space of whole numbers and choices."""
+        """Return the point of the next trial of the search; None if a space of whole numbers and choices has no new
+        point."""
         region = self._region(trials)
         rng, tried = np.random.default_rng([self.seed, turn]), _searched(trials)
         point = self.axes.params(region.proposal(rng, last=last))
@@ -299,8 +282,7 @@ class SearchPlan:
         return min(new, key=rank, default=None)
 
     def _region(self, trials: Sequence[StoredTrial]) -> Region:
-        """Return the trust region. It is cached until another trial ends, because computing it takes 0.1 s with
-        1,000 trials of 90 values."""
+        """Return the trust region, cached until another trial ends: it takes 0.1 s with 1,000 trials of 90 values."""
         numbers = [trial.number for trial in trials if trial.finished]
         if self._known is None or self._known[0] != numbers:
             ended, points, losses = results(trials, self.axes)
@@ -317,14 +299,10 @@ class SearchPlan:
         return self.budget.left(trials, now) >= more + reserved
 
     def _needs_final_trials(self, trials: Sequence[StoredTrial]) -> bool:
-        """Return whether the search ends with final trials: trials of the best points with fresh seeds.
+        """Return whether the search ends with final trials, of the best points with fresh seeds.
 
-        The result is False if the noise is 0, or if all trials that have ended diverged, failed or were pruned. In a
-        trust-region search, the result is also False in these cases:
-
-        - The best point is still the start.
-        - The budget is below ``SMALL`` trials, and the noise is unknown.
-        - The budget is below ``SMALL`` trials, and the gain is large enough to be accepted without a final trial.
+        They are useless without noise, or if the start is still the best point. A small budget has them only for a
+        gain in doubt.
         """
         noise, _ = self.noise_of(trials)
         ended = {trial.state for trial in trials if trial.finished}
@@ -337,11 +315,9 @@ class SearchPlan:
         return self.budget.size >= SMALL or (noise is not None and self._fitted(trials).in_doubt)
 
     def _final_trial(self, trials: Sequence[StoredTrial], count: int, each: int, now: float) -> TrialRequest | None:
-        """Return the next final trial: one of the ``count`` finalists with a fresh seed. Each finalist gets ``each``
-        trials.
+        """Return the next final trial of the ``count`` finalists, which get ``each`` trials; None if none can start.
 
-        If a finalist diverges, the next best point replaces it. Return None if all trials of the finalists have been
-        started, if the budget is used up, or if no point is left.
+        If a finalist diverges, the next best point replaces it.
         """
         reruns: dict[int | None, list[StoredTrial]] = {}
         for trial in trials:
@@ -378,8 +354,7 @@ class SearchPlan:
         return [self.axes.params(np.array(point)) for point in points if point not in excluded]
 
     def _confirmation_trials(self, trials: Sequence[StoredTrial], now: float) -> Iterator[TrialRequest]:
-        """Yield trials of the best finalist and of the search's start, which confirm the gain. Both get the same
-        seeds."""
+        """Yield trials of the best finalist and of the start, with the same seeds, which confirm the gain."""
         point = point_to_confirm(trials, list(self.axes.start), self.noise_of(trials)[0])
         if point is None or self.budget.left(trials, now) < 1:
             return
@@ -392,16 +367,14 @@ class SearchPlan:
                 yield TrialRequest("rerun", f"confirm:start:{seed}", seed, start, attributes)
 
     def noise_of(self, trials: Sequence[StoredTrial]) -> tuple[float | None, int]:
-        """Return the noise (the standard deviation of the loss between trials of one point, or None if it is unknown)
-        and its degrees of freedom. Like the trust region, it is cached until another trial ends."""
+        """Return the noise (None if it is unknown) and its degrees of freedom, cached until another trial ends."""
         numbers = [trial.number for trial in trials if trial.finished]
         if self._known_noise is None or self._known_noise[0] != numbers:
             self._known_noise = numbers, noise_between_seeds(trials, list(self.axes.start), self.noise)
         return self._known_noise[1]
 
     def params_of(self, trials: Sequence[StoredTrial], point: tuple[float, ...]) -> Params:
-        """Return the ``params`` of the first finished trial at ``point``: by name, a log2 multiplier, or the index of
-        a choice's level. ``point`` is in octaves from the start, as :class:`Axes` explains."""
+        """Return the ``params`` (see :class:`Axes`) of the first finished trial at ``point``, which is in octaves."""
         return next(
             dict(trial.params)
             for trial in trials
@@ -409,12 +382,10 @@ class SearchPlan:
         )
 
     def baseline(self, trials: Sequence[StoredTrial], point: Mapping[str, float]) -> Baseline | None:
-        """Return the loss curve with which a new trial at ``point`` is compared. The new trial is pruned if its own
-        curve falls far behind.
+        """Return the loss curve by which a new trial at ``point`` may be pruned; None if there is none.
 
-        The result is the curve of the best completed trial with the same choices as ``point``, because a choice (such
-        as the schedule) changes the shape of a loss curve. Return None if no such trial has completed, or if too few
-        trials measure the noise.
+        It is that of the best completed trial with the same choices, because a choice, such as the schedule, changes
+        the shape of a loss curve.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(trials)
@@ -432,16 +403,14 @@ class SearchPlan:
         return Baseline(best.curve, loss_of(best), noise)
 
     def chosen(self, trials: Sequence[StoredTrial]) -> ChosenPoint | None:
-        """Return the best point of a search that has ended, and the losses of its trials. Return None if no trial
+        """Return the best point of a search that has ended, with the losses of its trials. Return None if no trial
         finished; :meth:`why_nothing` says why."""
         return self._fitted(trials).chosen(by_surrogate=self.by_surrogate)
 
     def ended_early(self, trials: Sequence[StoredTrial], now: float) -> bool:
         """Return whether a completed search stopped early because several rounds gained less than the noise.
 
-        A search stopped early if there was budget for another trial of it, and a point that had not been run. The
-        final trials do not count as used budget, because they come after the search. Do not call this for a search
-        that the user stopped.
+        Do not call this for a search that the user stopped.
         """
         left = self._room([trial for trial in trials if trial.final_of != self.budget.label], now)
         return left and bool(self.axes.not_in(_searched(trials), self.axes.start))

@@ -1,7 +1,7 @@
 """A study in a store (an Optuna storage): join or create it, and read and write its trials.
 
-The first command stores its settings (recipe, space, method and so on) in the study. A command with other settings
-is refused, because its trials could not be compared with those in the store.
+The first command stores its settings (recipe, space, method and so on) in the study. A command with other settings is
+refused, because its trials could not be compared.
 
 A trial is one training of a point with one seed. In the store it is one Optuna trial, and another one for each retry.
 In this file, an Optuna trial is called an attempt. Any number of commands on any machines can share a study, and the
@@ -12,14 +12,12 @@ command that starts a search also resumes it:
   attempts, so a crash cannot lose a job. If two commands create an attempt for the same job at once, the one with the
   lower number runs, and the other one is closed as a duplicate.
 - If the process of attempt NUMBER dies, the trial is retried once, by a new attempt with the job ``retry:NUMBER``. If
-  its process dies too, the trial has failed. A command that is stopped by Ctrl-C releases its attempts. Their trials
-  are retried in the same way, but the release does not count as a death.
-- A diverged trial is marked by a user attribute. Optuna's samplers need a finite loss, so the store gets the worst
-  finite loss so far. leaven itself counts the loss of a diverged trial as infinite.
-- An attempt with a result has a digest of its number, state, loss, point and user attributes, and the settings of the
-  study have a digest, too. So a changed value or a deleted line of the store is noticed when attempts are read.
-  Studies and attempts of older versions have no digest and are not checked. A state that leaven does not write is
-  refused, too.
+  its process dies too, the trial has failed. Ctrl-C releases the attempts of a command. Their trials are retried in
+  the same way, but a release does not count as a death.
+- Optuna's samplers need a finite loss, so the store has the worst finite loss so far for a diverged trial, which a
+  user attribute marks. leaven counts its loss as infinite.
+- An attempt with a result has a digest, and so have the settings of the study. So a changed value or a deleted line
+  of the store is noticed when attempts are read. Studies of older versions have no digests and are not checked.
 """
 
 import json
@@ -87,8 +85,8 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTrial(StudyTrial):
-    """A trial of a search, read from the store. The inherited fields are those of its last attempt, but ``values`` is
-    always empty."""
+    """A trial of a search, read from the store. The inherited fields are those of its last attempt. ``values`` is
+    empty."""
 
     params: Params  # log2 multipliers; a whole number has the multiplier of its rounded value
     origin: int  # number of the first attempt
@@ -139,7 +137,7 @@ class StoredStudy:
     _clock: float = field(default_factory=lambda: time.time() - time.monotonic())
 
     def now(self) -> float:
-        """Return the Unix time, in seconds, without the jumps of a clock that is set while this command runs."""
+        """Return the Unix time in seconds. It has no jumps if the clock is set while this command runs."""
         return self._clock + time.monotonic()
 
     @cached_property
@@ -204,15 +202,15 @@ class StoredStudy:
         return self.trials_of(self.attempts)
 
     def trials_of(self, attempts: Sequence[FrozenTrial]) -> list[StoredTrial]:
-        """Return the trials to which the ``attempts`` of this study belong. See the function :func:`trials_of`."""
+        """Return the trials of the ``attempts``; the function :func:`trials_of` with the caches of this study."""
         return trials_of(attempts, self.axes, self._finished, self._jobs)
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
-        """Create the attempt of a request, and return (number, point). If the request has no point, ``sampler`` draws
-        it.
+        """Create the attempt of a request, and return (number, point). ``sampler`` draws the point if the request has
+        none.
 
-        Return None if another command already runs an attempt for the same job, or if another command took this
-        command for dead and closed the new attempt.
+        Return None if the attempt is a duplicate, or if another command took this one for dead and closed the
+        attempt.
         """
         # A template creates the attempt in one call, so that none exists without the name of its job.
         template = create_trial(
@@ -251,8 +249,8 @@ class StoredStudy:
         return None
 
     def record(self, number: int, outcome: Outcome) -> bool:
-        """Write the outcome of an attempt. Return False if another command took this process for dead and has closed
-        the attempt."""
+        """Write the outcome of an attempt. Return False if another command took this one for dead and closed the
+        attempt."""
         about = {key: getattr(outcome, key) for key in OUTCOME}
         about |= {"curve": [point for point in outcome.curve if math.isfinite(point[1])], DIVERGED: outcome.diverged}
         about |= {PREDICTED: outcome.loss} if outcome.stopped else {}
@@ -281,8 +279,7 @@ class StoredStudy:
         """Mark an attempt as failed, unless it has ended already.
 
         Args:
-            released: whether this command gives the attempt up. If so, the attempt does not count as one whose
-                process died.
+            released: whether this command gives the attempt up, so that it does not count as a death.
             ended: the last heartbeat of the attempt's owner, Unix time; None if this command is the owner.
         """
         with suppress(UpdateFinishedTrialError):
@@ -304,9 +301,11 @@ def trials_of(
 ) -> list[StoredTrial]:
     """Return the trials to which ``attempts`` belong, in the order of their first attempts.
 
-    Trials whose process died before the sampler had drawn all values are left out. So are attempts without an owner,
-    which another program made. ``finished`` caches trials with a result, by the number of their last attempt.
-    ``jobs`` is the result of :func:`jobs_of`, if it is known.
+    Left out are trials whose point was not drawn completely, and attempts of other programs.
+
+    Args:
+        finished: a cache of trials with a result, by the number of their last attempt.
+        jobs: the result of :func:`jobs_of`, if it is known.
     """
     jobs = jobs_of(attempts) if jobs is None else jobs
     finished = {} if finished is None else finished
@@ -338,8 +337,8 @@ def trials_of(
 
 
 def _span(attempt: FrozenTrial) -> tuple[float, float | None] | None:
-    """Return (begin, end) of an attempt, Unix time. The end of a running attempt is None. Return None if begin or end
-    is not known: in studies of older versions, attempts that another command closed on the same machine."""
+    """Return (begin, end) of an attempt, Unix time; the end of a running one is None. Return None if they are
+    unknown, which is possible in studies of older versions."""
     ran = attempt.user_attrs
     end = ran.get(ENDED, ran.get(LAST_BEAT))
     if end is None and attempt.datetime_complete and (attempt.state in WITH_RESULT or ran.get(RELEASED)):
@@ -350,8 +349,7 @@ def _span(attempt: FrozenTrial) -> tuple[float, float | None] | None:
 
 
 def _trial_of(first: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) -> StoredTrial:
-    """Return a trial from its first and its last attempt. ``deaths`` is the number of its attempts whose process
-    died."""
+    """Return a trial from its first and its last attempt. ``deaths`` is the number of attempts whose process died."""
     ran, state, loss = last.user_attrs, "running", None
     if last.state is TrialState.FAIL:
         state = "failed" if deaths >= LIVES else "waiting"
@@ -394,12 +392,10 @@ def _ours(attempt: FrozenTrial) -> bool:
 
 
 def _change_of(attempt: FrozenTrial, digests: bool) -> str:
-    """Return what shows that another program changed an attempt of leaven in the store. The text is empty if nothing
-    does, and for Optuna trials of other programs.
+    """Return what shows that another program changed an attempt of leaven in the store; "" if nothing does.
 
-    leaven creates an attempt as RUNNING, with an owner. It becomes COMPLETE or PRUNED together with a loss, or FAIL
-    without one. ``digests`` is whether every attempt with a result has a digest. An attempt without a result may have
-    one, because its process was killed between writing the digest and the state.
+    leaven creates an attempt as RUNNING, with an owner. It ends as COMPLETE or PRUNED together with a loss, or as
+    FAIL without one. ``digests``: whether every attempt with a result has a digest.
     """
     state, attributes = attempt.state, attempt.user_attrs
     changes = {
@@ -412,8 +408,7 @@ def _change_of(attempt: FrozenTrial, digests: bool) -> str:
 
 
 def _digest_of(attempt: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> str:
-    """Return the digest of an attempt that ends, or has ended. ``state`` and ``values`` (its loss) are those at its
-    end."""
+    """Return the digest of an attempt that ends, or has ended, with ``state`` and ``values`` (its loss)."""
     attributes = {key: value for key, value in attempt.user_attrs.items() if key not in {DIGEST, LAST_BEAT}}
     losses = [loss + 0.0 for loss in values or ()]  # SQLite stores -0.0 as 0.0
     # A key is text, but a changed row may have another one.
@@ -426,8 +421,7 @@ def _digest(document: Any) -> str:
 
 
 def jobs_of(attempts: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
-    """Return the attempt of each job. If two commands created one for the same job at once, the one with the lowest
-    number counts."""
+    """Return the attempt of each job. Of duplicates, the one with the lowest number counts."""
     jobs: dict[str, FrozenTrial] = {}
     for attempt in sorted(attempts, key=lambda attempt: attempt.number):
         if JOB in attempt.user_attrs:
@@ -465,16 +459,16 @@ def join_study(
     recipe: Recipe | None = None,
     shared: Mapping[str, Any] = MappingProxyType({}),
 ) -> StoredStudy:
-    """Return the study called ``name``. If it does not exist, create it.
+    """Return the study called ``name``, and create it if it does not exist.
 
-    A new study stores the settings and prior knowledge of this command. An existing study keeps the prior knowledge
-    with which it was created, even if the laws or the earlier study would give other knowledge now.
+    An existing study keeps the prior knowledge with which it was created, even if the laws or the earlier study would
+    give other knowledge now.
 
     Args:
         what: the name of the study in messages.
         instead: what the user can do if the study has other settings, such as "give it another name".
-        own_noise: whether the user gave ``noise``, which must then equal the noise of the stored study. If false, a
-            stored study that was created with the trials of an earlier study keeps its noise.
+        own_noise: whether the user gave ``noise``. If not, a study that was created with an earlier study keeps its
+            noise.
         recipe: the recipe that all commands on the study must share.
         shared: further settings that all commands on the study must share.
 
@@ -526,7 +520,7 @@ def join_study(
 
 
 def random_id(attributes: Mapping[str, Any]) -> str:
-    """Return the random id in the user attributes of a study. It is empty in a study of an older version."""
+    """Return the random id in the user attributes of a study; "" in a study of an older version."""
     settings = attributes.get(ABOUT)
     return str(settings.get(ID, "")) if isinstance(settings, dict) else ""
 
@@ -561,9 +555,8 @@ def _knowledge(
 def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:
     """Return the Optuna study called ``name``. If it does not exist, create it with these ``settings``.
 
-    If several commands start at once, one of them creates the study and then writes its settings. If that command
-    dies before it has written the settings, another command writes its own settings. The study is looked up before it
-    is created, because a failed attempt to create it would add a line to the file of a journal storage.
+    If the command that created the study dies before it has written the settings, another one writes its own. The
+    study is looked up first, because a failed attempt to create it would add a line to a journal.
     """
     try:
         study = optuna.load_study(study_name=name, storage=store)

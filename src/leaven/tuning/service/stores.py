@@ -1,8 +1,8 @@
 """Open the store of a study: an Optuna storage in a file or on a server. Its calls are retried while the file or
 server is unreachable.
 
-If the connection breaks just after a call has changed the store, leaven does not learn that the call succeeded, and
-retries it. The retry must not change the store a second time:
+A connection may break just after a call has changed the store. Then the retry must not change the store a second
+time:
 
 - Every new trial has a unique id (a ticket). Before a retry creates a trial, it looks for a trial with this id.
 - If a retry ends a trial that has ended already, with the same state and values, this is not an error.
@@ -77,8 +77,8 @@ def open_store(
     Args:
         where: the path of an Optuna journal file, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna
             storage, or None for a storage in memory. A storage that this function returned is returned unchanged.
-        waited: a function that is called after each failed attempt with the seconds since the first failed attempt.
-            If ``waited`` raises an exception, there is no further attempt.
+        waited: called after each failed attempt with the seconds since the first one. An exception of it ends the
+            retries.
         patience_seconds: how long a call is retried before it raises StoreGone.
 
     Raises:
@@ -135,7 +135,7 @@ def _url(where: str) -> "URL":
 
 
 def _name(url: "URL") -> str:
-    """Return a URL as text for messages, with ``***`` for the password and without options."""
+    """Return a URL for messages, with ``***`` for the password and without options."""
     port = (url.port or 5432) if url.host else None
     plain = url.set(drivername=url.get_backend_name(), port=port, query={})
     return plain.render_as_string(hide_password=True)
@@ -154,8 +154,8 @@ def _database(url: "URL") -> BaseStorage:
     from sqlalchemy.orm import Session
 
     class Database(RDBStorage):
-        """Optuna's RDBStorage. If Optuna itself retries the creation of a trial, it does not create a second one: it
-        gets the trial that exists already."""
+        """Optuna's RDBStorage. If Optuna itself retries the creation of a trial, this returns the trial that exists
+        already."""
 
         def _get_prepared_new_trial(
             self, study_id: int, template_trial: FrozenTrial | None, session: Session
@@ -224,8 +224,7 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 def _away(error: Exception) -> bool:
     """Return whether an error means that the store cannot be reached, rather than that the call was wrong.
 
-    When a PostgreSQL server stops, Optuna raises a StorageInternalError, whose cause (or the cause's context) is an
-    OperationalError of SQLAlchemy. For files the error is an OSError.
+    When a PostgreSQL server stops, Optuna raises a StorageInternalError, caused by an OperationalError of SQLAlchemy.
     """
     from sqlalchemy.exc import InterfaceError, OperationalError, TimeoutError
 
@@ -239,8 +238,8 @@ def _away(error: Exception) -> bool:
 def _damaged(error: Exception) -> bool:
     """Return whether an error means that the content of a database cannot be read.
 
-    The error is a plain DatabaseError if a page is damaged, and an OperationalError if the schema is damaged. If a
-    cell is damaged, SQLAlchemy or Optuna cannot convert it (for example from JSON): a LookupError or a ValueError.
+    A damaged page gives a plain DatabaseError, a damaged schema an OperationalError. A damaged cell gives a
+    LookupError or a ValueError, when SQLAlchemy or Optuna converts it.
     """
     from sqlalchemy.exc import DatabaseError, OperationalError
 
@@ -269,8 +268,7 @@ def _clashes(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Return the message of an error as one line. If a database driver caused the error, it is the driver's
-    message."""
+    """Return the message of an error as one line, if possible that of the database driver."""
     cause = next((cause for cause in _causes(error) if hasattr(cause, "orig")), error)
     message = str(getattr(cause, "orig", cause)).strip() or type(cause).__name__
     return message.splitlines()[0]
@@ -319,9 +317,8 @@ def _not_a_journal(path: Path) -> InputError:
 class Journal(JournalFileBackend):
     """Optuna's journal in a file, which stays readable after an interrupted write.
 
-    If a killed process or a full disk has left an incomplete line at the end, the next write removes this line. A
-    write to a missing file is an error. It does not create the file, because the old file may be on a disk that is
-    not mounted at the moment.
+    A write first removes an incomplete last line. A write to a missing file is an error, because the old file may be
+    on a disk that is not mounted at the moment.
     """
 
     def _require_length(self) -> None:
@@ -358,10 +355,10 @@ class Journal(JournalFileBackend):
 
 
 def _remove_dead_link(lock: Path) -> None:
-    """Remove Optuna's lock if it is a link that leads nowhere and does not change for ``GRACE_SECONDS``.
+    """Remove Optuna's lock if it is a link to nowhere that does not change for ``GRACE_SECONDS``.
 
-    Optuna's JournalFileSymlinkLock makes such links, for example in its dashboard. JournalFileOpenLock waits for them
-    without an end.
+    JournalFileSymlinkLock, for example of Optuna's dashboard, makes such links. JournalFileOpenLock would wait for
+    them forever.
     """
     with suppress(OSError):  # it is free now
         made, until = os.lstat(lock), time.monotonic() + GRACE_SECONDS
@@ -388,8 +385,8 @@ class _Waiting:
             raise self._damage(error) from error
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
-        """Return the result of ``call``, and retry it while the store is unreachable. ``call`` gets False at the
-        first attempt and True at each retry."""
+        """Return the result of ``call``, and retry it while the store is unreachable. ``call`` gets whether this is a
+        retry."""
         since, pause, again = None, FIRST_PAUSE, False
         while True:
             try:

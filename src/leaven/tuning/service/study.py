@@ -5,35 +5,34 @@ This is what ``leaven tune recipe.toml --study FOLDER`` does, in order. To follo
 bold; each other file answers the question beside it. A trial is one training of a point with one seed. If its process
 dies, the trial gets another attempt.
 
-1. **cli/tune.py** reads the recipe and makes the search space: unless ``--space`` says otherwise, nine values of the
-   whole model, such as lr and init_std (Which, and how far do they move? ``space.py``). :class:`BaseStudy`, in this
-   file (**study.py**), checks the arguments. When its context is entered, it opens the store of all trials: an Optuna
-   journal in the folder, or a database (What if it is damaged or cannot be reached? ``stores.py``). Then it joins the
-   study in the store, or creates the study (**stored_study.py**).
+1. **cli/tune.py** reads the recipe and makes the search space, by default nine values of the whole model (Which, and
+   how far do they move? ``space.py``). :class:`BaseStudy`, in this file (**study.py**), checks the arguments. When
+   its context is entered, it opens the store of all trials: an Optuna journal in the folder, or a database (What if
+   it is damaged or cannot be reached? ``stores.py``). Then it joins the study in the store, or creates the study
+   (**stored_study.py**).
 2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used. The loop asks the
    plan (**search_plan.py**) for the next trial: the start, a proposal of the search, or one of the best points again.
    **algorithm/trust_region.py** proposes a point, from a model of the loss that is fitted to all trials
    (**algorithm/surrogate.py**). :class:`TrialTrainer` (**recipe_study.py**) puts the values of the point into the
    recipe and trains it in a worker process (**training/trial.py**), or several trials at once
-   (``training/stack.py``); in a study over a command, ``CommandTrainer`` runs the command (``command_study.py``). A
-   trial ends early if it diverges. It is pruned if it is so far behind the best trial that it cannot win (When?
-   ``training/early_stopping.py``). Pruning begins once the noise is given, or known from 3 seeds. A search with many
-   trials also ends when several rounds gained less than the noise (``Region.stalled``).
-3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). It is measured by up to 3
-   trials of the start, which is the recipe itself (``REPEATS`` in ``search_plan.py``), and by every other point that
-   has several trials. If the noise is given, the start has one trial.
+   (``training/stack.py``). In a study over a command, ``CommandTrainer`` runs the command (``command_study.py``). A
+   trial ends early if it diverges, or if it is pruned: it is too far behind the best trial to win (When?
+   ``training/early_stopping.py``). A search with many trials also ends when several rounds gained less than the noise
+   (``Region.stalled``).
+3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). Up to 3 trials of the
+   start, which is the recipe itself, measure it (``REPEATS`` in ``search_plan.py``). So do all other points that have
+   several trials. If the user gives the noise, the start has one trial.
 4. If the search has found a better point than the start, it ends with final trials of the best points (the
    finalists), with fresh seeds. The budget decides how many (``FINALS``). If there are several finalists, the best of
-   them and the start have confirmation trials with more seeds, which confirm the gain.
+   them and the start have confirmation trials with more seeds.
 5. The trials with fresh seeds choose a point (**algorithm/answer.py**): the start, unless the best point gains more
-   than the noise. The reported loss is the mean of the confirmation trials or, without them, of the trials that chose
-   the point. Its 95% interval is mean +- t x noise / sqrt(trials). A loss without fresh seeds has no interval.
+   than the noise. The reported loss is a mean over fresh seeds. Its 95% interval is mean +- t x noise / sqrt(trials).
+   A loss without fresh seeds has no interval.
 6. :meth:`BaseStudy.state` makes the study's document (``study_document.py``) from the trials.
 7. :meth:`BaseStudy.save` writes the document, study.json, at the start and when trials end. Once the search has
    ended, it also writes best.toml and fewest.toml, with a reason for every searched value. The folder also contains
    the recipe at the start (centre.toml) and the checkpoints of running trials.
-8. ``leaven tune`` prints a line for each trial, and at the end the result of the search: the best values, their loss
-   with its interval, the noise, the values that mattered, and the commands to type next
+8. ``leaven tune`` prints a line for each trial, and at the end the best values and the commands to type next
    (``views/terminal/study.py``, with sentences from ``views/points.py``).
 """
 
@@ -85,8 +84,10 @@ SAVING = 0.1  # the largest share of the time for writing study.json, which take
 
 
 def attempts(folder: Path) -> list[tuple[int, Path]]:
-    """Return the checkpoint folders of attempts at trials, in order, each as (number of the trial's first attempt,
-    folder). Folders with other names, such as copies that a user made, are ignored."""
+    """Return (number of the trial's first attempt, checkpoint folder) of each attempt, in order.
+
+    Folders with other names, such as copies that a user made, are left out.
+    """
     named = ((_ATTEMPT.fullmatch(path.name), path) for path in sorted(folder.glob("*-*")))
     return [(int(name[1]), path) for name, path in named if name]
 
@@ -109,9 +110,6 @@ class NoScreen:
 
 class BaseStudy(ABC):
     """A context manager for a study in a folder, or in a database with a folder for the results.
-
-    A subclass says what computes the loss of a trial: :class:`leaven.tuning.service.recipe_study.Study` trains a
-    recipe, and :class:`leaven.tuning.service.command_study.CommandStudy` runs a command.
 
     Args:
         out: the folder.
@@ -212,12 +210,11 @@ class BaseStudy(ABC):
         return self
 
     def _claim_folder(self) -> None:
-        """Write centre.toml, and a study.json with the id of the study, if they are missing.
-
-        Of two commands with different studies that start in one folder at once, only one gets the folder.
+        """Write centre.toml, and a study.json with the id of the study, if they are missing. Of two studies that
+        start in one folder at once, only one gets the folder.
 
         Raises:
-            InputError: if the other one got it, or if centre.toml cannot be written.
+            InputError: if the other study got it, or if centre.toml cannot be written.
         """
         make_folder(self.out)
         with ExitStack() as held:
@@ -235,8 +232,7 @@ class BaseStudy(ABC):
         self._stored.store.remove_session()
 
     def _open_store(self, saved_id: str, ended: set[int]) -> BaseStorage:
-        """Open the store, and check that it contains what the folder knows: a study if there is a centre.toml, the
-        study ``saved_id`` and the ``ended`` trials of study.json.
+        """Open the store, and check that it has the study ``saved_id`` and the ``ended`` trials of study.json.
 
         Raises:
             InputError: if the store lacks one of them, or contains another study.
@@ -260,8 +256,8 @@ class BaseStudy(ABC):
         return store
 
     def _saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
-        """Return the random id of the study in study.json, and (state, loss) of its ended trials by number. Both are
-        empty if the file is missing or damaged."""
+        """Return from study.json the random id of the study, and (state, loss) of its ended trials by number. Both
+        are empty if the file is missing or damaged."""
         path = self.out / "study.json"
         try:
             document = json.loads(read(path))
@@ -275,9 +271,9 @@ class BaseStudy(ABC):
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
     def _compare_results(self, saved: Mapping[int, tuple[str, float | None]]) -> None:
-        """Compare the results in study.json with those in the store: (state, loss) of the ended trials, by number.
+        """Compare the results in study.json, (state, loss) by number, with those in the store.
 
-        The losses may differ although the ids are equal, if a copy of the study went on by itself.
+        A copy of a study that went on by itself has the same id, but other losses.
 
         Raises:
             InputError: if the store lacks a result that study.json has, or has another one.
@@ -296,22 +292,21 @@ class BaseStudy(ABC):
                 raise self._other_study(f"has the loss {loss} for trial {number}", f"has {trial.loss}")
 
     def _require_same_study(self, saved_id: str, stored_id: str) -> None:
-        """Raise InputError if the ids of the studies in study.json and in the store differ. Studies of older versions
-        have no id, and are not compared."""
+        """Raise InputError if study.json and the store have different ids. Studies of older versions have none."""
         if saved_id and stored_id and saved_id != stored_id:
             raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored_id}")
 
     def _other_study(self, saved: str, stored: str) -> InputError:
-        """Return the error for a store and a study.json of different studies. ``saved`` and ``stored`` say what each
-        of them has."""
+        """Return the error for a study.json that belongs to another study than the store. ``saved`` and ``stored``
+        say what each of them has."""
         return InputError(
             f"{self.out / 'study.json'} {saved}, but {self._name} {stored}; give the store that belongs to this "
             "folder, restore the file that was replaced, or use another folder"
         )
 
     def _store_lost(self, ended: set[int], lost: set[int]) -> InputError:
-        """Return the error for a store that has lost trials. ``ended`` are the numbers of the trials in study.json,
-        and ``lost`` those that the store lacks. If both are empty, the store lacks the study itself."""
+        """Return the error for a store without the trials ``lost`` of the ``ended`` ones in study.json. If both are
+        empty, the study itself is lost."""
         results, missing = f"the results of {len(ended)} trials", "none of them"
         if not ended:
             results, missing = "a study", "no study of this name"
@@ -323,8 +318,7 @@ class BaseStudy(ABC):
         )
 
     def _waited(self, seconds: float) -> None:
-        """Tell the user that the store has been unreachable for ``seconds``. During the first ``NOTE_AFTER`` seconds,
-        do nothing.
+        """Tell the user that the store has been unreachable for ``seconds``, after the first ``NOTE_AFTER`` seconds.
 
         Raises:
             StoreGone: if the user has stopped the command meanwhile.
@@ -354,8 +348,8 @@ class BaseStudy(ABC):
     ) -> StudyDocument:
         """Run trials until the budget is used, final trials included. Return the study's document.
 
-        All commands that work on the study share the budget. The search ends early if ``stop`` returns true or, with
-        ``stop_at_noise``, if several rounds gained less than the noise.
+        All commands that work on the study share the budget. The search ends early once ``stop`` returns true. With
+        ``stop_at_noise``, it also ends early when several rounds gained less than the noise.
 
         Args:
             trials, flops, hours: see :class:`leaven.tuning.service.search_plan.Budget`.
@@ -402,8 +396,7 @@ class BaseStudy(ABC):
         return state
 
     def check_budget(self, trials: int | None, hours: float | None) -> None:
-        """Raise InputError if the method is grid and even the coarsest grid has more points than the budget of
-        :meth:`run` has trials."""
+        """Raise InputError if even the coarsest grid of a grid search does not fit into the budget."""
         known_trials(self.space.axes, self.method, Budget(trials, None, hours, self._run_flops), self._noise)
 
     def _remove_checkpoints(self) -> None:
@@ -414,8 +407,7 @@ class BaseStudy(ABC):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _save_meanwhile(self) -> None:
-        """Write the results after trials have ended, but spend at most the share ``SAVING`` of the time on this. The
-        trials are in the store in any case."""
+        """Write the results after trials have ended, in at most the share ``SAVING`` of the time."""
         self._remove_checkpoints()
         began = time.monotonic()
         if began < self._next_save:
@@ -432,8 +424,7 @@ class BaseStudy(ABC):
     def state(self) -> StudyDocument:
         """Return the study's document: the answer of its search, and all its trials.
 
-        The document's ``best`` is None until a command has run the search to its end. After that, ``best`` stays set
-        while a command with a larger budget runs.
+        Its ``best`` is set once a command has run the search to its end, and stays set while a larger budget runs.
         """
         space, stored, ranks_by_surrogate = self.space, self._stored.trials, by_surrogate(self.method)
         over = self._over or bool(self._stored.study.user_attrs.get(ANSWERED))
@@ -473,8 +464,8 @@ class BaseStudy(ABC):
 
 
 def write_results(out: Path, space: SearchSpace, state: StudyDocument) -> None:
-    """Write study.json and, if there is a best point, its recipe to best.toml. If another point is as good within the
-    noise and changes fewer values, write its recipe to fewest.toml."""
+    """Write study.json and, if there is a best point, the recipes of this point (best.toml) and of the point with the
+    fewest changes (fewest.toml)."""
     write_text(out / "study.json", state.model_dump_json(indent=2) + "\n")
     if state.best is None:
         return
@@ -487,8 +478,8 @@ def write_results(out: Path, space: SearchSpace, state: StudyDocument) -> None:
 
 
 def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool = False) -> str:
-    """Return the text that explains the value at ``path`` in the table ``[why]`` of best.toml or, if ``fewest`` is
-    true, of fewest.toml."""
+    """Return the text for the value at ``path`` in the table ``[why]`` of best.toml or, with ``fewest``, of
+    fewest.toml."""
     point, best = (state.fewest_octaves, state.fewest) if fewest else (state.octaves, state.best)
     assert point is not None
     assert best is not None

@@ -42,21 +42,20 @@ class TrustRegionSampler(BaseSampler):
 
     - A trial has diverged if its value is infinite or beyond +-1e50. A failed trial counts as diverged, too, because
       Optuna does not store whether the objective returned nan or raised an exception. While all trials diverge,
-      learning rates are lowered: parameters named ``lr``, ``learning_rate``, ``max_lr`` or ``peak_lr``. If there are
-      none, parameters named ``*.lr`` are lowered.
-    - The value of a pruned trial is its last reported value, limited to the values of the worse half of the completed
-      trials: at best their median, at worst the worst of them.
+      learning rates are lowered: parameters named ``lr``, ``learning_rate``, ``max_lr`` or ``peak_lr``, or else those
+      named ``*.lr``.
+    - The value of a pruned trial is its last reported value, limited to the range from the median to the worst of the
+      completed trials.
     - Parameters that only some trials have, or whose range changes, begin at the start, and are then drawn at random.
     - A sampler does not know the number of trials. So, unlike :func:`leaven.tuning.search`, it uses no trials to
       measure the noise or to confirm the best point with other seeds.
 
-    A proposal depends only on the seed, the number of its trial and the finished trials. So a study that is resumed
-    in another process continues as if it had not been interrupted.
+    A proposal depends only on the seed, the number of its trial and the finished trials. So a study can be resumed in
+    another process.
 
     Args:
-        start: values of the start, by name. Values that are not given are those of the study's first trial, for
-            example from ``study.enqueue_trial``. Without a first trial, they are the middle of the range, or the
-            first choice.
+        start: values of the start, by name. Missing values are those of the study's first trial, for example from
+            ``study.enqueue_trial``. Without a first trial, they are the middle of the range, or the first choice.
         noise: standard deviation of the objective between runs of one point; 0 if the objective has no noise. By
             default it is fitted to the trials.
         seed: makes proposals reproducible; default random.
@@ -171,11 +170,8 @@ class AxisOfDistribution:
         return cls(name, distribution, (low / unit, high / unit), unit)
 
     def start(self, given: Mapping[str, Any], first: Mapping[str, Any]) -> float:
-        """Return where the search starts on this axis: at the ``given`` value, if there is one.
-
-        Without a given value, it starts at the value of the ``first`` trial. If the first trial has no value either,
-        it starts in the middle of the range, or at the first choice.
-        """
+        """Return where the search starts on this axis: at the ``given`` value, that of the ``first`` trial, or the
+        middle."""
         if self.name not in given:
             middle = 0.0 if isinstance(self.limits, range) else sum(self.limits) / 2
             return self.at(first[self.name]) if self.name in first else self.at(self.value(middle))
@@ -195,7 +191,7 @@ class AxisOfDistribution:
         return math.log2(number) / self.unit if getattr(self.distribution, "log", False) else number / self.unit
 
     def value(self, at: float) -> Any:
-        """Return the value whose position on the axis is nearest to ``at``, among those that Optuna allows."""
+        """Return the value that Optuna allows nearest to ``at`` on the axis."""
         to = self.distribution
         if not isinstance(to, NUMBERS):
             return to.to_external_repr(round(at))
@@ -221,8 +217,8 @@ def _fitted_noise(axes: Axes, points: Array, losses: Array) -> float | None:
 
 
 def _losses(trials: Sequence[FrozenTrial], sign: float) -> dict[int, float]:
-    """Return the losses of the trials with a result, by number. The loss of a diverged trial is infinite. ``sign`` is
-    -1 if the objective is maximised."""
+    """Return the losses of the trials with a result, by number; infinite for a diverged trial. ``sign`` is -1 if the
+    objective is maximised."""
     found = {}
     for trial in trials:
         if trial.state is TrialState.FAIL or trial.value is not None:
