@@ -1,8 +1,8 @@
 """Define documents: the typed and versioned results of leaven's commands.
 
-``--json`` prints a document, and :mod:`leaven.views` shows it as text or as a page. Keys may be added, but are never
-renamed or removed. The number in ``schema`` changes when the meaning of a key changes. docs/reference/documents.md is
-generated from these files: the comment of a field becomes its description.
+``--json`` prints a document, and :mod:`leaven.views` shows it. Keys may be added, but are never renamed or removed.
+The number in ``schema`` changes when the meaning of a key changes. docs/reference/documents.md is generated from
+these files: the comment of a field becomes its description.
 """
 
 from typing import Any, ClassVar

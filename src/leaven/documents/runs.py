@@ -42,8 +42,7 @@ class Totals(Entry):
 class WorthRow(Entry):
     """How many times as many training tokens would lower the loss as much as a study did.
 
-    Only a fraction of the study's gain may survive the transfer to a larger run. Each row assumes a different
-    fraction.
+    Only a fraction of the study's gain may survive the transfer to a larger run. Each row assumes a different one.
     """
 
     share: float  # fraction of the gain that is assumed to survive, from 0 to 1
@@ -94,10 +93,7 @@ class BestTrial(Entry):
 
 
 class Outlook(Entry):
-    """The expected gain if a search runs as many further trials as it has run so far.
-
-    A gain is a decrease of the loss. The search's gain so far is its gain over the recipe that it started from.
-    """
+    """The expected gain (decrease of the loss) if a search runs as many further trials as it has run so far."""
 
     trials: int  # number of further trials
     flops: float  # cost of the further trials, at the mean cost of a trial
@@ -255,10 +251,8 @@ class DemoModel(Entry):
 
 
 class DemoRun(Entry):
-    """A training run of the demo with the scaling rule standard or complete-d-p.
-
-    At the smallest width, the two rules give the same run, so only complete-d-p is run.
-    """
+    """A training run of the demo. At the smallest width, both rules give the same run, which is called
+    complete-d-p."""
 
     rule: str  # standard keeps the hyperparameters of the smallest width; complete-d-p scales them to this width
     width: int
@@ -307,10 +301,8 @@ class DemoDocument(Document, schema="demo/2"):
     next: list[str] = []  # commands to type next
 
     def losses(self, rule: str, width: int) -> dict[float, list[float]]:
-        """Return the losses of a rule at a width: for each learning rate, a list of losses in the order of the seeds.
-
-        At the smallest width, the losses do not depend on the rule.
-        """
+        """Return the losses of a rule at a width: for each learning rate, a list of losses in the order of the
+        seeds."""
         found: dict[float, list[float]] = {}
         for run in sorted(self.runs, key=lambda run: run.seed):
             if run.width == width and (run.rule == rule or width == self.models[0].width):

@@ -95,10 +95,8 @@ class Batch(Part):
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """Return the batch sizes in order, as pairs.
-
-        A pair has the tokens consumed before the first step with this batch size, and the batch size in tokens.
-        """
+        """Return (tokens consumed before the first step with this batch size, batch size in tokens) for each batch
+        size."""
         if self.stages:
             return tuple((stage.from_tokens, stage.tokens) for stage in self.stages)
         if self.ramp is None or self.ramp.start_tokens == self.tokens:
@@ -125,10 +123,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The batch size of every step, which depends on the number of tokens consumed before the step.
-
-    The last batch size lasts for any number of steps, because the schedule does not know the length of the run.
-    """
+    """The batch size of every step. The last one lasts for any number of steps, because the length of the run is not
+    known."""
 
     sizes: tuple[tuple[int, int], ...]  # pairs (tokens consumed before the batch size applies, batch size in tokens)
 

@@ -10,9 +10,8 @@ from leaven.recipe.base import Part
 class Experts(Part):
     """The mixture of experts that replaces the MLP of a block.
 
-    A router chooses ``active`` of ``number`` experts for each token, and the output is the sum of their outputs times
-    the router's weights. No token is dropped, whatever the load of an expert. Shared experts read every token; their
-    outputs are added without a weight.
+    The output is the sum of the outputs of the chosen experts, each times the router's weight. No token is dropped.
+    Shared experts read every token; their outputs are added without a weight.
     """
 
     number: int = Field(gt=1, le=2**16)  # number of routed experts in a block

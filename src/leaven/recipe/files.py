@@ -57,10 +57,7 @@ def parse_recipe(text: str, origin: str, overrides: Iterable[str] = ()) -> Recip
 
 
 def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """Return a TOML text as nested dicts, with ``a.b=value`` overrides applied.
-
-    ``a.b=`` removes the key. Each override also removes the reason of its key from the table ``why``.
-    """
+    """Return a TOML text as nested dicts, with ``a.b=value`` overrides applied. ``a.b=`` removes the key."""
     if len(text) > LONGEST:
         raise InputError(
             f"{origin}: {len(text):,} characters, more than the {LONGEST:,} of any recipe; give a recipe file"
@@ -83,8 +80,7 @@ def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[st
 
 
 def _require_plain(document: dict[str, Any], origin: str) -> None:
-    """Raise InputError for values that TOML allows but leaven cannot use: very deep tables, numbers that are too
-    large or too close to 0, and strings with a NUL character, which no file name may contain."""
+    """Raise InputError for values that TOML allows but leaven cannot use, such as very large numbers."""
     waiting: list[tuple[str, Any, int]] = [("", document, 0)]
     while waiting:
         path, value, depth = waiting.pop()
@@ -174,10 +170,7 @@ def explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
 
 
 def _suggestion(keys: list[str], part: type[BaseModel]) -> str:
-    """Return a hint for the unknown key at the path ``keys`` of a document of class ``part``.
-
-    The hint names the most similar key of the same table. If no key is similar, it names all keys of this table.
-    """
+    """Return a hint for an unknown key: the most similar key of its table, or all keys of this table."""
     for key in keys[:-1]:
         if field := part.model_fields.get(key):  # other keys are names of modules or numbers in a list
             part = next(_parts(field.annotation), part)
@@ -194,10 +187,10 @@ def _parts(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def render(recipe: Recipe, template: str = "") -> str:
-    """Return the recipe as TOML.
+    """Return the recipe as TOML, with all defaults.
 
-    ``template`` is the text of an earlier recipe file. Its comments, its order and the spelling of unchanged values
-    are kept, and defaults that it omits stay omitted. Without a template, defaults are written, too.
+    With a ``template``, the text of an earlier recipe file, comments, order and the spelling of unchanged values are
+    kept. Defaults that the template omits stay omitted.
     """
     document = tomlkit.parse(template)
     values = recipe.model_dump(mode="json", exclude_none=True)
@@ -221,10 +214,10 @@ def render(recipe: Recipe, template: str = "") -> str:
 
 
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
-    """Return ``rows``, a list of tables, without default values that the template does not contain.
+    """Return ``rows``, a list of tables, without the default values that the template does not contain.
 
-    ``own`` has the same tables without any default values. ``stated`` has the tables of the template. If ``rows`` is
-    not a list of tables, it is returned unchanged.
+    ``own`` has the same tables without defaults, and ``stated`` those of the template. Other values are returned
+    unchanged.
     """
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows
@@ -236,7 +229,7 @@ def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
 
 
 def update(target: Any, values: Mapping[str, Any], *, prune: bool) -> None:
-    """Write nested values into a TOML container; values that do not change keep their spelling.
+    """Write nested values into a TOML container. Values that do not change keep their spelling.
 
     With ``prune``, keys that are not in ``values`` are removed.
     """
@@ -273,8 +266,8 @@ def write_recipe(recipe: Recipe, path: Path | str, template: str = "") -> None:
 
 
 def cache_folder() -> Path:
-    """Return leaven's cache folder: ``$LEAVEN_CACHE``; if this is not set, ``$XDG_CACHE_HOME/leaven``; if this is not
-    set either, ``~/.cache/leaven``."""
+    """Return leaven's cache folder, the first that is set of ``$LEAVEN_CACHE``, ``$XDG_CACHE_HOME/leaven`` and
+    ``~/.cache/leaven``."""
     if folder := os.environ.get("LEAVEN_CACHE"):
         return storage.expanded(folder)
     return storage.expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "leaven"

@@ -35,9 +35,9 @@ class Multipliers(Part):
 class DepthProfile(Part):
     """Multipliers that change with the depth of a block. They apply in addition to the multipliers of modules.
 
-    Each tuple has the multipliers at evenly spaced depths, from the first block to the last. Between these depths
-    the logarithms are interpolated linearly: halfway between multipliers 1/4 and 4, the multiplier is 1 (Mlodozeniec
-    et al. 2025).
+    Each tuple has the multipliers at evenly spaced depths, from the first block to the last. Between these depths the
+    logarithms are interpolated linearly: halfway between multipliers 1/4 and 4, the multiplier is 1 (Mlodozeniec et
+    al. 2025).
     """
 
     lr: Profile = (1.0,)
@@ -71,8 +71,7 @@ class Clip(Part):
 
     @staticmethod
     def read(value: Any) -> Any:
-        """Return a plain number (or a string) as a table with mode ``global`` and this limit. Return any other value
-        unchanged."""
+        """Return a limit without a mode as a table with mode ``global``, and any other value unchanged."""
         return {"mode": "global", "limit": value} if isinstance(value, int | float | str) else value
 
     def written(self) -> Any:
@@ -100,20 +99,16 @@ class Muon(Part):
     ns_steps: int = Field(default=5, ge=1, lt=100)  # Newton-Schulz iterations that make the momentum orthogonal
 
     def matching(self, out: float, into: float) -> float:
-        """Return the factor for a matrix of shape (``out``, ``into``). The field ``match`` selects the formula.
-
-        A step of Muon is lr x factor x (orthogonal matrix).
-        """
+        """Return the factor for a matrix of shape (``out``, ``into``): a step is lr x factor x (orthogonal
+        matrix)."""
         if self.match == "spectral":
             return math.sqrt(max(1.0, out / into))
         return 0.2 * math.sqrt(max(out, into))
 
 
 class Hyperparameters(Part):
-    """The hyperparameters of the base (``scaling.base``, usually a smaller model).
-
-    The scaling rule converts them to the model size, batch and run length of the recipe.
-    """
+    """The hyperparameters of the base, usually a smaller model. The scaling rule converts them to this recipe's
+    scale."""
 
     # adamw: each step shrinks a weight by lr x weight_decay x weight. adam: weight_decay x weight is added to the
     # gradient, and Adam divides the sum by the gradient's size (Loshchilov and Hutter 2019, arXiv 1711.05101). muon:
@@ -160,10 +155,7 @@ class Hyperparameters(Part):
         return self.muon.ns_steps if self.muon else 0
 
     def of_matrices(self, quantity: Literal["lr", "weight_decay"]) -> float:
-        """Return the lr or weight decay of the matrices inside the blocks, before scaling.
-
-        It is the value in the table ``muon``, or if there is none, the value for all parameters.
-        """
+        """Return the lr or weight decay of the matrices inside the blocks, before scaling."""
         own: float | None = getattr(self.muon, quantity, None)
         shared: float = getattr(self, quantity)
         return shared if own is None else own
@@ -209,11 +201,7 @@ class Hyperparameters(Part):
         return self
 
     def require_modules(self, known: Mapping[str, Role]) -> None:
-        """Check that every module with multipliers exists in the model, and that each multiplier has an effect.
-
-        Raises:
-            ValueError: if not; the message names the module, and for an unknown module the most similar one.
-        """
+        """Raise ValueError if a module with multipliers is not in the model, or if a multiplier has no effect."""
         for module, multipliers in self.modules.items():
             stated = [quantity for quantity in Multipliers.model_fields if getattr(multipliers, quantity) != 1]
             for quantity in ("lr", *stated):  # every module has an lr, so an unknown module is reported

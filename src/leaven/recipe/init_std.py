@@ -1,9 +1,8 @@
 """Published initialisations by name: the standard deviation of every matrix as a function of the model's shape.
 
-A recipe that names an init has no ``init_std``, and its scaling rule must not change the init as well
-(:func:`require_one_rule`). The multipliers of modules and depth still apply. Gains start at 1 and biases at 0.
-Where the original is truncated at 3 sigma (Mitchell, the unembedding of ``depth-scaled``), leaven draws from the full
-normal distribution, whose std differs by at most 1.4%.
+A recipe that names an init has no ``init_std``, but may have multipliers of modules and depth. Gains start at 1 and
+biases at 0. Where the original is truncated at 3 sigma (Mitchell, the unembedding of ``depth-scaled``), leaven draws
+from the full normal distribution, whose std differs by at most 1.4%.
 
 :data:`COMPARED` has more inits, for comparison only: they need another architecture or special learning rates.
 """
@@ -200,14 +199,11 @@ SCALES_BRANCHES = frozenset({"completep", "complete-d-p"})
 
 
 def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None:
-    """Check that a named init and a scaling rule do not both change the init between base and target.
+    """Raise ValueError if a named init and a scaling rule both change the init between base and target.
 
-    ``wider`` states whether base and target differ in width, and ``deeper`` whether they differ in depth. Every rule
-    except ``standard`` scales the init with the width. Some rules multiply each residual branch by depth^-alpha. If
-    the named init also lowers the std of the branch's last matrix with the depth, the depth would count twice.
-
-    Raises:
-        ValueError: if both would change the init; the message names both and says what to do.
+    ``wider`` and ``deeper`` say whether base and target differ in width and in depth. A rule that multiplies branches
+    by depth^-alpha, and an init that lowers the std of their last matrices with the depth, would count the depth
+    twice.
     """
     if init == "rule" or rule == "standard":
         return

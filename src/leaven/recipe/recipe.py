@@ -27,9 +27,8 @@ BATCH_RULES = ("complete-d-p",)
 class Start(Part):
     """Where training starts: from random weights, or from the weights of a given model.
 
-    In the forward pass, the scaling rule multiplies the outputs of some parameters by factors. The weights of a given
-    model are therefore divided by these factors, so that training starts from the same function as the given model
-    (:func:`leaven.scaling.table.folding`).
+    The scaling rule multiplies the outputs of some parameters by factors. Given weights are divided by these factors,
+    so that training starts from the same function as the given model (:func:`leaven.scaling.table.folding`).
     """
 
     # A folder in Hugging Face's format, with a model of the recipe's shape; None draws random weights.
@@ -53,7 +52,7 @@ class Base(Part):
 
 
 class Scaling(Part):
-    """How hyperparameters change from the base (:class:`Base`) to the recipe's own size, batch and run length.
+    """How hyperparameters change from the base to the recipe's own size, batch and run length.
 
     Without a base, the hyperparameters are used as written.
     """
@@ -135,10 +134,9 @@ class Average(Part):
         return self
 
     def share(self, before: int, tokens: int, horizon: int) -> float:
-        """Return the share s of the current weights in the average after a step.
+        """Return the share of the current weights in the average after a step, 0 until the average begins.
 
-        The new average is s x (current weights) + (1 - s) x (old average). The step goes from ``before`` to
-        ``tokens`` trained tokens of a run of ``horizon`` tokens. s is 0 until the average begins.
+        The step goes from ``before`` to ``tokens`` trained tokens of a run of ``horizon`` tokens.
         """
         start = (1 - self.last) * horizon
         if tokens <= start:
@@ -203,8 +201,8 @@ NOT_NUMBERS = {"name", "why", "layout", "tuning"}
 class Recipe(Part):
     """The complete description of a training run.
 
-    Hyperparameters are written for the base, the scale at which they were tuned (:class:`Base`).
-    :mod:`leaven.scaling.table` computes from them the values that each parameter of this model gets.
+    Hyperparameters are written for the base (:class:`Base`). :mod:`leaven.scaling.table` computes from them the
+    values that each parameter of this model gets.
     """
 
     name: str = Field(min_length=1, pattern=r"^\w[\w.\-]*$")
@@ -270,13 +268,13 @@ class Recipe(Part):
 
     @property
     def steps(self) -> int:
-        """Return the number of optimizer steps of the run: as many as it takes to consume ``data.tokens`` tokens."""
+        """The number of optimizer steps of the run."""
         return self.batches.first_step_at(self.data.tokens)
 
     @property
     def base(self) -> Base:
-        """Return the scale for which the hyperparameters are written: ``scaling.base``, or if that is not set, the
-        recipe's own model size, batch and run length."""
+        """The scale for which the hyperparameters are written. Without a ``scaling.base``, it is that of the recipe
+        itself."""
         return self.scaling.base or Base(
             width=self.model.d_model,
             depth=self.model.n_layers,
@@ -286,10 +284,10 @@ class Recipe(Part):
 
     @property
     def base_shape(self) -> ModelShape:
-        """Return the shape of the model at the width and depth of the base.
+        """The shape of the model at the width and depth of the base.
 
-        Its d_ff / d_model, head dimension and query heads per key-value head are those of this recipe's model, except
-        where ``scaling.base`` sets them.
+        ``d_ff / d_model``, ``d_head`` and ``n_heads / n_kv_heads`` stay as they are, unless ``scaling.base`` sets
+        them.
         """
         base = self.scaling.base
         if base is None:
@@ -300,8 +298,7 @@ class Recipe(Part):
 
     @property
     def without_muon(self) -> "Recipe":
-        """Return the recipe with AdamW instead of Muon, to compare its values with values for Adam. Return the recipe
-        itself if it has no Muon."""
+        """The recipe with AdamW in place of Muon, to compare its values with values for Adam."""
         if self.hyperparameters.optimizer != "muon":
             return self
         return self.replace({"hyperparameters.optimizer": "adamw", "hyperparameters.muon": None})
@@ -318,8 +315,7 @@ class Recipe(Part):
 
 
 def set_path(document: dict[str, Any], path: str, value: Any) -> None:
-    """Set the entry at a dotted path (:func:`split_path`) in nested dicts to a copy of ``value``. Missing dicts are
-    created."""
+    """Set the entry at a dotted path in nested dicts to a copy of ``value``. Missing dicts are created."""
     keys = split_path(path)
     for key in keys[:-1]:
         document = document.setdefault(key, {})
@@ -362,18 +358,13 @@ Difference = tuple[str, Any, Any]  # dotted path, value in the first recipe, val
 
 
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the differences between two recipes, without the keys in `NOT_NUMBERS`.
-
-    The micro-batch is included, although it changes only the last bits of the loss (:func:`rearrangement`).
-    """
+    """Return the differences between two recipes, without the keys in `NOT_NUMBERS`."""
     return differing(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
 
 
 def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the differences between two recipes in layout and micro-batch.
-
-    They change only the order of sums, and so only the last bits of the loss.
-    """
+    """Return the differences between two recipes in layout and micro-batch, which change only the last bits of the
+    loss."""
     return differing(*(recipe.model_dump(include={"layout": True, "batch": {"micro_batch"}}) for recipe in (a, b)))
 
 

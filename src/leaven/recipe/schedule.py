@@ -29,7 +29,7 @@ class Schedule(Part):
     def multiplier(self, tokens: float, horizon: int) -> float:
         """Return the factor on the peak lr after ``tokens`` tokens of a run that has ``horizon`` tokens.
 
-        The factor rises from 0 to 1 during the warm-up. What follows depends on ``decay``:
+        It rises linearly during the warm-up. Then:
 
         - ``cosine``, ``linear``: it falls to ``min_lr_ratio`` at the end of the run.
         - ``wsd``: it stays at 1 until the final cooldown, and then falls to ``min_lr_ratio``.

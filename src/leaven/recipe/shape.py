@@ -1,7 +1,7 @@
 """The shape of the model and the list of its parameters.
 
-Only this file knows which parameters a model has. The torch model, the parameter table and the planner use
-:meth:`ModelShape.parameters`; a test compares the names in the torch model with this list.
+The torch model, the parameter table and the planner use :meth:`ModelShape.parameters`; a test compares the names in
+the torch model with this list.
 """
 
 import math
@@ -27,10 +27,9 @@ BRANCH_ENDS = ("attention.out", "mlp.out", "mlp.experts.out", "mlp.shared.out")
 
 
 class Role(StrEnum):
-    """The role of a parameter in a scaling rule.
+    """The role of a parameter in a scaling rule: which of its dimensions grow with the width of the model.
 
-    The role says which dimensions of the parameter grow with the width of the model. The comments give them as
-    "fan in -> fan out", where "width" stands for a dimension that grows, and "fixed" for a dimension that does not,
+    The comments give "fan in -> fan out", with "width" for a dimension that grows, and "fixed" for one that does not,
     such as the vocabulary.
     """
 
@@ -64,10 +63,8 @@ class Role(StrEnum):
 
     @property
     def in_branches(self) -> bool:
-        """Return whether parameters with this role are matrices in a block whose fan in and fan out grow with width.
-
-        These are hidden weights and the weights of experts.
-        """
+        """Return whether parameters with this role are matrices in a block whose fan in and fan out grow with
+        width."""
         return self in {Role.HIDDEN_WEIGHT, Role.EXPERT_WEIGHT}
 
 
@@ -234,8 +231,7 @@ class ModelShape(Part):
     def block_norms(self) -> tuple[str, ...]:
         """Return the names of the norms over the width in a block, in the order of the forward pass.
 
-        ``attention`` and ``mlp`` come before the branches, ``attention_out`` and ``mlp_out`` after them. Parallel
-        branches share the norm before them, ``attention``.
+        ``attention`` and ``mlp`` come before the branches, ``attention_out`` and ``mlp_out`` after them.
         """
         found = []
         for branch in _BRANCHES:
@@ -321,10 +317,8 @@ class ModelShape(Part):
 
     @property
     def roles(self) -> dict[str, Role]:
-        """Return the role of each module by name.
-
-        The module ``biases`` contains parameters of several roles. Its role is that of its last parameter.
-        """
+        """Return the role of each module by name. For ``biases``, which have several roles, it is that of the last
+        one."""
         return {parameter.module: parameter.role for parameter in self.parameters()}
 
     @property
@@ -338,8 +332,7 @@ class ModelShape(Part):
 
     @property
     def params_non_embedding(self) -> int:
-        """Return the number of parameters that one token uses, without token embedding, position embedding and
-        unembedding."""
+        """Return ``params_active`` without token embedding, position embedding and unembedding."""
         outside = {Role.EMBEDDING, Role.TIED_EMBEDDING, Role.UNEMBEDDING}
         return sum(self._used(parameter) for parameter in self.parameters() if parameter.role not in outside)
 
@@ -360,13 +353,11 @@ class ModelShape(Part):
     ) -> "ModelShape":
         """Return this shape at another width and depth.
 
-        The head dimension, d_ff / d_model and the number of query heads per key-value head are kept, unless
-        ``d_head``, ``d_ff`` or ``n_kv_heads`` is given. d_attention / d_model and d_expert / d_ff are always kept,
-        and so is the number of experts.
+        Given sizes replace those that follow from d_ff / d_model, d_head and n_heads / n_kv_heads. d_attention /
+        d_model, d_expert / d_ff and the number of experts are always kept.
 
         Raises:
-            ValueError: if the width is not a multiple of d_head x n_heads / n_kv_heads, or if another size is not a
-                whole number.
+            ValueError: if a size is not a whole number, or the width not a multiple of d_head x n_heads / n_kv_heads.
         """
         d_head = d_head or self.d_head
         group = 1 if n_kv_heads else self.n_heads // self.n_kv_heads

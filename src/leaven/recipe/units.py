@@ -10,11 +10,10 @@ _QUANTITY = re.compile(_NUMBER + r"\s*([KMBGT]?)", re.IGNORECASE)
 
 
 def parse_quantity(text: str) -> int:
-    """Parse a count such as ``7B`` (7e9), ``64k`` (64,000) or ``32_768``.
+    """Return a count from a text such as ``7B`` (7e9), ``64k`` (64,000) or ``32_768``.
 
     Raises:
-        InputError: if the text is not a number with an optional suffix K, M, B, G or T, if the value is not a whole
-            number, or if the number is too large or has too many digits.
+        InputError: if the text is not a whole number with an optional suffix K, M, B, G or T, or is too large.
     """
     match = _QUANTITY.fullmatch(text.strip())
     if match is None:
@@ -39,10 +38,7 @@ def parse_quantity(text: str) -> int:
 
 
 def format_quantity(value: float, digits: int = 3) -> str:
-    """Format a count with ``digits`` significant digits and a suffix: ``1.03 B``, ``524 k``, ``96``.
-
-    Counts from 1e15 on have an exponent instead: ``2.22e+19``.
-    """
+    """Return a count with ``digits`` significant digits and a suffix: ``1.03 B``, ``524 k``, ``96``, ``2.22e+19``."""
     if abs(float(f"{value:.{digits}g}")) >= 1e15:
         return f"{value:.{digits - 1}e}"
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -53,10 +49,7 @@ def format_quantity(value: float, digits: int = 3) -> str:
 
 
 def format_parameters(params: int, params_active: int) -> str:
-    """Format a number of parameters: ``6.9 B parameters (of which a token uses 1.3 B)``.
-
-    The part in parentheses is left out if a token uses all parameters.
-    """
+    """Return a number of parameters as text: ``6.9 B parameters (of which a token uses 1.3 B)``."""
     size = f"{format_quantity(params)} parameters"
     return size if params_active == params else f"{size} (of which a token uses {format_quantity(params_active)})"
 

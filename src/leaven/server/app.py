@@ -1,9 +1,8 @@
-"""The web server of ``leaven serve``.
+"""The web server of ``leaven serve``: a list of folders, a page for each folder, a planner and a page of published
+runs.
 
-It shows a list of folders, a page for each folder, a planner and a page of published runs.
-
-The server answers only GET requests that are addressed to this machine and contain the right token. The address that
-``leaven serve`` prints contains the token. A request cannot choose a path to open: the server shows only folders that
+The server answers only GET requests that are addressed to this machine and contain the token of the address that
+``leaven serve`` prints. A request cannot choose a path to open: the server shows only folders that
 :func:`leaven.server.folders.find` has found.
 """
 
@@ -54,10 +53,7 @@ LOCAL = ("127.0.0.1", "localhost")
 
 
 def application(roots: list[Path], token: str) -> Starlette:
-    """Return the web application. It shows the runs, studies, checks and demos that are in ``roots``.
-
-    It answers only requests with the token.
-    """
+    """Return the web application. It shows the runs, studies, checks and demos that are in ``roots``."""
     routes = {
         "/": lambda request: _folders(request, roots),
         "/folder/{root}/{name:path}": lambda request: _folder(request, roots),
@@ -75,8 +71,8 @@ def application(roots: list[Path], token: str) -> Starlette:
 class TokenRequired:
     """ASGI middleware that refuses a request without the right token, or to a host other than 127.0.0.1 or localhost.
 
-    The first request has the token in its address. The answer sets a cookie with the token, which later requests
-    have. The host name is checked to prevent DNS rebinding.
+    The first request has the token in its address, later ones in a cookie. The host name is checked to prevent DNS
+    rebinding.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -106,8 +102,7 @@ class TokenRequired:
 def _page(request: Request, here: str, make: Callable[[], str], found: list[Found] | None = None) -> Response:
     """Return the HTML page that ``make`` returns, or a page with the error that ``make`` raises.
 
-    ``found`` are the folders that the page shows. If they are given, the browser requests the page again every two
-    seconds, and gets a new version only after a change in these folders.
+    A page of the folders ``found`` updates itself: the browser asks every two seconds whether they have changed.
     """
     mark = tag(found) if found is not None else ""
     if mark and request.headers.get("If-None-Match") == mark:
@@ -191,9 +186,8 @@ def _planner(request: Request) -> Response:
 def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
     """Return the plan that the user requested in the planner's form, and the title of the plan's page.
 
-    ``given`` has the texts of the form by the names in ``FIELDS``. If the text of ``size`` begins with a digit, it is
-    a model size, and the plan is for the recipe that ``leaven new`` would write. Any other text is the id of a
-    published run.
+    ``given`` has the texts of the form by the names in ``FIELDS``. Its ``size`` is a number of parameters, such as
+    7B, or the id of a published run.
     """
     size, gpus, layout = given["size"], given["gpus"], given["layout"] or None
     if size and not size[0].isdigit():

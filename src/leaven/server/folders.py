@@ -27,10 +27,8 @@ SILENT = 120.0  # seconds; a run is called running if a file has changed within 
 
 @dataclass(frozen=True)
 class Found:
-    """The folder of a run, study, check or demo.
-
-    It is inside a root, or is a root itself. A root is a folder that the user gave to ``leaven serve``.
-    """
+    """The folder of a run, study, check or demo, in one of the folders (roots) that the user gave to ``leaven
+    serve``."""
 
     root: int  # index of the root, in the order given to ``leaven serve``
     folder: Path
@@ -57,10 +55,7 @@ class Found:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of a run or study, or None.
-
-        The recipe of a study is its best recipe. Until there is one, it is the recipe from which the study started.
-        """
+        """The recipe of a run; the best recipe of a study, or the one from which it started; None of others."""
         for name in ("recipe.toml", "best.toml", "centre.toml"):
             if (self.folder / name).is_file():
                 return read_recipe(self.folder / name)
@@ -80,11 +75,7 @@ class FolderRow:
 
 
 def find(roots: list[Path]) -> Iterator[Found]:
-    """Yield the folders of runs, studies, checks and demos in each of ``roots``, sorted by name.
-
-    The search does not enter these folders themselves, hidden folders, folders named in ``SKIPPED``, and folders more
-    than ``DEEPEST`` levels below a root.
-    """
+    """Yield the folders of runs, studies, checks and demos in each of ``roots``, sorted by name."""
     for index, root in enumerate(roots):
         for path, folders, files in os.walk(root):
             folder = Path(path)
@@ -98,10 +89,7 @@ def find(roots: list[Path]) -> Iterator[Found]:
 
 
 def tag(found: list[Found]) -> str:
-    """Return an HTTP ETag for a page about the folders ``found``.
-
-    The ETag changes when a file that the page shows changes.
-    """
+    """Return an HTTP ETag, which changes when a file that a page about the folders ``found`` shows changes."""
     digest = hashlib.blake2b(digest_size=12)
     for each in found:
         digest.update(f"{each.address}\n".encode())
@@ -111,10 +99,7 @@ def tag(found: list[Found]) -> str:
 
 
 def row(found: Found, now: float) -> FolderRow:
-    """Return the row of a folder. ``now`` is the current Unix time.
-
-    An unfinished run or study is shown as running only if a file has changed within the last ``SILENT`` seconds.
-    """
+    """Return the row of a folder. ``now`` is the current Unix time."""
     try:
         view = read_folder(found.folder)
     except (InputError, OSError) as error:
