@@ -1,4 +1,4 @@
-"""Hyperparameter search without torch: ``search`` minimises any Python function, and ``TrustRegionSampler`` proposes
+"""Hyperparameter search without torch. ``search`` minimises any Python function, and ``TrustRegionSampler`` proposes
 the trials of any Optuna study."""
 
 from importlib import import_module

@@ -18,8 +18,7 @@ _SEPARATE = 64.0  # the bound of a multiplier without a global value: from 1/64 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds of a searched value. A multiplier times its global value stays within the bounds of the global
-    value."""
+    """The bounds of a searched value. Those of a multiplier limit its product with the global value."""
 
     low: float  # the lowest value, in the unit of the recipe
     high: float  # the highest value
@@ -75,8 +74,7 @@ def bounds_of(path: str) -> Bounds:
 
 
 def _multiplied(recipe: Recipe, path: str) -> str:
-    """Return the path of the global value that the multiplier at ``path`` multiplies, such as
-    ``hyperparameters.lr``."""
+    """Return the path of the global value that belongs to the multiplier at ``path``."""
     (_, kind, *rest), quantity = split_path(path), quantity_of(path)
     if kind == "modules" and (muon := recipe.hyperparameters.muon_of(recipe.model.roles[rest[0]])):
         own = "momentum" if quantity == "beta1" else quantity
@@ -124,8 +122,7 @@ def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
 
 
 def why_invalid(recipe: Recipe, path: str, octaves: float) -> str | None:
-    """Return why the recipe is invalid if only the value at ``path`` moves by ``octaves``, or None if it stays
-    valid."""
+    """Return why the recipe is invalid if only the value at ``path`` moves by ``octaves``, or None."""
     try:
         recipe_at(recipe, {path: octaves})
     except ValidationError as error:

@@ -289,10 +289,7 @@ class SearchedValue(Part):
         return self
 
     def moved(self, octaves: float) -> Value:
-        """Return the value at a distance from the start, rounded and limited to ``low`` and ``high``.
-
-        For a choice, the distance is an index into ``choices``.
-        """
+        """Return the value at a distance from the start. For a choice, the distance is an index into ``choices``."""
         if self.choices is not None:
             return self.choices[round(octaves)]
         start, low, high = self._range
@@ -383,8 +380,7 @@ class CommandSpace(SearchSpace):
         return self.values(octaves)
 
     def write(self, path: Path, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> None:
-        """Write a copy of the command file whose search starts at ``octaves``, with ``reasons`` added to
-        ``[why]``."""
+        """Write a copy of the command file that starts at ``octaves``, with ``reasons`` added to ``[why]``."""
         document = tomlkit.parse(self.text)
         changes: dict[str, Any] = {}
         for name, value in self.values(octaves).items():

@@ -73,11 +73,7 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:
-    """Return a function that computes the point of a trial of the study in ``folder``, which is over a recipe.
-
-    Raises:
-        InputError: if the recipe of the study has another base or scaling rule than the recipe of ``space``.
-    """
+    """Return a function that computes the point of a trial of the study in ``folder``, if it can be compared."""
     recipe, centre = space.recipe, read_recipe(folder / "centre.toml")
     if (centre.base, centre.scaling.rule) != (recipe.base, recipe.scaling.rule):
         raise InputError(
@@ -116,10 +112,8 @@ def _read(folder: Path, what: str) -> StudyDocument:
 
 
 def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:
-    """Return the distance from the value at ``path`` in the recipe of ``space`` to the value in ``there``.
-
-    ``since`` has the distances of ``batch.tokens`` and ``data.tokens``, which are used as they are.
-    """
+    """Return the distance from the value at ``path`` in the recipe of ``space`` to the value in ``there``. ``since``
+    has the distances of ``batch.tokens`` and ``data.tokens``."""
     here = space.recipe
     if path in since:
         return since[path]

@@ -120,8 +120,7 @@ def _unit(path: str) -> str:
 def moved(unit: str, value: float, x: float) -> float:
     """Return the number at the distance ``x`` from ``value``.
 
-    Example of a distance of 1 for each ``unit``: octave 0.5 -> 1, tenth 0.5 -> 0.6, beta 0.9 -> 0.81 (half the
-    half-life).
+    Examples for x = 1: octave 0.5 -> 1, tenth 0.5 -> 0.6, beta 0.9 -> 0.81 (half the half-life).
     """
     match unit:
         case "tenth":

@@ -1,5 +1,4 @@
-"""Define search spaces: which values of a recipe are searched. ``bounds.py`` says how far, and ``point.py`` in which
-unit.
+"""Define search spaces: which values of a recipe are searched. How far: ``bounds.py``; in which unit: ``point.py``.
 
 The user gives a space by the name of a set or by the paths of values. The sets are:
 
@@ -13,13 +12,13 @@ The user gives a space by the name of a set or by the paths of values. The sets 
 - ``per-module-full`` has every quantity by module and over depth, about 90 values. In the same paper, a separate lr
   for each layer and module gained almost nothing.
 
-Some values can replace each other: multiplying one by c and dividing another by c gives the same model. Along such a
-valley the loss has no single optimum. So ``per-module`` leaves out values that other searched values can replace:
+Some values can replace each other: multiplying one by c and dividing another by c gives the same model. Then neither
+has an optimum of its own. So ``per-module`` leaves out values that other searched values can replace:
 
-- the global value of a quantity whose multipliers are searched in all modules. Start such a search at the best global
+- The global value of a quantity whose multipliers are searched in all modules. Start such a search at the best global
   values.
-- the middle point of a depth profile, because the multipliers of modules already set the mean over depth.
-- the init_std of some modules (:func:`_scaled_by_others`).
+- The middle point of a depth profile, because the multipliers of modules already set the mean over depth.
+- The init_std of some modules (:func:`_scaled_by_others`).
 """
 
 import math
@@ -99,13 +98,11 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def write(self, path: Path, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> None:
-        """Write a recipe or command file with the values at the distances ``octaves``, and ``reasons`` under
-        ``[why]``."""
+        """Write a recipe or command file that starts at ``octaves``, with ``reasons`` under ``[why]``."""
 
     @abstractmethod
     def changes_since(self, path: Path) -> list[Difference]:
-        """Return how the start of this space differs from that in the file ``path``, in keys that affect the
-        losses."""
+        """Return how this start differs from that in the file ``path``, in the keys that affect losses."""
 
     @property
     def axes(self) -> Axes:
@@ -121,8 +118,7 @@ class SearchSpace(ABC):
 
     @property
     def limits(self) -> Mapping[str, tuple[float, float] | range]:
-        """The range or the levels of each value, in the form of the argument ``space`` of
-        ``leaven.tuning.search``."""
+        """The range or the levels of each value, as in the argument ``space`` of ``leaven.tuning.search``."""
         return self.axes.limits
 
     @property
@@ -135,14 +131,12 @@ class SearchSpace(ABC):
         return self.axes.near
 
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> Self:
-        """Return the space with prior knowledge: ``expected`` optima by path (distance and its standard deviation),
-        and the trials of an ``earlier`` study."""
+        """Return the space with ``expected`` optima (distance and its deviation, by path) and ``earlier`` trials."""
         informed = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
         return replace(self, dimensions=informed, earlier=earlier)
 
     def within_near(self) -> Self:
-        """Return the space limited to the box in which a search begins. A grid search needs this, as its box does not
-        grow."""
+        """Return the space limited to the box in which a search begins. The box of a grid search does not grow."""
         kept = [
             replace(d, low=d.near[0], high=d.near[1], near=None, ends=("the end of the grid",) * 2) if d.near else d
             for d in self.dimensions
@@ -204,8 +198,7 @@ class Space(SearchSpace):
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return the space in which the value at ``path`` stays below ``limit``, which is in the unit of the
-        recipe."""
+        """Return the space with the value at ``path`` below ``limit``, which is in the unit of the recipe."""
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self
@@ -247,12 +240,11 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
 
     Args:
         which: the name of a set (``SETS``); or paths and patterns of paths with ``*``, separated by commas; or
-            ``recipe`` for the values in the recipe's ``[tuning]``. Default: ``recipe`` if there is a ``[tuning]``, if
-            not ``global``.
+            ``recipe`` for the values in the recipe's ``[tuning]``. By default ``recipe``, or ``global`` without a
+            ``[tuning]``.
 
     Raises:
-        InputError: if the value at a given path cannot be searched, or a bound in ``[tuning]`` gives an invalid
-            recipe.
+        InputError: if the value at a given path cannot be searched, or a bound in ``[tuning]`` is invalid.
     """
     tuning = recipe.tuning
     if which is None:
@@ -389,10 +381,7 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
-    """Return the dimension of a searched value: its start, range and unit.
-
-    ``ends`` is the range in the recipe's ``[tuning.octaves]``. If it is None, the bounds are the range.
-    """
+    """Return the dimension of a searched value. ``ends`` is its range in ``[tuning.octaves]``; None: the bounds."""
     value = point.value_at(recipe, path)
     if isinstance(value, str):
         levels = point.levels(recipe, path)

@@ -221,8 +221,7 @@ class Answer(BaseModel):
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The point with the fewest changes that equals the best point within the noise; None if it is the best point
-        itself, or was not run again with fresh seeds."""
+        """The point with the fewest changes that equals the best one within the noise; None if there is no other."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     def effect(self, coordinate: Coordinate) -> str:
@@ -297,8 +296,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
     """Return the Pareto front of loss and FLOPs, the cheapest first.
 
-    Each branch (compared duration) of a trial is a candidate of its own. Trials that differ only in their seed are
-    averaged.
+    Each branch (compared duration) of a trial is a candidate. Trials that differ only in their seed are averaged.
     """
     of_point: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
     for trial in trials:

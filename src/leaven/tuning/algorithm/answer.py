@@ -138,8 +138,8 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return the point with the fewest changes from the start, among the points as good as ``point`` within the
-    noise. The second result is this point as octaves from the start, (D,).
+    """Return the point with the fewest changes among those as good as ``point`` within the noise; also as octaves
+    (D,).
 
     All trials of the start count as fresh, because the start was not chosen by its losses.
     """
@@ -197,10 +197,9 @@ class FittedTrials:
 
     @cached_property
     def predicted(self) -> dict[Point, float]:
-        """The predicted loss of each point that was run, up to a constant. Outliers and diverged points are left out.
+        """The predicted loss of each point that was run, up to a constant, without outliers and diverged points.
 
-        To the surrogate's prediction, a share of the point's mean residual (measured minus predicted loss) is added.
-        The rest of the residual is taken to be noise between seeds.
+        A share of the point's mean residual is added to the surrogate's prediction. The rest is taken to be noise.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]
@@ -309,8 +308,7 @@ def choose(
 
 
 def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
-    """Return the best point if it needs confirmation trials. The start and an only finalist need none: return
-    None."""
+    """Return the best point if it needs confirmation trials; None for the start and for an only finalist."""
     found = _LossesByPurpose.of(trials, paths)
     best = found.best(noise or 0.0)
     return None if best is None or best == found.start or found.is_only_finalist(best) else best
@@ -318,8 +316,7 @@ def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: 
 
 @dataclass(frozen=True)
 class _LossesByPurpose:
-    """The losses of a search's trials, grouped by the purpose of the trial. A diverged trial has the loss
-    infinity."""
+    """The losses of a search's trials by the purpose of the trial. The loss of a diverged trial is infinite."""
 
     start: Point
     at_start: Losses  # trials of the start in the search; empty if the start diverged and another point can be chosen
@@ -369,14 +366,12 @@ class _LossesByPurpose:
         return point in self.choosing and len(self.choosing) == 1
 
     def likely(self, point: Point, predicted: Mapping[Point, float], least: float) -> bool:
-        """Return whether ``point`` is likely better than the start, although it has no confirmation trials: it is the
-        only finalist, was repeated, and has a predicted gain above ``least`` nats."""
+        """Return whether the gain of an only finalist is likely, although it has no confirmation trials."""
         repeated = self.is_only_finalist(point) and len(self.choosing[point]) >= RERUNS
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 
     def refuted(self, noise: float) -> set[Point]:
-        """Return the points whose confirmation trials failed: all of them have run, and their gain is at most
-        ``noise``."""
+        """Return the points whose confirmation trials are complete and show a gain of at most ``noise``."""
         beside = [
             point
             for point, losses in self.confirming.items()
@@ -385,8 +380,7 @@ class _LossesByPurpose:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def best(self, noise: float) -> Point | None:
-        """Return the best of the ``candidates``. If none is better than the start by more than ``noise``, return the
-        start. Return None if there is neither a candidate nor a trial of the start."""
+        """Return the best of the ``candidates``, or the start if none is better by more than ``noise``."""
         refuted = self.refuted(noise)
         means = {
             x: self.predicted.get(x, statistics.fmean(losses.values()))
@@ -399,8 +393,7 @@ class _LossesByPurpose:
         return lowest if self.ahead(lowest, noise) else self.start
 
     def ahead(self, point: Point, least: float) -> bool:
-        """Return whether the loss at ``point`` is more than ``least`` nats below that of the start. Without trials of
-        the start, every other point is ahead."""
+        """Return whether ``point`` is more than ``least`` nats better than the start."""
         if point == self.start or not self.at_start:
             return point != self.start
         if point in self.predicted and self.start in self.predicted:
@@ -409,11 +402,7 @@ class _LossesByPurpose:
 
 
 def gain(start: Losses, there: Losses) -> float:
-    """Return the gain of a point in nats: the loss of the ``start`` minus the loss ``there``, over their common
-    seeds.
-
-    Without common seeds, it is the difference of the two means.
-    """
+    """Return the loss of the ``start`` minus the loss ``there``, in nats, over the seeds that both were run with."""
     if both := start.keys() & there.keys():
         return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
     return statistics.fmean(start.values()) - statistics.fmean(there.values())
@@ -429,11 +418,8 @@ def advice_when_all_diverged(
 ) -> str:
     """Return one line of advice for a search whose trials all diverged, such as to start from a lower learning rate.
 
-    The advice also names the value that best explains why some trials diverged early: a divergence model is fitted to
-    the trials with fewer than half of the tokens of the longest one.
-
-    Args:
-        elsewhere: the advice if no learning rate is searched.
+    The advice may name a second value, whose changes best explain why some trials diverged early. ``elsewhere`` is
+    the advice if no learning rate is searched.
     """
     diverged = [trial for trial in trials if trial.state == "diverged"]
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in diverged])

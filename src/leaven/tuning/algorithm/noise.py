@@ -1,5 +1,4 @@
-"""Estimate the noise between seeds: the standard deviation of the loss between trials of one point. Also computes
-confidence intervals of mean losses."""
+"""The noise between seeds (the standard deviation of the loss at one point), and confidence intervals of means."""
 
 import math
 import statistics
@@ -40,9 +39,9 @@ def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float |
     the degrees of freedom are at most the number of seeds minus one.
 
     A point whose losses differ far more than those of other points is left out: it lies at the divergence boundary.
-    This rarely hits a good point: with four points of equal noise, three with two trials and one with three, each of
-    the three is left out with a probability of 0.6%. The point with three or more trials is the start, which always
-    counts.
+    Good points are rarely left out. Example with equal noise: of three points with two trials and one point with
+    three, each of the first three is left out with a probability of 0.6%. The point with three trials is the start,
+    which always counts.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in trials:
@@ -62,8 +61,7 @@ def noise_between_seeds(
 ) -> tuple[float | None, int]:
     """Return the noise between seeds and its degrees of freedom. ``given`` is the noise that the user gave, or None.
 
-    The first trial of a point other than the start does not count: a best point was selected because this loss is
-    low.
+    The first trial of a best point does not count: the point was selected because this loss is low.
     """
     if given is not None:
         return given, GIVEN

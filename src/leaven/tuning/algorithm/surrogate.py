@@ -90,8 +90,7 @@ class Quadratic:
         return x
 
     def effects(self, x: Array) -> Array:
-        """Return the change of the function when each column changes from 0 to 1 and the others stay as in ``x``,
-        (D,)."""
+        """Return the change of the function when one column goes from 0 to 1 and the others stay at ``x``, (D,)."""
         bend = np.diag(self.hessian)
         return np.asarray(self.slope + self.hessian @ x - bend * x + bend / 2)
 
@@ -105,15 +104,14 @@ class Prior:
 
     @classmethod
     def plain(cls, d: int) -> "Prior":
-        """Return the prior for ``d`` columns without earlier knowledge: the optimum is about one step from the
-        start."""
+        """Return the prior without earlier knowledge: the optimum is about one step from the start."""
         size = _size(d)
         return cls(np.where(np.arange(size) // d == 1, 1.0, 0.0), np.eye(size))
 
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The posterior distribution of a quadratic that predicts the loss, given the finished trials.
+    """The posterior of a quadratic that predicts the loss, given the finished trials.
 
     Its P coefficients (:func:`_features`) have the mean ``_mean`` and the covariance h^2 R (1 - V diag(1 - s^2) V^T)
     R^T. R is ``_root``, V is ``_directions`` and s is ``_left``.
@@ -179,7 +177,7 @@ def interaction(d: int) -> float:
 
 
 def _features(x: Array, interactions: bool) -> Array:
-    """Return the P terms of the quadratic at points ``x`` (m, D), (m, P). They are scaled so that all coefficients
+    """Return the P terms of the quadratic at points ``x`` (m, D), as (m, P). They are scaled so that all coefficients
     have the same prior standard deviation, h."""
     terms = [x, x**2 / 2]
     if interactions:
@@ -270,8 +268,7 @@ class EarlierTrials:
 
 
 def prior_of_expectations(centre: Array, width: Array) -> Prior:
-    """Return the prior under which the optimum is at ``centre`` +- ``width``, both (D,), in steps from the start
-    point."""
+    """Return the prior with the optimum at ``centre`` +- ``width``, both (D,), in steps from the start point."""
     plain, d = Prior.plain(len(centre)), len(centre)
     mean, root = plain.mean.copy(), plain.root.copy()
     mean[:d] = -centre
@@ -338,8 +335,7 @@ class DivergenceModel:
 
 
 def fit_divergence(points: Array, diverged: NDArray[np.bool_]) -> DivergenceModel:
-    """Return the divergence model with the highest posterior probability, from trials at ``points`` (n, D).
-    ``diverged`` (n,) marks the trials that diverged."""
+    """Return the divergence model of trials at ``points`` (n, D). ``diverged`` (n,) marks those that diverged."""
     features = _squares(points)
     slopes = np.zeros(features.shape[1])
     used = (features[diverged] > 0).any(0)

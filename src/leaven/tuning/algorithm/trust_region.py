@@ -280,11 +280,7 @@ class Region:
         return self._within(self._lowest(mean, levels) + self.radius * steps)
 
     def stalled(self) -> bool:
-        """Return whether ``QUIET_ROUNDS`` rounds brought no new incumbent, and the predicted further gain is below
-        the noise.
-
-        A round has half as many trials as there are values, but at least 10.
-        """
+        """Return whether the last ``QUIET_ROUNDS`` rounds found no new incumbent, and none is predicted."""
         here, there = self.belief(np.array([self.incumbent, self.predicted]))
         quiet = self.since >= QUIET_ROUNDS * max(10, len(self.incumbent) // 2)
         return bool(quiet and here - there < self.surrogate.noise)
@@ -319,11 +315,7 @@ class Region:
         return np.array([self.risk(np.where(np.arange(d) == i, x[i][:, None], base)) for i in range(d)])
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
-        """Return the level of each choice for which ``quadratic`` is lowest, (D,); 0 for a number.
-
-        Numbers are set as in the incumbent, and all other choices as in the start. With ``unseen_first``, a level
-        that was never run comes first.
-        """
+        """Return the best level of each choice by ``quadratic``, (D,). ``unseen_first``: a new level is best."""
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         here = np.where(self.features.level == 0, self.features.of(self.incumbent), 0.0)
         effects = quadratic.effects(here)
@@ -335,8 +327,8 @@ class Region:
         return found
 
     def _lowest(self, quadratic: Quadratic, levels: Array, reach: float = TRUST) -> Array:
-        """Return the columns (F,) at which ``quadratic`` is lowest, within the box and ``reach`` steps of the
-        incumbent. The choices have the ``levels`` (D,)."""
+        """Return the columns (F,) that minimise ``quadratic`` in the box and within ``reach`` steps, at
+        ``levels``."""
         number = self.features.level == 0
         here, fixed = self.features.of(self.incumbent), self.features.of(levels)
         low = np.where(number, np.maximum(here - reach, self.features.of(self.low)), fixed)
@@ -344,8 +336,7 @@ class Region:
         return quadratic.minimum(here, low, high)
 
     def _within(self, wanted: Array) -> Array:
-        """Return the point (D,) of the columns ``wanted`` (F,), moved into the box and away from the divergence
-        boundary."""
+        """Return the point (D,) of the columns ``wanted`` (F,), moved into the box and out of likely divergence."""
         here, number = self.features.of(self.incumbent), self.features.level == 0
         low, high = self.features.of(self.low), self.features.of(self.high)
         wanted = np.where(number, np.clip(wanted, low, high), wanted)
@@ -364,8 +355,7 @@ def region(
     noise: float | None = None,
     seeds: NDArray[np.int64] | None = None,
 ) -> Region:
-    """Return the trust region after trials at ``points`` (n, D) with ``losses`` (n,), in the order in which they
-    ended.
+    """Return the trust region after trials at ``points`` (n, D) with ``losses`` (n,), in the order of their ends.
 
     Args:
         losses: nats; infinite where a trial diverged.
@@ -440,10 +430,7 @@ def loss_of(trial: StudyTrial) -> float:
 
 
 def without_outliers(losses: Array) -> Array:
-    """Return the losses, with infinity for outliers far above the median, which would dominate the fit.
-
-    With fewer than 10 finite losses, there are no outliers.
-    """
+    """Return the losses with infinity for outliers far above the median, which would dominate the fit."""
     finite = losses[np.isfinite(losses)]
     if len(finite) < 10:
         return losses

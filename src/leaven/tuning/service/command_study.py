@@ -149,9 +149,6 @@ class CommandTrainer:
         """Lock the file ``output``, once the command of an earlier attempt has ended.
 
         Commands inherit the lock. So if leaven was killed, the lock lasts until the command ends, too.
-
-        Raises:
-            TrialReleased: if the search stops before the file is free.
         """
         import fcntl  # not available on Windows
 

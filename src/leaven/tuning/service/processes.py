@@ -101,8 +101,7 @@ def end(leaders: Iterable[int], token: str) -> None:
 
 
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
-    """Return all processes of the commands ``leaders``, found by their session or their environment variable
-    ``MARK``."""
+    """Return all processes of the commands ``leaders``, found by their session or by the variable ``MARK``."""
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
@@ -124,10 +123,8 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _guard() -> None:
-    """End the commands that still run when the pipe closes.
-
-    The pipe has a line for each command: its process id at its start, and the negative id at its end.
-    """
+    """End the commands that still run when the pipe closes. A line of the pipe is the process id of a command that
+    starts, or the negative id of one that has ended."""
     running = set[int]()
     for line in sys.stdin:
         pid = int(line)

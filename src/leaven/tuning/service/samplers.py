@@ -24,9 +24,8 @@ FEWEST = 10  # the fewest trials for PED-ANOVA, so that the best tenth has at le
 def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
     """Return the box from which Optuna's sampler draws the next point: its lower and upper ends, each (D,), octaves.
 
-    ``points`` (n, D) and ``losses`` (n,) are in the order in which the trials ended. An end moves outwards whenever
-    the best ``BEST`` (4) trials all lie in the quarter of the box next to it. With random losses, this happens with
-    probability 1/256.
+    ``points`` (n, D) and ``losses`` (n,) are in the order in which the trials ended. An end moves outwards when the
+    best ``BEST`` (4) trials all lie in the quarter of the box next to it: probability 1/256 with random losses.
     """
     (low, high), (lowest, highest) = axes.box, axes.ends
     further = FURTHER * (high - low)

@@ -1,5 +1,4 @@
-"""Run a search: ask the plan (``search_plan.py``) for the next trial, run it in a thread, and write its result to the
-store (``stored_study.py``).
+"""Run a search: ask the plan (``search_plan.py``) for a trial, run it in a thread, and store its result.
 
 Several commands may run the same search. The trials of a dead command (``leases.py``) are retried by the others.
 """
@@ -151,10 +150,8 @@ class SearchLoop:
             raise self._error
 
     def _look(self) -> int:
-        """Mark the running attempts of dead commands as failed, and read all trials of the study into ``trials``.
-
-        Return the number of trials that have been started so far, without retries.
-        """
+        """Mark the attempts of dead commands as failed, and read all trials into ``trials``. Return the number of
+        trials that have been started, without retries."""
         attempts = self._stored.attempts
         running = {a.number: a.user_attrs.get(OWNER) for a in attempts if a.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
@@ -214,12 +211,7 @@ class SearchLoop:
 
 
 def _outcome(result: object) -> Outcome:
-    """Return the result of an objective as an Outcome of Python's own numbers, which JSON can store. A nan loss or a
-    loss beyond +-``HUGE`` becomes infinite, which marks a divergence.
-
-    Raises:
-        InputError: if the loss or another entry is not a number.
-    """
+    """Return an objective's result as an Outcome that JSON can store. A nan or too large loss becomes infinite."""
     outcome = result if isinstance(result, Outcome) else Outcome(cast(float, result))
     about = {name: _converted(outcome, name, kind) for name, kind in KINDS.items()}
     return replace(outcome, **about | {"loss": about["loss"] if abs(about["loss"]) <= HUGE else math.inf})

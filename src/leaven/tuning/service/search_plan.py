@@ -65,8 +65,7 @@ DEATHS, DIVERGENCES = 8, 100
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of a search, for all commands of a study together. The first limit that is reached ends the search;
-    running trials are finished."""
+    """The limits of a search, for all commands of a study. Once one is reached, no further trial starts."""
 
     trials: int | None = None  # number of trials, including final trials
     flops: float | None = None  # total FLOPs of all trials
@@ -101,8 +100,7 @@ class Budget:
         return FINALS[:2] if self.size < FEW else FINALS
 
     def finals(self, trials: Sequence[StoredTrial], now: float) -> tuple[int, int]:
-        """Return (number of finalists, trials of each): the most expensive pair in ``FINALS`` that fits into the
-        reserved share of the budget and into the rest of the budget."""
+        """Return (number of finalists, trials of each): the most that the reserve and the remaining budget allow."""
         affordable = min(
             min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(trials, now)
         )
@@ -160,8 +158,7 @@ def by_surrogate(method: str) -> bool:
 
 
 def check_search(method: str, axes: Axes, name: str) -> None:
-    """Raise InputError if the method is unknown or ignores the prior knowledge in ``axes``, or if the study's name
-    does not fit into a store."""
+    """Raise InputError for an unknown method, prior knowledge that it ignores, or a name that no store takes."""
     if method not in METHODS:
         close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -266,8 +263,7 @@ class SearchPlan:
         return request
 
     def _proposed_point(self, trials: Sequence[StoredTrial], turn: int, last: bool) -> Params | None:
-        """Return the point of the next trial of the search; None if a space of whole numbers and choices has no new
-        point."""
+        """Return the point of the next trial of the search; None if all points of a finite space have been run."""
         region = self._region(trials)
         rng, tried = np.random.default_rng([self.seed, turn]), _searched(trials)
         point = self.axes.params(region.proposal(rng, last=last))
@@ -301,8 +297,8 @@ class SearchPlan:
     def _needs_final_trials(self, trials: Sequence[StoredTrial]) -> bool:
         """Return whether the search ends with final trials, of the best points with fresh seeds.
 
-        They are useless without noise, or if the start is still the best point. A small budget has them only for a
-        gain in doubt.
+        They are useless without noise, or if the start is still the best point. With a small budget, only a gain in
+        doubt needs them.
         """
         noise, _ = self.noise_of(trials)
         ended = {trial.state for trial in trials if trial.finished}
@@ -315,10 +311,7 @@ class SearchPlan:
         return self.budget.size >= SMALL or (noise is not None and self._fitted(trials).in_doubt)
 
     def _final_trial(self, trials: Sequence[StoredTrial], count: int, each: int, now: float) -> TrialRequest | None:
-        """Return the next final trial of the ``count`` finalists, which get ``each`` trials; None if none can start.
-
-        If a finalist diverges, the next best point replaces it.
-        """
+        """Return the next final trial: ``each`` for each of ``count`` finalists that do not diverge."""
         reruns: dict[int | None, list[StoredTrial]] = {}
         for trial in trials:
             if trial.final_of == self.budget.label and not trial.confirms:
@@ -403,8 +396,7 @@ class SearchPlan:
         return Baseline(best.curve, loss_of(best), noise)
 
     def chosen(self, trials: Sequence[StoredTrial]) -> ChosenPoint | None:
-        """Return the best point of a search that has ended, with the losses of its trials. Return None if no trial
-        finished; :meth:`why_nothing` says why."""
+        """Return the best point of a search that has ended; None if no trial finished (:meth:`why_nothing`)."""
         return self._fitted(trials).chosen(by_surrogate=self.by_surrogate)
 
     def ended_early(self, trials: Sequence[StoredTrial], now: float) -> bool:

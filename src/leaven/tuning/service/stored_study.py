@@ -85,8 +85,7 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTrial(StudyTrial):
-    """A trial of a search, read from the store. The inherited fields are those of its last attempt. ``values`` is
-    empty."""
+    """A trial of a search, read from the store. Inherited fields are those of the last attempt."""
 
     params: Params  # log2 multipliers; a whole number has the multiplier of its rounded value
     origin: int  # number of the first attempt
@@ -249,8 +248,7 @@ class StoredStudy:
         return None
 
     def record(self, number: int, outcome: Outcome) -> bool:
-        """Write the outcome of an attempt. Return False if another command took this one for dead and closed the
-        attempt."""
+        """Write the outcome of an attempt. Return False if another command took this one for dead and closed it."""
         about = {key: getattr(outcome, key) for key in OUTCOME}
         about |= {"curve": [point for point in outcome.curve if math.isfinite(point[1])], DIVERGED: outcome.diverged}
         about |= {PREDICTED: outcome.loss} if outcome.stopped else {}
@@ -337,8 +335,7 @@ def trials_of(
 
 
 def _span(attempt: FrozenTrial) -> tuple[float, float | None] | None:
-    """Return (begin, end) of an attempt, Unix time; the end of a running one is None. Return None if they are
-    unknown, which is possible in studies of older versions."""
+    """Return (begin, end) of an attempt, Unix time; None if an older version did not store them."""
     ran = attempt.user_attrs
     end = ran.get(ENDED, ran.get(LAST_BEAT))
     if end is None and attempt.datetime_complete and (attempt.state in WITH_RESULT or ran.get(RELEASED)):
@@ -395,7 +392,7 @@ def _change_of(attempt: FrozenTrial, digests: bool) -> str:
     """Return what shows that another program changed an attempt of leaven in the store; "" if nothing does.
 
     leaven creates an attempt as RUNNING, with an owner. It ends as COMPLETE or PRUNED together with a loss, or as
-    FAIL without one. ``digests``: whether every attempt with a result has a digest.
+    FAIL without one.
     """
     state, attributes = attempt.state, attempt.user_attrs
     changes = {
@@ -526,11 +523,7 @@ def random_id(attributes: Mapping[str, Any]) -> str:
 
 
 def _settings(study: optuna.Study, what: str) -> tuple[dict[str, Any], bool]:
-    """Return the settings of a study, and whether they have a digest.
-
-    Raises:
-        InputError: if the settings do not match their digest, or if the study does not minimise the loss.
-    """
+    """Return the settings of a study, and whether they have a digest, which then must match."""
     if study.directions != [StudyDirection.MINIMIZE]:
         raise InputError(f"{what} no longer minimises the loss: its direction was changed in its store; {RESTORE}")
     found = study.user_attrs[ABOUT]
@@ -555,8 +548,8 @@ def _knowledge(
 def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:
     """Return the Optuna study called ``name``. If it does not exist, create it with these ``settings``.
 
-    If the command that created the study dies before it has written the settings, another one writes its own. The
-    study is looked up first, because a failed attempt to create it would add a line to a journal.
+    Another command may die before it has written its settings. The study is looked up first, because a failed attempt
+    to create it would add a line to a journal.
     """
     try:
         study = optuna.load_study(study_name=name, storage=store)

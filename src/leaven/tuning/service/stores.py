@@ -63,8 +63,7 @@ POSTGRESQL = {
 
 
 class StoreGone(RuntimeError):
-    """Raised if a store stays unreachable, or if the results of a study cannot be written. The finished trials are in
-    the store, and the same command resumes the study."""
+    """Raised if the store is unreachable or the results cannot be written. The same command resumes the study."""
 
 
 def open_store(
@@ -142,11 +141,7 @@ def _name(url: "URL") -> str:
 
 
 def _database(url: "URL") -> BaseStorage:
-    """Open Optuna's storage in a database, retrying while another process creates the tables.
-
-    Raises:
-        InputError: if the database cannot be opened, or the driver for PostgreSQL is not installed.
-    """
+    """Open Optuna's storage in a database, retrying while another process creates the tables."""
     from optuna.storages import RDBStorage, _CachedStorage
     from optuna.storages._rdb import models
     from sqlalchemy import event
@@ -154,8 +149,7 @@ def _database(url: "URL") -> BaseStorage:
     from sqlalchemy.orm import Session
 
     class Database(RDBStorage):
-        """Optuna's RDBStorage. If Optuna itself retries the creation of a trial, this returns the trial that exists
-        already."""
+        """Optuna's RDBStorage, which creates no second trial if Optuna retries the creation of a trial."""
 
         def _get_prepared_new_trial(
             self, study_id: int, template_trial: FrozenTrial | None, session: Session
@@ -355,11 +349,8 @@ class Journal(JournalFileBackend):
 
 
 def _remove_dead_link(lock: Path) -> None:
-    """Remove Optuna's lock if it is a link to nowhere that does not change for ``GRACE_SECONDS``.
-
-    JournalFileSymlinkLock, for example of Optuna's dashboard, makes such links. JournalFileOpenLock would wait for
-    them forever.
-    """
+    """Remove Optuna's lock if it is a link that leads nowhere. Optuna's dashboard makes such links
+    (JournalFileSymlinkLock), and JournalFileOpenLock waits for them forever."""
     with suppress(OSError):  # it is free now
         made, until = os.lstat(lock), time.monotonic() + GRACE_SECONDS
         while lock.is_symlink() and not lock.exists() and os.path.samestat(os.lstat(lock), made):
@@ -385,8 +376,7 @@ class _Waiting:
             raise self._damage(error) from error
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
-        """Return the result of ``call``, and retry it while the store is unreachable. ``call`` gets whether this is a
-        retry."""
+        """Return the result of ``call(again)``, which is retried while the store is unreachable."""
         since, pause, again = None, FIRST_PAUSE, False
         while True:
             try:

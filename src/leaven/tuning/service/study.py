@@ -210,12 +210,7 @@ class BaseStudy(ABC):
         return self
 
     def _claim_folder(self) -> None:
-        """Write centre.toml, and a study.json with the id of the study, if they are missing. Of two studies that
-        start in one folder at once, only one gets the folder.
-
-        Raises:
-            InputError: if the other study got it, or if centre.toml cannot be written.
-        """
+        """Write centre.toml and study.json if they are missing. Raise InputError if another study has the folder."""
         make_folder(self.out)
         with ExitStack() as held:
             with suppress(OSError):  # the disk is full, or has no locks: go on without the lock
@@ -232,11 +227,7 @@ class BaseStudy(ABC):
         self._stored.store.remove_session()
 
     def _open_store(self, saved_id: str, ended: set[int]) -> BaseStorage:
-        """Open the store, and check that it has the study ``saved_id`` and the ``ended`` trials of study.json.
-
-        Raises:
-            InputError: if the store lacks one of them, or contains another study.
-        """
+        """Open the store, and require that it has the study ``saved_id`` and the trials ``ended`` of study.json."""
         begun = bool(saved_id or ended) or (self.out / "centre.toml").exists()
         if begun and not exists(self._where):
             raise self._store_lost(ended, ended)
@@ -256,8 +247,7 @@ class BaseStudy(ABC):
         return store
 
     def _saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
-        """Return from study.json the random id of the study, and (state, loss) of its ended trials by number. Both
-        are empty if the file is missing or damaged."""
+        """Return the study's id and the (state, loss) of ended trials in study.json; empty if it is missing."""
         path = self.out / "study.json"
         try:
             document = json.loads(read(path))
@@ -271,12 +261,9 @@ class BaseStudy(ABC):
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
     def _compare_results(self, saved: Mapping[int, tuple[str, float | None]]) -> None:
-        """Compare the results in study.json, (state, loss) by number, with those in the store.
+        """Require that the store has the results of study.json, (state, loss) by number.
 
         A copy of a study that went on by itself has the same id, but other losses.
-
-        Raises:
-            InputError: if the store lacks a result that study.json has, or has another one.
         """
         stored = self._stored.trials if saved else []
         # If the copy of a study made another attempt at the trial, only its first attempt has the same number.
@@ -297,16 +284,14 @@ class BaseStudy(ABC):
             raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored_id}")
 
     def _other_study(self, saved: str, stored: str) -> InputError:
-        """Return the error for a study.json that belongs to another study than the store. ``saved`` and ``stored``
-        say what each of them has."""
+        """Return the error for a study.json and a store that belong to different studies."""
         return InputError(
             f"{self.out / 'study.json'} {saved}, but {self._name} {stored}; give the store that belongs to this "
             "folder, restore the file that was replaced, or use another folder"
         )
 
     def _store_lost(self, ended: set[int], lost: set[int]) -> InputError:
-        """Return the error for a store without the trials ``lost`` of the ``ended`` ones in study.json. If both are
-        empty, the study itself is lost."""
+        """Return the error for a store without the trials ``lost`` of the trials ``ended`` in study.json."""
         results, missing = f"the results of {len(ended)} trials", "none of them"
         if not ended:
             results, missing = "a study", "no study of this name"
@@ -318,11 +303,7 @@ class BaseStudy(ABC):
         )
 
     def _waited(self, seconds: float) -> None:
-        """Tell the user that the store has been unreachable for ``seconds``, after the first ``NOTE_AFTER`` seconds.
-
-        Raises:
-            StoreGone: if the user has stopped the command meanwhile.
-        """
+        """Tell the user that the store has been unreachable for ``seconds``. Raise StoreGone if the user stops."""
         if seconds <= NOTE_AFTER:
             return
         if self._stop():
@@ -464,8 +445,7 @@ class BaseStudy(ABC):
 
 
 def write_results(out: Path, space: SearchSpace, state: StudyDocument) -> None:
-    """Write study.json and, if there is a best point, the recipes of this point (best.toml) and of the point with the
-    fewest changes (fewest.toml)."""
+    """Write study.json and, if there is a best point, best.toml and fewest.toml."""
     write_text(out / "study.json", state.model_dump_json(indent=2) + "\n")
     if state.best is None:
         return
@@ -478,8 +458,7 @@ def write_results(out: Path, space: SearchSpace, state: StudyDocument) -> None:
 
 
 def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool = False) -> str:
-    """Return the text for the value at ``path`` in the table ``[why]`` of best.toml or, with ``fewest``, of
-    fewest.toml."""
+    """Return the text for the value at ``path`` in ``[why]`` of best.toml or, with ``fewest``, of fewest.toml."""
     point, best = (state.fewest_octaves, state.fewest) if fewest else (state.octaves, state.best)
     assert point is not None
     assert best is not None

@@ -42,8 +42,8 @@ class TrustRegionSampler(BaseSampler):
 
     - A trial has diverged if its value is infinite or beyond +-1e50. A failed trial counts as diverged, too, because
       Optuna does not store whether the objective returned nan or raised an exception. While all trials diverge,
-      learning rates are lowered: parameters named ``lr``, ``learning_rate``, ``max_lr`` or ``peak_lr``, or else those
-      named ``*.lr``.
+      learning rates are lowered: parameters named ``lr``, ``learning_rate``, ``max_lr`` or ``peak_lr``. If there are
+      none, parameters named ``*.lr`` are lowered.
     - The value of a pruned trial is its last reported value, limited to the range from the median to the worst of the
       completed trials.
     - Parameters that only some trials have, or whose range changes, begin at the start, and are then drawn at random.
@@ -56,13 +56,13 @@ class TrustRegionSampler(BaseSampler):
     Args:
         start: values of the start, by name. Missing values are those of the study's first trial, for example from
             ``study.enqueue_trial``. Without a first trial, they are the middle of the range, or the first choice.
-        noise: standard deviation of the objective between runs of one point; 0 if the objective has no noise. By
-            default it is fitted to the trials.
+        noise: standard deviation of the objective between runs of one point; 0 if it has none. By default it is
+            fitted.
         seed: makes proposals reproducible; default random.
 
     Raises:
-        InputError: if an argument has the wrong type, if ``noise`` or ``seed`` is negative, if a value of ``start``
-            is outside its range, if a range is infinitely wide, or if the study has several objectives.
+        InputError: if an argument is invalid, if a value of ``start`` is outside its range, if a range is infinitely
+            wide, or if the study has several objectives.
     """
 
     def __init__(
@@ -170,8 +170,7 @@ class AxisOfDistribution:
         return cls(name, distribution, (low / unit, high / unit), unit)
 
     def start(self, given: Mapping[str, Any], first: Mapping[str, Any]) -> float:
-        """Return where the search starts on this axis: at the ``given`` value, that of the ``first`` trial, or the
-        middle."""
+        """Return where the search starts: at the ``given`` value, that of the ``first`` trial, or the middle."""
         if self.name not in given:
             middle = 0.0 if isinstance(self.limits, range) else sum(self.limits) / 2
             return self.at(first[self.name]) if self.name in first else self.at(self.value(middle))
@@ -217,8 +216,7 @@ def _fitted_noise(axes: Axes, points: Array, losses: Array) -> float | None:
 
 
 def _losses(trials: Sequence[FrozenTrial], sign: float) -> dict[int, float]:
-    """Return the losses of the trials with a result, by number; infinite for a diverged trial. ``sign`` is -1 if the
-    objective is maximised."""
+    """Return the losses of the trials with a result, by number, times ``sign``; infinite for a divergence."""
     found = {}
     for trial in trials:
         if trial.state is TrialState.FAIL or trial.value is not None:
