@@ -384,7 +384,7 @@ def test_a_start_that_diverges_is_left() -> None:
         ({"trials": None}, "the search has no budget; give trials, flops or hours"),
         ({"hours": math.inf}, "hours = inf: input should be a finite number"),
         ({"noise": 1e-170}, "noise = 1e-170: give 0, or a number from 1e-50 to 1e+50"),
-        ({"name": ""}, "the study's name is ''; give it a text of 1 to 512 characters"),
+        ({"name": ""}, "the study's name is ''; give a name of 1 to 512 characters"),
         ({"storage": 5}, "storage = 5: give the path of an Optuna journal file, or sqlite:///FILE"),
     ],
 )

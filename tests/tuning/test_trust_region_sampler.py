@@ -252,13 +252,13 @@ def test_bad_input_gets_one_line() -> None:
     for low, high in ((-1e308, 1e308), (0, math.inf)):
         with pytest.raises(InputError, match=r"^x: the range .* to .* is too wide"):
             study_of(lambda trial: trial.suggest_float("x", low, high), 1)  # noqa: B023
-    with pytest.raises(InputError, match=r"^start: lr = 3; the objective asks for 0.000244141 to 1$"):
+    with pytest.raises(InputError, match=r"^start: lr = 3; the objective allows 0.000244141 to 1$"):
         study_of(bowl, 1, TrustRegionSampler({"lr": 3}))
-    with pytest.raises(InputError, match=r"^start: lr = 'high'; the objective asks for"):
+    with pytest.raises(InputError, match=r"^start: lr = 'high'; the objective allows"):
         study_of(bowl, 1, TrustRegionSampler({"lr": "high"}))
-    with pytest.raises(InputError, match=r"^start: optimizer = 'lion'; the objective asks for \('sgd', 'adam'\)$"):
+    with pytest.raises(InputError, match=r"^start: optimizer = 'lion'; the objective allows \('sgd', 'adam'\)$"):
         study_of(bowl, 1, TrustRegionSampler({"optimizer": "lion"}))
-    with pytest.warns(UserWarning, match="start has lrr, but the first trial has lr, width, optimizer"):
+    with pytest.warns(UserWarning, match="start has lrr, but the objective has lr, width, optimizer"):
         study_of(bowl, 1, TrustRegionSampler({"lrr": 0.1}))
     with pytest.raises(InputError, match=r"for one objective, but the study has 2; use another sampler, such as"):
         study_of(bowl, 1, directions=["minimize", "maximize"])

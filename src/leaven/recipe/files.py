@@ -95,8 +95,8 @@ def _require_plain(document: dict[str, Any], origin: str) -> None:
         elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
             raise InputError(f"{origin}: {_place(path.split('.'))}: an integer above 2^63 - 1; give a smaller number")
         elif isinstance(value, float) and math.isfinite(value) and not _usual(value):
-            limits = f"give 0, or a number from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}"
-            raise InputError(f"{origin}: {_place(path.split('.'))}: {value:g} is no value of a recipe; {limits}")
+            fault = f"too large or too close to 0; give 0, or a number from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}"
+            raise InputError(f"{origin}: {_place(path.split('.'))}: {value:g} is {fault}")
 
 
 def _usual(value: float) -> bool:

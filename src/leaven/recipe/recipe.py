@@ -363,8 +363,7 @@ def differences(a: Recipe, b: Recipe) -> list[Difference]:
 
 
 def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the differences between two recipes in layout and micro-batch, which change only the last bits of the
-    loss."""
+    """Return the differences in layout and micro-batch, which change only the last bits of the loss."""
     return differing(*(recipe.model_dump(include={"layout": True, "batch": {"micro_batch"}}) for recipe in (a, b)))
 
 

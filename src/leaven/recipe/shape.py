@@ -63,8 +63,7 @@ class Role(StrEnum):
 
     @property
     def in_branches(self) -> bool:
-        """Return whether parameters with this role are matrices in a block whose fan in and fan out grow with
-        width."""
+        """Return whether these are matrices inside a block whose fan in and fan out grow with the width."""
         return self in {Role.HIDDEN_WEIGHT, Role.EXPERT_WEIGHT}
 
 

@@ -26,14 +26,14 @@ def parse_quantity(text: str) -> int:
     power = int(exponent or 0) - len(fraction)
     value = int((whole or "0") + fraction) * _SUFFIXES[suffix.upper()]
     if power < -200:
-        raise InputError(f"{text!r} is not a whole number")
+        raise InputError(f"{text!r} is not a whole number; round it")
     if power > 30:
         raise InputError(f"{text!r} is too large; give a number below 1e30")
     if power >= 0:
         return value * int(10**power)
     divisor = int(10**-power)
     if value % divisor:
-        raise InputError(f"{text!r} is not a whole number")
+        raise InputError(f"{text!r} is not a whole number; round it")
     return value // divisor
 
 

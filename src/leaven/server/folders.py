@@ -89,7 +89,7 @@ def find(roots: list[Path]) -> Iterator[Found]:
 
 
 def tag(found: list[Found]) -> str:
-    """Return an HTTP ETag, which changes when a file that a page about the folders ``found`` shows changes."""
+    """Return an HTTP ETag that changes when a file of the folders ``found`` that a page shows changes."""
     digest = hashlib.blake2b(digest_size=12)
     for each in found:
         digest.update(f"{each.address}\n".encode())

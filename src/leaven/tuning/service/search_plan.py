@@ -86,7 +86,7 @@ class Budget:
 
     @cached_property
     def label(self) -> str:
-        """The budget as text, such as ``100 trials``. Final trials store it, because a later budget has others."""
+        """The budget as text, such as ``100 trials``. It tells final trials from those of a later, larger budget."""
         return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
 
     @property
@@ -169,7 +169,7 @@ def check_search(method: str, axes: Axes, name: str) -> None:
             "or use method trust-region"
         )
     if not (isinstance(name, str) and 0 < len(name) <= LONGEST):
-        raise InputError(f"the study's name is {name!r:.60}; give it a text of 1 to {LONGEST} characters")
+        raise InputError(f"the study's name is {name!r:.60}; give a name of 1 to {LONGEST} characters")
 
 
 def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:

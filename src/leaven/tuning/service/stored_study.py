@@ -85,7 +85,7 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTrial(StudyTrial):
-    """A trial of a search, read from the store. Inherited fields are those of the last attempt."""
+    """A trial of a search, read from the store. Inherited fields are of its last attempt; ``values`` is empty."""
 
     params: Params  # log2 multipliers; a whole number has the multiplier of its rounded value
     origin: int  # number of the first attempt
@@ -205,11 +205,9 @@ class StoredStudy:
         return trials_of(attempts, self.axes, self._finished, self._jobs)
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
-        """Create the attempt of a request, and return (number, point). ``sampler`` draws the point if the request has
-        none.
+        """Create the attempt of a request, and return (number, point). Without a point, ``sampler`` draws one.
 
-        Return None if the attempt is a duplicate, or if another command took this one for dead and closed the
-        attempt.
+        Return None if the attempt is a duplicate, or if another command took this one for dead and closed it.
         """
         # A template creates the attempt in one call, so that none exists without the name of its job.
         template = create_trial(

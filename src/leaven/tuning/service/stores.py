@@ -123,7 +123,8 @@ def _url(where: str) -> "URL":
                 f"{where}: no file in this URL; give sqlite:///FILE, or sqlite:////FILE for an absolute path"
             )
         if file.is_dir() or not file.parent.is_dir():
-            raise InputError(f"{where}: " + ("a folder" if file.is_dir() else f"there is no folder {file.parent}"))
+            fault = "a folder; give a file" if file.is_dir() else f"there is no folder {file.parent}; create it"
+            raise InputError(f"{where}: {fault}")
         return url
     if scheme in {"postgresql", "postgresql+psycopg"}:
         # Options in the URL override those of POSTGRESQL.

@@ -140,7 +140,7 @@ class TrustRegionSampler(BaseSampler):
     ) -> None:
         unknown = ", ".join(self._start.keys() - trial.params)
         if trial.number == 0 and state is TrialState.COMPLETE and unknown:
-            warnings.warn(f"start has {unknown}, but the first trial has {', '.join(trial.params)}", stacklevel=2)
+            warnings.warn(f"start has {unknown}, but the objective has {', '.join(trial.params)}", stacklevel=2)
 
     def _rng(self, trial: FrozenTrial, name: str = "") -> np.random.Generator:
         return np.random.default_rng([self._seed, trial.number, *name.encode()])
@@ -182,7 +182,7 @@ class AxisOfDistribution:
             pass
         to = self.distribution
         allowed = f"{to.low:g} to {to.high:g}" if isinstance(to, NUMBERS) else getattr(to, "choices", ())
-        raise InputError(f"start: {self.name} = {given[self.name]!r:.60}; the objective asks for {allowed}")
+        raise InputError(f"start: {self.name} = {given[self.name]!r:.60}; the objective allows {allowed}")
 
     def at(self, value: Any) -> float:
         """Return where a value is on the axis: steps, or the index of a choice."""
