@@ -27,16 +27,13 @@ is ``scale`` octaves, the typical distance of an optimum from the start. The sea
    proposals spread further out instead. If the start diverged, the first trial that finishes takes its place as the
    first incumbent.
 
-``Region`` takes and returns octaves. Proposals stay in a box around the start (``near``). The box always reaches at
-least one step beyond the incumbent, up to the bounds of the space. So the box grows while the best point lies at its
-edge.
+Proposals stay in a box around the start (``near``). The box always reaches at least one step beyond the incumbent, up
+to the bounds of the space. So the box grows while the best point lies at its edge.
 
 The noise is the standard deviation of the loss between seeds. All trials of a search share a seed, and with it the
 init and the data order, so their losses vary by less than the noise. But an improvement that holds for one seed only
 is useless. So the surrogate assumes at least the noise between seeds, and a trial replaces the incumbent only if its
-gain is above the noise. These rules make the search only a little slower (docs/concepts/search.md). During the
-search, the noise is pooled over all points that were run with several seeds. For the final result,
-``noise.noise_between_seeds`` leaves out some of these trials.
+gain is above the noise. These rules make the search only a little slower (docs/concepts/search.md).
 """
 
 import math

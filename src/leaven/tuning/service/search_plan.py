@@ -311,7 +311,7 @@ class SearchPlan:
         return self.budget.size >= SMALL or (noise is not None and self._fitted(trials).in_doubt)
 
     def _final_trial(self, trials: Sequence[StoredTrial], count: int, each: int, now: float) -> TrialRequest | None:
-        """Return the next final trial: ``each`` for each of ``count`` finalists that do not diverge."""
+        """Return the next final trial, or None. ``count`` finalists that do not diverge get ``each`` trials."""
         reruns: dict[int | None, list[StoredTrial]] = {}
         for trial in trials:
             if trial.final_of == self.budget.label and not trial.confirms:

@@ -12,10 +12,10 @@ command that starts a search also resumes it:
   attempts, so a crash cannot lose a job. If two commands create an attempt for the same job at once, the one with the
   lower number runs, and the other one is closed as a duplicate.
 - If the process of attempt NUMBER dies, the trial is retried once, by a new attempt with the job ``retry:NUMBER``. If
-  its process dies too, the trial has failed. Ctrl-C releases the attempts of a command. Their trials are retried in
-  the same way, but a release does not count as a death.
-- Optuna's samplers need a finite loss, so the store has the worst finite loss so far for a diverged trial, which a
-  user attribute marks. leaven counts its loss as infinite.
+  its process dies too, the trial has failed. Ctrl-C releases the attempts of a command. Their trials are retried,
+  too, but a release does not count as a death.
+- A diverged trial has a user attribute, and leaven counts its loss as infinite. Optuna's samplers need a finite loss,
+  so the store has the worst finite loss so far.
 - An attempt with a result has a digest, and so have the settings of the study. So a changed value or a deleted line
   of the store is noticed when attempts are read. Studies of older versions have no digests and are not checked.
 """
@@ -201,7 +201,7 @@ class StoredStudy:
         return self.trials_of(self.attempts)
 
     def trials_of(self, attempts: Sequence[FrozenTrial]) -> list[StoredTrial]:
-        """Return the trials of the ``attempts``; the function :func:`trials_of` with the caches of this study."""
+        """Return the trials of the ``attempts`` (:func:`trials_of` with the caches of this study)."""
         return trials_of(attempts, self.axes, self._finished, self._jobs)
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:

@@ -291,7 +291,7 @@ class BaseStudy(ABC):
         )
 
     def _store_lost(self, ended: set[int], lost: set[int]) -> InputError:
-        """Return the error for a store without the trials ``lost`` of the trials ``ended`` in study.json."""
+        """Return the error for a store that lacks the trials ``lost``, of the trials ``ended`` in study.json."""
         results, missing = f"the results of {len(ended)} trials", "none of them"
         if not ended:
             results, missing = "a study", "no study of this name"
