@@ -1,7 +1,7 @@
 """The document of a study: the content of study.json, from which screens and reports are made. Does not need torch.
 
-Losses and noise are in nats per token. A point is a dict of distances from the start by path, each in the unit of its
-dimension.
+Losses and noise are in nats per token. A point maps the path of each searched value to its distance from the start,
+in the unit of its dimension.
 """
 
 import math

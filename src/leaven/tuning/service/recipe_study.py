@@ -85,8 +85,8 @@ def why_not_stacked(space: Space, durations: Sequence[int]) -> str | None:
 def stackable(space: Space) -> tuple[Space, str | None]:
     """Return (space, reason) for a study with ``--stack``.
 
-    The space is without values in which stacked trials cannot differ. If stacks are impossible, the reason says why,
-    and the space is unchanged.
+    The returned space lacks the values in which stacked trials cannot differ. If a stack is impossible, the space is
+    unchanged, and the reason says why.
     """
     narrowed = space
     for path, need in ((BATCH, "the same batch size"), (TOKENS, "the same duration"), (DROPOUT, "no dropout")):
@@ -100,7 +100,7 @@ def stack_size(
 ) -> tuple[int, str]:
     """Return (number of trials that each of ``gpus`` GPUs trains at once, the reason as text).
 
-    It is above 1 only where a stack was measured to be faster.
+    The number is above 1 only where a stack was measured to be faster.
 
     Args:
         trials: the number of trials in the budget, if it is known.

@@ -245,11 +245,8 @@ class SearchArguments(BaseModel):
 
     @classmethod
     def of(cls, **given: Any) -> "SearchArguments":
-        """Return the validated arguments.
-
-        Raises:
-            InputError: such as ``trials = 0: input should be greater than or equal to 1``.
-        """
+        """Return the validated arguments. Raise InputError, such as ``trials = 0: input should be greater than or
+        equal to 1``."""
         try:
             return cls(**given)
         except ValidationError as error:

@@ -377,8 +377,8 @@ class SearchPlan:
     def baseline(self, trials: Sequence[StoredTrial], point: Mapping[str, float]) -> Baseline | None:
         """Return the loss curve by which a new trial at ``point`` may be pruned; None if there is none.
 
-        It is that of the best completed trial with the same choices, because a choice, such as the schedule, changes
-        the shape of a loss curve.
+        The curve is that of the best completed trial with the same choices, because a choice, such as the schedule,
+        changes the shape of a loss curve.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(trials)

@@ -76,8 +76,7 @@ def open_store(
     Args:
         where: the path of an Optuna journal file, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna
             storage, or None for a storage in memory. A storage that this function returned is returned unchanged.
-        waited: called after each failed attempt with the seconds since the first one. An exception of it ends the
-            retries.
+        waited: called after each failed attempt with the seconds since the first one. If it raises, the retries end.
         patience_seconds: how long a call is retried before it raises StoreGone.
 
     Raises:

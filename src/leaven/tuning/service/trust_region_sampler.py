@@ -56,8 +56,7 @@ class TrustRegionSampler(BaseSampler):
     Args:
         start: values of the start, by name. Missing values are those of the study's first trial, for example from
             ``study.enqueue_trial``. Without a first trial, they are the middle of the range, or the first choice.
-        noise: standard deviation of the objective between runs of one point; 0 if it has none. By default it is
-            fitted.
+        noise: standard deviation of the objective between runs of one point, 0 if it has none; by default fitted.
         seed: makes proposals reproducible; default random.
 
     Raises:
