@@ -273,8 +273,8 @@ class Recipe(Part):
 
     @property
     def base(self) -> Base:
-        """The scale for which the hyperparameters are written. Without a ``scaling.base``, it is that of the recipe
-        itself."""
+        """The scale for which the hyperparameters are written: ``scaling.base`` or, by default, that of the
+        recipe."""
         return self.scaling.base or Base(
             width=self.model.d_model,
             depth=self.model.n_layers,
@@ -286,8 +286,7 @@ class Recipe(Part):
     def base_shape(self) -> ModelShape:
         """The shape of the model at the width and depth of the base.
 
-        ``d_ff / d_model``, ``d_head`` and ``n_heads / n_kv_heads`` stay as they are, unless ``scaling.base`` sets
-        them.
+        ``d_ff / d_model``, ``d_head`` and ``n_heads / n_kv_heads`` stay, unless ``scaling.base`` sets other sizes.
         """
         base = self.scaling.base
         if base is None:

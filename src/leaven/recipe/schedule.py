@@ -29,7 +29,7 @@ class Schedule(Part):
     def multiplier(self, tokens: float, horizon: int) -> float:
         """Return the factor on the peak lr after ``tokens`` tokens of a run that has ``horizon`` tokens.
 
-        It rises linearly during the warm-up. Then:
+        The factor rises linearly during the warm-up. Then:
 
         - ``cosine``, ``linear``: it falls to ``min_lr_ratio`` at the end of the run.
         - ``wsd``: it stays at 1 until the final cooldown, and then falls to ``min_lr_ratio``.

@@ -316,8 +316,7 @@ class ModelShape(Part):
 
     @property
     def roles(self) -> dict[str, Role]:
-        """Return the role of each module by name. For ``biases``, which have several roles, it is that of the last
-        one."""
+        """Return the role of each module by name; of the several roles of ``biases``, the last one."""
         return {parameter.module: parameter.role for parameter in self.parameters()}
 
     @property

@@ -12,9 +12,9 @@ is one setting of all searched values.
    3.), the gain must be above 2.5 times the noise, because a gain just above the noise is often chance.
 3. The lowest of several means is partly luck, too. Example: of three equally good points with two trials each, the
    lowest mean is on average 0.6 times the noise too low. So a point that was chosen among several finalists has
-   confirmation trials with new seeds, and so has the start. The gain in these trials must be above the noise. They
-   also give the reported loss and gain. A single finalist needs no confirmation trials: with two trials, and a
-   predicted gain above 1.5 times the noise, its measured gain must only be above the noise.
+   confirmation trials with new seeds, and so has the start. The gain in these trials must be above the noise, and
+   their losses are reported. A single finalist needs no confirmation trials: with two trials, and a predicted gain
+   above 1.5 times the noise, its measured gain must only be above the noise.
 
 Predicted losses come from a surrogate (a quadratic regression) fitted to all trials. ``sensitivity.py`` computes how
 much each searched value contributes.
@@ -79,7 +79,7 @@ def answer(
 
     Args:
         noise: standard deviation of the loss between trials of one point; by default measured from the trials.
-        over: whether the search has ended. Before the end, only points with fresh seeds can be the best point.
+        over: whether the search has ended. Before the end, there is a best point only if some points were run again.
         by_surrogate: whether predicted losses, rather than measured ones, rank points without fresh seeds.
         optunas: a function that returns Optuna's importances (D,) for points (n, D) and losses (n,).
         earlier: trials of an earlier search, used as prior knowledge.
@@ -138,7 +138,7 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return the point with the fewest changes among those as good as ``point`` within the noise; also as octaves
+    """Return the point with the fewest changes among those as good as ``point`` within the noise, also as an array
     (D,).
 
     All trials of the start count as fresh, because the start was not chosen by its losses.

@@ -19,8 +19,8 @@ dies, the trial gets another attempt.
    trial ends early if it diverges, or if it is pruned: it is too far behind the best trial to win (When?
    ``training/early_stopping.py``). A search with many trials also ends when several rounds gained less than the noise
    (``Region.stalled``).
-3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). Up to 3 trials of the start,
-   which is the recipe itself, measure it (``REPEATS`` in ``search_plan.py``).
+3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). Up to 3 trials of the
+   start, which is the recipe itself, measure it (``REPEATS`` in ``search_plan.py``).
 4. If the search has found a better point than the start, it ends with final trials of the best points (the
    finalists), with fresh seeds. The budget decides how many (``FINALS``). If there are several finalists, the best of
    them and the start have confirmation trials with more seeds.
