@@ -159,8 +159,7 @@ class NumberSource(Entry):
 
 
 class AcceleratorRow(Document, schema="accelerator/1"):
-    """The published numbers of an accelerator, as ``leaven hardware`` (all) and ``leaven hardware NAME`` (one) print
-    them."""
+    """The published numbers of an accelerator. ``leaven hardware`` prints a list of these, or one by NAME."""
 
     name: str
     peak_tflops: dict[str, float | None]  # peak speed without sparsity, by dtype

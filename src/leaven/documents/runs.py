@@ -251,8 +251,7 @@ class DemoModel(Entry):
 
 
 class DemoRun(Entry):
-    """A training run of the demo. At the smallest width, both rules give the same run, which is called
-    complete-d-p."""
+    """A training run of the demo. At the smallest width, both rules give the same run (complete-d-p)."""
 
     rule: str  # standard keeps the hyperparameters of the smallest width; complete-d-p scales them to this width
     width: int
@@ -301,8 +300,7 @@ class DemoDocument(Document, schema="demo/2"):
     next: list[str] = []  # commands to type next
 
     def losses(self, rule: str, width: int) -> dict[float, list[float]]:
-        """Return the losses of a rule at a width: for each learning rate, a list of losses in the order of the
-        seeds."""
+        """Return the losses of a rule at a width: for each learning rate, a list in the order of the seeds."""
         found: dict[float, list[float]] = {}
         for run in sorted(self.runs, key=lambda run: run.seed):
             if run.width == width and (run.rule == rule or width == self.models[0].width):

@@ -187,10 +187,10 @@ def _parts(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def render(recipe: Recipe, template: str = "") -> str:
-    """Return the recipe as TOML, with all defaults.
+    """Return the recipe as TOML. Without a template, all defaults are written.
 
-    With a ``template``, the text of an earlier recipe file, comments, order and the spelling of unchanged values are
-    kept. Defaults that the template omits stay omitted.
+    ``template`` is the text of an earlier recipe file. Its comments, its order and the spelling of unchanged values
+    are kept, and defaults that it omits stay omitted.
     """
     document = tomlkit.parse(template)
     values = recipe.model_dump(mode="json", exclude_none=True)
@@ -266,8 +266,7 @@ def write_recipe(recipe: Recipe, path: Path | str, template: str = "") -> None:
 
 
 def cache_folder() -> Path:
-    """Return leaven's cache folder, the first that is set of ``$LEAVEN_CACHE``, ``$XDG_CACHE_HOME/leaven`` and
-    ``~/.cache/leaven``."""
+    """Return leaven's cache folder: ``$LEAVEN_CACHE``, or ``leaven`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if folder := os.environ.get("LEAVEN_CACHE"):
         return storage.expanded(folder)
     return storage.expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "leaven"

@@ -99,16 +99,15 @@ class Muon(Part):
     ns_steps: int = Field(default=5, ge=1, lt=100)  # Newton-Schulz iterations that make the momentum orthogonal
 
     def matching(self, out: float, into: float) -> float:
-        """Return the factor for a matrix of shape (``out``, ``into``): a step is lr x factor x (orthogonal
-        matrix)."""
+        """Return the factor in a step of Muon, lr x factor x (orthogonal matrix), for the shape (``out``,
+        ``into``)."""
         if self.match == "spectral":
             return math.sqrt(max(1.0, out / into))
         return 0.2 * math.sqrt(max(out, into))
 
 
 class Hyperparameters(Part):
-    """The hyperparameters of the base, usually a smaller model. The scaling rule converts them to this recipe's
-    scale."""
+    """The hyperparameters of the base. The scaling rule converts them to the scale of this recipe."""
 
     # adamw: each step shrinks a weight by lr x weight_decay x weight. adam: weight_decay x weight is added to the
     # gradient, and Adam divides the sum by the gradient's size (Loshchilov and Hutter 2019, arXiv 1711.05101). muon:

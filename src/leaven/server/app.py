@@ -1,5 +1,4 @@
-"""The web server of ``leaven serve``: a list of folders, a page for each folder, a planner and a page of published
-runs.
+"""The web server of ``leaven serve``: pages of folders, a planner and a page of published runs.
 
 The server answers only GET requests that are addressed to this machine and contain the token of the address that
 ``leaven serve`` prints. A request cannot choose a path to open: the server shows only folders that

@@ -27,8 +27,7 @@ SILENT = 120.0  # seconds; a run is called running if a file has changed within 
 
 @dataclass(frozen=True)
 class Found:
-    """The folder of a run, study, check or demo, in one of the folders (roots) that the user gave to ``leaven
-    serve``."""
+    """The folder of a run, study, check or demo. Its root is one of the folders given to ``leaven serve``."""
 
     root: int  # index of the root, in the order given to ``leaven serve``
     folder: Path

@@ -4,10 +4,10 @@ budget, or a search of only two values, would gain.
 A point is *within the noise* of another if its predicted loss is at most the noise floor higher. To be sure, one
 standard deviation of this difference is added (two if the points differ in many values).
 
-The gain that is still possible is the loss at the best point minus the minimum in the trust region: the median over
-quadratics drawn from the surrogate's posterior. With at most ``DESIGNED`` values, this median is too high, because
-the prior has one typical curvature for all values. So it is then limited to what the second half of the trials
-gained.
+The gain that is still possible is the loss at the best point minus the minimum in the trust region, as the median
+over quadratics drawn from the surrogate's posterior. With at most ``DESIGNED`` values, this median is too high,
+because the prior has one typical curvature for all values. So it is then limited to what the second half of the
+trials gained.
 
 After n trials, the gain that is still possible is about proportional to 1 / n, so n further trials bring half of it.
 On test functions, this estimate is on average within a factor of two for 9 and 25 values, and several times too high

@@ -191,8 +191,7 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
 
     Args:
         noise: the standard deviation of the loss between seeds, 0 if it is unknown.
-        knowledge: priors from earlier knowledge. Of these and :meth:`Prior.plain`, the one with the highest evidence
-            is used.
+        knowledge: further priors; the prior with the highest evidence is used, which may be :meth:`Prior.plain`.
     """
     d = points.shape[1]
     spread = float(np.std(losses)) or noise or 1.0

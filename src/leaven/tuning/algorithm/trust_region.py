@@ -324,8 +324,7 @@ class Region:
         return found
 
     def _lowest(self, quadratic: Quadratic, levels: Array, reach: float = TRUST) -> Array:
-        """Return the columns (F,) that minimise ``quadratic`` in the box and within ``reach`` steps, at
-        ``levels``."""
+        """Return the columns (F,) that minimise ``quadratic`` in the box, within ``reach`` steps, at ``levels``."""
         number = self.features.level == 0
         here, fixed = self.features.of(self.incumbent), self.features.of(levels)
         low = np.where(number, np.maximum(here - reach, self.features.of(self.low)), fixed)
