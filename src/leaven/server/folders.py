@@ -45,7 +45,7 @@ class Found:
 
     @property
     def changed(self) -> float:
-        """The Unix time of the latest change to a file that the page shows, in the years that Python can write."""
+        """The Unix time of the latest change to a file that the page shows, at most the year 9999."""
         return min(max([0.0, *(stat.st_mtime for stat in self.stats.values())]), YEAR_9999)
 
     @property
@@ -88,7 +88,7 @@ def find(roots: list[Path]) -> Iterator[Found]:
 
 
 def tag(found: list[Found]) -> str:
-    """Return an HTTP ETag that changes when a file of the folders ``found`` that a page shows changes."""
+    """Return an HTTP ETag, which changes with the files that a page of the folders ``found`` shows."""
     digest = hashlib.blake2b(digest_size=12)
     for each in found:
         digest.update(f"{each.address}\n".encode())

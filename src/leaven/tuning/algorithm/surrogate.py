@@ -309,7 +309,7 @@ def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int
 
 @dataclass(frozen=True)
 class DivergenceModel:
-    """Predicts the probability that a trial diverges. :func:`fit_divergence` makes it."""
+    """The probability that a trial diverges, as a function of its point."""
 
     level: float  # c, the log odds of divergence at the start
     slopes: Array  # (2 D,), log odds per squared distance: first of increases (up), then of decreases (down)

@@ -332,7 +332,7 @@ class Region:
         return quadratic.minimum(here, low, high)
 
     def _within(self, wanted: Array) -> Array:
-        """Return the point (D,) of the columns ``wanted`` (F,), moved into the box and out of likely divergence."""
+        """Return the point (D,) of the columns ``wanted`` (F,), moved into the box and away from risky values."""
         here, number = self.features.of(self.incumbent), self.features.level == 0
         low, high = self.features.of(self.low), self.features.of(self.high)
         wanted = np.where(number, np.clip(wanted, low, high), wanted)
