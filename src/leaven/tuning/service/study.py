@@ -376,7 +376,7 @@ class BaseStudy(ABC):
         return state
 
     def check_budget(self, trials: int | None, hours: float | None) -> None:
-        """Raise InputError if even the coarsest grid of a grid search does not fit into the budget."""
+        """Raise InputError if there is no budget, or if even the coarsest grid does not fit into the budget."""
         known_trials(self.space.axes, self.method, Budget(trials, None, hours, self._run_flops), self._noise)
 
     def _remove_checkpoints(self) -> None:
