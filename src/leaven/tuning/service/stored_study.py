@@ -149,11 +149,7 @@ class StoredStudy:
 
     @property
     def attempts(self) -> list[FrozenTrial]:
-        """All attempts of the study.
-
-        Raises:
-            InputError: if an attempt is missing, or was changed after it had ended.
-        """
+        """All attempts of the study. Raise InputError if one is missing, or was changed after it had ended."""
         attempts = self.study.get_trials(deepcopy=False)
         suspects = {each.number for each in self._unchecked(attempts) if _change_of(each, self.digests)}
         if suspects:
