@@ -109,10 +109,9 @@ class GradientCheck(SizeCheck[GradientRecord]):
         return invariants(self.family, self.widths, self.depths)
 
     def record(self, instance: ModelInstance) -> dict[str, GradientRecord]:
-        """Train a model with a warm-up, on a new batch in each step. Return the records of its parameters, by label.
+        """Train a model with a warm-up, on a new batch in each step. Return the records of its parameters by label.
 
-        The gain of a norm has few entries, and their gradient on a single batch is noisy. So the gradient at the end
-        is an RMS over the last quarter of the steps and one more batch.
+        The gradient at the end is an RMS over several batches, because that of a gain is noisy on one batch.
         """
         instance.scale_lr(self.lr_factor)
         parameters = dict(instance.model.named_parameters())
@@ -200,10 +199,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
 
 def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return, for each label, the RMS over all its tensors.
-
-    ``values`` maps names of parameters to tensors, such as gradients. A parameter with the value None is left out.
-    """
+    """Return the RMS over all tensors of each label. ``values``: the tensors by parameter name."""
     sums: dict[str, tuple[float, int]] = {}
     for name, tensor in values.items():
         label = instance.label(name)
@@ -214,7 +210,7 @@ def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[s
 
 
 def _failure(records: Sequence[GradientRecord]) -> str:
-    """Return why a parameter fails, whatever its exponents are. Return "" if the exponents can be judged."""
+    """Return why a parameter fails whatever its exponents are, or "" if the exponents can be judged."""
     if not all(record.moved for record in records):
         return f"never changes{WHY_NO_CHANGE}"
     named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}

@@ -57,11 +57,10 @@ Combinations = dict[str, list[dict[str, float]]]
 
 
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:
-    """Return ``lr x eps x entries`` and the other combinations of a model's optimizer settings, for each parameter.
+    """Return the combinations of a model's optimizer settings, such as ``lr x eps x entries``, for each parameter.
 
-    ``n_layers`` is the number of blocks of the model. ``steps`` is the number of steps of the run divided by that of
-    the run at the smallest scale. A parameter whose group has no eps is left out, unless Muon updates it. Muon has
-    neither eps nor betas, so for its parameters the combinations with eps or a beta are 0.
+    ``steps`` is the number of steps divided by that of the smallest scale. Muon has neither eps nor betas, so
+    combinations with them are 0.
     """
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int, bool]]] = {}
@@ -106,9 +105,9 @@ class ScaleChange:
 
 
 def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
-    """Return a row for each module label, which says whether the module's settings change with the right exponents.
+    """Return a row for each module label: do the settings change with the right exponents?
 
-    If a rule does not depend on the batch or on the tokens, a row without a verdict says so.
+    A rule that does not depend on the batch or on the tokens gets a row without a verdict.
     """
     width, depth = min(widths), min(depths)
     wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})
@@ -157,10 +156,10 @@ def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[Scal
 def _exponents(
     column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
-    """Return, for each layer, the exponent with which a combination changes from a small to a large scale.
+    """Return the exponent with which a combination changes from a small to a large scale, for each layer.
 
-    ``ratio`` is the larger size / the smaller size. If the models have different numbers of layers, only the first
-    and the last layers are compared. An exponent is infinite if the combination is 0 at one scale only.
+    If the models have different numbers of layers, only the first and the last are compared. An exponent is infinite
+    if the combination is 0 at one scale only.
     """
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]

@@ -92,17 +92,13 @@ def sweep(
 ) -> tuple[CheckDocument, dict[RunScale, LossGrid]]:
     """Run or resume a sweep. Return its document and the losses at each scale that was trained.
 
-    ``family`` makes the models. The first of the ``scales`` is the base, with which the others are compared. If the
-    base has no best value inside its grid, the others are not trained.
-
-    ``grid`` has the values of the hyperparameter that are tried. For a recipe, they are values as written in the
-    recipe, which the rule then scales. For a factory, they are multiples of the factory's own value. The default grid
-    is around the value of the recipe or factory.
+    Args:
+        scales: the first is the base. If its best value is not inside the grid, the others are not trained.
+        grid: the values to try, before the rule scales them. For a factory, they are multiples of its own value.
 
     Raises:
-        InputError: if there are fewer than two scales or fewer than three values, if the family has no model at a
-            scale, or if another command uses the folder of ``store``.
-        ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
+        InputError: if there are fewer than two scales or three values, a scale has no model, or the folder is in use.
+        ChecksStopped: if the runs were stopped; finished runs are saved.
     """
     swept, scales = SWEPT[quantity], list(dict.fromkeys(scales))
     values = sorted(set(grid or (family.value(quantity) * 2.0**octave for octave in swept.octaves)))
@@ -136,11 +132,13 @@ def compare(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> CheckDocument:
-    """Return the document that compares the best values at the other scales with that of the base, the first scale.
+    """Return the document that compares the best values at the other scales with that of the base.
 
-    ``names`` has a short name of each scale, the base first. ``losses`` has only the scales that were trained.
-    ``ruled`` has the exponents with which the rule scales the value over the batch and tokens. ``settings`` becomes
-    the field ``settings`` of the document, and must contain rule and unit.
+    Args:
+        losses: of the scales that were trained.
+        names: a short name of each scale, the base first.
+        ruled: the exponents with which the rule scales the value over the batch and tokens.
+        settings: the document's settings; rule and unit are required.
     """
     base, *others = names
     return verdict(
@@ -162,10 +160,7 @@ def compare(
 
 
 def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
-    """Return a short name of each scale, such as ``64x4`` or ``tokens x2``.
-
-    The name contains only what differs between the scales.
-    """
+    """Return a short name of each scale, such as ``64x4`` or ``tokens x2``: what differs between the scales."""
 
     def label(scale: RunScale) -> str:
         parts = [f"{scale.width}x{scale.depth}"] if len({(s.width, s.depth) for s in scales}) > 1 else []
@@ -180,10 +175,7 @@ def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
 def _wider(
     family: ModelFamily, quantity: Quantity, scale: RunScale, grid: list[float], losses: LossGrid
 ) -> list[float]:
-    """Return the grid of a scale with one more value beyond the edge at which the best value lies.
-
-    The grid stays the same if the best value is unknown or inside, or if the new value would be invalid.
-    """
+    """Return the grid of a scale. If the best value is at an edge, the grid has one more value beyond it."""
     if not losses.has_optimum or not losses.edge:
         return grid
     value = losses.following
@@ -201,11 +193,7 @@ def extended(
     store: RunStore,
     seeds: int,
 ) -> tuple[dict[RunScale, list[float]], dict[RunScale, LossGrid]]:
-    """Train on the grid of each scale. Return (grids, losses), both by scale.
-
-    A grid whose best value is at an edge gets one more value beyond this edge, which is then trained, too. This is
-    repeated up to :data:`EXTENSIONS` times.
-    """
+    """Train on the grid of each scale, and extend grids whose best value is at an edge. Return (grids, losses)."""
     extending = {scale: list(grid) for scale, grid in grids.items()}
     losses = losses_of(family, quantity, extending, store, seeds)
     for _ in range(EXTENSIONS):
@@ -224,10 +212,7 @@ def losses_of(
     store: RunStore,
     seeds: int,
 ) -> dict[RunScale, LossGrid]:
-    """Train the runs that have no result yet. Return the losses on the grid of each scale.
-
-    A run whose loss reaches the divergence limit counts as diverged.
-    """
+    """Train the runs that have no result yet. Return the losses on the grid of each scale."""
     settings = {
         (scale, value): RunSetting(scale, value, quantity=quantity) for scale, grid in grids.items() for value in grid
     }
@@ -252,10 +237,8 @@ def _exponents(
 ) -> list[MeasuredRow]:
     """Return a row for each axis with the measured exponent of the best value.
 
-    For example, the exponent over the tokens is -0.4 if the best lr is proportional to tokens^-0.4.
-
-    The values in ``losses`` are those before the rule scales them. So the exponent that is fitted to the best of them
-    is the error of the rule. The row has the sum of the rule's exponent and the fitted one: -0.5 and 0.1 give -0.4.
+    ``losses`` are by the values before the rule scales them. So an exponent that is fitted to them is the error of
+    the rule, and is added to the rule's exponent: 0.1 and -0.5 give -0.4.
     """
     found = []
     for axis in AXES:
@@ -279,11 +262,7 @@ def _exponents(
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield the curves of a sweep.
-
-    For each scale, there is a curve of the loss over the swept value, and a point at the best value. For each axis,
-    there is a curve of the best value over the size.
-    """
+    """Yield the loss over the swept value for each scale, and the best value over the size for each axis."""
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         by_seed = [list(runs.values()) for runs in grid.runs]
@@ -313,11 +292,7 @@ def _curves(
 
 
 def _row(swept: SweptValue, base_name: str, base: LossGrid, name: str, target: LossGrid | None) -> VerdictRow:
-    """Return the row that compares the scale ``name`` with the base.
-
-    ``base`` and ``target`` are the losses at the base and at this scale. ``target`` is None if the scale was not
-    trained, because the base has no best value inside its grid.
-    """
+    """Return the row that compares the scale ``name`` with the base. ``target`` is None for a scale without runs."""
     limit, label = swept.shift_limit, swept.label
     row = partial(VerdictRow, module=f"best {label}, octaves", axis=f"{base_name} -> {name}", limit=limit)
     unjudged = partial(row, slope=None, passed=False, undecided=True, beyond=0.0)
@@ -372,10 +347,7 @@ def _row(swept: SweptValue, base_name: str, base: LossGrid, name: str, target: L
 
 
 def _no_optimum(swept: SweptValue, grids: Mapping[str, LossGrid]) -> str:
-    """Return why the best value of a scale is unknown, and what to type. Return "" if all best values are known.
-
-    ``grids`` maps the names of the scales to their losses.
-    """
+    """Return why the best value of a scale is unknown, and what to type. Return "" if all best values are known."""
     for name, grid in grids.items():
         if not grid.has_optimum:
             count, lowest = len(grid.octaves), 2 ** min([*grid.octaves, *grid.diverged])
