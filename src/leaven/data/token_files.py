@@ -210,8 +210,8 @@ def _tokens(path: Path, dtype: np.dtype[Any], offset: int = 0) -> FileTokens:
 def arrow_tokens(chunks: list[Any], files: Sequence[tuple[MappedFile, ...]]) -> MappedTokens:
     """Return the token ids in a column of lists, which is given as Arrow arrays. Each row is a document.
 
-    There is one exception: at least `BLOCKS` rows that all have the same length, except a last row that may be
-    shorter. Such rows are blocks of a longer text, and the ends of its documents are unknown.
+    At least `BLOCKS` rows of equal length are an exception: they are blocks of a longer text, and the ends of its
+    documents are unknown. The last row may be shorter.
 
     Args:
         files: for each of the arrays, the files that are mapped into it.

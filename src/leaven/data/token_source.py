@@ -77,12 +77,9 @@ def uses(parts: SourceParts) -> Iterator[tuple[TokenPart, str]]:
 
 
 def refuse_two_uses(used: Iterable[tuple[Hashable, TokenPart, str]]) -> None:
-    """Check that the same token ids are not used in two different ways, such as for training and for validation.
+    """Raise InputError if parts with the same ids have different uses, such as training and validation.
 
     ``used`` contains (identity, part, use). Parts with the same ids have the same identity.
-
-    Raises:
-        InputError: if two parts with the same ids have different uses.
     """
     first: dict[Hashable, dict[str, TokenPart]] = {}
     for identity, part, use in used:
@@ -114,20 +111,16 @@ class TokenReader:
     def shards(self, sources: Sequence[tuple[DataSource, SourceParts]]) -> list[Shards]:
         """Return the tokens of each source.
 
-        If a source has ``validation``, all ids of the source are used for training, and the ids of ``validation`` for
-        validation. No other source may hold out ids of this source.
+        A source with ``validation`` trains on all of its ids. From any other source, the last `VALIDATION_SHARE` of
+        each of up to `STRETCHES` stretches of a file is held out. Whole documents are held out, if their ends are
+        known.
 
-        If a source has no ``validation``, each of its files is divided into up to `STRETCHES` stretches, and the last
-        `VALIDATION_SHARE` of each stretch is held out for validation. If it is known where documents end (from the
-        file, or from the id ``end_of_text``), the held-out part consists of whole documents. Only a document that is
-        longer than the held-out part is cut.
-
-        If the files of a source say where documents end, but do not contain ``end_of_text``, this id is added after
-        each document.
+        If the files say where documents end, but do not contain ``end_of_text``, this id is added after each
+        document.
 
         Raises:
-            InputError: if a file is damaged or of an unknown format, an id is not below ``vocab_size``, the ends of
-                documents are unknown but needed, or parts that are used in different ways have the same ids.
+            InputError: if a file or an id cannot be used, the ends of documents are unknown but needed, or the same
+                ids are used in different ways.
             OSError: if ``memory`` cannot be written.
         """
         read, used = [], []
@@ -167,7 +160,7 @@ class TokenReader:
         """Return the token ids of all parts of a source, after checking them.
 
         Raises:
-            InputError: if the parts cannot be used, as in :meth:`shards`.
+            InputError: if the parts cannot be used.
         """
         name, end_of_text = source.source, self.end_of_text
         mapped = {part.key: opened(part) for part in parts}
@@ -277,7 +270,7 @@ def _verified(mapped: MappedTokens, survey: TokenSurvey) -> MappedTokens:
 def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[int, int]]:
     """Yield the parts of a file that are used for validation, in order, as (first position, position after the last).
 
-    ``end_of_text`` is the id that ends documents if it occurs in the file; None if not.
+    ``end_of_text`` is None if the id does not occur in the file.
     """
     size = len(mapped)
     count = min(max(size // STRETCH_TOKENS, 1), STRETCHES)
@@ -294,7 +287,9 @@ def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[i
 
 def _document_end(mapped: MappedTokens, position: int, stop: int, end_of_text: int | None) -> int:
     """Return the first position from ``position`` to ``stop`` at which a document ends, or ``stop`` if there is none.
-    If the ends of documents are unknown, return ``position``."""
+
+    If the ends of documents are unknown, the result is ``position``.
+    """
     if mapped.ends is not None:
         found = np.searchsorted(mapped.ends, position)
         return min(int(mapped.ends[found]), stop) if found < len(mapped.ends) else stop

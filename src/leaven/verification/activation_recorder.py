@@ -174,7 +174,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _attention_logits(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
-    """Return the attention logits of the first sequence, (heads x T, T): the heads are stacked. Masked logits are 0."""
+    """Return the attention logits of the first sequence with stacked heads, (heads x T, T). Masked logits are 0."""
     query, key = query.detach()[0].float(), key.detach()[0].float()
     key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
     logits = query @ key.transpose(-1, -2) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)

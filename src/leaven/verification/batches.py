@@ -25,7 +25,7 @@ HELD_OUT = 1_000_000
 
 
 def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
-    """Return batches of ``count`` sequences from a text. For the seed `HELD_OUT`, they are from the validation split."""
+    """Return batches of ``count`` sequences from the training split, or for `HELD_OUT` from the validation split."""
 
     def batch(seed: int, step: int) -> TokenBatch:
         split = tokens.validation if seed == HELD_OUT else tokens.train
