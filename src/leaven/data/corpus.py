@@ -216,8 +216,7 @@ def cached_surveys(
 
     Args:
         survey: reads a part and returns its survey (a data class).
-        restored: makes a survey from cached values, or returns None if the part must be read again. It may raise
-            KeyError or TypeError.
+        restored: makes a survey from cached values. None, KeyError or TypeError: the part must be read again.
     """
     known: dict[str, Any] = {}
     if path is not None:
@@ -286,11 +285,7 @@ def _survey(part: TextPart, meter: Meter) -> Survey:
 
 
 def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> str:
-    """Return a line about the documents and files that could not be read, or "" if there are none.
-
-    Raises:
-        InputError: if they are more than ``corrupt_share`` of all documents or of all files.
-    """
+    """Return a line about what could not be read, or "". Raise InputError if it is more than ``corrupt_share``."""
     corrupt, broken = sum(survey.corrupt for survey in surveys), sum(survey.broken for survey in surveys)
     if not corrupt and not broken:
         return ""

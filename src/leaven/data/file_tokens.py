@@ -85,11 +85,7 @@ class FileTokens:
         return self._count
 
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
-        """Return the token ids in a slice.
-
-        Raises:
-            InputError: if the file is truncated, cannot be read, or differs from its checksums.
-        """
+        """Return the token ids in a slice. Raise InputError if the file is truncated, unreadable or damaged."""
         start, stop, step = index.indices(self._count)
         assert step == 1
         if start >= stop:
@@ -165,11 +161,7 @@ class ArrayTokens:
         return len(self.ids)
 
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
-        """Return a copy of the token ids in a slice.
-
-        Raises:
-            InputError: if a file has been truncated.
-        """
+        """Return a copy of the token ids in a slice. Raise InputError if a file has been truncated."""
         for file in self.files:
             file.require_whole()
         return self.ids[index].copy()

@@ -96,10 +96,7 @@ class HubTokens(_Split):
 
 
 def _mapped_files(table: Any) -> list[tuple[int, tuple[MappedFile, ...]]]:
-    """Return, for each part of a table of the package ``datasets``, its number of rows and the files mapped for it.
-
-    There are no files if the rows were not read from a file.
-    """
+    """Return (number of rows, files mapped for them) for each part of a table of the package ``datasets``."""
     found = []
     for blocks in getattr(table, "blocks", [[table]]):  # the blocks of one part have the same rows
         paths = [block.path for block in blocks if hasattr(block, "path")]

@@ -279,11 +279,7 @@ def _entry(record: ShardRecord) -> dict[str, Any]:
 
 
 def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
-    """Return the record of a shard from its entry in the index.
-
-    Raises:
-        KeyError, TypeError, ValueError: if the entry is damaged.
-    """
+    """Return the record of an index entry. Raise KeyError, TypeError or ValueError if it is damaged."""
     blocks = entry[BLOCKS] if BLOCKS in entry else dict.fromkeys(SPLITS, "")
     record = {split: ShardFile(**entry[split], blocks=blocks[split]) for split in SPLITS}
     for file in record.values():
@@ -311,10 +307,7 @@ def _with_blocks(folder: Path, shard: int, record: ShardRecord) -> ShardRecord:
 def _damage(
     folder: Path, shard: int, record: ShardRecord, dtype: np.dtype[Any], checked_ns: int = 0
 ) -> dict[Path, str]:
-    """Return the damaged files of a shard, each with a phrase that says what is wrong.
-
-    The checksum is compared only if the file was modified after ``checked_ns``, the time of the last check in ns.
-    """
+    """Return the damaged files of a shard, each with what is wrong. Files older than ``checked_ns`` are not read."""
     damage = {}
     for split in SPLITS:
         file, size = _file(folder, split, shard), record[split].tokens * dtype.itemsize

@@ -101,11 +101,7 @@ def estimated_tokens(source: DataSource) -> int | None:
 
 
 def text_tokens(sources: Sequence[DataSource]) -> int | None:
-    """Return the estimated number of tokens of all sources, or None if one is python-stdlib or an hf:// source.
-
-    Raises:
-        InputError: see :func:`estimated_tokens`.
-    """
+    """Return the estimated number of tokens of all sources, or None if one of them has no estimate."""
     if any(source.source == "python-stdlib" for source in sources):
         return None
     sizes = [estimated_tokens(source) for source in sources]
@@ -114,11 +110,7 @@ def text_tokens(sources: Sequence[DataSource]) -> int | None:
 
 
 def opened(part: TokenPart) -> MappedTokens:
-    """Return the token ids of a part.
-
-    Raises:
-        InputError: if the part cannot be used.
-    """
+    """Return the token ids of a part. Raise InputError if it cannot be used."""
     try:
         return part.open()
     except BrokenFile as error:

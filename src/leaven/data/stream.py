@@ -55,8 +55,8 @@ class Stream:
         return _count_windows(self.tokens, self.seq_len, "training")
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return samples ``first`` to ``first + count - 1``, [count, seq_len + 1] token ids, not counting those in
-        ``skip``."""
+        """Return ``count`` samples from number ``first`` on, [count, seq_len + 1] token ids. Those in ``skip`` do not
+        count."""
         return self.samples(numbered(first, count, self.skip))
 
     def samples(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -74,8 +74,8 @@ class Mixture:
     skip: tuple[tuple[int, int], ...] = ()  # as in `Stream`, of the mixture's sample numbers
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return samples ``first`` to ``first + count - 1``, [count, seq_len + 1] token ids, not counting those in
-        ``skip``."""
+        """Return ``count`` samples from number ``first`` on, [count, seq_len + 1] token ids. Those in ``skip`` do not
+        count."""
         sources, numbers = place(numbered(first, count, self.skip), self.proportions)
         rows = np.empty((count, self.streams[0].seq_len + 1), dtype=np.int64)
         for source, stream in enumerate(self.streams):
@@ -122,8 +122,7 @@ def _period(
 
 
 def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """Return entries ``first`` to ``first + count - 1`` of the list of all sample numbers outside the ranges
-    ``skip``."""
+    """Return entries ``first`` to ``first + count - 1`` of the list of all numbers outside the ranges ``skip``."""
     numbers = np.arange(first, first + count)
     for start, end in skip:
         numbers[numbers >= start] += end - start
@@ -131,9 +130,7 @@ def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray
 
 
 def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-    """Return windows that are spread evenly over the tokens, [N, T + 1], with up to ``limit_tokens`` targets.
-
-    There is at least one window.
+    """Return windows that are spread evenly over the tokens, [N, T + 1], at least one.
 
     Raises:
         InputError: if the tokens do not fill one window.

@@ -45,12 +45,9 @@ class TokenSurvey:
 
 
 class DocumentTokens:
-    """The tokens of documents, with an end-of-text token added after each document.
+    """The tokens of documents, with an end-of-text token added after each.
 
-    Args:
-        tokens: the tokens without end-of-text tokens.
-        ends: the positions in ``tokens`` after the last token of each document.
-        end_of_text: id of the end-of-text token.
+    ``ends`` are the positions in ``tokens`` after the last token of each document.
     """
 
     def __init__(self, tokens: Tokens, ends: NDArray[np.int64], end_of_text: int) -> None:
@@ -157,11 +154,7 @@ class TokenReader:
         return Shards(ShardedTokens(train), ShardedTokens(validation), 0, 0, fingerprint, notes)
 
     def _read(self, source: DataSource, parts: Sequence[TokenPart]) -> "_SourceIds":
-        """Return the token ids of all parts of a source, after checking them.
-
-        Raises:
-            InputError: if the parts cannot be used.
-        """
+        """Return the token ids of all parts of a source. Raise InputError if they cannot be used."""
         name, end_of_text = source.source, self.end_of_text
         mapped = {part.key: opened(part) for part in parts}
         if not any(map(len, mapped.values())):
@@ -268,10 +261,7 @@ def _verified(mapped: MappedTokens, survey: TokenSurvey) -> MappedTokens:
 
 
 def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a file that are used for validation, in order, as (first position, position after the last).
-
-    ``end_of_text`` is None if the id does not occur in the file.
-    """
+    """Yield the validation parts of a file in order, as (first position, position after the last)."""
     size = len(mapped)
     count = min(max(size // STRETCH_TOKENS, 1), STRETCHES)
     start = 0
@@ -286,10 +276,7 @@ def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[i
 
 
 def _document_end(mapped: MappedTokens, position: int, stop: int, end_of_text: int | None) -> int:
-    """Return the first position from ``position`` to ``stop`` at which a document ends, or ``stop`` if there is none.
-
-    If the ends of documents are unknown, the result is ``position``.
-    """
+    """Return the first end of a document from ``position`` on, at most ``stop``. If ends are unknown: ``position``."""
     if mapped.ends is not None:
         found = np.searchsorted(mapped.ends, position)
         return min(int(mapped.ends[found]), stop) if found < len(mapped.ends) else stop

@@ -69,11 +69,7 @@ class TokenSet:
         return sum(source.validation_bytes for source in self.sources)
 
     def stream(self, seq_len: int, seed: int) -> "Stream | Mixture":
-        """Return the endless stream of training samples.
-
-        Raises:
-            InputError: if a source does not fill one window.
-        """
+        """Return the endless stream of training samples. Raise InputError if a source does not fill one window."""
         if len(self.sources) == 1:
             return Stream(self.sources[0].train, seq_len, seed)
         # The order within a source does not depend on the other sources or on weights.
@@ -114,10 +110,8 @@ def prepare(
     Processes are spawned, so a script must call this function under ``if __name__ == "__main__"``.
 
     Args:
-        cache: the folder of the cache; by default ``$LEAVEN_CACHE``, or else ``leaven`` in ``$XDG_CACHE_HOME`` or
-            ``~/.cache``.
-        progress: called with a stage (``reading``, ``tokenizer`` or ``encoding``), the number of bytes processed and
-            the total number of bytes.
+        cache: the folder of the cache; by default :func:`leaven.recipe.files.cache_folder`.
+        progress: called with a stage, the number of bytes processed and the total number of bytes.
         processes: number of processes that encode text; by default one per core if there is enough text.
 
     Raises:
@@ -222,7 +216,7 @@ def _tokenizer(
     vocab_size: int,
     progress: OnProgress | None,
 ) -> tuple[Path, Encoder]:
-    """Return the path of a tokenizer in the cache, and its encoder: ``given``, or one that is trained on ``corpora``."""
+    """Return the path of a tokenizer in the cache, and its encoder: ``given``, or one trained on ``corpora``."""
     if given is not None:
         return _keep(folder, given)
     text = " ".join(corpus.fingerprint for corpus in corpora)

@@ -96,16 +96,13 @@ class RoutedExperts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """The routed and the shared experts of a block.
 
-    ``bias_E`` is added to the scores before the choice of experts; :class:`leaven.training.load_balance.LoadBalance`
-    sets it. ``tally`` sums over the backward passes of a step.
-
     Args:
         shared: the MLP of the shared experts, or None.
         shared_multiplier: factor on the output of the shared experts, relative to the routed experts.
         losses: coefficients of the balance loss and of the router's z-loss.
     """
 
-    bias_E: Tensor | None
+    bias_E: Tensor | None  # added to the scores before the choice; LoadBalance (training) sets it
 
     def __init__(
         self, shape: ModelShape, shared: nn.Module | None, shared_multiplier: float, losses: tuple[float, float]
@@ -121,7 +118,7 @@ class MixtureOfExperts(nn.Module):
         self.losses = losses
         self.counts_losses = True  # False if another rank adds the gradients of the losses for the same tokens
         self.register_buffer("bias_E", None, persistent=False)
-        self.tally = RouterTally()
+        self.tally = RouterTally()  # sums over the backward passes of a step
 
     def forward(self, x_BTD: Tensor, sequences: SequenceWeights | None = None) -> Tensor:
         chosen_BTk, weights_BTk, load_BE = self._route(x_BTD, sequences)
@@ -151,8 +148,7 @@ class MixtureOfExperts(nn.Module):
     def _with_losses(
         self, weights_BTk: Tensor, logits_BTE: Tensor, scores_BTE: Tensor, load_BE: Tensor, sequences: SequenceWeights
     ) -> Tensor:
-        """Return the weights unchanged. Their backward pass adds the gradients of the router's losses and fills the
-        tally."""
+        """Return the weights unchanged. Their backward pass adds the gradients of the router's losses."""
         balance, z_loss = self.losses
         targets_B = sequences.targets_B.to(scores_BTE.dtype)
         shares_BTE = scores_BTE
@@ -212,8 +208,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _AlsoMinimise(torch.autograd.Function):
-    """Return ``x``. The backward pass adds the gradients of ``loss``, and adds ``counted`` (loads, balance loss) to
-    ``tally``."""
+    """Return ``x``. The backward pass adds the gradients of ``loss``, and adds ``counted`` to ``tally``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, tally: RouterTally, counted: tuple[Tensor, Tensor]) -> Tensor:

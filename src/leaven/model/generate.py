@@ -16,10 +16,8 @@ from leaven.model.transformer import Transformer
 class Sampling:
     """The settings for drawing the next token at random (Holtzman et al. 2020, arXiv 1904.09751).
 
-    They are applied in the order of the fields. The most likely token always remains.
-
-    Raises:
-        InputError: if a value is out of range.
+    They are applied in the order of the fields. The most likely token always remains. A value that is out of range
+    raises InputError.
     """
 
     temperature: float = 1.0  # at 0, the most likely token is chosen

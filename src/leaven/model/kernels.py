@@ -75,7 +75,7 @@ def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
 def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, sizes_E: Tensor) -> Tensor:
     """Multiply consecutive groups of rows by their matrices, and return (N, F). Group e has ``sizes_E[e]`` rows.
 
-    On CUDA, bf16 products are one kernel if F and D are multiples of 8. Only then does the host not wait for the
+    On CUDA, bf16 products are one kernel if F and D are multiples of 8. In all other cases, the host waits for the
     sizes.
     """
     device = x_ND.device.type
@@ -96,8 +96,7 @@ def has_grouped_kernel(device: str) -> bool:
 def on_host(sizes: Tensor, total: int) -> list[int]:
     """Return the elements of ``sizes``. On a GPU, the host waits for them.
 
-    ``total`` is their sum. :mod:`leaven.verification.dry_run` replaces this function and needs it, because its
-    tensors have no values.
+    :mod:`leaven.verification.dry_run` replaces this function and needs their sum, ``total``.
     """
     found: list[int] = sizes.tolist()
     return found
@@ -301,7 +300,7 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the attention probabilities of a block, (N, G x t, s), and tanh(score / softcap) if there is a softcap."""
+    """Return the attention probabilities of a block, (N, G x t, s), and tanh(score / softcap) or None."""
     rows, keys = block
     first, last, start, tanh_Nts = rows.start, rows.stop, keys.start, None
     size, groups = last - first, q_NGTE.shape[1]

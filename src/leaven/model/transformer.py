@@ -20,8 +20,7 @@ from leaven.recipe.shape import ModelShape
 
 
 class RMSNorm(nn.RMSNorm):
-    """An RMSNorm that computes in the dtype of its gain (fp32), for any input dtype. torch's is slow if the two
-    differ.
+    """An RMSNorm that computes in the dtype of its gain (fp32). torch's is slow if the input has another dtype.
 
     The result is cast to the dtype of autocast, so that matrix products do not have to cast it again.
     """
@@ -224,7 +223,7 @@ class Transformer(nn.Module):
         self.logit_multiplier = multipliers.get(readout, 1.0)
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the logits (B, T, V) of tokens (B, T), in fp32 or wider. ``documents_BT`` is as in :meth:`hidden`."""
+        """Return the logits (B, T, V) of tokens (B, T), in fp32 or wider. For ``documents_BT``, see :meth:`hidden`."""
         logits_BTV = F.linear(self.hidden(tokens_BT, documents_BT), self.readout)
         logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
         return self.capped(logits_BTV if self.logit_multiplier == 1.0 else logits_BTV * self.logit_multiplier)
@@ -347,7 +346,7 @@ class Positions:
 
 
 def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
-    """Return the position of each token in its document, (B, T). Without documents, it is that in the sequence, (T,)."""
+    """Return the position of each token in its document, (B, T), or without documents in the sequence, (T,)."""
     place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     if documents_BT is None:
         return place_T
@@ -382,9 +381,6 @@ class Stage(nn.Module):
     Args:
         dtype: the dtype of matrix products.
         splits_backward: whether the backward pass computes the gradients of inputs and of parameters separately.
-
-    The attributes ``factor``, ``loss`` and ``z_loss`` may be set before a forward pass. They are arguments of
-    :func:`leaven.model.loss.cross_entropy`, and a replacement for it.
     """
 
     def __init__(
@@ -409,9 +405,9 @@ class Stage(nn.Module):
             if not shape.tied_embeddings:
                 del model.unembedding
         self.model, self.dtype = model, dtype
-        self.factor: Tensor | float = 1.0
+        self.factor: Tensor | float = 1.0  # multiplies the loss; set it before a forward pass
         self.loss: Callable[..., Tensor] = cross_entropy
-        self.z_loss: ZLoss | None = None
+        self.z_loss: ZLoss | None = None  # added to the gradients
 
     @property
     def layers(self) -> list[Block]:

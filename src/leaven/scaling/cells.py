@@ -40,10 +40,7 @@ class Ratios:
 
 @dataclass(frozen=True)
 class TensorRatios:
-    """The ratios (target scale / base scale) of one tensor and of its run.
-
-    The vocabulary, the number of positions and the number of experts always have the ratio 1.
-    """
+    """The ratios (target / base) of a tensor and its run. Vocabulary, positions and experts have the ratio 1."""
 
     fan_in: float = 1.0  # of this tensor
     fan_out: float = 1.0  # of this tensor

@@ -27,10 +27,7 @@ class ModuleStart:
 
 
 def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
-    """Return the initial std of each module's matrices.
-
-    A module has one entry if the std is the same in all blocks. If not, it has two: its first and its last block.
-    """
+    """Return the initial std of each module's matrices: in all blocks, or in the first and the last if they differ."""
     by_module: dict[str, list[ParameterRow]] = {}
     depth = recipe.model.n_layers
     for row in matrices(table):

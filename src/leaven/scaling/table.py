@@ -119,8 +119,7 @@ def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
     """Return how a batch ramp changes the hyperparameters at step ``step`` (counted from 0).
 
     Returns:
-        The factors of the scaling rule for the batch of this step, relative to the full batch. They are exactly 1
-            after the ramp.
+        The factors of the scaling rule for the batch of this step, relative to the full batch.
         The half-life of Adam's moments (in steps) divided by their half-life at the previous step.
     """
 
@@ -144,13 +143,7 @@ def parameter_row(
     n_layers: int,
     gated: bool,
 ) -> ParameterRow:
-    """Return the row of one parameter of any model.
-
-    Args:
-        at: the ratios to the base, without ``match``, which is computed here.
-        base: the hyperparameters, written for the base.
-        gated: whether the MLP is gated; some published inits depend on this.
-    """
+    """Return the row of one parameter of any model. ``at`` are its ratios to the base, without ``match``."""
     role = parameter.role
     module = base.modules.get(parameter.module, Multipliers())
     muon, match = base.muon_of(role), 0.0
@@ -197,10 +190,9 @@ def parameter_row(
 
 
 def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer. The caller adds their key ``params``.
+    """Return parameter groups for an optimizer, one for all parameters of a module with equal values.
 
-    Parameters of a module share a group if their values are equal. Groups for Muon have the keys momentum and match
-    in place of betas and eps.
+    The caller adds their key ``params``.
     """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:

@@ -64,19 +64,13 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
 
 
 def unlike(source: Mapping[str, int | None], recipe: Recipe) -> list[CautionRow]:
-    """Return warnings about sizes that no rule scales, if the recipe's values come from a model with other sizes.
-
-    ``source`` is that model's ``vocab_size`` and ``seq_len``. None means unknown.
-    """
+    """Return warnings about sizes that no rule scales. ``source``: those of the model that gave the values."""
     rows = [(name, getattr(recipe.model, name), source[name]) for name in _UNSCALED if source.get(name)]
     return [_caution(name, value, there) for name, value, there in rows if there and value != there]
 
 
 def _caution(about: str, value: float, limit: float, message: str | None = None, **facts: Any) -> CautionRow:
-    """Return the warning that the quantity ``about`` has a ``value`` beyond ``limit``.
-
-    ``message`` is the key of the text in ``messages.toml``, by default ``about``. ``facts`` are used in the text.
-    """
+    """Return the warning that ``value`` is beyond ``limit``. ``message`` is a key in ``messages.toml``."""
     facts |= {"value": value, "limit": limit}
     text = sentence("warnings", message or about, facts, Path(__file__).parent)
     return CautionRow(about=about, value=value, limit=limit, message=text)
@@ -134,8 +128,7 @@ def _tokens_per_parameter(recipe: Recipe) -> Iterator[CautionRow]:
 
 
 def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if the token exponent t is outside the interval that ``leaven check duration`` measured. lr falls as
-    tokens^-t."""
+    """Warn if the token exponent t is outside the interval that ``leaven check duration`` measured."""
     interval, used = recipe.scaling.token_exponent_interval, recipe.scaling.token_exponent
     if interval is None or table.ratios.tokens == 1 or "lr" not in table.rule.columns:
         return

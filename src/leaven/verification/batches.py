@@ -36,11 +36,7 @@ def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
 
 
 def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
-    """Return batches of ``count`` sequences of synthetic text.
-
-    With probability 0.7, a token is the fixed successor of the token before it. All other tokens are drawn from a
-    Zipf distribution.
-    """
+    """Return batches of ``count`` sequences of synthetic text. After each token, its successor is likely (0.7)."""
     chain = torch.Generator().manual_seed(name_seed(0, "chain"))
     successor = torch.randperm(vocab_size, generator=chain)
     zipf = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)

@@ -13,21 +13,20 @@ The first size is the base. If the normalised curve of another size is equal to 
 
     L(x T) - L(T) = r (L_base(x T) - L_base(T)),    r = (L(T) - L0) / (L_base(T) - L0)
 
-The deviation at x is the left side minus the right side, divided by L(:data:`FROM` T) - L(T), by which the loss
-falls after the first part of the run. The check judges the largest deviation after this part. Qiu et al. fit L0 to
-the final losses of many sizes, but the final losses of two or three sizes do not determine L0. So unless the user
-gives L0, the check takes the L0, from 0 to the lowest final loss, for which the sum of squared deviations is least.
-On three of four families of the curves of Qiu et al., this L0 is within 2% of theirs (docs/log.md). If the lengths of
-the runs are not compute-optimal, curves may be equal with a fitted L0 that is not the irreducible loss.
+The deviation at x is the left side minus the right side, divided by L(:data:`FROM` T) - L(T), by which the loss falls
+after the first part of the run. The check judges the largest deviation after this part. Unless the user gives L0, it
+is the value from 0 to the lowest final loss with the least sum of squared deviations. (Qiu et al. fit L0 to the final
+losses of many sizes; two or three do not determine it.) On three of four families of the curves of Qiu et al., this
+L0 is within 2% of theirs (docs/log.md). If the lengths of the runs are not compute-optimal, curves may be equal with
+a fitted L0 that is not the irreducible loss.
 
-Curves are averaged over intervals of the run, because the loss of one step is noisy; L(T) is the average over the
-last interval. A bootstrap over seeds gives a band around the deviations, which contains the true deviations at all x
-with 95% probability. If a size has only one run, the bootstrap draws from the noise within the curve of this run. The
-band then is too narrow, because it lacks the variation between seeds.
+Curves are averaged over intervals of the run, because the loss of one step is noisy. A bootstrap over seeds gives a
+band that contains the true deviations at all x with 95% probability. If a size has only one run, the bootstrap draws
+from the noise within its curve. The band then is too narrow, because it lacks the variation between seeds.
 
-The check passes if the band of every size is within :data:`LIMIT` everywhere. It fails in three cases: the whole band
-is beyond the limit at some x, a run diverged, or the loss of a size does not fall after the first part of the run.
-Otherwise it is undecided.
+The check passes if the band of every size is within :data:`LIMIT` everywhere. It fails if the whole band is beyond
+the limit at some x, a run diverged, or a loss does not fall after the first part of the run. In all other cases it is
+undecided.
 """
 
 import math
@@ -216,10 +215,7 @@ def deviations(curves: Array, irreducible: Array) -> Array:
 
 
 def _fitted_level(curves: Array) -> Array:
-    """Return the irreducible loss with the least sum of squared deviations, from 0 to the lowest final loss.
-
-    ``curves`` has the shape (..., sizes, intervals), and the result (...).
-    """
+    """Return the L0, (...), with the least sum of squared deviations of ``curves``, (..., sizes, intervals)."""
     lowest = curves[..., -1].min(-1)
 
     def best(distances: Array) -> Array:
@@ -271,9 +267,9 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
 
 
 def _blocks(points: Points, count: int) -> Array | None:
-    """Return the mean losses of the blocks of each interval, minus a fitted line: (intervals, blocks).
+    """Return the means of each interval's blocks minus a fitted line, (intervals, blocks).
 
-    The result is None if an interval has too few points.
+    The result is None if there are too few points.
     """
     time, loss = np.asarray(points, dtype=float).T
     place = np.minimum((time / time[-1] * count).astype(int), count - 1)
@@ -288,13 +284,7 @@ def _blocks(points: Points, count: int) -> Array | None:
 
 
 def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: float, by_seed: Array) -> VerdictRow:
-    """Return the row that judges a size.
-
-    Args:
-        errors: the deviations at the ``shares`` of the run.
-        band: half the width of the confidence band around the deviations; NaN without a band.
-        by_seed: the curve of each seed.
-    """
+    """Return the row of a size with the deviations ``errors`` (each +- ``band``) at the ``shares`` of the run."""
     worst = int(np.abs(errors).argmax())
     largest = float(abs(errors[worst]))
     low, high = max(largest - band, 0.0), largest + band

@@ -114,7 +114,7 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     and of these, three quarters come before the middle block's MLP at depth 2, but about one half at depth 16."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes of all size checks. If both width and depth vary, also the width at the largest depth.
+        """Return the axes of all size checks, and the width at the largest depth.
 
         Some errors of a rule show only if width and depth both grow.
         """

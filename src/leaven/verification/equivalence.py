@@ -1,10 +1,10 @@
 """The equivalence check: does another batch size on the same data train an equally good model?
 
-The batch rule of Adam (Malladi et al. 2022, arXiv 2205.10287; with weight decay Mlodozeniec et al. 2025) says how to
-change the batch: if the batch is kappa times larger, the lr is sqrt(kappa) times higher, the betas are raised to the
-power kappa, and so on. Training then follows the same stochastic differential equation. So the final loss stays the
-same as long as gradients are mostly noise. The check compares final losses; they need not be the lowest possible.
-Control runs change only the batch. If their loss stays the same, too, the check shows nothing and does not pass.
+With the batch rule of Adam (Malladi et al. 2022, arXiv 2205.10287; with weight decay Mlodozeniec et al. 2025),
+training at another batch follows the same stochastic differential equation. If the batch is kappa times larger, the
+lr is sqrt(kappa) times higher, the betas are raised to the power kappa, and so on. So the final loss stays the same
+as long as gradients are mostly noise. The check compares final losses; they need not be the lowest possible. Control
+runs change only the batch. If their loss stays the same, too, the check shows nothing and does not pass.
 """
 
 import math
@@ -85,8 +85,7 @@ def equivalence(
 
 
 def _limit(losses: np.ndarray, vocab_size: int) -> float:
-    """Return the allowed difference of the mean loss in nats per token: `TOLERANCE`, or two standard errors if
-    larger.
+    """Return the allowed difference of the mean loss, in nats per token.
 
     ``losses`` are those of all seeds at the unchanged batch, so an error in the rule cannot widen the limit.
     """

@@ -84,11 +84,7 @@ class ForeignFamily:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
     def value(self, quantity: Quantity) -> float:
-        """Return 1 for "lr": lrs are multiples of the factory's own.
-
-        Raises:
-            InputError: for other hyperparameters, whose values in the factory are unknown.
-        """
+        """Return 1 for "lr": lrs are multiples of the factory's own. Raise InputError for all others."""
         if quantity != "lr":
             raise InputError(
                 f"{self.name}: this check changes {quantity}, which is unknown for a factory; give a recipe file"
@@ -109,9 +105,7 @@ class ForeignFamily:
         return ModelInstance(model, optimizer, own or self._text, seed, block_labels(model))
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
-        """Return the training run of a setting.
-
-        The key of the run depends on the initial model, so a result from before a change of the factory is not used.
+        """Return the training run of a setting. Its key depends on the initial model, and so on the factory's code.
 
         Raises:
             InputError: if the batch is not a whole number of sequences, or the factory cannot make the model.

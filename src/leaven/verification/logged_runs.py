@@ -48,11 +48,7 @@ class LoggedRow:
         return self.values.get(column) not in (None, "")
 
     def number(self, column: str) -> float:
-        """Return the number in a column, which may be NaN or infinite.
-
-        Raises:
-            InputError: if the column contains no number.
-        """
+        """Return the number in a column, which may be NaN or infinite. Raise InputError if there is none."""
         if not self.has(column):
             raise InputError(f"{self.place} has no {column}; write a number, or remove the row")
         value = self.values[column]
@@ -67,11 +63,7 @@ class LoggedRow:
             raise InputError(f"{self.place}: {column} is {value!r:.60}, which is not a number{hint}") from None
 
     def above_0(self, column: str) -> float:
-        """Return the number in a column.
-
-        Raises:
-            InputError: if the number is not between 1 / LARGEST_NUMBER and LARGEST_NUMBER.
-        """
+        """Return the number in a column. Raise InputError if it is not above 0, or beyond LARGEST_NUMBER."""
         value = self.number(column)
         if not 0 < value < math.inf:
             raise InputError(f"{self.place}: {column} is {value:g}; give a number above 0")
@@ -123,8 +115,7 @@ def _is_one_run(path: Path) -> bool:
 def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
     """Return the points of a run that was logged by TensorBoard or W&B, with the columns step and loss.
 
-    ``loss`` is the name of the loss in the log. The path below ``root`` gives more columns: ``width64/lr0.01`` has
-    width and lr.
+    The path below ``root`` gives more columns: ``width64/lr0.01`` has width and lr.
     """
     cut: list[str] = []
     if path.is_dir():
@@ -202,10 +193,7 @@ def read_rows(path: Path) -> list[LoggedRow]:
 
 
 def scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
-    """Return the size in a row. ``batch`` and ``tokens`` are numbers of tokens here, not ratios.
-
-    A width or depth that is not in ``axes`` is 1.
-    """
+    """Return the size in a row, with batch and tokens as numbers. A width or depth that is not in ``axes`` is 1."""
     values = {axis: row.above_0(axis) for axis in axes}
     for axis in {"width", "depth"} & values.keys():
         if values[axis] % 1:
@@ -364,12 +352,9 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 
 
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
-    """Return the points of a run. ``time`` is the column "tokens" or "step".
+    """Return the points of a run. Raise InputError if its rows seem to be those of two runs.
 
     A resumed run may repeat steps. Its rows replace the earlier rows from there on.
-
-    Raises:
-        InputError: if the rows seem to be those of two runs.
     """
     run: dict[float, float] = {}
     furthest = -1.0
@@ -393,11 +378,7 @@ def _points(rows: Sequence[LoggedRow], time: str) -> Points:
 
 
 def _last(rows: Sequence[LoggedRow]) -> LoggedRow:
-    """Return the last row of a run.
-
-    Raises:
-        InputError: if another row has a higher step.
-    """
+    """Return the last row of a run. Raise InputError if another row has a higher step."""
     last, highest = rows[-1].number("step"), max(row.number("step") for row in rows)
     if not last == highest < math.inf:
         raise InputError(
@@ -415,11 +396,7 @@ def _by_numbers(name: str) -> list[str | float]:
 
 
 def _own_runs(path: Path, loss: str) -> list[Path]:
-    """Return the run folders of leaven in a folder and its subfolders.
-
-    Raises:
-        InputError: if there are any and ``loss`` is not "loss", the only loss in their metrics.
-    """
+    """Return the run folders of leaven in a folder. Raise InputError if they have no metric ``loss``."""
     recipes = path.rglob("recipe.toml") if path.is_dir() else ()
     folders = sorted(file.parent for file in recipes if (file.parent / "metrics.jsonl").exists())
     if folders and loss != "loss":
@@ -469,11 +446,7 @@ def _rows_of_own_runs(folders: Sequence[Path], value: str) -> list[LoggedRow]:
 
 
 def _final_loss(run: RunFolder) -> float:
-    """Return the validation loss at the end of a run, or NaN if the run diverged.
-
-    Raises:
-        InputError: if the run has not finished.
-    """
+    """Return the final validation loss, or NaN if the run diverged. Raise InputError if it has not finished."""
     if (finish := run.finish()) is not None:
         return math.nan if finish["loss"] is None else float(finish["loss"])
     last = (run.events() or [{"event": None}])[-1]

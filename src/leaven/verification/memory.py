@@ -30,10 +30,7 @@ PARTS = ("weights", "gathered", "grads", "optimizer", "activations", "logits", "
 
 
 def with_layout(recipe: Recipe, text: str) -> Recipe:
-    """Return the recipe with the layout of a text such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``.
-
-    Keys that are not in the text get their defaults.
-    """
+    """Return the recipe with the layout of a text such as ``tp=8,pp=12,dp=4``. Other keys get their defaults."""
     layout, micro_batch = parse_layout(text)
     changes: dict[str, Any] = {"layout": layout.model_dump()}
     return recipe.replace(changes if micro_batch is None else changes | {"batch.micro_batch": micro_batch})
@@ -92,10 +89,7 @@ def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stage
 def check_memory(
     recipe: Recipe, ranks: Sequence[int], on_rank: Callable[[int, int], None] = lambda done, total: None
 ) -> MemoryCheckDocument:
-    """Compare the planner's prediction with a dry run of each of the ranks.
-
-    ``recipe`` is the result of :func:`rehearsal`. ``on_rank`` gets the number of finished ranks and of all ranks.
-    """
+    """Compare the planner's prediction with a dry run of each rank. ``recipe`` is a result of :func:`rehearsal`."""
     how = arrangement(recipe)
     began = time.perf_counter()
     rows: dict[int, list[MemoryCheckRow]] = {}

@@ -45,8 +45,7 @@ class RunSetting:
 
     @property
     def ruled_scale(self) -> RunScale:
-        """The scale for which the rule computes hyperparameters: without changes of batch and tokens if not
-        ``ruled``."""
+        """The scale for which the rule computes hyperparameters: without batch and tokens if not ``ruled``."""
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 
 

@@ -35,8 +35,7 @@ class LossGrid:
 
     @classmethod
     def of(cls, losses: Mapping[float, Mapping[Hashable, float] | Sequence[float]]) -> "LossGrid":
-        """Return the grid for ``losses``: for each value, a mapping from seed to loss, or a list for the seeds 0, 1,
-        2, ...
+        """Return the grid of losses by value and seed. A list has the seeds 0, 1, 2 and so on.
 
         The loss of a diverged run must be NaN or infinite.
         """
@@ -56,10 +55,7 @@ class LossGrid:
 
     @property
     def noise(self) -> float | None:
-        """The standard deviation of the loss between seeds, at the `POINTS` values around the lowest mean loss.
-
-        It is None if none of these values has two runs.
-        """
+        """The standard deviation of the loss between seeds near the best value, or None if no value has two runs."""
         near = [list(self.runs[place].values()) for place in self._points(self.means.argmin(-1))]
         freedom = [len(losses) - 1 for losses in near]
         if not any(freedom):
@@ -75,10 +71,7 @@ class LossGrid:
 
     @property
     def following(self) -> float:
-        """The value to try next if the lowest mean loss is at an edge of the grid: one step beyond the edge.
-
-        If values beyond the edge diverged, it is halfway (in log2) to the nearest of them.
-        """
+        """The value to try next: one step beyond the edge, or halfway to the nearest value there that diverged."""
         last, before = self.octaves[[0, 1] if self.edge < 0 else [-1, -2]].tolist()
         there = [octave for octave in self.diverged.tolist() if (octave - last) * self.edge > 0]
         nearest = min(there, key=lambda octave: abs(octave - last), default=None)
@@ -170,10 +163,7 @@ class _Runs:
         return cls(value, inverse[: len(runs)], fitted[: len(runs)], noise, len(losses) - columns.shape[1])
 
     def pools(self) -> list[Array]:
-        """Return, for each value, the residuals from which a bootstrap draws.
-
-        A value with fewer than two residuals draws from those of all values.
-        """
+        """Return the residuals to draw from, by value. A value with fewer than two has those of all values."""
         known = np.isfinite(self.noise)
         own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]
         return [pool if len(pool) > 1 else self.noise[known] for pool in own]

@@ -58,11 +58,7 @@ class RecipeFamily:
         return transfer(self.recipe, width=scale.width, depth=scale.depth).model.params
 
     def value(self, quantity: Quantity) -> float:
-        """Return the recipe's value of a hyperparameter.
-
-        Raises:
-            InputError: if the value is 0, or if a named init has no init_std.
-        """
+        """Return the recipe's value of a hyperparameter. Raise InputError if it is 0, or if there is none."""
         hyperparameters = self.recipe.hyperparameters
         if quantity == "init_std" and hyperparameters.init != "rule":
             raise InputError(

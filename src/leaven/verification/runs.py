@@ -38,10 +38,7 @@ class ChecksStopped(Exception):
 
 
 class RunStore:
-    """A context manager that runs trials in one-thread worker processes and saves their results in a folder.
-
-    The first :meth:`run` locks the folder and starts the workers.
-    """
+    """A context manager that runs trials in one-thread worker processes and saves their results in a folder."""
 
     def __init__(
         self,
@@ -131,13 +128,7 @@ class RunStore:
         return document
 
     def _open(self) -> WorkerPool:
-        """Return the worker pool. The first call locks the folder, reads the saved results and starts the workers.
-
-        The run of a damaged line is trained again.
-
-        Raises:
-            InputError: if the folder cannot be used.
-        """
+        """Return the worker pool. The first call locks and reads the folder, or raises InputError."""
         if self._pool is None:
             other = next((name for name in OTHERS if (self.folder / name).exists()), None)
             if other is not None and not (self.folder / LINES).exists():

@@ -153,11 +153,7 @@ class SizeCheck(ABC, Generic[Measured]):
         return ()
 
     def _measure(self, scale: RunScale, seed: int, labels: set[str]) -> Mapping[str, Measured]:
-        """Train a model and return its measurements. The first model adds its parameters' labels to ``labels``.
-
-        Raises:
-            InputError: if a later model has no parameter for a label.
-        """
+        """Train a model and return its measurements. Raise InputError if it lacks a label in ``labels``."""
         instance = self.family.build(scale, seed)
         found = {str(instance.label(name)) for name, _ in instance.model.named_parameters()}
         if not labels:

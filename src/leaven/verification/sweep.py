@@ -12,27 +12,19 @@ For each other scale, a sweep measures two numbers (compare Kalra and Barkeshli 
   example, best lrs of 0.01 and 0.005 are a shift of -1.
 - The regret is what the base's best value costs at the other scale: its loss there, in nats, minus the lowest loss.
 
-A flat optimum shifts easily at no cost, and at a steep optimum a small shift is expensive. So both shift and regret
-are judged. A check must not pass because of noise, so the limits are compared with the 95% bootstrap intervals of the
-shift and the regret:
+A flat optimum shifts easily at no cost, and at a steep optimum a small shift is expensive. So both are judged. A
+check must not pass because of noise, so their 95% bootstrap intervals are compared with the limits:
 
 - The check passes if the upper end of the regret is within its limit. It also passes if both ends of the shift and
   the lower end of the regret are within their limits.
 - It fails if the lower end of the regret is above its limit, or the whole interval of the shift is beyond its limit.
-- Otherwise it is undecided, which does not count as passed.
+- In all other cases it is undecided, which does not count as passed. With one seed there is no interval.
 
-With only one seed there is no interval, so the check is undecided. If the base's best value is outside the grid of
-the other scale, the regret there is extrapolated. Then the check cannot pass and is undecided instead.
+If the base's best value is outside the grid of the other scale, the regret there is extrapolated, so the check cannot
+pass. A value with a diverged run is left out at that scale. If this value is the best of the base, the check fails.
 
-A value with a diverged run is left out at that scale, because it has no finite mean loss. If the best value of the
-base diverges at another scale, the check fails.
-
-If the best value of a scale is at the edge of its grid, the grid is extended by one step, or halfway to a value
-beyond the edge that diverged. This is repeated up to :data:`EXTENSIONS` times. If the best value is then still at the
-edge, the result depends on the scale:
-
-- At the base, the check is undecided, and the other scales are not trained.
-- At another scale, the check fails if the base's best value already costs too much there. Otherwise it is undecided.
+If the best value of a scale is at the edge of its grid, the grid is extended, up to :data:`EXTENSIONS` times. If the
+best value of the base is then still at the edge, the check is undecided, and the other scales are not trained.
 """
 
 import math
@@ -132,13 +124,10 @@ def compare(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> CheckDocument:
-    """Return the document that compares the best values at the other scales with that of the base.
+    """Return the document that compares the best values at other scales with that of the base, the first in
+    ``names``.
 
-    Args:
-        losses: of the scales that were trained.
-        names: a short name of each scale, the base first.
-        ruled: the exponents with which the rule scales the value over the batch and tokens.
-        settings: the document's settings; rule and unit are required.
+    ``ruled`` are the exponents with which the rule scales the value. ``settings`` must contain rule and unit.
     """
     base, *others = names
     return verdict(
