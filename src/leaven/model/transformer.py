@@ -223,7 +223,7 @@ class Transformer(nn.Module):
         self.logit_multiplier = multipliers.get(readout, 1.0)
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the logits (B, T, V) of tokens (B, T), in fp32 or wider. For ``documents_BT``, see :meth:`hidden`."""
+        """Return the logits (B, T, V) of tokens (B, T), in fp32 or wider. ``documents_BT``: see :meth:`hidden`."""
         logits_BTV = F.linear(self.hidden(tokens_BT, documents_BT), self.readout)
         logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
         return self.capped(logits_BTV if self.logit_multiplier == 1.0 else logits_BTV * self.logit_multiplier)
@@ -416,9 +416,9 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
         """Run the layers of this stage.
 
-        The first stage takes tokens, (B, T). Every other stage takes the activations of the previous stage, (B, T,
-        D). The last stage returns ``factor`` times the loss, (1,), in nats and summed over all targets that are not
-        ignored. Every other stage returns its activations, (B, T, D).
+        The first stage takes tokens, (B, T), and every other stage the activations of the previous one, (B, T, D).
+        The last stage returns ``factor`` times the loss, (1,), in nats and summed over all targets that are not
+        ignored. Every other stage returns its activations.
         """
         model, lower = self.model, self.dtype not in {torch.float32, torch.float64}
         with torch.autocast(x.device.type, self.dtype, enabled=lower):

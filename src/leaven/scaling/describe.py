@@ -27,7 +27,7 @@ class ModuleStart:
 
 
 def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
-    """Return the initial std of each module's matrices: in all blocks, or in the first and the last if they differ."""
+    """Return the initial std of each module's matrices; if blocks differ, of the first and the last block."""
     by_module: dict[str, list[ParameterRow]] = {}
     depth = recipe.model.n_layers
     for row in matrices(table):
