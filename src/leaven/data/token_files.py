@@ -162,7 +162,7 @@ def _megatron(path: Path, index: Path) -> MappedTokens:
     _, version, code, sequences, documents = _MEGATRON_HEADER.unpack(raw[: _MEGATRON_HEADER.size].tobytes())
     if version != 1 or code not in _MEGATRON_DTYPES:
         raise BrokenFile(
-            f"has an index {index.name} of version {version} with dtype {code}; write it again as version 1, of integers"
+            f"has an index {index.name} of version {version} with dtype {code}; write version 1 with integers"
         )
     dtype = np.dtype(_MEGATRON_DTYPES[code])
     # Lengths of the sequences, their places in bytes, and the first sequence of each document and one more.
