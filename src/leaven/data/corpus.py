@@ -285,7 +285,7 @@ def _survey(part: TextPart, meter: Meter) -> Survey:
 
 
 def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> str:
-    """Return a line about what could not be read, or "". Raise InputError if it is more than ``corrupt_share``."""
+    """Return a line about unreadable text, or "". Raise InputError if more than ``corrupt_share`` cannot be read."""
     corrupt, broken = sum(survey.corrupt for survey in surveys), sum(survey.broken for survey in surveys)
     if not corrupt and not broken:
         return ""

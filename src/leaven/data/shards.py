@@ -290,7 +290,7 @@ def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
 
 
 def _with_blocks(folder: Path, shard: int, record: ShardRecord) -> ShardRecord:
-    """Return the record of a shard with the checksums of its blocks. The checksums of whole files must be right."""
+    """Return the record of a shard with the checksums of its blocks. Compare those of whole files before."""
 
     def complete(split: str) -> ShardFile:
         if record[split].blocks or not record[split].tokens:

@@ -247,7 +247,7 @@ def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
 
 
 def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, Any]:
-    """Return the table ``[batch]`` for a batch of ``tokens``. ``longer`` is the new run length divided by the old."""
+    """Return the table ``[batch]`` for a batch of ``tokens`` tokens. ``longer``: new run length / old run length."""
     batch, seq_len = recipe.batch, recipe.model.seq_len
     larger = tokens / batch.tokens
     moved: dict[str, Any] = {"tokens": tokens, "micro_batch": batch.micro_batch, "stages_rule": batch.stages_rule}

@@ -25,7 +25,7 @@ HELD_OUT = 1_000_000
 
 
 def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
-    """Return batches of ``count`` sequences from the training split, or for `HELD_OUT` from the validation split."""
+    """Return batches of ``count`` sequences from the training split. The seed `HELD_OUT` gives the validation split."""
 
     def batch(seed: int, step: int) -> TokenBatch:
         split = tokens.validation if seed == HELD_OUT else tokens.train
@@ -36,7 +36,7 @@ def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
 
 
 def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
-    """Return batches of ``count`` sequences of synthetic text. After each token, its successor is likely (0.7)."""
+    """Return batches of synthetic text, in which a token's fixed successor follows it with probability 0.7."""
     chain = torch.Generator().manual_seed(name_seed(0, "chain"))
     successor = torch.randperm(vocab_size, generator=chain)
     zipf = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)

@@ -215,7 +215,10 @@ def deviations(curves: Array, irreducible: Array) -> Array:
 
 
 def _fitted_level(curves: Array) -> Array:
-    """Return the L0, (...), with the least sum of squared deviations of ``curves``, (..., sizes, intervals)."""
+    """Return the irreducible loss L0 with the least sum of squared deviations.
+
+    ``curves`` has the shape (..., sizes, intervals), and the result (...).
+    """
     lowest = curves[..., -1].min(-1)
 
     def best(distances: Array) -> Array:
@@ -284,7 +287,7 @@ def _blocks(points: Points, count: int) -> Array | None:
 
 
 def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: float, by_seed: Array) -> VerdictRow:
-    """Return the row of a size with the deviations ``errors`` (each +- ``band``) at the ``shares`` of the run."""
+    """Return the row that judges one size. ``band`` is half the width of the confidence band around ``errors``."""
     worst = int(np.abs(errors).argmax())
     largest = float(abs(errors[worst]))
     low, high = max(largest - band, 0.0), largest + band

@@ -56,7 +56,10 @@ Combinations = dict[str, list[dict[str, float]]]
 
 
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:
-    """Return the combinations of each parameter's settings. ``steps``: steps / steps at the smallest scale."""
+    """Return the combinations of each parameter's settings.
+
+    ``steps`` is the number of steps divided by that at the smallest scale.
+    """
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int, bool]]] = {}
     for name, parameter in instance.model.named_parameters():
@@ -148,7 +151,7 @@ def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[Scal
 def _exponents(
     column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
-    """Return the exponent of a combination for each layer; for the first and the last if the depths differ."""
+    """Return the exponent of a combination for each layer, or for the first and the last if the depths differ."""
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]
     found = []

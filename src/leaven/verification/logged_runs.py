@@ -63,7 +63,7 @@ class LoggedRow:
             raise InputError(f"{self.place}: {column} is {value!r:.60}, which is not a number{hint}") from None
 
     def above_0(self, column: str) -> float:
-        """Return the number in a column. Raise InputError if it is not above 0, or beyond LARGEST_NUMBER."""
+        """Return the number in a column. Raise InputError if it is 0, negative, or beyond LARGEST_NUMBER."""
         value = self.number(column)
         if not 0 < value < math.inf:
             raise InputError(f"{self.place}: {column} is {value:g}; give a number above 0")
@@ -193,7 +193,7 @@ def read_rows(path: Path) -> list[LoggedRow]:
 
 
 def scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
-    """Return the size in a row, with batch and tokens as numbers. A width or depth that is not in ``axes`` is 1."""
+    """Return the size in a row. Batch and tokens are numbers, not ratios. What is not in ``axes`` is 1."""
     values = {axis: row.above_0(axis) for axis in axes}
     for axis in {"width", "depth"} & values.keys():
         if values[axis] % 1:

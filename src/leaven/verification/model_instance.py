@@ -45,7 +45,7 @@ class RunSetting:
 
     @property
     def ruled_scale(self) -> RunScale:
-        """The scale for which the rule computes hyperparameters: without batch and tokens if not ``ruled``."""
+        """The scale to which the rule adapts hyperparameters. If not ``ruled``, only width and depth count."""
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 
 
