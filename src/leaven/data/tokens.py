@@ -111,7 +111,7 @@ def prepare(
 
     Args:
         cache: the folder of the cache; by default :func:`leaven.recipe.files.cache_folder`.
-        progress: called with a stage, the number of bytes processed and the total number of bytes.
+        progress: called with a stage (reading, tokenizer or encoding), the bytes processed and all bytes.
         processes: number of processes that encode text; by default one per core if there is enough text.
 
     Raises:

@@ -25,7 +25,7 @@ HELD_OUT = 1_000_000
 
 
 def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
-    """Return batches of ``count`` sequences from the training split. The seed `HELD_OUT` gives the validation split."""
+    """Return batches of ``count`` sequences from the training split; for the seed `HELD_OUT`, from validation."""
 
     def batch(seed: int, step: int) -> TokenBatch:
         split = tokens.validation if seed == HELD_OUT else tokens.train

@@ -71,7 +71,7 @@ class LossGrid:
 
     @property
     def following(self) -> float:
-        """The value to try beyond the edge with the lowest loss: one step, or halfway to the nearest diverged value."""
+        """The value to try beyond the edge of the grid: one step, or halfway to the nearest value that diverged."""
         last, before = self.octaves[[0, 1] if self.edge < 0 else [-1, -2]].tolist()
         there = [octave for octave in self.diverged.tolist() if (octave - last) * self.edge > 0]
         nearest = min(there, key=lambda octave: abs(octave - last), default=None)
