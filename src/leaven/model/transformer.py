@@ -127,8 +127,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A transformer block: x + a attention(norm(x)), then x + m mlp(norm(x)), with constant factors a and m.
 
-    If the output of a branch is normalised, the factor comes after this norm, which would undo an earlier factor: x +
-    a norm(attention(...)). With parallel branches, the MLP reads the same input as attention.
+    If the output of a branch is normalised, the factor comes after this norm: x + a norm(attention(...)). The norm
+    would undo an earlier factor. With parallel branches, the MLP reads the same input as attention.
     """
 
     def __init__(

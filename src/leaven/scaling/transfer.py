@@ -204,8 +204,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
     """Return the batch in tokens with which the study of ``tuned`` began.
 
-    With other tokens than its base, assume that ``leaven new`` wrote the study's recipe. It gives a proxy as many
-    steps as its target.
+    If ``tuned`` has other tokens than its base, this is a guess: ``leaven new`` gives a proxy as many steps as its
+    target.
     """
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens

@@ -153,7 +153,10 @@ class SizeCheck(ABC, Generic[Measured]):
         return ()
 
     def _measure(self, scale: RunScale, seed: int, labels: set[str]) -> Mapping[str, Measured]:
-        """Train a model and return its measurements. Raise InputError if it lacks a label in ``labels``."""
+        """Train a model and return its measurements.
+
+        The first model fills ``labels``. A later model that lacks one of them raises InputError.
+        """
         instance = self.family.build(scale, seed)
         found = {str(instance.label(name)) for name, _ in instance.model.named_parameters()}
         if not labels:
