@@ -305,7 +305,7 @@ def _index(path: Path, write: Callable[[bytes], bytes], **how: Any) -> str:
 
 BAD: dict[str, tuple[Callable[[Path], str], tuple[str, ...]]] = {
     "short index": (lambda p: _index(p / "a.bin", lambda raw: raw[:-8]), ("a.bin has an index a.idx of", "need")),
-    "empty index": (lambda p: _index(p / "a.bin", lambda raw: b""), ("a.idx", "magic number is unknown")),
+    "empty index": (lambda p: _index(p / "a.bin", lambda raw: b""), ("a.idx", "unknown magic number")),
     "magic of index": (lambda p: _index(p / "a.bin", lambda raw: b"TNTIDX\0\0\0" + raw[9:]), ("magic number",)),
     "version of index": (lambda p: _index(p / "a.bin", lambda raw: raw[:9] + b"\2" + raw[10:]), ("version 2",)),
     "floats": (lambda p: _index(p / "a.bin", lambda raw: raw[:17] + b"\7" + raw[18:]), ("dtype 7",)),
@@ -316,13 +316,13 @@ BAD: dict[str, tuple[Callable[[Path], str], tuple[str, ...]]] = {
     ),
     "truncated ids": (
         lambda p: _changed(Path(megatron(p / "a.bin", TEXTS)), lambda raw: raw[:-2]),
-        ("a.bin has", "but a.idx describes", "do not belong together"),
+        ("a.bin has", "but a.idx describes", "copy both files again"),
     ),
     "llm.c's questions": (lambda p: llm_c(p / "a.bin", TEXTS, (20240522, 1)), ("unknown magic number 20240522",)),
-    "llm.c's version": (lambda p: llm_c(p / "a.bin", TEXTS, (20240520, 2)), ("version 2", "only 1 is known")),
+    "llm.c's version": (lambda p: llm_c(p / "a.bin", TEXTS, (20240520, 2)), ("version 2", "of version 1")),
     "llm.c truncated": (
         lambda p: _changed(Path(llm_c(p / "a.bin", TEXTS)), lambda raw: raw[:-2]),
-        ("a.bin has", "its header says", "truncated"),
+        ("a.bin has", "its header says", "copy the whole file"),
     ),
     "half an id": (
         lambda p: _changed(Path(nanogpt(p / "a.bin", TEXTS)), lambda raw: raw[:-1]),

@@ -1,8 +1,8 @@
 """Read the text of a recipe's sources document by document, and split the documents into training and validation.
 
-Whether a document is used for training or for validation depends only on its key, which consists of its path below
-the source and its line or row. Therefore no document is in both splits, and adding a document does not move another
-document between them. :meth:`Corpus.documents` states the exceptions for corpora of very few documents.
+The split of a document depends only on its key: its path below the source and its line or row. Therefore no document
+is in both splits, and adding a document does not move another one. :meth:`Corpus.documents` states the exceptions for
+corpora of very few documents.
 """
 
 import json
@@ -79,8 +79,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class Survey:
-    """Counts and hashes of the documents in a file of a source, or in a split of a data set. Blank documents are left
-    out."""
+    """Counts and hashes of the documents in a file or split. Blank documents are left out."""
 
     documents: int
     bytes: int  # bytes of UTF-8 text
@@ -132,10 +131,9 @@ class Corpus:
     def documents(self) -> Iterator[TextDocument]:
         """Yield every document, marked as training or validation.
 
-        A document belongs to validation if the hash of its key is in the lowest `VALIDATION_SHARE` of the range of
-        hashes. The document with the lowest hash always belongs to validation, and the document with the highest hash
-        always belongs to training, so neither split is empty. If the corpus has only one document, it is cut in two:
-        the last `VALIDATION_SHARE` of its characters, from the start of a line if possible, is used for validation.
+        Validation gets the documents whose hashes are in the lowest `VALIDATION_SHARE` of all possible hashes.
+        Neither split is empty: the document with the lowest hash is always in validation, and that with the highest
+        in training. A single document is cut in two, at the start of a line if possible.
 
         Raises:
             InputError: if a file or split has changed since the corpus was opened.
@@ -175,11 +173,10 @@ def open_corpora(
     progress: OnProgress | None = None,
     parts: Sequence[tuple[TextPart, ...]] | None = None,
 ) -> list[Corpus]:
-    """Open a corpus for each source of text. If the ``parts`` of the sources are not given,
-    :func:`leaven.data.sources.source_parts` finds them.
+    """Open a corpus for each source of text. ``parts`` are the parts of the sources, if they are known.
 
     Every file or split is read once, to count its documents and to hash its text. The results are cached in the
-    folder ``memory`` and reused until the file or split changes. Blank documents are left out.
+    folder ``memory`` and reused until the file or split changes.
 
     Raises:
         InputError: if a source has no readable text, or if more than ``corrupt_share`` of its documents or of its
@@ -203,10 +200,7 @@ def open_corpora(
 
 
 def surveys_file(folder: Path, source: str, *options: str) -> Path:
-    """Return the path of the cache file for the surveys of a source (counts and hashes of its documents).
-
-    The file depends on the source's path or address and on ``options``, with which the source is read.
-    """
+    """Return the path of the cache file for the surveys of a source that is read with these ``options``."""
     at = source if source.startswith(SCHEME) else os.path.abspath(source)
     return folder / f"{blake2b(_encoded(' '.join([at, *options])), digest_size=16).hexdigest()}.json"
 
@@ -221,9 +215,8 @@ def cached_surveys(
     """Return the survey of each part. Surveys of unchanged parts come from the cache file ``path``.
 
     Args:
-        survey: a function that reads a part and returns its survey (a data class).
-        restored: a function that makes a survey from a part and its cached values. It returns None if the part must
-            be read again. It may raise KeyError or TypeError if the cached values are damaged.
+        survey: reads a part and returns its survey (a data class).
+        restored: makes a survey from cached values. None, KeyError or TypeError: the part must be read again.
     """
     known: dict[str, Any] = {}
     if path is not None:
@@ -253,10 +246,7 @@ def cached_surveys(
 def _valid(
     part: AnyPart, entry: Any, stamp: FileStamp | None, restored: Callable[[AnyPart, Any], AnySurvey | None]
 ) -> AnySurvey | None:
-    """Return the survey in a cache entry.
-
-    Return None if the part must be read again, because it has changed or the cache entry is damaged.
-    """
+    """Return the survey in a cache entry, or None if the part has changed or the entry is damaged."""
     try:
         return restored(part, entry["survey"]) if stamp is not None and entry["stamp"] == stamp else None
     except (KeyError, TypeError):
@@ -295,11 +285,7 @@ def _survey(part: TextPart, meter: Meter) -> Survey:
 
 
 def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> str:
-    """Return a line about the documents and files that could not be read, or "" if all could be read.
-
-    Raises:
-        InputError: if more than ``corrupt_share`` of the documents or of the files could not be read.
-    """
+    """Return a line about unreadable text, or "". Raise InputError if more than ``corrupt_share`` cannot be read."""
     corrupt, broken = sum(survey.corrupt for survey in surveys), sum(survey.broken for survey in surveys)
     if not corrupt and not broken:
         return ""

@@ -1,9 +1,8 @@
-"""Read token ids from files, a slice at a time, and compare each block of a file with its checksum when the block is
-first read.
+"""Read token ids from files, a slice at a time. A block is compared with its checksum when it is first read.
 
-Files are read with ``pread`` and not memory-mapped. If a file is truncated or its disk fails during training, the
-user gets an error message. With a memory map, a signal (SIGBUS) would end the process. Arrow files are an exception:
-the package ``datasets`` maps them, and their sizes are compared before each read.
+Files are read with ``pread``, so that the user gets an error message if a file is truncated or its disk fails. With a
+memory map, a signal (SIGBUS) would end the process. Arrow files are mapped by the package ``datasets``, so their
+sizes are compared before each read.
 """
 
 import os
@@ -51,7 +50,7 @@ class BlockChecksums:
 
 
 def checksums_fit(checksums: Any, n_bytes: int) -> bool:
-    """Return whether ``checksums`` is text of the form that :class:`BlockChecksums` gives for ``n_bytes`` bytes."""
+    """Return whether ``checksums`` has the form that :class:`BlockChecksums` gives for ``n_bytes`` bytes."""
     digits = 8 * -(-n_bytes // BLOCK)
     return isinstance(checksums, str) and len(checksums) == digits and set(checksums) <= set("0123456789abcdef")
 
@@ -86,11 +85,7 @@ class FileTokens:
         return self._count
 
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
-        """Return the token ids in a slice.
-
-        Raises:
-            InputError: if the file is truncated, cannot be read, or differs from its checksums.
-        """
+        """Return the token ids in a slice. Raise InputError if the file is truncated, unreadable or damaged."""
         start, stop, step = index.indices(self._count)
         assert step == 1
         if start >= stop:
@@ -113,7 +108,7 @@ class FileTokens:
         return np.frombuffer(raw[first - begin : last - begin], self.dtype)
 
     def fits(self, checksums: Any) -> bool:
-        """Return whether ``checksums`` is text of the right form and length for these token ids."""
+        """Return whether ``checksums`` has the right form and length for these token ids."""
         return checksums_fit(checksums, self._bytes)
 
     def with_checksums(self, checksums: str) -> "FileTokens":
@@ -166,11 +161,7 @@ class ArrayTokens:
         return len(self.ids)
 
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
-        """Return a copy of the token ids in a slice.
-
-        Raises:
-            InputError: if a file has been truncated.
-        """
+        """Return a copy of the token ids in a slice. Raise InputError if a file has been truncated."""
         for file in self.files:
             file.require_whole()
         return self.ids[index].copy()

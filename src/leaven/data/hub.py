@@ -73,8 +73,7 @@ class HubTokens(_Split):
         """Return the token ids, mapped into memory.
 
         Raises:
-            BrokenFile: if the ids contain nulls, or if the attention mask shows padding, contains nulls or does not
-                consist of lists of integers or booleans.
+            BrokenFile: if the ids contain nulls, or if the attention mask shows padding or cannot be read.
         """
         table = self.dataset.data
         if self.column == INPUT_IDS and MASK in table.column_names:
@@ -97,11 +96,7 @@ class HubTokens(_Split):
 
 
 def _mapped_files(table: Any) -> list[tuple[int, tuple[MappedFile, ...]]]:
-    """Return the parts of a table of the package ``datasets``, from first to last, as pairs.
-
-    A pair is the number of rows of the part, and the files that are mapped into memory for these rows. There are no
-    files if the rows were not read from a file.
-    """
+    """Return (number of rows, files mapped for them) for each part of a table of the package ``datasets``."""
     found = []
     for blocks in getattr(table, "blocks", [[table]]):  # the blocks of one part have the same rows
         paths = [block.path for block in blocks if hasattr(block, "path")]
@@ -112,11 +107,10 @@ def _mapped_files(table: Any) -> list[tuple[int, tuple[MappedFile, ...]]]:
 def open_split(source: str, text: str) -> HubSplit | HubTokens:
     """Open a split of ``hf://org/name?config=NAME&split=NAME&revision=NAME``. The default split is ``train``.
 
-    ``hf:///path`` is a folder with files that ``load_dataset`` can read, or a folder written by ``save_to_disk``. A
-    folder written by ``save_to_disk`` has no options except ``split``, and this only if it has several splits.
+    ``hf:///path`` is a folder with files that ``load_dataset`` can read, or a folder written by ``save_to_disk``. The
+    only option of the latter is ``split``.
 
-    ``text`` is the column of the text or of the token ids. If it is "text" and there is no such column, "input_ids"
-    is used instead.
+    ``text`` is the column of the text or of the token ids. A column "input_ids" replaces a missing column "text".
 
     Raises:
         InputError: if ``datasets`` is not installed, the data set cannot be opened, or the split has no rows.
@@ -170,10 +164,9 @@ def _holds_lists(schema: Any, column: str, *tests: str) -> bool:
 
 
 def fetch_tokenizer(tokenizer: str) -> Path:
-    """Return the path of a tokenizer.json. A file on the Hub is downloaded first, unless an earlier download exists.
+    """Return the path of the tokenizer.json of ``hf://org/model?revision=NAME`` or of ``hf:///folder``.
 
-    ``tokenizer`` is ``hf://org/model?revision=NAME`` or ``hf:///folder``. For a folder, it is not checked that the
-    file exists.
+    A file on the Hub is downloaded, unless an earlier download exists. The file in a folder may not exist.
 
     Raises:
         InputError: if the file cannot be downloaded, or ``tokenizer`` is not such an address.

@@ -31,9 +31,8 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
     """Encode batches of text, and yield the results in the order of the batches. Close this generator to end its
     processes.
 
-    ``n_bytes`` is the size of the text. ``processes`` is the number of processes; by default, there is one per core,
-    or fewer if there is little text. If the number is 1, no process is started, and the calling process encodes the
-    text on all cores.
+    ``n_bytes`` is the size of the text. By default, there is one process per core, or fewer for little text. A single
+    process is the calling process, which uses all cores.
 
     Raises:
         InputError: if one of the processes dies.

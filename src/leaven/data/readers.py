@@ -27,10 +27,9 @@ FileStamp = list[int | str]
 
 
 def file_stamp(path: Path) -> FileStamp | None:
-    """Return a stamp of a file: its size, times and inode, which change when the file is changed.
+    """Return a stamp of a file, which changes when the file is changed. It is None if the file is missing.
 
-    Return None if the file is missing, or if it changed less than `SETTLED_NS` ns ago: another change so soon after
-    might give the same stamp.
+    It is also None if the file changed less than `SETTLED_NS` ns ago: another change might give the same stamp.
     """
     try:
         found = path.stat()
@@ -53,8 +52,7 @@ class TextRow(NamedTuple):
 class BrokenFile(Exception):
     """Raised when a whole file or split cannot be used.
 
-    The message is a phrase without a subject, such as "is not UTF-8". The code that catches the error puts the name
-    of the file in front of it.
+    The message has no subject, such as "is not UTF-8". The code that catches the error adds the name of the file.
     """
 
 
@@ -148,11 +146,7 @@ def _parquet_rows(path: Path, text: str) -> Iterator[TextRow]:
 
 
 def require_text_column(schema: Any, text: str) -> None:
-    """Check that an Arrow schema has a column of strings named ``text``.
-
-    Raises:
-        BrokenFile: if there is no such column.
-    """
+    """Raise BrokenFile if an Arrow schema has no column of strings named ``text``."""
     from pyarrow import types
 
     if text not in schema.names:

@@ -8,9 +8,8 @@ is unfinished.
 At the start of a run, the size of each file is compared with the index. The checksum of a file is compared only if
 the file is newer than the index. Damage in an older file is found later, when the damaged block is first read.
 
-An index is written again in three cases: the index has no checksums of blocks, the shards do not have all documents
-of the text, or the digest of the index is wrong. Before the index is written again, the checksums of all files are
-compared, and damaged shards are written again.
+An index that is damaged, of an older version, or does not fit the text is written again. Before that, the checksums
+of all files are compared, and damaged shards are written again.
 """
 
 import errno
@@ -60,8 +59,7 @@ class ShardedTokens:
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.zeros(0, dtype=np.uint16)])
 
     def between(self, start: int, stop: int) -> list[Tokens]:
-        """Return the tokens from position ``start`` to ``stop``, a part for each shard that has some of them. Nothing
-        is read."""
+        """Return the tokens from position ``start`` to ``stop``, a part for each shard. Nothing is read."""
         return [TokenRange(shard, first, last) for shard, first, last in self._between(start, stop)]
 
     def _between(self, start: int, stop: int) -> Iterator[tuple[Tokens, int, int]]:
@@ -117,8 +115,7 @@ class Shards:
 
 
 def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> Shards:
-    """Return the tokens of a corpus from the shards in ``folder``. Shards that are missing or damaged are first
-    encoded and written.
+    """Return the tokens of a corpus. Shards that are missing in ``folder`` or damaged are written first.
 
     Raises:
         OSError: if shards must be written and the folder cannot be written; finished shards are kept.
@@ -146,8 +143,8 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any], *, read_only: bool = False) -> Shards | None:
     """Open the shards in a folder. Return None if the folder is unfinished or damaged.
 
-    An index of an older version has no checksums of blocks. It normally counts as unfinished. But if the folder is
-    ``read_only``, the checksums of the whole files are compared instead, and the checksums of blocks are computed.
+    A folder of an older version, without checksums of blocks, counts as unfinished. If it is ``read_only``, the
+    checksums of whole files are compared instead.
     """
     path = folder / "index.json"
     try:
@@ -188,7 +185,7 @@ def _has_all(records: Sequence[ShardRecord], corpus: Corpus) -> bool:
 def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> dict[Path, str]:
     """Write the missing shards of a folder, and then its index. The caller must hold the lock of the folder.
 
-    Return the files of finished shards that had to be rebuilt, each with a phrase that says what was wrong.
+    Return the files that had to be rebuilt, each with a phrase that says what was wrong.
     """
     records: dict[int, ShardRecord] = {}
     log = folder / "shards.jsonl"
@@ -282,10 +279,7 @@ def _entry(record: ShardRecord) -> dict[str, Any]:
 
 
 def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
-    """Return the record of a shard from its entry in the index.
-
-    Raise KeyError, TypeError or ValueError if the entry is damaged.
-    """
+    """Return the record of an index entry. Raise KeyError, TypeError or ValueError if it is damaged."""
     blocks = entry[BLOCKS] if BLOCKS in entry else dict.fromkeys(SPLITS, "")
     record = {split: ShardFile(**entry[split], blocks=blocks[split]) for split in SPLITS}
     for file in record.values():
@@ -296,10 +290,7 @@ def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
 
 
 def _with_blocks(folder: Path, shard: int, record: ShardRecord) -> ShardRecord:
-    """Return the record of a shard with the checksums of its blocks, which are computed if they are missing.
-
-    The caller must have compared the checksums of the whole files.
-    """
+    """Return the record of a shard with the checksums of its blocks. Compare those of whole files before."""
 
     def complete(split: str) -> ShardFile:
         if record[split].blocks or not record[split].tokens:
@@ -316,10 +307,7 @@ def _with_blocks(folder: Path, shard: int, record: ShardRecord) -> ShardRecord:
 def _damage(
     folder: Path, shard: int, record: ShardRecord, dtype: np.dtype[Any], checked_ns: int = 0
 ) -> dict[Path, str]:
-    """Return the damaged files of a shard, each with a phrase that says what is wrong.
-
-    The checksum is compared only if the file was modified after ``checked_ns``, the time of the last check in ns.
-    """
+    """Return the damaged files of a shard, each with what is wrong. Files older than ``checked_ns`` are not read."""
     damage = {}
     for split in SPLITS:
         file, size = _file(folder, split, shard), record[split].tokens * dtype.itemsize

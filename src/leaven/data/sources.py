@@ -48,17 +48,17 @@ def source_parts(source: DataSource) -> SourceParts:
 
     - ``python-stdlib``: the modules of the running Python's standard library, without its tests;
     - ``tiny-shakespeare``: the plays that come with leaven (`SHAKESPEARE`);
-    - a path or glob: a ``.txt`` file is one document; in ``.jsonl``, ``.jsonl.gz`` and ``.jsonl.zst`` files each
-      line is a document, and in ``.parquet`` files each row. ``.bin`` and ``.npy`` files have token ids instead of
-      text (:mod:`leaven.data.token_files`);
+    - a path or glob: a ``.txt`` file is one document; in ``.jsonl``, ``.jsonl.gz`` and ``.jsonl.zst`` files each line
+      is a document, and in ``.parquet`` files each row. ``.bin`` and ``.npy`` files have token ids
+      (:mod:`leaven.data.token_files`);
     - ``hf://org/dataset``: see :mod:`leaven.data.hub`.
 
-    The key of a file that a pattern matches is its path below the last folder before the first wildcard:
-    ``b/c.txt`` for the file ``/a/b/c.txt`` and the pattern ``/a/*/*.txt``.
+    The key of a file that a pattern matches is its path below the last folder before the first wildcard: ``b/c.txt``
+    for the file ``/a/b/c.txt`` and the pattern ``/a/*/*.txt``.
 
     Raises:
-        InputError: if the source does not exist or has files of another format. Also if ``validation`` is given, and
-            the source or ``validation`` is text instead of token ids.
+        InputError: if the source does not exist or has files of another format, or if ``validation`` is given with
+            text.
     """
     found = _parts(source)
     if source.validation is None:
@@ -82,13 +82,12 @@ def _parts(source: DataSource) -> SourceParts:
 
 
 def estimated_tokens(source: DataSource) -> int | None:
-    """Estimate the number of tokens of a source of text from the size of its files.
+    """Return the number of tokens of a source, which is estimated from the size of its files if it is text.
 
-    Return the exact number for files of token ids, and None for an hf:// source.
+    The result is None for an hf:// source.
 
     Raises:
-        InputError: if :func:`source_parts` raises it, if all files of text are empty, or if a file of token ids
-            cannot be used.
+        InputError: if the source cannot be used or is empty.
     """
     if source.source.startswith(SCHEME):
         return None
@@ -102,11 +101,7 @@ def estimated_tokens(source: DataSource) -> int | None:
 
 
 def text_tokens(sources: Sequence[DataSource]) -> int | None:
-    """Estimate the number of tokens of all sources. Return None if one of them is python-stdlib or an hf:// source.
-
-    Raises:
-        InputError: see :func:`estimated_tokens`.
-    """
+    """Return the estimated number of tokens of all sources, or None if one of them has no estimate."""
     if any(source.source == "python-stdlib" for source in sources):
         return None
     sizes = [estimated_tokens(source) for source in sources]
@@ -115,11 +110,7 @@ def text_tokens(sources: Sequence[DataSource]) -> int | None:
 
 
 def opened(part: TokenPart) -> MappedTokens:
-    """Return the token ids of a part.
-
-    Raises:
-        InputError: if the part cannot be used.
-    """
+    """Return the token ids of a part. Raise InputError if it cannot be used."""
     try:
         return part.open()
     except BrokenFile as error:

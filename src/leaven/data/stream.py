@@ -1,8 +1,8 @@
 """Endless streams of training samples, and mixtures of the streams of several sources.
 
 Sample n depends only on the tokens and proportions of the sources, the window length, the seed and n. Therefore a
-stream has no state to save or to fast-forward. In every layout, each rank reads the samples that it needs by their
-numbers. A resumed run continues with the next number.
+stream has no state to save: each rank reads the samples that it needs by their numbers, and a resumed run continues
+with the next number.
 
 Shapes: N samples, T = seq_len.
 """
@@ -36,8 +36,7 @@ class Stream:
     """An endless stream of windows of ``seq_len`` tokens in random order. The order is different in each epoch.
 
     Window w consists of tokens ``w * seq_len`` to ``(w + 1) * seq_len`` inclusive. Its last token is only a target,
-    and is also the first input of window w + 1. An epoch contains every window once. Tokens at the end of the corpus
-    that do not fill a window are left out.
+    and is also the first input of window w + 1. Tokens at the end that do not fill a window are left out.
 
     Raises:
         InputError: if the tokens do not fill one window.
@@ -56,11 +55,7 @@ class Stream:
         return _count_windows(self.tokens, self.seq_len, "training")
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return samples ``first`` to ``first + count - 1``, [count, seq_len + 1] token ids.
-
-        They are counted from 0 without the samples in ``skip``. In each sample, the inputs are all tokens but the
-        last, and the targets are all tokens but the first.
-        """
+        """Return ``count`` samples from number ``first`` on, [count, seq_len + 1]. ``skip`` is not counted."""
         return self.samples(numbered(first, count, self.skip))
 
     def samples(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -71,18 +66,14 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """A mixture of several streams. Of the first n samples, each stream contributes its share of n, with a difference
-    of at most one sample."""
+    """A mixture of streams: of its first n samples, each stream has its share of n, up to one sample more or less."""
 
     streams: tuple[Stream, ...]  # all with the same seq_len
     proportions: tuple[Fraction, ...]  # share of each stream; the shares add up to 1
     skip: tuple[tuple[int, int], ...] = ()  # as in `Stream`, of the mixture's sample numbers
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return samples ``first`` to ``first + count - 1`` of the mixture, [count, seq_len + 1] token ids.
-
-        They are counted from 0 without the samples in ``skip``.
-        """
+        """Return ``count`` samples from number ``first`` on, [count, seq_len + 1]. ``skip`` is not counted."""
         sources, numbers = place(numbered(first, count, self.skip), self.proportions)
         rows = np.empty((count, self.streams[0].seq_len + 1), dtype=np.int64)
         for source, stream in enumerate(self.streams):
@@ -91,8 +82,7 @@ class Mixture:
 
 
 def place(n: NDArray[np.int64], proportions: tuple[Fraction, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each sample number in ``n``, return the index of the source that the sample comes from, and the number of
-    the sample within that source."""
+    """Return the source of each sample number in ``n``, and the number of the sample within that source."""
     order, ranks, quotas = _period(proportions)
     periods, places = np.divmod(n, len(order))
     return order[places], periods * quotas[order[places]] + ranks[places]
@@ -102,18 +92,15 @@ def place(n: NDArray[np.int64], proportions: tuple[Fraction, ...]) -> tuple[NDAr
 def _period(
     proportions: tuple[Fraction, ...],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return one period of the repeating pattern of sources. For example, with proportions 2/3 and 1/3, a period has
-    three samples: two from source 0 and one from source 1.
+    """Return one period of the repeating pattern of sources, as three arrays.
 
-    The three arrays are: the source of each sample in the period, the number of each sample within its source, and
-    the number of samples from each source.
+    The arrays are the source of each sample, the number of each sample within its source, and the number of samples
+    from each source. With proportions 2/3 and 1/3, a period has two samples from source 0 and one from source 1.
 
-    The length of the period is the common denominator of the proportions, so each source has a whole number of
-    samples in a period. The order follows Tijdeman 1980, "The chairman assignment problem". For each sample, the
-    algorithm considers the sources that are at least 1/(2k - 2) samples behind their share, where k is the number of
-    sources. Of these sources, it picks the one that would be the first to fall 1 - 1/(2k - 2) samples behind.
-    As a result, the number of a source's samples among the first n differs from the source's share of n by at most
-    1 - 1/(2k - 2), for every n.
+    The order follows Tijdeman 1980, "The chairman assignment problem". For each sample, the algorithm considers the
+    sources that are at least 1/(2k - 2) samples behind their share, where k is the number of sources. Of these, it
+    picks the one that would be the first to fall 1 - 1/(2k - 2) samples behind. So the number of a source's samples
+    among the first n never differs from its share by more than 1 - 1/(2k - 2).
     """
     size, k = lcm(*(share.denominator for share in proportions)), len(proportions)
     quotas = [int(share * size) for share in proportions]
@@ -133,8 +120,7 @@ def _period(
 
 
 def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """List all sample numbers outside the ranges ``skip`` in ascending order. Return entries ``first`` to
-    ``first + count - 1`` of this list, counted from 0."""
+    """Return entries ``first`` to ``first + count - 1`` of the list of all numbers outside the ranges ``skip``."""
     numbers = np.arange(first, first + count)
     for start, end in skip:
         numbers[numbers >= start] += end - start
@@ -142,9 +128,7 @@ def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray
 
 
 def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-    """Return windows that are spread evenly over the tokens, [N, T + 1].
-
-    There are as many windows as fit into ``limit_tokens`` targets, but at least one.
+    """Return windows that are spread evenly over the tokens, [N, T + 1], at least one.
 
     Raises:
         InputError: if the tokens do not fill one window.
@@ -155,15 +139,11 @@ def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArr
 
 
 def permute(places: NDArray[np.uint64], size: int, seed: int, epochs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Shuffle: return the new position in [0, size) of each of the positions ``places``.
-
-    Each epoch has a different permutation, and ``epochs`` has the epoch of each position. The permutation is computed
-    only at the given positions, not as a whole.
+    """Shuffle: return the new position in [0, size) of each of ``places``, with another permutation in each epoch.
 
     The permutation is a Feistel network on Z_a x Z_b, where a x b is equal to ``size`` or slightly larger. It is
-    applied again to every result that is not below ``size``. These are the generalized-Feistel and cycle-walking
-    methods of Black and Rogaway 2002, "Ciphers with arbitrary finite domains". The permutation is good for shuffling,
-    but it is not secure: its round function is a mixer, not a cipher.
+    applied again to every result that is not below ``size`` (Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains"). It is good for shuffling, but not secure: its round function is a mixer, not a cipher.
     """
     a = isqrt(size - 1) + 1
     b = -(-size // a)

@@ -124,7 +124,7 @@ class TokenFile:
         dtype = np.dtype(self.dtype or "uint16").newbyteorder("<")
         if size % dtype.itemsize:
             raise BrokenFile(
-                f"has {size:,} bytes, not a whole number of {dtype.name} ids; it is truncated, or has another dtype"
+                f"has {size:,} bytes, not a whole number of {dtype.name} ids; copy it again, or give its dtype"
             )
         ids = _tokens(self.path, dtype)
         # Of 32-bit ids read as 16-bit ids, every second one is 0; of 64-bit ids, three of four.
@@ -148,7 +148,7 @@ class TokenFile:
         except (ValueError, OverflowError, TokenError) as error:  # of a damaged header
             raise BrokenFile(f"cannot be read ({error}); write it again or leave it out") from None
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise BrokenFile(f"has {ids.dtype} of shape {ids.shape}; token ids are integers with one dimension")
+            raise BrokenFile(f"has {ids.dtype} of shape {ids.shape}; write token ids as integers with one dimension")
         return MappedTokens((FileTokens(self.path, ids.dtype, len(ids), offset=ids.offset),), None)
 
 
@@ -156,10 +156,14 @@ def _megatron(path: Path, index: Path) -> MappedTokens:
     size = index.stat().st_size
     raw = np.memmap(index, np.uint8, mode="r") if size else np.zeros(0, np.uint8)
     if size < _MEGATRON_HEADER.size or raw[:9].tobytes() != MEGATRON_MAGIC:
-        raise BrokenFile(f"has an index {index.name} that is not Megatron-LM's: its magic number is unknown")
+        raise BrokenFile(
+            f"has an index {index.name} with an unknown magic number; remove it, or copy Megatron-LM's again"
+        )
     _, version, code, sequences, documents = _MEGATRON_HEADER.unpack(raw[: _MEGATRON_HEADER.size].tobytes())
     if version != 1 or code not in _MEGATRON_DTYPES:
-        raise BrokenFile(f"has an index {index.name} of version {version} with dtype {code}, which are not supported")
+        raise BrokenFile(
+            f"has an index {index.name} of version {version} with dtype {code}; write version 1 with integers"
+        )
     dtype = np.dtype(_MEGATRON_DTYPES[code])
     # Lengths of the sequences, their places in bytes, and the first sequence of each document and one more.
     whole = _MEGATRON_HEADER.size + sequences * (4 + 8) + documents * 8
@@ -176,7 +180,7 @@ def _megatron(path: Path, index: Path) -> MappedTokens:
     if tokens * dtype.itemsize != path.stat().st_size:
         raise BrokenFile(
             f"has {path.stat().st_size:,} bytes, but {index.name} describes {tokens:,} tokens of "
-            f"{dtype.itemsize} bytes; the two files do not belong together, or one is truncated"
+            f"{dtype.itemsize} bytes; copy both files again"
         )
     if lengths.min() < 0 or (places != (stops - lengths) * dtype.itemsize).any():
         raise BrokenFile(f"has an index {index.name} whose sequences do not follow one another; write it again")
@@ -191,14 +195,14 @@ def _megatron(path: Path, index: Path) -> MappedTokens:
 def _llm_c(path: Path, size: int, magic: int, version: int, tokens: int) -> MappedTokens:
     if magic not in LLM_C_FORMATS:
         known = " and ".join(map(str, LLM_C_FORMATS))
-        raise BrokenFile(f"has a header with the unknown magic number {magic}; llm.c's files of tokens have {known}")
+        raise BrokenFile(f"has a header with the unknown magic number {magic}; give a file of llm.c with {known}")
     expected, dtype = LLM_C_FORMATS[magic]
     if version != expected:
-        raise BrokenFile(f"has a header of version {version}; with magic number {magic}, only {expected} is known")
+        raise BrokenFile(f"has a header of version {version}; give a file of version {expected}")
     whole = _LLM_C_HEADER + tokens * np.dtype(dtype).itemsize
     if tokens < 1 or size != whole:
         raise BrokenFile(
-            f"has {size:,} bytes, but its header says {tokens:,} tokens ({whole:,} bytes); it is truncated or damaged"
+            f"has {size:,} bytes, but its header says {tokens:,} tokens ({whole:,} bytes); copy the whole file"
         )
     return MappedTokens((_tokens(path, np.dtype(dtype), _LLM_C_HEADER),), None)
 
@@ -210,8 +214,8 @@ def _tokens(path: Path, dtype: np.dtype[Any], offset: int = 0) -> FileTokens:
 def arrow_tokens(chunks: list[Any], files: Sequence[tuple[MappedFile, ...]]) -> MappedTokens:
     """Return the token ids in a column of lists, which is given as Arrow arrays. Each row is a document.
 
-    There is one exception: at least `BLOCKS` rows that all have the same length, except a last row that may be
-    shorter. Such rows are blocks of a longer text, and the ends of its documents are unknown.
+    At least `BLOCKS` rows of equal length are an exception: they are blocks of a longer text, and the ends of its
+    documents are unknown. The last row may be shorter.
 
     Args:
         files: for each of the arrays, the files that are mapped into it.

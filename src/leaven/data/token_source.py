@@ -45,12 +45,9 @@ class TokenSurvey:
 
 
 class DocumentTokens:
-    """The tokens of documents, with an end-of-text token added after each document.
+    """The tokens of documents, with an end-of-text token added after each.
 
-    Args:
-        tokens: the tokens without end-of-text tokens.
-        ends: the positions in ``tokens`` after the last token of each document.
-        end_of_text: id of the end-of-text token.
+    ``ends`` are the positions in ``tokens`` after the last token of each document.
     """
 
     def __init__(self, tokens: Tokens, ends: NDArray[np.int64], end_of_text: int) -> None:
@@ -77,12 +74,9 @@ def uses(parts: SourceParts) -> Iterator[tuple[TokenPart, str]]:
 
 
 def refuse_two_uses(used: Iterable[tuple[Hashable, TokenPart, str]]) -> None:
-    """Check that the same token ids are not used in two different ways, such as for training and for validation.
+    """Raise InputError if parts with the same ids have different uses, such as training and validation.
 
     ``used`` contains (identity, part, use). Parts with the same ids have the same identity.
-
-    Raises:
-        InputError: if two parts with the same ids have different uses.
     """
     first: dict[Hashable, dict[str, TokenPart]] = {}
     for identity, part, use in used:
@@ -114,20 +108,16 @@ class TokenReader:
     def shards(self, sources: Sequence[tuple[DataSource, SourceParts]]) -> list[Shards]:
         """Return the tokens of each source.
 
-        If a source has ``validation``, all ids of the source are used for training, and the ids of ``validation`` for
-        validation. No other source may hold out ids of this source.
+        A source with ``validation`` trains on all of its ids. From any other source, the last `VALIDATION_SHARE` of
+        each of up to `STRETCHES` stretches of a file is held out. Whole documents are held out, if their ends are
+        known.
 
-        If a source has no ``validation``, each of its files is divided into up to `STRETCHES` stretches, and the last
-        `VALIDATION_SHARE` of each stretch is held out for validation. If it is known where documents end (from the
-        file, or from the id ``end_of_text``), the held-out part consists of whole documents. Only a document that is
-        longer than the held-out part is cut.
-
-        If the files of a source say where documents end, but do not contain ``end_of_text``, this id is added after
-        each document.
+        If the files say where documents end, but do not contain ``end_of_text``, this id is added after each
+        document.
 
         Raises:
-            InputError: if a file is damaged or of an unknown format, an id is not below ``vocab_size``, the ends of
-                documents are unknown but needed, or parts that are used in different ways have the same ids.
+            InputError: if a file or an id cannot be used, the ends of documents are unknown but needed, or the same
+                ids are used in different ways.
             OSError: if ``memory`` cannot be written.
         """
         read, used = [], []
@@ -164,11 +154,7 @@ class TokenReader:
         return Shards(ShardedTokens(train), ShardedTokens(validation), 0, 0, fingerprint, notes)
 
     def _read(self, source: DataSource, parts: Sequence[TokenPart]) -> "_SourceIds":
-        """Return the token ids of all parts of a source, after checking them.
-
-        Raises:
-            InputError: if the parts cannot be used, as in :meth:`shards`.
-        """
+        """Return the token ids of all parts of a source. Raise InputError if they cannot be used."""
         name, end_of_text = source.source, self.end_of_text
         mapped = {part.key: opened(part) for part in parts}
         if not any(map(len, mapped.values())):
@@ -275,10 +261,7 @@ def _verified(mapped: MappedTokens, survey: TokenSurvey) -> MappedTokens:
 
 
 def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a file that are used for validation, in order, as (first position, position after the last).
-
-    ``end_of_text`` is the id that ends documents if it occurs in the file; None if not.
-    """
+    """Yield the validation parts of a file in order, as (first position, position after the last)."""
     size = len(mapped)
     count = min(max(size // STRETCH_TOKENS, 1), STRETCHES)
     start = 0
@@ -293,8 +276,7 @@ def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[i
 
 
 def _document_end(mapped: MappedTokens, position: int, stop: int, end_of_text: int | None) -> int:
-    """Return the first position from ``position`` to ``stop`` at which a document ends, or ``stop`` if there is none.
-    If the ends of documents are unknown, return ``position``."""
+    """Return the first end of a document from ``position`` on, at most ``stop``. Unknown ends give ``position``."""
     if mapped.ends is not None:
         found = np.searchsorted(mapped.ends, position)
         return min(int(mapped.ends[found]), stop) if found < len(mapped.ends) else stop

@@ -95,8 +95,7 @@ def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
     """Load a tokenizer from a file or from the Hub. Return None for "bpe", which is trained on the text.
 
     Raises:
-        InputError: if the tokenizer cannot be loaded, has more than ``vocab_size`` tokens, or has no end-of-text
-            token; for "bpe", if ``vocab_size`` is below 257.
+        InputError: if the tokenizer cannot be loaded, does not fit ``vocab_size``, or has no end-of-text token.
     """
     if tokenizer == "bpe":
         if vocab_size < 257:
@@ -152,11 +151,10 @@ def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, progress: OnProg
 
 
 def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
-    """Yield the text on which a tokenizer is trained. It consists of pieces of training documents.
+    """Yield the text on which a tokenizer is trained: pieces of training documents.
 
-    Every source may contribute the same amount: `TRAINING_BYTES` divided by the number of sources. A source with more
-    text contributes only every k-th piece. The weights of the sources in the mixture have no influence. So all
-    mixtures of the same sources have the same tokenizer, and their losses can be compared.
+    Every source may contribute the same amount, whatever its weight in the mixture. So all mixtures of the same
+    sources have the same tokenizer, and their losses can be compared.
     """
     for corpus in corpora:
         stride = -(-corpus.n_bytes * len(corpora) // TRAINING_BYTES)
@@ -188,11 +186,7 @@ def pieces(document: TextDocument) -> Iterator[TextPiece]:
 
 
 def _without_long_words(text: str) -> Iterator[str]:
-    """Yield a text in parts, so that no part has a very long word.
-
-    The text is cut only inside runs of more than `LONGEST_WORD` characters that are all white space, or all other
-    characters.
-    """
+    """Yield a text in parts, so that no run of white space or of other characters is longer than `LONGEST_WORD`."""
     # Looking for runs takes as long as encoding. Every long run contains one of these short stretches.
     short = LONGEST_WORD // 2
     stretches = (text[at : at + short] for at in range(0, len(text) - short + 1, short))
@@ -207,10 +201,9 @@ def _without_long_words(text: str) -> Iterator[str]:
 
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
-    """Let the package ``tokenizers`` use all cores inside the ``with`` block.
+    """Let the package ``tokenizers`` use all cores inside the ``with`` block, and one thread after it.
 
-    After the block, the package uses one thread, because a fork may hang while other threads exist. The user's
-    setting of the environment variable TOKENIZERS_PARALLELISM takes precedence.
+    A fork may hang while other threads exist. A user's TOKENIZERS_PARALLELISM takes precedence.
     """
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = before or "true"
@@ -221,12 +214,10 @@ def parallel_tokenizers() -> Iterator[None]:
 
 
 def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
-    """Return the number of UTF-8 bytes of each token id. Special tokens, for example end-of-text, have 0 bytes.
+    """Return the number of UTF-8 bytes of each token id, or None if the tokens do not determine the text.
 
-    - For byte-level tokenizers, the numbers are exact.
-    - Tokenizers that write spaces as "▁" (SentencePiece) may add a space before a text. This space is counted,
-      although it is not in the text.
-    - For all other tokenizers, return None, because the exact text cannot be recovered from their tokens.
+    Special tokens, for example end-of-text, have 0 bytes. Tokenizers that write spaces as "▁" (SentencePiece) may add
+    a space before a text, which is counted.
     """
     given: Tokenizer = _library().Tokenizer.from_file(str(tokenizer))
     decoder = given.decoder.__getstate__().decode() if given.decoder else ""
@@ -250,8 +241,7 @@ def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
 def bits_per_byte_factor(tokenizer: Path | None, targets: NDArray[np.int64]) -> float | None:
     """Return the factor that converts a mean loss over these targets, in nats per token, to bits per byte.
 
-    End-of-text tokens count in the loss but have no bytes. Return None if there is no tokenizer, or if the number of
-    bytes of its tokens is not known.
+    End-of-text tokens count in the loss but have no bytes. The result is None if the numbers of bytes are not known.
     """
     counts = None if tokenizer is None else bytes_by_token(tokenizer)
     n_bytes = 0 if counts is None else int(counts[targets].sum())

@@ -1,10 +1,11 @@
-"""Turn the `[data]` section of a recipe into token ids on disk. The ids of text are in a cache, in folders that are
-named by a hash of the text and of the tokenizer. Sources that already have token ids are read in place
+"""Turn the `[data]` section of a recipe into token ids on disk.
+
+The ids of text are in a cache. Sources that already have token ids are read in place
 (:mod:`leaven.data.token_source`).
 
 The cache contains the folders ``surveys`` (sizes and hashes of source files), ``tokenizers`` (trained or given) and
-``tokens`` (one folder for each pair of source and tokenizer). Only one process at a time writes to a folder; other
-processes wait and then read its files.
+``tokens`` (one folder for each pair of source and tokenizer, named by a hash). Only one process at a time writes to a
+folder; other processes wait and then read its files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,11 +69,7 @@ class TokenSet:
         return sum(source.validation_bytes for source in self.sources)
 
     def stream(self, seq_len: int, seed: int) -> "Stream | Mixture":
-        """Return the endless stream of training samples.
-
-        Raises:
-            InputError: if a source does not fill one window.
-        """
+        """Return the endless stream of training samples. Raise InputError if a source does not fill one window."""
         if len(self.sources) == 1:
             return Stream(self.sources[0].train, seq_len, seed)
         # The order within a source does not depend on the other sources or on weights.
@@ -81,10 +78,9 @@ class TokenSet:
         return Mixture(tuple(streams), self.proportions)
 
     def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-        """Return windows of validation tokens, [N, T + 1] with T = ``seq_len``.
+        """Return windows of validation tokens, [N, T + 1] with T = ``seq_len``, at least one from each source.
 
-        ``limit_tokens`` is divided among the sources by their proportions. There is at least one window from each
-        source.
+        ``limit_tokens`` is divided among the sources by their proportions.
 
         Raises:
             InputError: if a source does not fill one window.
@@ -109,14 +105,14 @@ def prepare(
     progress: OnProgress | None = None,
     processes: int | None = None,
 ) -> TokenSet:
-    """Tokenise the text that the `[data]` section of a recipe names. If the same text was tokenised before, the
-    tokens come from the cache. Sources that have token ids are read in place.
+    """Return the tokens that the `[data]` section of a recipe names. Text is tokenised if it is not in the cache.
 
-    If the folder ``cache`` is not given, the cache is in ``$LEAVEN_CACHE``, or if that is not set, in the folder
-    ``leaven`` of ``$XDG_CACHE_HOME`` or ``~/.cache``. ``progress`` is called with a stage (``reading``, ``tokenizer``
-    or ``encoding``), the number of bytes processed and the total number of bytes. ``processes`` is the number of
-    processes that encode the text, by default one per core if there is enough text. Processes are spawned, so a
-    script must call this function under ``if __name__ == "__main__"``.
+    Processes are spawned, so a script must call this function under ``if __name__ == "__main__"``.
+
+    Args:
+        cache: the folder of the cache; by default :func:`leaven.recipe.files.cache_folder`.
+        progress: called with a stage (reading, tokenizer or encoding), the bytes processed and all bytes.
+        processes: number of processes that encode text; by default one per core if there is enough text.
 
     Raises:
         InputError: if a source, the tokenizer, the vocabulary or the cache folder cannot be used.
@@ -197,8 +193,11 @@ def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) ->
 
 
 def _refuse_two_sources(texts: Mapping[str, Sequence[TextPart]]) -> None:
-    """Check that no file belongs to two sources. Each source chooses its own validation documents, so a document
-    could be used for training in one and for validation in the other. ``texts`` has the parts of each source."""
+    """Raise InputError if a file belongs to two sources.
+
+    Each source chooses its own validation documents, so a document could be used for training in one source and for
+    validation in the other.
+    """
     owner: dict[Path, str] = {}
     for source, parts in texts.items():
         for path in {part.path.resolve() for part in parts if isinstance(part, File)}:
@@ -217,11 +216,7 @@ def _tokenizer(
     vocab_size: int,
     progress: OnProgress | None,
 ) -> tuple[Path, Encoder]:
-    """Return the path of a tokenizer in the cache, and its encoder.
-
-    It is the tokenizer ``given``. If that is None, a tokenizer is trained on ``corpora``. A tokenizer that was
-    trained on the same text before is reused.
-    """
+    """Return the path of a tokenizer in the cache, and its encoder: ``given``, or one trained on ``corpora``."""
     if given is not None:
         return _keep(folder, given)
     text = " ".join(corpus.fingerprint for corpus in corpora)
@@ -248,10 +243,7 @@ def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
 
 
 def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
-    """Return the tokenizer whose hash is in the file ``name``.
-
-    Return None if this file or the tokenizer is missing or damaged.
-    """
+    """Return the tokenizer whose hash is in the file ``name``, or None if a file is missing or damaged."""
     from tokenizers import Tokenizer
 
     try:

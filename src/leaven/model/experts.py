@@ -21,8 +21,7 @@ SMALLEST = 1e-20  # added to sums of scores, which are 0 if all sigmoids underfl
 
 
 def activated(activation: Activation, h: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Return the hidden values of an MLP. ``h`` is the output of its matrix ``in``. In a gated MLP, ``gate`` is the
-    output of its matrix ``gate``."""
+    """Return the hidden values of an MLP. ``h`` and ``gate`` are the outputs of its matrices ``in`` and ``gate``."""
     match activation:
         case "swiglu":
             assert gate is not None
@@ -88,8 +87,7 @@ class RoutedExperts(nn.Module):
         self.activation, self.gated = shape.activation, shape.gated
 
     def forward(self, x_RD: Tensor, load_E: Tensor) -> Tensor:
-        """Return the outputs (R, D) of the experts. Rows are sorted by expert, and ``load_E`` are the numbers of rows
-        of each expert."""
+        """Return the outputs (R, D) of rows that are sorted by expert. ``load_E``: number of rows of each expert."""
         gate_RF = grouped_linear(x_RD, self.gate.weight, load_E) if self.gated else None
         h_RF = activated(self.activation, grouped_linear(x_RD, getattr(self, "in").weight, load_E), gate_RF)
         return grouped_linear(h_RF, self.out.weight, load_E)
@@ -98,17 +96,13 @@ class RoutedExperts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """The routed and the shared experts of a block.
 
-    ``bias_E`` is added to the scores before the choice of experts, if the load is balanced by a bias;
-    :class:`leaven.training.load_balance.LoadBalance` sets it. ``tally`` sums the load of each expert and the balance
-    loss over the backward passes of a step.
-
     Args:
         shared: the MLP of the shared experts, or None.
         shared_multiplier: factor on the output of the shared experts, relative to the routed experts.
         losses: coefficients of the balance loss and of the router's z-loss.
     """
 
-    bias_E: Tensor | None
+    bias_E: Tensor | None  # added to the scores before the choice; LoadBalance (training) sets it
 
     def __init__(
         self, shape: ModelShape, shared: nn.Module | None, shared_multiplier: float, losses: tuple[float, float]
@@ -124,7 +118,7 @@ class MixtureOfExperts(nn.Module):
         self.losses = losses
         self.counts_losses = True  # False if another rank adds the gradients of the losses for the same tokens
         self.register_buffer("bias_E", None, persistent=False)
-        self.tally = RouterTally()
+        self.tally = RouterTally()  # sums over the backward passes of a step
 
     def forward(self, x_BTD: Tensor, sequences: SequenceWeights | None = None) -> Tensor:
         chosen_BTk, weights_BTk, load_BE = self._route(x_BTD, sequences)
@@ -134,8 +128,7 @@ class MixtureOfExperts(nn.Module):
         return y_BTD
 
     def _route(self, x_BTD: Tensor, sequences: SequenceWeights | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the chosen experts of each token, their weights, and the number of tokens that each sequence sends
-        to each expert. In training, the weights carry the gradients of the router's losses (:meth:`_with_losses`)."""
+        """Return the chosen experts of each token, their weights, and the load of each expert in each sequence."""
         settings, k = self.settings, self.settings.active
         logits_BTE = self.router(x_BTD)
         scores_BTE = logits_BTE.softmax(-1) if settings.router == "softmax" else logits_BTE.sigmoid()
@@ -155,8 +148,7 @@ class MixtureOfExperts(nn.Module):
     def _with_losses(
         self, weights_BTk: Tensor, logits_BTE: Tensor, scores_BTE: Tensor, load_BE: Tensor, sequences: SequenceWeights
     ) -> Tensor:
-        """Return the weights unchanged. Their backward pass adds the gradients of the router's losses to the
-        gradients of the model. It also adds the loads and the balance loss to the tally."""
+        """Return the weights unchanged. Their backward pass adds the gradients of the router's losses."""
         balance, z_loss = self.losses
         targets_B = sequences.targets_B.to(scores_BTE.dtype)
         shares_BTE = scores_BTE
@@ -193,8 +185,8 @@ class MixtureOfExperts(nn.Module):
 def copied_rows(x_ND: Tensor, order_R: Tensor, inverse_R: Tensor, copies: int = 1) -> Tensor:
     """Return R = copies x N rows; row i is a copy of row ``order_R[i] // copies``.
 
-    ``order_R`` is a permutation of the numbers below R, and ``inverse_R`` is its inverse. The backward pass also
-    gathers rows in a fixed order. If it added rows by scattering, gradients on a GPU would differ from run to run.
+    ``order_R`` is a permutation of the numbers below R, and ``inverse_R`` is its inverse. The backward pass gathers
+    rows, too. If it scattered them, gradients on a GPU would differ from run to run.
     """
     x_RD: Tensor = _Rows.apply(x_ND, order_R, inverse_R, copies)  # type: ignore[no-untyped-call]
     return x_RD
@@ -216,8 +208,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _AlsoMinimise(torch.autograd.Function):
-    """An autograd function that returns ``x`` unchanged. Its backward pass adds the gradients of ``loss``, a scalar,
-    to the gradients of the model. It also adds ``counted``, which is (loads, balance loss), to ``tally``."""
+    """Return ``x``. The backward pass adds the gradients of ``loss``, and adds ``counted`` to ``tally``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, tally: RouterTally, counted: tuple[Tensor, Tensor]) -> Tensor:

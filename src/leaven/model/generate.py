@@ -16,11 +16,8 @@ from leaven.model.transformer import Transformer
 class Sampling:
     """The settings for drawing the next token at random (Holtzman et al. 2020, arXiv 1904.09751).
 
-    The logits are divided by ``temperature``; then ``top_k`` and then ``top_p`` remove unlikely tokens. The most
-    likely token always remains.
-
-    Raises:
-        InputError: if a value is out of range.
+    They are applied in the order of the fields. The most likely token always remains. A value that is out of range
+    raises InputError.
     """
 
     temperature: float = 1.0  # at 0, the most likely token is chosen
@@ -63,11 +60,10 @@ def generate(
     end: int,
     max_tokens: int,
 ) -> Iterator[int]:
-    """Generate up to ``max_tokens`` tokens after ``tokens``, and yield each of them. Stop at the token ``end``,
-    without yielding it.
+    """Yield up to ``max_tokens`` tokens that continue ``tokens``. Stop before the token ``end``.
 
-    Tokens whose id is ``vocabulary`` or higher have no text and are never drawn. The model reads at most the last
-    ``seq_len`` tokens. There is no key-value cache, so each token costs a forward pass over its whole context.
+    Ids from ``vocabulary`` on have no text and are never drawn. There is no key-value cache, so each token costs a
+    forward pass over its context of up to ``seq_len`` tokens.
     """
     device, context = model.embedding.weight.device, list(tokens)
     for _ in range(max_tokens):

@@ -1,8 +1,7 @@
 """Initialise parameters with the distributions that the parameter table defines.
 
-The values of a parameter depend only on the seed, the parameter's name and its shape. They do not depend on the order
-of creation or on the layout of the run. A parameter is drawn in blocks of rows, and each block has a separate seed.
-So a process can draw its part of a parameter without drawing all of it.
+The values of a parameter depend only on the seed and on its name and shape, not on the layout of the run. It is drawn
+in blocks of rows, each with its own seed, so a process can draw only its part.
 """
 
 from collections.abc import Sequence
@@ -43,12 +42,10 @@ def fill(
     shape: Sequence[int] | None = None,
     offset: Sequence[int] | None = None,
 ) -> None:
-    """Fill ``piece`` with normally distributed values.
+    """Fill ``piece`` with normally distributed values, which depend on ``seed`` and ``name``.
 
-    By default, ``piece`` is a whole parameter. With ``shape`` and ``offset``, it is a block of a parameter: ``shape``
-    is the shape of the whole parameter, and ``offset`` is the index of the block's first element. ``seed`` and
-    ``name`` select the random numbers. Each matrix of a tensor of experts, of shape (experts, fan out, fan in), has
-    random numbers of its own.
+    By default, ``piece`` is a whole parameter. If it is a block of a parameter, ``shape`` is the shape of the whole
+    parameter, and ``offset`` is the index of the block's first element.
 
     Values are drawn in fp32 and then cast, so that models of different dtypes have the same values up to rounding.
     """

@@ -32,17 +32,13 @@ memory."""
 def norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norms of the tensors as one tensor, (number of tensors,).
 
-    This function launches a few kernels for all tensors together; a loop over the tensors would launch hundreds. The
-    same is true of :func:`multiply_`, :func:`subtract_` and :func:`lerp_`.
+    This function and the next three launch a few kernels for all tensors together. A loop would launch hundreds.
     """
     return torch.stack(torch._foreach_norm(list(tensors)))
 
 
 def multiply_(tensors: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply tensors in place.
-
-    ``factors`` is one factor for all tensors, (), or a factor for each tensor, (number of tensors,).
-    """
+    """Multiply tensors in place by one factor, (), or by a factor for each tensor, (number of tensors,)."""
     if factors.dim() == 0:
         torch._foreach_mul_(list(tensors), factors)
     else:
@@ -69,19 +65,18 @@ def widened(x: Tensor) -> Tensor:
 
 
 def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
-    """Make the next step of a fused Adam optimizer do nothing if ``skip`` is true.
+    """Make the next step of a fused Adam optimizer do nothing if ``skip`` is true. Such a step is not counted.
 
-    A skipped step does not increase Adam's step count. ``skip`` is a scalar on the device of the parameters.
+    ``skip`` is a scalar on the device of the parameters.
     """
     adam.found_inf = skip.float()  # type: ignore[attr-defined]
 
 
 def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, sizes_E: Tensor) -> Tensor:
-    """Multiply consecutive rows by the matrix of their group, and return (N, F).
+    """Multiply consecutive groups of rows by their matrices, and return (N, F). Group e has ``sizes_E[e]`` rows.
 
-    The first ``sizes_E[0]`` rows are multiplied by ``weight_EFD[0]``, the next ``sizes_E[1]`` by ``weight_EFD[1]``,
-    and so on. On CUDA, bf16 products are one kernel if F and D are multiples of 8. Only then does the host not wait
-    for the sizes.
+    On CUDA, bf16 products are one kernel if F and D are multiples of 8. In all other cases, the host waits for the
+    sizes.
     """
     device = x_ND.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
@@ -99,9 +94,9 @@ def has_grouped_kernel(device: str) -> bool:
 
 
 def on_host(sizes: Tensor, total: int) -> list[int]:
-    """Return the elements of ``sizes``, whose sum is ``total``. On a GPU, the host waits for them.
+    """Return the elements of ``sizes``. On a GPU, the host waits for them.
 
-    ``total`` is for :mod:`leaven.verification.dry_run`, which replaces this function: its tensors have no values.
+    :mod:`leaven.verification.dry_run` replaces this function and needs their sum, ``total``.
     """
     found: list[int] = sizes.tolist()
     return found
@@ -120,8 +115,7 @@ PREFERS_ONEDNN = (
 
 
 def uses_onednn(x: Tensor, weight_FD: Tensor) -> bool:
-    """Return whether :func:`linear` computes x @ weight.T with oneDNN. It does if the product is in fp32 and not
-    small, and oneDNN is faster on this processor. Products of DTensors stay with torch."""
+    """Return whether :func:`linear` computes x @ weight.T with oneDNN."""
     plain = type(x) is not DTensor and type(weight_FD) is not DTensor
     fp32 = x.is_cpu and x.dtype == weight_FD.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     return plain and fp32 and x.numel() * len(weight_FD) >= SMALL_PRODUCT and PREFERS_ONEDNN
@@ -159,8 +153,10 @@ def times_transposed(a_NK: Tensor, b_MK: Tensor) -> Tensor:
 
 
 def transposed_times(a_KN: Tensor, b_KM: Tensor) -> Tensor:
-    """Return a.T @ b, (N, M), without a gradient. The result may be transposed in memory: oneDNN needs a transposed
-    copy of one of the matrices, and copying the smaller one is faster."""
+    """Return a.T @ b, (N, M), without a gradient. The result may be transposed in memory.
+
+    oneDNN needs a transposed copy of one of the matrices, and copying the smaller one is faster.
+    """
     if a_KN.shape[1] > b_KM.shape[1]:
         return times_transposed(b_KM.T, a_KN.T).T
     return times_transposed(a_KN.T, b_KM.T)
@@ -202,19 +198,16 @@ def causal_attention(
     """Return the causal attention softmax(scale x query . key) . value, of shape (B, H, T, E).
 
     Use this function on a CPU: torch's own kernel takes about as long in fp32 and up to 1.9 times as long in bf16
-    (measured: docs/log.md). Use it also with a softcap, which torch's kernel does not support. It computes one block
-    of queries at a time. For each block, it skips the keys after the block's last query, and the keys before the
-    ``window`` of the block's first query.
+    (measured: docs/log.md). Use it also with a softcap, which torch's kernel does not support.
 
     Args:
         window: the number of keys that a query attends to, including the key of its own position; None: all keys.
         softcap: scores become softcap x tanh(score / softcap); None: no soft cap.
         allowed_B1TT: whether a query (row) may attend to a key (column); None: to all keys up to its own position.
 
-    The backward pass of sequences of more than `KEPT_LENGTH` tokens, or with a softcap, computes the probabilities
-    again, so that nothing of size T x T is stored. Products are computed in the dtype of the arguments. The softmax
-    and the sums over blocks are computed in fp32 or wider. Torch function modes intercept this function as they
-    intercept torch's own functions.
+    Nothing of size T x T is stored for sequences of more than `KEPT_LENGTH` tokens, or with a softcap. The softmax
+    and the sums over blocks of queries are computed in fp32 or wider. Torch function modes intercept this function as
+    they intercept torch's own.
     """
     if has_torch_function((q_BHTE, k_BKTE, v_BKTE)):
         arguments = q_BHTE, k_BKTE, v_BKTE
@@ -282,10 +275,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
-    """Return ``(rows, keys)`` for each block of queries.
-
-    - ``rows``: the positions of the block's t queries.
-    - ``keys``: the s positions to which these queries may attend. The last of them is the block's last position.
+    """Return ``(rows, keys)`` for each block of queries: their positions, and the positions to which they may attend.
 
     For example, the second block has the queries 128 to 255. Without a window, its keys are 0 to 255, so s is 256.
     """
@@ -310,8 +300,7 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the attention probabilities of a block of queries, (N, G x t, s). Also return tanh(score /
-    softcap), or None without a softcap."""
+    """Return the attention probabilities of a block, (N, G x t, s), and tanh(score / softcap) or None."""
     rows, keys = block
     first, last, start, tanh_Nts = rows.start, rows.stop, keys.start, None
     size, groups = last - first, q_NGTE.shape[1]
@@ -341,10 +330,9 @@ def _heads_last(like_BHTE: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rms_norm(x: Tensor, gain_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Return gain * x / sqrt(mean(x^2) + eps), with the mean over the last dimension.
+    """Return gain * x / sqrt(mean(x^2) + eps), with the mean over the last dimension, as ``dtype``.
 
-    The result is computed in the dtype of the gain and cast to ``dtype``. The gradient is hand-written, because
-    autograd would read and write memory twice as often.
+    The gradient is hand-written, because autograd would read and write memory twice as often.
     """
     y: Tensor = _RMSNorm.apply(x, gain_D, eps, dtype)  # type: ignore[no-untyped-call]
     return y
@@ -372,10 +360,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rotate(x_BTHE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Apply rotary positions to x, and return the result as (B, H, T, E).
-
-    Entries i and i + E/2 of a head form a pair. Each pair is rotated by an angle that depends on the token's position
-    and on i.
+    """Apply rotary positions to x, and return (B, H, T, E). Entries i and i + E/2 of a head are rotated as a pair.
 
     Cosines and sines are (T, E/2), or (B, T, E/2) if positions restart within a sequence.
     """

@@ -1,5 +1,4 @@
-"""Compute unembedding and cross-entropy together, one chunk of tokens at a time, so that the logits of all tokens are
-never in memory at once.
+"""Compute unembedding and cross-entropy together, one chunk of tokens at a time.
 
 The logits are by far the largest tensor of a micro-batch: for 16 x 1,024 tokens and a vocabulary of 50,304, they take
 3.3 GB in fp32, and their gradient takes another 3.3 GB. Here the gradient of a chunk is computed right after its
@@ -26,11 +25,10 @@ CHUNK_ELEMENTS_ELSEWHERE = 2**22
 
 
 def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
-    """Return two tensors (B, T): the document number of each input token, and the targets.
+    """Return the number of each token's document and the targets, both (B, T), for ``windows``, (B, T + 1).
 
-    In each row of ``windows``, (B, T + 1), the target of a token is the next token. Documents are counted from 0 in
-    each row, and a document includes its end-of-text token. The target of an end-of-text token is `IGNORED`, because
-    the next token begins an unrelated document.
+    Documents are counted from 0 in each row, and include their end-of-text token. The target of an end-of-text token
+    is `IGNORED`, because the next token begins an unrelated document.
     """
     ends_BT = windows[:, :-1] == end_of_text
     documents_BT = ends_BT.cumsum(1) - ends_BT.long()
@@ -38,10 +36,10 @@ def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
 
 
 class ZLoss:
-    """The z-loss of a step: a coefficient c times log^2 Z of each token, where Z is the sum of exponentials of its
-    logits (Chowdhery et al. 2022, arXiv 2204.02311, section 5). It keeps log Z near 0.
+    """The z-loss of a step: c log^2 Z for each token, where Z is the sum of exponentials of its logits (Chowdhery et
+    al. 2022, arXiv 2204.02311, section 5). It keeps log Z near 0.
 
-    The loss that :func:`cross_entropy` returns stays the cross-entropy; only its gradients contain the z-loss.
+    Only the gradients of :func:`cross_entropy` contain the z-loss, not the returned loss.
     """
 
     def __init__(self, coefficient: float) -> None:
@@ -62,20 +60,19 @@ class WholeVocabulary:
     """Computes the loss of a chunk of tokens in a process that has all tokens and the whole vocabulary."""
 
     def gather(self, hidden_ND: Tensor) -> Tensor:
-        """Return the hidden states of all tokens, given the hidden states of this process's tokens."""
+        """Return the hidden states of all tokens, given those of this process."""
         return hidden_ND
 
     def scatter(self, grad_ND: Tensor) -> Tensor:
-        """Return the gradient of the input of :meth:`gather`, given the gradient of the result of :meth:`gather`."""
+        """Return the gradient of the argument of :meth:`gather`, given that of its result."""
         return grad_ND
 
     def loss(
         self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool, z_loss: ZLoss | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of a chunk, a scalar, and ``weight`` times the gradient of the loss and of ``z_loss`` with
-        respect to the logits, (n, V).
+        """Return the loss of a chunk, a scalar, and ``weight`` times the gradient with respect to the logits, (n, V).
 
-        Instead of the gradient, return None if ``learns`` is false. This method may overwrite the logits.
+        The gradient includes that of ``z_loss``. It is None if ``learns`` is false. The logits may be overwritten.
         """
         counts_n = targets_n != IGNORED
         targets_n1 = targets_n.clamp(min=0)[:, None]
@@ -110,15 +107,16 @@ def cross_entropy(
     """Return ``factor`` times the loss, a scalar in nats, of hidden states (..., D) and targets (...).
 
     The loss is the sum of -log softmax(multiplier x hidden . weight)[target] over all tokens whose target is not
-    `IGNORED`. With ``softcap``, the logits become softcap x tanh(logit / softcap).
+    `IGNORED`.
 
-    Products are computed in the dtype ``compute`` (default: the dtype of ``hidden``), so the logits are rounded to
-    this dtype once (docs/concepts/choices.md measures the effect). Everything else is computed in fp32 or wider.
-    ``factor`` is applied before gradients are rounded to ``compute``, so it can be a loss scale, which keeps small
-    fp16 gradients from being rounded to 0. With ``repeatable``, the backward pass may run twice, for example to
-    compute the gradients of inputs and weights separately. This needs memory for a second gradient of the weight.
-    ``vocabulary`` says how processes share the tokens and the vocabulary. ``z_loss`` is added to the gradients and
-    not to the result.
+    Args:
+        softcap: logits become softcap x tanh(logit / softcap).
+        factor: may be a loss scale, because it is applied before gradients are rounded to ``compute``.
+        compute: the dtype of products and logits, by default that of ``hidden``; docs/concepts/choices.md measures
+            the effect. Everything else is computed in fp32 or wider.
+        repeatable: whether the backward pass may run twice, which needs memory for a second gradient of the weight.
+        vocabulary: how processes share the tokens and the vocabulary.
+        z_loss: added to the gradients, not to the result.
     """
     if not torch.is_grad_enabled():
         # Without this, the gradient of the weight, which is most of the work, would be computed and not used.

@@ -20,10 +20,9 @@ from leaven.recipe.shape import ModelShape
 
 
 class RMSNorm(nn.RMSNorm):
-    """An RMSNorm that computes in the dtype of its gain (fp32) for any input dtype.
+    """An RMSNorm that computes in the dtype of its gain (fp32). torch's is slow if the input has another dtype.
 
-    torch's RMSNorm is slow if the dtypes of gain and input differ. Under autocast, the result is cast to the autocast
-    dtype here. Otherwise every matrix product that reads the result would cast it again.
+    The result is cast to the dtype of autocast, so that matrix products do not have to cast it again.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,8 +128,7 @@ class Block(nn.Module):
     """A transformer block: x + a attention(norm(x)), then x + m mlp(norm(x)), with constant factors a and m.
 
     If the output of a branch is normalised, the factor comes after this norm: x + a norm(attention(...)). The norm
-    would undo a factor that came earlier. The norms before the branches may be missing. With parallel branches, the
-    MLP reads the same input as attention.
+    would undo an earlier factor. With parallel branches, the MLP reads the same input as attention.
     """
 
     def __init__(
@@ -191,10 +189,12 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only transformer from tokens to logits.
 
-    ``multipliers`` maps parameter names to factors on the outputs of the parameters; the default is 1.
-    ``attention_scale`` multiplies query . key; the default is 1 / sqrt(d_head). ``router_losses`` are the
-    coefficients of the routers' balance loss and z-loss. The parameters have no useful values until a function of
-    :mod:`leaven.model.initialisation` sets them.
+    A function of :mod:`leaven.model.initialisation` sets the values of its parameters.
+
+    Args:
+        multipliers: factors on the outputs of parameters, by the name of the parameter; the default is 1.
+        attention_scale: multiplies query . key; the default is 1 / sqrt(d_head).
+        router_losses: coefficients of the routers' balance loss and z-loss.
     """
 
     def __init__(
@@ -223,10 +223,7 @@ class Transformer(nn.Module):
         self.logit_multiplier = multipliers.get(readout, 1.0)
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the logits (B, T, V) of tokens (B, T), in fp32 or wider.
-
-        ``documents_BT`` is the number of each token's document, as in :meth:`hidden`.
-        """
+        """Return the logits (B, T, V) of tokens (B, T), in fp32 or wider. ``documents_BT``: see :meth:`hidden`."""
         logits_BTV = F.linear(self.hidden(tokens_BT, documents_BT), self.readout)
         logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
         return self.capped(logits_BTV if self.logit_multiplier == 1.0 else logits_BTV * self.logit_multiplier)
@@ -238,18 +235,14 @@ class Transformer(nn.Module):
 
     @property
     def readout(self) -> Tensor:
-        """The unembedding matrix, (V, D).
-
-        The logits are ``logit_multiplier`` times the product of the final hidden states and this matrix.
-        """
+        """The unembedding matrix, (V, D), without ``logit_multiplier``."""
         return self.embedding.weight if self.shape.tied_embeddings else self.unembedding.weight
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Return the final hidden states, (B, T, D), which are the input of the unembedding.
 
-        ``documents_BT`` contains the number of each token's document, in non-decreasing order along T. If it is
-        given, tokens attend only to tokens of the same document, and every document begins at position 0. The hidden
-        states of a document then do not depend on the other documents.
+        ``documents_BT`` is the number of each token's document, in non-decreasing order along T. With it, every
+        document begins at position 0, and tokens attend only to their own document.
 
         Raises:
             ValueError: if T exceeds the number of learned positions.
@@ -293,9 +286,8 @@ class Transformer(nn.Module):
 class Positions:
     """The cosines and sines of rotary positions, and the bias or mask of the attention scores, for one forward pass.
 
-    Without document numbers, cosines and sines are (T, E), and only ALiBi has a bias, (H, T, T). With document
-    numbers, cosines and sines are (B, T, E), and the bias also masks tokens of other documents. It is then
-    (B, H, T, T) with ALiBi, and (B, 1, T, T) without.
+    Cosines and sines are (T, E), or (B, T, E) with document numbers. The bias of ALiBi is (H, T, T), or (B, H, T, T)
+    with document numbers. The mask of document numbers without ALiBi is (B, 1, T, T).
     """
 
     def __init__(self, shape: ModelShape, length: int, like: Tensor, documents_BT: Tensor | None = None) -> None:
@@ -332,7 +324,7 @@ class Positions:
     def within(self, window: int | None) -> Tensor | None:
         """Return the bias or mask of the attention scores in a layer with this sliding window, or without one.
 
-        The result is None if each token attends to all tokens of its sequence up to its own position.
+        None means that each token attends to all tokens of its sequence up to its own position.
         """
         if window is None or self.window_TT is None:
             return self.bias_HTT
@@ -354,8 +346,7 @@ class Positions:
 
 
 def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
-    """Return the position of each token in its document, (B, T). Without documents, return the position in the
-    sequence, (T,)."""
+    """Return the position of each token in its document, (B, T), or without documents in the sequence, (T,)."""
     place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     if documents_BT is None:
         return place_T
@@ -384,17 +375,12 @@ def _norm(shape: ModelShape, size: int, bias: bool | None = None) -> nn.Module:
 class Stage(nn.Module):
     """A pipeline stage: the layers ``first`` to ``last - 1`` of a model.
 
-    The first stage also has the embedding. The last stage also has the final norm, the unembedding and the loss. A
-    parameter has the same name as in the whole model, with the prefix ``model.``. The constructor changes
-    ``model``: it removes the layers and parameters of other stages.
+    The first stage also has the embedding. The last stage also has the final norm, the unembedding and the loss. The
+    constructor removes everything else from ``model``. Parameters keep their names, with the prefix ``model.``.
 
     Args:
         dtype: the dtype of matrix products.
         splits_backward: whether the backward pass computes the gradients of inputs and of parameters separately.
-
-    The attribute ``factor`` multiplies the loss; set it before a forward pass. The attribute ``loss`` is the loss
-    function, which has the arguments of :func:`leaven.model.loss.cross_entropy`. The attribute ``z_loss`` adds a
-    z-loss to the gradients.
     """
 
     def __init__(
@@ -419,9 +405,9 @@ class Stage(nn.Module):
             if not shape.tied_embeddings:
                 del model.unembedding
         self.model, self.dtype = model, dtype
-        self.factor: Tensor | float = 1.0
+        self.factor: Tensor | float = 1.0  # multiplies the loss; set it before a forward pass
         self.loss: Callable[..., Tensor] = cross_entropy
-        self.z_loss: ZLoss | None = None
+        self.z_loss: ZLoss | None = None  # added to the gradients
 
     @property
     def layers(self) -> list[Block]:
@@ -430,9 +416,9 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
         """Run the layers of this stage.
 
-        In the first stage, ``x`` contains the tokens, (B, T). In every other stage, ``x`` contains the activations of
-        the previous stage, (B, T, D). The last stage returns ``factor`` times the loss, (1,). The loss is in nats and
-        summed over all targets that are not ignored. Every other stage returns its activations, (B, T, D).
+        The first stage takes tokens, (B, T), and every other stage the activations of the previous one, (B, T, D).
+        The last stage returns ``factor`` times the loss, (1,), in nats and summed over all targets that are not
+        ignored. Every other stage returns its activations.
         """
         model, lower = self.model, self.dtype not in {torch.float32, torch.float64}
         with torch.autocast(x.device.type, self.dtype, enabled=lower):

@@ -12,7 +12,7 @@ from leaven.scaling.rules import Rule
 
 @dataclass(frozen=True)
 class Factors:
-    """The factors by which a scaling rule multiplies the values of one tensor; all are exactly 1.0 at the base."""
+    """The factors on the values of one tensor; all are exactly 1.0 at the base."""
 
     init_std: float
     lr: float
@@ -24,13 +24,10 @@ class Factors:
     half_life: float  # factor on the half-life of Adam's moments in steps
 
     def beta(self, base: float, multiplier: float = 1.0) -> float:
-        """Return the beta of Adam at this scale: ``base ** (multiplier / half_life)``.
+        """Return Adam's beta at this scale: ``base ** (multiplier / half_life)``.
 
-        ``base`` is the beta before scaling, and ``multiplier`` is the recipe's multiplier for the module and depth.
-
-        The papers multiply ``1 - beta`` by ``multiplier / half_life`` instead. The two formulas agree to first order,
-        but only this one keeps beta within (0, 1). Runs at batch ratios of 1/4 to 8 had the same loss with both
-        formulas.
+        The papers multiply ``1 - beta`` by ``multiplier / half_life``. To first order this is the same, but a power
+        stays within (0, 1). Runs at batch ratios of 1/4 to 8 had the same loss with both formulas.
         """
         return float(base ** (multiplier / self.half_life))
 
@@ -40,11 +37,7 @@ AT_BASE = Factors(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 @lru_cache(maxsize=10_000)  # the tensors of a module have the same factors in all blocks
 def factors(rule: Rule, role: Role, at: TensorRatios, scaling: Scaling, muon: bool = False) -> Factors:
-    """Return the factors of a scaling rule for a tensor.
-
-    ``at`` contains the ratios target / base of the tensor and of its run, and ``scaling`` the exponents of the rule.
-    ``muon`` is true if Muon updates the tensor.
-    """
+    """Return the factors of a scaling rule for one tensor. ``muon``: whether Muon updates the tensor."""
 
     def product(*cells: Cell) -> float:
         return math.prod(cell.factor(at, scaling) for cell in cells)
@@ -64,19 +57,17 @@ def factors(rule: Rule, role: Role, at: TensorRatios, scaling: Scaling, muon: bo
 def tensor_ratios(
     role: Role, shape: tuple[int, ...], base_shape: tuple[int, ...], at: Ratios, head: float = 1.0
 ) -> TensorRatios:
-    """Return the ratios (target scale / base scale) that determine the factors of a scaling rule for one tensor.
+    """Return the ratios (target scale / base scale) of one tensor.
 
     Args:
-        shape, base_shape: the tensor's shapes at target and base. A matrix has the shape (fan out, fan in), as in
-            ``nn.Linear``. The matrices of experts have (experts, fan out, fan in), a router (experts, fan in), and
-            embeddings and unembedding (vocabulary or positions, width). A gain or bias has fan in 1, and its fan out
-            is the number of its elements (1 for the bias of the unembedding).
-        at: the ratios of the run, from which the result takes depth, batch and tokens.
-        head: the ratio of the head dimensions, target / base.
+        shape, base_shape: the tensor's shapes at target and base. A matrix is (fan out, fan in), as in ``nn.Linear``;
+            matrices of experts are (experts, fan out, fan in); a router is (experts, fan in); embeddings and
+            unembedding are (vocabulary or positions, width).
+        at: the ratios of the run.
+        head: target / base of the head dimension.
 
     Raises:
-        ValueError: if the role needs a matrix and the tensor has another number of dimensions, such as that of a
-            convolution; or if target and base have different numbers of experts.
+        ValueError: if a matrix has the wrong number of dimensions, or if the number of experts changes.
     """
     assert len(shape) == len(base_shape), f"{shape} and {base_shape} are not the same tensor at two scales"
     sides = 3 if role is Role.EXPERT_WEIGHT else 2

@@ -30,8 +30,7 @@ LETTERS = {
 
 @dataclass(frozen=True)
 class Ratios:
-    """How much larger a run is than its base, the scale for which its hyperparameters are written. For example,
-    ``width`` is 4 if the run has d_model 1024 and its base 256."""
+    """The size of a run divided by the size of its base. ``width`` is 4 if d_model is 1024 and 256 at the base."""
 
     width: float = 1.0  # d_model
     depth: float = 1.0  # number of layers
@@ -41,11 +40,7 @@ class Ratios:
 
 @dataclass(frozen=True)
 class TensorRatios:
-    """The ratios (target scale / base scale) of one tensor and of its run.
-
-    Only sizes that grow with the model count: a fan in or fan out that is the vocabulary, the number of positions or
-    the number of experts has the ratio 1.
-    """
+    """The ratios (target / base) of a tensor and its run. Vocabulary, positions and experts have the ratio 1."""
 
     fan_in: float = 1.0  # of this tensor
     fan_out: float = 1.0  # of this tensor
@@ -64,7 +59,7 @@ class Cell:
     source: str  # table and row of a paper, or the derivation
 
     def factor(self, at: TensorRatios, scaling: Scaling) -> float:
-        """Return the value of the factor; it is exactly 1.0 if all its ratios are 1."""
+        """Return the value of the factor. It is exactly 1.0 at the base."""
         if self.text == "1":
             return 1.0
         value = 1.0

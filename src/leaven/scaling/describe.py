@@ -1,5 +1,4 @@
-"""Build the document of ``leaven show``: lr, init and other values of each parameter, and the nearest published
-inits."""
+"""Build the document of ``leaven show``: the values of each parameter, and the nearest published inits."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -28,11 +27,7 @@ class ModuleStart:
 
 
 def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
-    """Return the initial std of each module's matrices.
-
-    If the std differs between blocks (in this recipe or in a published init), the module has two entries: for its
-    first and its last block. Other modules have one entry.
-    """
+    """Return the initial std of each module's matrices; if blocks differ, of the first and the last block."""
     by_module: dict[str, list[ParameterRow]] = {}
     depth = recipe.model.n_layers
     for row in matrices(table):
@@ -53,10 +48,9 @@ def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
 
 
 def _nearest(found: Sequence[ModuleStart]) -> list[dict[str, Any]]:
-    """Return the published inits and their distances from the recipe's init, nearest first.
+    """Return the published inits and their distances from the recipe's init in octaves, nearest first.
 
-    A distance is the mean over the modules of abs(log2(std in the recipe / std in the published init)), in octaves.
-    Modules in which one of the two stds is 0 are left out.
+    A distance is the mean over the modules of abs(log2(std in the recipe / std in the published init)).
     """
     away = []
     for name in COMPARED:
@@ -67,7 +61,7 @@ def _nearest(found: Sequence[ModuleStart]) -> list[dict[str, Any]]:
 
 
 def matrices(table: ParameterTable) -> Iterator[ParameterRow]:
-    """Yield the table rows of the parameters with random initial values: all except gains and biases."""
+    """Yield the rows of all parameters except gains and biases."""
     return (row for row in table.rows if row.role.is_matrix)
 
 
@@ -77,10 +71,9 @@ def describe(
     warnings: Sequence[CautionRow] = (),
     worth: Sequence[WorthRow] = (),
 ) -> ShowDocument:
-    """Return the result of ``leaven show`` and ``leaven transfer``: the values that a recipe's parameters get.
+    """Return the document of ``leaven show`` and ``leaven transfer`` for a recipe.
 
-    The result also contains ``warnings`` about the recipe, and ``worth``: how many times more training tokens would
-    lower the loss as much as the tuning study did.
+    ``worth`` says how many times more training tokens would lower the loss as much as the tuning study did.
     """
     table, model, tuned = parameter_table(recipe), recipe.model, recipe.hyperparameters
     found, clip = starts(recipe, table), tuned.grad_clip

@@ -1,8 +1,8 @@
 """The parameter table: init std, lr, weight decay, betas, eps and forward multiplier of every parameter.
 
-Each value is the hyperparameter x the factor of the scaling rule x the multiplier of the module x the multiplier for
-the depth of the block. The betas are an exception: they are raised to a power instead
-(:meth:`leaven.scaling.apply.Factors.beta`). No other file of leaven computes the values in this table.
+Each value is the product of the hyperparameter, the factor of the scaling rule, the multiplier of the module and the
+multiplier for the depth of the block. Betas are raised to a power instead
+(:meth:`leaven.scaling.apply.Factors.beta`). No other file of leaven computes these values.
 """
 
 import math
@@ -111,18 +111,16 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
 
 
 def adamw_rows(recipe: Recipe) -> tuple[ParameterRow, ...]:
-    """Return the parameter table of the recipe with AdamW instead of Muon, to compare its values with values for
-    Adam."""
+    """Return the parameter table with AdamW in place of Muon."""
     return parameter_table(recipe.without_muon).rows
 
 
 def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
-    """Return how a batch ramp changes the hyperparameters at step ``step`` (counted from 0), as a pair.
+    """Return how a batch ramp changes the hyperparameters at step ``step`` (counted from 0).
 
     Returns:
-        First, the factors of the scaling rule for the batch of this step, relative to the full batch. They are the
-        same for all parameters, and exactly 1 after the ramp or if the ramp's rule is ``fixed``.
-        Second, the half-life of Adam's moments (in steps) divided by their half-life at the previous step.
+        The factors of the scaling rule for the batch of this step, relative to the full batch.
+        The half-life of Adam's moments (in steps) divided by their half-life at the previous step.
     """
 
     def at(step: int) -> Factors:
@@ -145,15 +143,7 @@ def parameter_row(
     n_layers: int,
     gated: bool,
 ) -> ParameterRow:
-    """Return the row of one parameter of any model.
-
-    Args:
-        at: the ratios of the parameter to its counterpart in the base model, and of the run to its base. This
-            function adds the ratio ``match`` if Muon updates the parameter.
-        scaling: the scaling rule and its exponents.
-        base: the hyperparameters, written for the base.
-        gated: whether the model has a gated MLP; some published inits depend on this.
-    """
+    """Return the row of one parameter of any model. ``at`` are its ratios to the base, without ``match``."""
     role = parameter.role
     module = base.modules.get(parameter.module, Multipliers())
     muon, match = base.muon_of(role), 0.0
@@ -164,7 +154,6 @@ def parameter_row(
     moved = factors(RULES[scaling.rule], role, at, scaling, muon is not None)
 
     def multiplier(quantity: str) -> float:
-        """Return the module's multiplier times the multiplier for the block's depth."""
         own: float = getattr(module, quantity)
         if parameter.layer is None:
             return own
@@ -201,11 +190,9 @@ def parameter_row(
 
 
 def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer, without their key ``params``, which the caller has to add.
+    """Return parameter groups for an optimizer, one for all parameters of a module with equal values.
 
-    Parameters of a module share a group if their lr, betas, eps and weight decay are equal. A group has the keys
-    module, param_names, peak_lr, lr, betas, eps and weight_decay. The groups of matrices that Muon updates have the
-    keys momentum and match in place of betas and eps.
+    The caller adds their key ``params``.
     """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
@@ -219,15 +206,12 @@ def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
 
 
 def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
-    """Return factors on the weights that replace the multipliers of the forward pass.
+    """Return factors on the weights that replace the multipliers of the forward pass, by parameter name.
 
-    With the weights multiplied by these factors, a model without multipliers computes the same function. The result
-    maps names of parameters to factors; factors of 1 are left out.
-
-    The multiplier of a residual branch goes into the norm on its output, or into its last matrix if there is no such
-    norm. The multiplier of the attention logits goes into the gain of the query norm; in a model without query norm,
-    it goes into the query matrix. The multiplier of the logits goes into the unembedding; in a model with tied
-    embeddings, it goes into the final norm.
+    A model without multipliers computes the same function with the weights multiplied by these factors. Factors of 1
+    are left out. The factor of a branch goes into its last matrix, or into the norm on its output. That of the
+    attention logits goes into the query norm, or into the query matrix. That of the logits goes into the unembedding,
+    or into the final norm if the embeddings are tied.
     """
     rows = table.multipliers
     places = {"norm.final": rows.pop("embedding.weight")} if shape.tied_embeddings else {}

@@ -1,4 +1,4 @@
-"""Warn about a recipe that leaves the range in which its scaling rule was tested, or that is risky in other ways."""
+"""Warn if a recipe leaves the range in which its scaling rule was tested, or is risky in other ways."""
 
 import math
 import tomllib
@@ -41,7 +41,7 @@ _UNSCALED = ("vocab_size", "seq_len")
 
 
 def warnings(recipe: Recipe) -> list[CautionRow]:
-    """Return all warnings about a recipe: ratios to its base that were not tested, and values that are risky."""
+    """Return all warnings about a recipe."""
     table = parameter_table(recipe)
     return [
         *_ratios(recipe, table),
@@ -57,27 +57,20 @@ def warnings(recipe: Recipe) -> list[CautionRow]:
 
 
 def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
-    """Return a list with one warning if the transfer from ``before`` to ``after`` dropped the batch ramp. Otherwise,
-    the list is empty."""
+    """Return a warning if the transfer dropped the batch ramp."""
     if before.batch.ramp is None or after.batch.ramp is not None:
         return []
     return [_caution("ramp", after.batch.tokens / after.model.seq_len, 2.0)]
 
 
 def unlike(source: Mapping[str, int | None], recipe: Recipe) -> list[CautionRow]:
-    """Return warnings if a recipe's values are from a model with another ``vocab_size`` or ``seq_len``.
-
-    No rule scales with these two sizes. ``source`` maps their names to the sizes of that model; None means unknown.
-    """
+    """Return warnings about sizes that no rule scales. ``source``: those of the model that gave the values."""
     rows = [(name, getattr(recipe.model, name), source[name]) for name in _UNSCALED if source.get(name)]
     return [_caution(name, value, there) for name, value, there in rows if there and value != there]
 
 
 def _caution(about: str, value: float, limit: float, message: str | None = None, **facts: Any) -> CautionRow:
-    """Return the warning that ``value`` is outside ``limit``. ``about`` says which quantity the value is.
-
-    ``message`` is the key of the text in ``messages.toml``, by default ``about``. ``facts`` are used in the text.
-    """
+    """Return the warning that ``value`` is beyond ``limit``. ``message`` is a key in ``messages.toml``."""
     facts |= {"value": value, "limit": limit}
     text = sentence("warnings", message or about, facts, Path(__file__).parent)
     return CautionRow(about=about, value=value, limit=limit, message=text)
@@ -86,8 +79,8 @@ def _caution(about: str, value: float, limit: float, message: str | None = None,
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn about ratios to the base that are outside the tested range.
 
-    The tests of the batch kept the number of training tokens, so a larger batch meant fewer steps. There is no
-    warning about the batch if the number of steps changes by no more than in these tests.
+    The tests of the batch changed the number of steps, not of tokens. So a batch ratio is fine if the number of steps
+    stays within the range of these tests.
     """
     tested, ratios = TESTED[table.rule.name], table.ratios
     for axis in ("width", "depth", "batch", "tokens"):
@@ -106,11 +99,7 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if a recipe with Muon has far more or far fewer tokens than its base, or a far larger or smaller batch.
-
-    No test is known in which a rule scaled Muon's values so far. Rules that do not scale with tokens and batch need
-    no such test, so they cause no warning.
-    """
+    """Warn if a recipe with Muon has a batch or tokens far from its base. No test of a rule there is known."""
     for axis in ("batch", "tokens"):
         ratio = getattr(table.ratios, axis)
         if recipe.hyperparameters.muon and table.rule.columns and not 1 / MUON_FACTOR <= ratio <= MUON_FACTOR:
@@ -139,10 +128,7 @@ def _tokens_per_parameter(recipe: Recipe) -> Iterator[CautionRow]:
 
 
 def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if the token exponent t is outside the interval that ``leaven check duration`` measured.
-
-    The lr falls as tokens^-t. There is no warning if the rule does not use t, or if the run is as long as its base.
-    """
+    """Warn if the token exponent t is outside the interval that ``leaven check duration`` measured."""
     interval, used = recipe.scaling.token_exponent_interval, recipe.scaling.token_exponent
     if interval is None or table.ratios.tokens == 1 or "lr" not in table.rule.columns:
         return
@@ -156,9 +142,8 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRo
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn if Adam's eps is too large compared with sqrt(v) for a matrix in a block, where v is the second moment.
 
-    The estimate of sqrt(v) assumes that the gradient norm is 1 (or the clipping limit), spread evenly over all
-    parameters. Real gradients in blocks are smaller, so the real ratio eps / sqrt(v) is larger: most of the norm is
-    in the unembedding, and after the warm-up the norm is mostly below 1.
+    The estimate of sqrt(v) spreads the limit of the gradient norm evenly over all parameters. Real gradients in
+    blocks are smaller: most of the norm is in the unembedding, and the norm is mostly below 1 after the warm-up.
     """
     clip = recipe.hyperparameters.grad_clip
     norm = clip.limit if clip.mode == "global" and clip.limit else 1.0
@@ -169,7 +154,7 @@ def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _betas(table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about betas outside the range in which runs have trained well, as ``leaven recipes check`` does."""
+    """Warn about betas outside the range in which runs have trained well."""
     rows = [row for row in table.rows if not row.match]  # those that Adam updates
     for check in CHECKS:
         if check.trained and check.hidden and (row := farthest(rows, check.hidden, check.trained)):
@@ -182,9 +167,9 @@ def _betas(table: ParameterTable) -> Iterator[CautionRow]:
 def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn if the rule changes a weight decay of the optimizer ``adam`` (L2 in the loss).
 
-    The rules are for AdamW's decay: they increase it with the width, while the gradient falls. So the L2 term grows
-    relative to the gradient: as width^1.5, measured over widths 64 to 512. A coordinate check does not find this
-    fault (microsoft/mup, PR 73).
+    The rules are for AdamW's decay, which they increase with the width. The L2 term then grows relative to the
+    gradient: as width^1.5, measured over widths 64 to 512. A coordinate check does not find this fault
+    (microsoft/mup, PR 73).
     """
     if recipe.hyperparameters.optimizer != "adam":
         return
@@ -198,9 +183,8 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow
 def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn about large initial logits, and about a matrix in a block with an initial std far above sqrt(1 / (3 d)).
 
-    d is the width. For the last matrix of a residual branch, the std includes the multiplier of the branch. The final
-    norm gives activations of RMS 1. So the RMS of the logits is sqrt(d) x s x m, where s is the std of the
-    unembedding and m is the forward multiplier of the unembedding.
+    The RMS of the logits is sqrt(d) x std x multiplier of the unembedding, because the final norm gives activations
+    of RMS 1. d is the width.
     """
     readout = next(row for row in table.rows if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING})
     logits = readout.init_std * math.sqrt(recipe.model.d_model) * readout.multiplier

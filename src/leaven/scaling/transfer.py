@@ -1,11 +1,8 @@
 """Transfer a recipe to another model size, batch size or number of tokens.
 
-The hyperparameters stay as they are written for the recipe's base. The scaling rule computes the values of each
-parameter from them. Warm-up, batch ramp, batch stages and intervals in tokens keep their share of the run. Smaller
-batches of a ramp or of stages keep their share of the full batch, rounded to whole sequences. To round only once,
-transfer directly from the base and not from a scale in between.
-
-:func:`transfer_like` puts the hyperparameters of a tuned recipe into another recipe.
+The hyperparameters stay as they are written for the base. The scaling rule computes the values of each parameter from
+them. Everything counted in tokens keeps its share of the run, and smaller batches of a ramp or of stages keep their
+share of the full batch. Transfer directly from the base, because each transfer rounds to whole sequences.
 """
 
 from pathlib import Path
@@ -59,7 +56,7 @@ _FREE_FIELDS = {
 
 
 def _family(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of a model that tuned recipe and target must share, with keys such as ``experts.number``."""
+    """Return the values of a model that tuned recipe and target must share, by names such as ``experts.number``."""
     fields = recipe.model.model_dump()
     experts = fields.pop("experts", None) or {}
     fields |= {f"experts.{key}": value for key, value in experts.items() if key != "d_expert"}
@@ -78,15 +75,13 @@ def transfer(
     n_kv_heads: int | None = None,
     name: str | None = None,
 ) -> Recipe:
-    """Return the recipe at another width, depth, batch or number of tokens, with the same base.
+    """Return the recipe at another scale, with the same base.
 
-    A size that is not given keeps its value. d_ff and the numbers of heads that are not given keep their proportion
-    to the width. ``start`` (the weights from which training starts) is kept only if the shape of the model stays the
-    same.
+    A size that is not given keeps its value. d_ff and the numbers of heads keep their proportion to the width.
+    ``start`` (initial weights) is kept only if the shape of the model stays the same.
 
     Raises:
-        InputError: if the width does not fit the head dimension, if the batch is not a whole number of sequences, if
-            a size is impossibly large, or if the run is shorter than one batch or too short for Adam's moments.
+        InputError: if a size is impossible, or does not fit the others, or if the run is too short.
     """
     given = {"width": width, "depth": depth, "batch-tokens": batch_tokens, "tokens": tokens}
     for option, (largest, reason) in _LARGEST.items():
@@ -148,19 +143,16 @@ def transfer(
 def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     """Return ``target`` with the hyperparameters of ``tuned``, a recipe that ``leaven tune`` wrote.
 
-    The tables ``[hyperparameters]`` and ``[scaling]`` are those of ``tuned``. If the study of ``tuned`` searched
-    values outside these two tables, they are transferred, too:
+    The tables ``[hyperparameters]`` and ``[scaling]`` are copied. Other values are transferred only if the study
+    searched them:
 
     - The warm-up keeps its share of the run.
-    - The training tokens of ``target`` are multiplied by (tokens of ``tuned``) / (tokens of the base of ``tuned``).
-    - The batch of ``target`` is multiplied by (batch of ``tuned``) / (batch with which its study began).
-    - Every other value that the study searched is copied.
-
-    Values that the study did not search stay as in ``target``.
+    - The training tokens change by the factor (tokens of ``tuned``) / (tokens of the base of ``tuned``).
+    - The batch changes by the factor (batch of ``tuned``) / (batch with which its study began).
+    - All other searched values are copied.
 
     Raises:
-        InputError: if the two models differ in a field outside `_FREE_FIELDS`, or if the run is shorter than one
-            batch or too short for Adam's moments.
+        InputError: if the two models differ in a field outside `_FREE_FIELDS`, or if the run is too short.
     """
     ours, theirs = _family(tuned), _family(target)
     for field in dict(sorted((ours | theirs).items())):
@@ -212,9 +204,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
     """Return the batch in tokens with which the study of ``tuned`` began.
 
-    If ``tuned`` has as many training tokens as its base, this is the batch of the base. Otherwise assume that
-    ``leaven new`` wrote the recipe of the study. ``leaven new`` gives a proxy as many steps as its target, so return
-    the batch with which ``tuned`` has as many steps as ``target``.
+    If ``tuned`` has other tokens than its base, this is a guess: ``leaven new`` gives a proxy as many steps as its
+    target.
     """
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens
@@ -243,10 +234,7 @@ def _require_moments(recipe: Recipe) -> None:
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
-    """Return the base of ``recipe`` as a table ``[scaling.base]`` for a recipe whose model is ``target``.
-
-    d_ff, d_head and n_kv_heads of the base are left out if they follow from the proportions of ``target``.
-    """
+    """Return the table ``[scaling.base]`` that keeps the base of ``recipe`` when the model becomes ``target``."""
     base, shape = recipe.base, recipe.base_shape
     proportions = ("d_ff", "d_head", "n_kv_heads")
     try:
@@ -259,11 +247,7 @@ def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
 
 
 def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, Any]:
-    """Return the recipe's table ``[batch]``, changed to a batch of ``tokens`` tokens.
-
-    A batch ramp or batch stages are scaled in proportion to the batch and to the run length. A ramp is left out if
-    the new batch is too small for it. ``longer`` is the new run length divided by the run length of the recipe.
-    """
+    """Return the table ``[batch]`` for a batch of ``tokens`` tokens. ``longer``: new run length / old run length."""
     batch, seq_len = recipe.batch, recipe.model.seq_len
     larger = tokens / batch.tokens
     moved: dict[str, Any] = {"tokens": tokens, "micro_batch": batch.micro_batch, "stages_rule": batch.stages_rule}
@@ -292,10 +276,7 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
 
 
 def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
-    """Return the reasons for the values that the transfer changed, by the path of the value.
-
-    The hyperparameters, the clipping and the base always have a reason.
-    """
+    """Return the reasons for the values that the transfer changed, by path."""
     base, searched = after.base, searched_paths(before)
     facts = {
         "before": before,

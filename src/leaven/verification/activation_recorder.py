@@ -1,8 +1,7 @@
 """Record the output of every module in a forward pass, and the attention logits.
 
-A wrong power of the head dimension in a scaling rule shows first in the attention logits. These are not the output of
-a module, so no hook sees them. Therefore calls of ``torch.nn.functional.scaled_dot_product_attention`` are
-intercepted as well.
+A wrong power of the head dimension shows first in the attention logits. They are not the output of a module, so calls
+of ``torch.nn.functional.scaled_dot_product_attention`` are intercepted.
 """
 
 import math
@@ -28,8 +27,7 @@ LOGITS = "logits"
 
 
 def tensor_of(output: Any) -> Tensor | None:
-    """Return the tensor in a module's output: the output itself, the first element of a tuple or list, or the
-    attribute ``logits`` or ``last_hidden_state``. Return None if there is no tensor."""
+    """Return the tensor in a module's output, or None if there is none."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
@@ -44,25 +42,22 @@ def tensor_of(output: Any) -> Tensor | None:
 class ActivationRecorder(TorchFunctionMode):
     """A context manager that records samples of every module's output; :meth:`take` returns them.
 
-    ``label`` maps the name of a module to the label under which its output is recorded. If ``label`` returns None,
-    the output is not recorded. Outputs with the same label, from several layers or calls, are stacked in the order in
-    which they were computed.
-    If a container module returns the output of its last child unchanged, this output is recorded only once.
+    ``label`` maps the name of a module to the label of its output, or to None (not recorded). Outputs with the same
+    label are stacked in the order in which they were computed. An output that a container returns unchanged is
+    recorded once.
 
-    Two kinds of outputs are not recorded:
+    Two kinds of outputs are left out:
 
-    - In a parametrized model, the output of a module that is inside a block and contains the last matrix of a branch,
-      for example of ``layers.3.mlp`` if it contains ``out``. The branch multiplier is already part of this output.
-    - The output of a module inside a module ``experts``. Its rows are the tokens that a router sends there, and after
-      a training step the router may send other tokens.
+    - In a parametrized model, outputs inside a block that already include the branch multiplier, such as that of
+      ``layers.3.mlp``, which contains ``out``.
+    - Outputs inside ``experts``. Their rows are the tokens that a router sends there, which change in training.
 
     After a forward pass, the recorder has these attributes:
 
-    - ``containers``: the labels of modules that computed a new output from the outputs of their children
-    - ``matrices``: the labels of attention logits and of two kinds of modules. The first kind has a matrix of its
-      own, not only in a child. The second kind reads the output of such a module (but not of an embedding) or a view
-      of this output, for example a norm on queries.
-    - ``trained``: the labels of outputs that require a gradient
+    - ``containers``: labels of modules that computed a new output from the outputs of their children
+    - ``matrices``: labels of attention logits, of modules with a matrix of their own, and of modules that read the
+      output of such a matrix, such as a norm on queries. Reading the output of an embedding does not count.
+    - ``trained``: labels of outputs that require a gradient
     - ``head_sizes``: the head dimension of attention logits, by label
     """
 
@@ -102,7 +97,7 @@ class ActivationRecorder(TorchFunctionMode):
         self._hooks.close()
 
     def take(self) -> dict[str, Tensor]:
-        """Return the recorded outputs by label, each of shape (calls, rows, features), and forget them.
+        """Return the recorded outputs by label, of shape (calls, rows, features), and forget them.
 
         Raises:
             InputError: if outputs with the same label have different shapes.
@@ -167,10 +162,7 @@ class ActivationRecorder(TorchFunctionMode):
 
 
 def _branches(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that are inside a block and contain the last matrix of a branch.
-
-    Return no modules if the model is not parametrized.
-    """
+    """Return the modules inside blocks that contain the last matrix of a branch."""
     ends = [row.name.split(".")[:-1] for row in getattr(model, ROWS, ()) if row.module in BRANCH_ENDS]
     around = {".".join(end[:n]) for end in ends for n in range(1, len(end)) if any(map(str.isdigit, end[: n - 1]))}
     return {module for name, module in model.named_modules() if name in around}
@@ -182,10 +174,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _attention_logits(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
-    """Return the attention logits of the first sequence, with the heads stacked: (heads x T, T).
-
-    The logits of keys after the query are 0.
-    """
+    """Return the attention logits of the first sequence with stacked heads, (heads x T, T). Masked logits are 0."""
     query, key = query.detach()[0].float(), key.detach()[0].float()
     key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
     logits = query @ key.transpose(-1, -2) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)

@@ -34,15 +34,13 @@ BytesByPart = Counter[str]
 
 
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context manager that records the memory of tensors that are created inside the context.
+    """A context manager that records the memory of tensors that are created inside it, by part.
 
-    Only parameters and tensors of the class ``of`` are recorded. Each tensor belongs to a part, such as weights or
-    gradients. :meth:`within` sets the part of new tensors, and :meth:`mark` the part of existing tensors. The tracker
-    recognises some parts by the operation that creates the tensor: weights gathered from other ranks, weights cast to
-    another dtype, and buffers for communication or for measuring an update. All other tensors count as activations.
+    Only parameters and tensors of the class ``of`` are recorded. :meth:`within` sets the part of new tensors, and
+    :meth:`mark` the part of existing ones. Gathered weights and some buffers are recognised by the operation that
+    creates them. All other tensors count as activations.
 
-    The tracker does not change the computation, with one exception: a fake tensor has no data, so a number that is
-    read from it is 1.
+    A fake tensor has no data, so a number that is read from it is 1.
     """
 
     def __init__(self, of: type[Tensor] = FakeTensor) -> None:

@@ -25,10 +25,7 @@ HELD_OUT = 1_000_000
 
 
 def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
-    """Return a function from (seed, step) to a batch of ``count`` sequences from a text.
-
-    The sequences are from the training split or, for the seed `HELD_OUT`, from the validation split.
-    """
+    """Return batches of ``count`` sequences from the training split; for the seed `HELD_OUT`, from validation."""
 
     def batch(seed: int, step: int) -> TokenBatch:
         split = tokens.validation if seed == HELD_OUT else tokens.train
@@ -39,11 +36,7 @@ def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
 
 
 def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
-    """Return a function from (seed, step) to a batch of ``count`` sequences of synthetic text.
-
-    Each token has a fixed successor, which follows with probability 0.7. Otherwise the next token is drawn from a
-    Zipf distribution.
-    """
+    """Return batches of synthetic text, in which a token's fixed successor follows it with probability 0.7."""
     chain = torch.Generator().manual_seed(name_seed(0, "chain"))
     successor = torch.randperm(vocab_size, generator=chain)
     zipf = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)
@@ -62,10 +55,7 @@ def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
 
 
 def sequences(batches: Batches, size: int, seed: int, first: int, count: int) -> TokenBatch:
-    """Return the sequences ``first`` to ``first + count - 1`` of a seed's stream.
-
-    ``batches`` cuts this stream into batches of ``size`` sequences.
-    """
+    """Return ``count`` sequences of a seed's stream, from number ``first`` on. A batch has ``size`` sequences."""
     steps = range(first // size, -(-(first + count) // size))
     inputs, targets = zip(*(batches(seed, step) for step in steps), strict=True)
     here = slice(first % size, first % size + count)

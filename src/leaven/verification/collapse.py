@@ -13,21 +13,20 @@ The first size is the base. If the normalised curve of another size is equal to 
 
     L(x T) - L(T) = r (L_base(x T) - L_base(T)),    r = (L(T) - L0) / (L_base(T) - L0)
 
-The deviation at x is the left side minus the right side, divided by L(:data:`FROM` T) - L(T), by which the loss
-falls after the first part of the run. The check judges the largest deviation after this part. Qiu et al. fit L0 to
-the final losses of many sizes, but the final losses of two or three sizes do not determine L0. So unless the user
-gives L0, the check takes the L0, from 0 to the lowest final loss, for which the sum of squared deviations is least.
-On three of four families of the curves of Qiu et al., this L0 is within 2% of theirs (docs/log.md). If the lengths of
-the runs are not compute-optimal, curves may be equal with a fitted L0 that is not the irreducible loss.
+The deviation at x is the left side minus the right side, divided by L(:data:`FROM` T) - L(T), by which the loss falls
+after the first part of the run. The check judges the largest deviation after this part. Unless the user gives L0, it
+is the value from 0 to the lowest final loss with the least sum of squared deviations. (Qiu et al. fit L0 to the final
+losses of many sizes; two or three do not determine it.) On three of four families of the curves of Qiu et al., this
+L0 is within 2% of theirs (docs/log.md). If the lengths of the runs are not compute-optimal, curves may be equal with
+a fitted L0 that is not the irreducible loss.
 
-Curves are averaged over intervals of the run, because the loss of one step is noisy; L(T) is the average over the
-last interval. A bootstrap over seeds gives a band around the deviations, which contains the true deviations at all x
-with 95% probability. If a size has only one run, the bootstrap draws from the noise within the curve of this run. The
-band then is too narrow, because it lacks the variation between seeds.
+Curves are averaged over intervals of the run, because the loss of one step is noisy. A bootstrap over seeds gives a
+band that contains the true deviations at all x with 95% probability. If a size has only one run, the bootstrap draws
+from the noise within its curve. The band then is too narrow, because it lacks the variation between seeds.
 
-The check passes if the band of every size is within :data:`LIMIT` everywhere. It fails in three cases: the whole band
-is beyond the limit at some x, a run diverged, or the loss of a size does not fall after the first part of the run.
-Otherwise it is undecided.
+The check passes if the band of every size is within :data:`LIMIT` everywhere. It fails if the whole band is beyond
+the limit at some x, a run diverged, or a loss does not fall after the first part of the run. In all other cases it is
+undecided.
 """
 
 import math
@@ -68,16 +67,16 @@ Points = Sequence[tuple[float, float]]
 def collapse(
     subject: str, runs: Mapping[str, Sequence[Points]], irreducible: float | None, settings: Mapping[str, Any]
 ) -> CheckDocument:
-    """Check whether the loss curves of all sizes are one curve after normalisation, and return the result.
+    """Check whether the loss curves of all sizes are equal after normalisation.
 
-    ``runs`` maps the name of each size to the loss curves of its seeds; the first size is the base. If a loss in a
-    curve is not finite, the run has diverged, and the check fails. ``irreducible`` is L0 in nats, or None to fit it.
-    ``settings`` are more settings for the document.
+    Args:
+        runs: the loss curves of all seeds, by size; the first size is the base. A loss that is not finite means that
+            the run diverged.
+        irreducible: L0 in nats per token; None to fit it.
+        settings: more settings for the document.
 
     Raises:
-        InputError: if there are fewer than two sizes, a curve has too few points or starts after the share
-            :data:`FROM` of the run, the curves of a size end at different times, a final loss is not above 0, or L0
-            is not below all final losses.
+        InputError: if there are fewer than two sizes, a curve cannot be used, or L0 is not below all final losses.
     """
     base, *others = runs
     if not others:
@@ -165,15 +164,13 @@ def collapse_of_family(
     seeds: int = 3,
     irreducible: float | None = None,
 ) -> CheckDocument:
-    """Run or resume the collapse check of a family at several sizes. Return its result.
+    """Run or resume the collapse check of a family at several sizes.
 
-    All sizes have the same number of steps and about the same number of tokens per parameter: the batch and the
-    tokens grow with the number of parameters, in whole sequences.
+    All sizes have the same number of steps. The batch and the tokens grow with the number of parameters.
 
     Raises:
-        InputError: if there are fewer than two sizes, the family has no model of a size, or another command uses the
-            folder of ``store``.
-        ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
+        InputError: if there are fewer than two sizes, the family has no model of a size, or the folder is in use.
+        ChecksStopped: if the runs were stopped; finished runs are saved.
     """
     sizes = list(dict.fromkeys(sizes))
     names = labels(sizes)
@@ -197,20 +194,17 @@ def collapse_of_family(
 
 
 def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
-    """Return each size with a batch and a number of tokens in proportion to its number of parameters.
-
-    The first size keeps the batch and tokens of the family. The batches of the others are rounded to whole sequences.
-    """
+    """Return each size with a batch and tokens in proportion to its parameters. The batch has whole sequences."""
     base, sequences = family.params(sizes[0]), family.sequences
     ratios = [max(round(family.params(size) / base * sequences), 1) / sequences for size in sizes]
     return [replace(size, batch=ratio, tokens=ratio) for size, ratio in zip(sizes, ratios, strict=True)]
 
 
 def deviations(curves: Array, irreducible: Array) -> Array:
-    """Return the deviations of the curves of all sizes but the first from the curve of the first size.
+    """Return how far the curves of all sizes but the first deviate from that of the first (defined above).
 
-    The top of this file defines a deviation. ``curves`` has the shape (..., sizes, intervals), and ``irreducible``
-    has the shape (...). The result has the shape (..., sizes - 1, intervals after :data:`FROM`).
+    ``curves`` has the shape (..., sizes, intervals), ``irreducible`` (...), and the result (..., sizes - 1, intervals
+    after :data:`FROM`).
     """
     ends = curves[..., -1:]
     falls = curves[..., int(FROM * curves.shape[-1]) :] - ends
@@ -221,10 +215,9 @@ def deviations(curves: Array, irreducible: Array) -> Array:
 
 
 def _fitted_level(curves: Array) -> Array:
-    """Return the irreducible loss, from 0 to the lowest final loss, with the least sum of squared deviations.
+    """Return the irreducible loss L0 with the least sum of squared deviations.
 
-    ``curves`` has the shape (..., sizes, intervals), and the result has the shape (...). The search first tries 40
-    distances below the lowest final loss, from 0.1% to 100% of this loss. Then it tries 40 around the best of them.
+    ``curves`` has the shape (..., sizes, intervals), and the result (...).
     """
     lowest = curves[..., -1].min(-1)
 
@@ -239,10 +232,7 @@ def _fitted_level(curves: Array) -> Array:
 
 
 def _interval_means(points: Points, count: int) -> Array:
-    """Return the mean loss in ``count`` equal intervals of a run.
-
-    Between points, the loss is interpolated. Before the first point, it is the loss of this point.
-    """
+    """Return the mean loss in ``count`` equal intervals of a run, with linear interpolation between points."""
     time, loss = np.asarray(points, dtype=float).T
     time, loss = np.insert(time, 0, 0.0), np.insert(loss, 0, loss[0])
     area = np.insert(np.cumsum((loss[1:] + loss[:-1]) / 2 * np.diff(time)), 0, 0.0)
@@ -255,13 +245,13 @@ def _interval_means(points: Points, count: int) -> Array:
 
 
 def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Array | None:
-    """Return bootstrap samples of the mean curve of each size, an array of shape (draws, sizes, intervals).
+    """Return bootstrap samples of the mean curve of each size: (draws, sizes, intervals).
 
-    Seeds are drawn with replacement. If a size has a single run, the noise in each interval is drawn from the blocks
-    of the interval (:func:`_blocks`). If the run has too few points for blocks, return None.
+    Seeds are drawn with replacement. For a single run, the noise within intervals is drawn (:func:`_blocks`). The
+    result is None if a single run has too few points for this.
 
-    The drawn deviations are too small, so they are scaled up. Deviations of n seeds from their mean are too small by
-    the factor sqrt((n - 1) / n), and deviations of n blocks from a fitted line by the factor sqrt((n - 2) / n).
+    Deviations of n seeds from their mean are too small by the factor sqrt((n - 1) / n). Deviations of n blocks from a
+    fitted line are too small by sqrt((n - 2) / n). So both are scaled up.
     """
     random, drawn = np.random.default_rng(0), []
     for several, means in zip(runs, by_seed, strict=True):
@@ -280,9 +270,9 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
 
 
 def _blocks(points: Points, count: int) -> Array | None:
-    """Return the mean losses of the blocks of each interval, minus a line fitted to the interval.
+    """Return the means of each interval's blocks minus a fitted line, (intervals, blocks).
 
-    The shape is (intervals, blocks). Return None if an interval has fewer than two points for each block.
+    The result is None if there are too few points.
     """
     time, loss = np.asarray(points, dtype=float).T
     place = np.minimum((time / time[-1] * count).astype(int), count - 1)
@@ -297,12 +287,7 @@ def _blocks(points: Points, count: int) -> Array | None:
 
 
 def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: float, by_seed: Array) -> VerdictRow:
-    """Return the row that judges a size.
-
-    ``errors`` are the deviations at the shares of the run in ``shares``. The confidence band reaches from each
-    deviation - ``band`` to the deviation + ``band``; without a band, ``band`` is NaN. ``by_seed`` has the curve of
-    each seed.
-    """
+    """Return the row that judges one size. ``band`` is half the width of the confidence band around ``errors``."""
     worst = int(np.abs(errors).argmax())
     largest = float(abs(errors[worst]))
     low, high = max(largest - band, 0.0), largest + band

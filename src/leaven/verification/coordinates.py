@@ -114,10 +114,9 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     and of these, three quarters come before the middle block's MLP at depth 2, but about one half at depth 16."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes that all size checks have and, if both width and depth vary, an additional axis.
+        """Return the axes of all size checks, and the width at the largest depth.
 
-        The additional axis compares the smallest and the largest width at the largest depth. It finds errors of a
-        rule that show only if width and depth both grow.
+        Some errors of a rule show only if width and depth both grow.
         """
         axes = super().axes()
         if len(axes) < 2:
@@ -126,10 +125,7 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         return (*axes, SizeAxis("width", far, f" at depth {max(self.depths)}"))
 
     def record(self, instance: ModelInstance) -> dict[str, ActivationRecord]:
-        """Train a model for ``steps`` steps, all on the same batch. Return the records of its modules, by label.
-
-        A record compares the outputs before the first step with the outputs after the last step.
-        """
+        """Train a model for ``steps`` steps on one batch, and return the records of its outputs by label."""
         instance.scale_lr(self.lr_factor)
         trained = {name: weight for name, weight in instance.model.named_parameters() if weight.requires_grad}
         before = {name: weight.detach().clone() for name, weight in trained.items()}
@@ -158,11 +154,10 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         }
 
     def value(self, measured: ActivationRecord, part: str, axis: SizeAxis) -> float:
-        """Return the RMS of a module's output.
+        """Return the RMS of a module's output, or of its change.
 
-        ``part`` is "start" or "end" for the output at the start or end of the training, or "change" for the
-        difference of the two. On the axis width, the RMS is over all layers. On the axis depth, it is the RMS in the
-        last layer for a container such as a block, and in the middle layer for any other module.
+        Over width, the RMS is over all layers. Over depth, a container such as a block is measured in the last layer,
+        and any other module in the middle layer.
         """
         values = measured.squares[part]
         if axis.name == "depth":
@@ -206,7 +201,7 @@ def _squares(calls: Tensor) -> tuple[float, ...]:
 
 
 def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:
-    """Return why a module fails, whatever its slopes are. Return "" if the slopes can be judged."""
+    """Return why a module fails whatever its slopes are, or "" if the slopes can be judged."""
     if any(math.isnan(value) for values in means.values() for value in values):
         return NOT_FINITE
     if any(line.stuck for line in lines):
@@ -220,7 +215,7 @@ def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRec
 def _allowed(
     axis: SizeAxis, module: str, lines: Sequence[ActivationRecord], quantity: str, alpha: float
 ) -> tuple[float, float]:
-    """Return the lowest and the highest slope under a correct rule, which the top of this file explains."""
+    """Return the lowest and the highest slope under a correct rule (top of this file)."""
     if axis.name == "width":
         # Attention logits are sums over the head dimension, so they only fall if it grows.
         logits = module.endswith(LOGITS)
@@ -233,8 +228,7 @@ def _allowed(
 
 
 def _note(axis: str, module: str, value: float, foreign: bool) -> str:
-    """Return the usual cause of a slope, ``value``, that is beyond its limit. ``foreign``: whether the model is a
-    user's, made by a factory function."""
+    """Return the usual cause of a slope beyond its limit. ``foreign``: whether the model is a user's."""
     if value < 0:
         hint = "scaled twice?"
         if axis == "depth":

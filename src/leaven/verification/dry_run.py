@@ -1,8 +1,8 @@
-"""Run two training steps of one rank of any parallel layout on a single CPU, to measure the rank's memory.
+"""Measure the memory of one rank of any parallel layout, by running two training steps on a single CPU.
 
 The model, its layout, the optimizer and the step are the same as in real training. But tensors have shapes and no
-values (torch's fake tensors), and collectives return without other ranks (torch's fake process group). Without
-values, routers cannot choose experts, so every expert gets the same number of tokens.
+values (torch's fake tensors), and collectives return without other ranks (torch's fake process group). Routers cannot
+choose experts without values, so every expert gets the same number of tokens.
 """
 
 from collections.abc import Callable
@@ -40,12 +40,10 @@ class StepMemory:
 
 
 def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
-    """Return the memory that one rank of a recipe's layout uses in a training step.
+    """Return the memory that one rank needs in a training step on ``device``.
 
-    The second step is measured, because the optimizer creates its state in the first step. The model is not compiled.
-    ``device`` is the device on which the recipe is to be trained. Training on "cpu" uses memory differently: it
-    computes attention block by block, and the loss of fewer tokens at a time. Call this function only once in a
-    process, and only if the process has no process group.
+    The second step is measured, because the optimizer creates its state in the first. Call this function only once in
+    a process, and only in a process without a process group.
     """
     layout, group = recipe.layout, SINGLE_PROCESS
     if layout.ranks > 1:
@@ -128,7 +126,7 @@ class NoText:
 
 
 def _even(sizes: Tensor, total: int) -> list[int]:
-    """Return ``len(sizes)`` whole numbers that are as equal as possible and have the sum ``total``."""
+    """Return ``len(sizes)`` whole numbers with the sum ``total``, as equal as possible."""
     count = len(sizes)
     return [total * (place + 1) // count - total * place // count for place in range(count)]
 
@@ -141,8 +139,8 @@ def _flash(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, **how: Any) -> Tensor
 class _Flash(torch.autograd.Function):
     """A substitute for flash attention that allocates the same memory without computing values.
 
-    For the backward pass it keeps the arguments, the output and the sum of exponentials, one fp32 number for each
-    query (Dao et al. 2022, arXiv 2205.14135, algorithm 1).
+    The backward pass needs the arguments, the output and one fp32 number for each query (Dao et al. 2022, arXiv
+    2205.14135, algorithm 1).
     """
 
     @staticmethod

@@ -1,18 +1,16 @@
 """The duration check: does the best lr change with the tokens of a run as the scaling rule says?
 
 The check sweeps the lr at several durations (run lengths in tokens), and fits the exponent of the best lr over the
-tokens. The other hyperparameters (weight decay, eps, the betas) follow the rule in every run of the sweep. Control
-runs with the recipe's own lr show what the rule gains. In one group of them, all hyperparameters except the lr follow
-the rule; in the other, none does.
+tokens. Control runs show what the rule gains. In one group of them, only the lr keeps its value; in the other, all
+hyperparameters do.
 
-The rule is derived for gradients that are mostly noise. To test this assumption, the check also trains with twice the
-batch on the same tokens, under the batch rule. The lr is the best lr for the recipe's own duration. According to
-McCandlish et al. 2018 (arXiv 1812.06162, equation 2.11), the tokens needed to reach a given loss are proportional to
-1 + x, where x is the batch divided by the critical batch. So a doubled batch needs (1 + 2x) / (1 + x) times the
-tokens. The log2 of this ratio is the cost of doubling the batch, in octaves (doublings) of tokens. It is 0 if
-gradients are only noise, 1 if only the number of steps counts, and 0.585 at the critical batch. To measure it, the
-check divides the rise of the loss from doubling the batch by the drop of the loss from doubling the tokens. The sweep
-measures this drop.
+The rule is derived for gradients that are mostly noise. To test this, the check also trains with twice the batch on
+the same tokens, under the batch rule. According to McCandlish et al. 2018 (arXiv 1812.06162, equation 2.11), the
+tokens needed to reach a given loss are proportional to 1 + x, where x is the batch divided by the critical batch. So
+a doubled batch needs (1 + 2x) / (1 + x) times the tokens. The log2 of this ratio is the cost of doubling the batch,
+in octaves (doublings) of tokens. It is 0 if gradients are only noise, 1 if only the number of steps counts, and 0.585
+at the critical batch. It is measured as the rise of the loss from doubling the batch, divided by the drop of the loss
+from doubling the tokens.
 """
 
 import math
@@ -47,15 +45,15 @@ def duration(
     *,
     seeds: int = 3,
 ) -> CheckDocument:
-    """Run or resume the duration check. Return its result.
+    """Run or resume the duration check.
 
     Args:
-        ratios: run lengths, as multiples of the model family's own.
-        lrs: the lrs to try; None for the grid that :func:`leaven.verification.sweep.sweep` chooses.
+        ratios: run lengths, as multiples of the family's own.
+        lrs: the lrs to try; None for the default grid.
 
     Raises:
         InputError: if there is no ratio other than 1, or if ``sweep`` raises it.
-        ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
+        ChecksStopped: if the runs were stopped; finished runs are saved.
     """
     base, *longer = (replace(scale, tokens=ratio) for ratio in (1.0, *sorted({*ratios} - {1.0})))
     if not longer:
@@ -69,11 +67,10 @@ def duration(
 
 
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
-    """Return the token exponent that a duration check measured, its interval and the reason, by path in a recipe.
+    """Return the token exponent that a check measured, its interval and the reason, by path in a recipe.
 
-    The token exponent is the t of a best lr that falls as tokens^-t, limited to 0 to 1. ``document`` is the result of
-    the check in the folder ``run``. Return None if the check measured no exponent with an interval, or if a best lr
-    is at the edge of its grid.
+    The exponent is the t of a best lr that falls as tokens^-t, limited to 0 to 1. The result is None if the check in
+    the folder ``run`` could not measure it.
     """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
     edge = any("edge" in row.note for row in document.rows)
@@ -92,7 +89,7 @@ def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] |
 def _regime(
     family: ModelFamily, base: RunScale, losses: Mapping[RunScale, LossGrid], store: RunStore, seeds: int
 ) -> MeasuredRow:
-    """Return the row with the cost of doubling the batch in octaves of tokens, which the top of this file defines."""
+    """Return the row with the cost of doubling the batch (top of this file)."""
     name = "cost of twice the batch, octaves of tokens"
     longest = max(losses, key=lambda scale: scale.tokens)
     if not (losses[base].has_optimum and losses[longest].has_optimum):
@@ -129,12 +126,7 @@ def _regime(
 
 
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
-    """Return rows with the loss of control runs minus the loss of runs of the same length under the scaling rule.
-
-    At each of the scales ``longer``, there are two groups of control runs. In the first group, the lr stays at its
-    value for the family's own run length, and the other hyperparameters follow the rule. This group is left out if
-    the rule does not change the lr with the tokens. In the second group, all hyperparameters stay.
-    """
+    """Return rows with the loss of control runs minus the loss of runs under the rule, for the scales ``longer``."""
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     settings = {}
     for scale in longer:

@@ -1,10 +1,10 @@
 """The equivalence check: does another batch size on the same data train an equally good model?
 
-The batch rule of Adam (Malladi et al. 2022, arXiv 2205.10287; with weight decay Mlodozeniec et al. 2025) says how to
-change the batch: if the batch is kappa times larger, the lr is sqrt(kappa) times higher, the betas are raised to the
-power kappa, and so on. Training then follows the same stochastic differential equation. So the final loss stays the
-same as long as gradients are mostly noise. The check compares final losses; they need not be the lowest possible.
-Control runs change only the batch. If their loss stays the same, too, the check shows nothing and does not pass.
+With the batch rule of Adam (Malladi et al. 2022, arXiv 2205.10287; with weight decay Mlodozeniec et al. 2025),
+training at another batch follows the same stochastic differential equation. If the batch is kappa times larger, the
+lr is sqrt(kappa) times higher, the betas are raised to the power kappa, and so on. So the final loss stays the same
+as long as gradients are mostly noise. The check compares final losses; they need not be the lowest possible. Control
+runs change only the batch. If their loss stays the same, too, the check shows nothing and does not pass.
 """
 
 import math
@@ -42,13 +42,11 @@ ARMS = ("rule", "no rule")  # the two groups of runs
 def equivalence(
     family: ModelFamily, scale: RunScale, ratios: Sequence[float], store: RunStore, *, seeds: int = 3
 ) -> CheckDocument:
-    """Run or resume the equivalence check. Return its result. ``ratios`` are batch sizes, as multiples of the model
-    family's own.
+    """Run or resume the equivalence check. ``ratios`` are multiples of the family's batch.
 
     Raises:
-        InputError: if there are too few ratios or steps, if a batch is not a whole number of sequences, if the
-            user's factory function has no parameter ``ratios``, or if another command uses the folder of ``store``.
-        ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
+        InputError: if there are too few ratios or steps, or if a batch or the folder cannot be used.
+        ChecksStopped: if the runs were stopped; finished runs are saved.
     """
     kappas = sorted({1.0, *ratios})
     if len(kappas) < 2:
@@ -89,9 +87,7 @@ def equivalence(
 def _limit(losses: np.ndarray, vocab_size: int) -> float:
     """Return the allowed difference of the mean loss, in nats per token.
 
-    It is the larger of two numbers: `TOLERANCE` times the improvement over a uniform guess, and two standard errors
-    of a difference of means. With one seed, it is the first number. ``losses`` are the losses of all seeds at the
-    unchanged batch, where the rule has no effect. So an error in the rule cannot widen the limit.
+    ``losses`` are those of all seeds at the unchanged batch, so an error in the rule cannot widen the limit.
     """
     learnt = math.log(vocab_size) - float(losses.mean())
     if len(losses) < 2:

@@ -84,11 +84,7 @@ class ForeignFamily:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
     def value(self, quantity: Quantity) -> float:
-        """Return 1 for "lr": the lrs of a check are multiples of the factory's own lr.
-
-        Raises:
-            InputError: for any other hyperparameter, because its value in the factory is unknown.
-        """
+        """Return 1 for "lr": lrs are multiples of the factory's own. Raise InputError for all others."""
         if quantity != "lr":
             raise InputError(
                 f"{self.name}: this check changes {quantity}, which is unknown for a factory; give a recipe file"
@@ -96,7 +92,7 @@ class ForeignFamily:
         return 1.0
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """Return 0: no rule scales the hyperparameters here, because the factory itself does, with ``ratios``."""
+        """Return 0: the factory itself scales its hyperparameters, with ``ratios``."""
         return 0.0
 
     def params(self, scale: RunScale) -> int:
@@ -104,19 +100,15 @@ class ForeignFamily:
         return sum(parameter.numel() for parameter in self.build(scale, 0).model.parameters())
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
-        """Return a new model at a scale (width, depth, batch and tokens), with its optimizer and batches."""
+        """Return a new model at a scale, with its optimizer and batches."""
         model, optimizer, own = _made(self.name, scale, seed)
         return ModelInstance(model, optimizer, own or self._text, seed, block_labels(model))
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
-        """Return the training run of a setting.
-
-        The key under which the result is saved depends on the initial model. So a result that was saved before the
-        factory changed is not used.
+        """Return the training run of a setting. Its key depends on the initial model, and so on the factory's code.
 
         Raises:
-            InputError: if the batch of the setting is not a whole number of sequences, or the factory cannot make the
-                model.
+            InputError: if the batch is not a whole number of sequences, or the factory cannot make the model.
         """
         scale = setting.scale
         sequences = scale.batch * self.sequences
@@ -176,10 +168,7 @@ class ForeignTrial:
         return scale.width**2 * scale.depth * (1 + 1 / scale.batch) * scale.tokens
 
     def run(self) -> Outcome:
-        """Train a new model and return the outcome.
-
-        The outcome's loss is the validation loss or, if the run diverged, 1 nat above the loss of a uniform guess.
-        """
+        """Train a new model. The loss of a diverged run is 1 nat above the loss of a uniform guess."""
         family, setting, scale = self.family, self.setting, self.setting.scale
         began = time.perf_counter()
         instance = family.build(setting.ruled_scale, setting.seed)
@@ -238,14 +227,15 @@ def foreign(
 ) -> ForeignFamily:
     """Return the family of models that a user's factory makes.
 
-    ``entry`` is ``module:factory``; the module is imported from the working directory, as with ``python -m``. One
-    model is built at ``scale`` to find the size of the vocabulary. If the factory returns batches, models are trained
-    on them. Otherwise they are trained on the text of ``source``, which ``prepare`` tokenises. ``source`` has the
-    form of ``data.source`` in a recipe, or is :data:`MADE_UP` for synthetic text.
+    Args:
+        entry: ``module:factory``; the module is imported from the working directory, as with ``python -m``.
+        scale: where one model is built, to find the size of the vocabulary.
+        prepare: tokenises the text of ``source``.
+        source: the text, as ``data.source`` in a recipe, or :data:`MADE_UP`. Leave it out if the factory returns
+            batches.
 
     Raises:
-        InputError: if the module or function does not exist, its result has a wrong form, or the model's
-            vocabulary is too small for the text.
+        InputError: if the factory or its result cannot be used, or if its vocabulary is too small for the text.
     """
     model, optimizer, own = _made(entry, scale, 0)
     tokens, alpha = tokens or TOKENS, alpha or 1.0

@@ -3,30 +3,28 @@
 The exponent of a quantity is the slope of its log2 over log2 of the width or depth. For example, a gradient that
 halves when the width doubles has the exponent -1 over width. Three properties of a scaling rule are judged:
 
-- AdamW divides by ``sqrt(v) + eps``, so eps has the same effect at every scale if it scales like the gradient. For
-  each parameter, the exponent of the gradient's RMS must equal the exponent of eps. In large models the gradients are
-  smaller, and eps matters first in the embedding and the hidden weights (Everett et al. 2024, arXiv 2407.05872).
+- AdamW divides by ``sqrt(v) + eps``, so the exponent of each gradient's RMS must equal that of eps. In large models
+  the gradients are smaller, and eps matters first in the embedding and the hidden weights (Everett et al. 2024, arXiv
+  2407.05872).
 - AdamW shrinks a weight by the fraction lr x weight_decay in each step. The exponent of lr x weight_decay must be 0.
   If a rule lowers the lr with the width and keeps weight_decay, wide models have almost no decay. This error shows in
   activations only after many steps.
 - Every parameter must change in training. Gains and biases must change by the same amount at every scale, because
   Adam changes each entry by about the lr in a step.
 
-:mod:`leaven.verification.invariants` checks what follows from the optimizer's settings alone.
+:mod:`leaven.verification.invariants` checks what follows from the optimizer's settings alone. For matrices that Muon
+updates, the first property is not judged, because Muon has no eps.
 
-For matrices that Muon updates, the first property is not judged, because Muon has no eps. The coordinate check judges
-the lr of Muon.
+Two kinds of parameters are exceptions over width:
 
-Gains of query and key norms are an exception over width. All heads share such a gain, so its gradient is a sum over
-heads. At the start, the terms of this sum have independent signs. After about 150 steps the signs agree, and the
-exponent of the gradient is 0, as that of eps. So over width, only the gradients of these gains at the end of the
-training are judged, and only if the check has at least 150 steps.
-
-Routers are another exception over width: matrices inside blocks whose number of outputs does not grow with the width.
-The gradient of an output is a sum over the width. The exponent is -1/2 while the terms of the sum have independent
-signs. It rises to 0, the exponent of eps, if the outputs of the experts align with the gradient. In a Mixtral of
-widths 64 to 256 it was -0.48 at the start, -0.07 after 10 steps, and -0.41 after 160 steps. So the exponent of a
-router's gradient may be lower than that of eps by up to 1/2.
+- Gains of query and key norms, which all heads share. The gradient is a sum over heads, whose terms have independent
+  signs at the start. After about 150 steps the signs agree, and the exponent of the gradient is 0, as that of eps. So
+  only the gradient at the end is judged, and only after 150 steps or more.
+- Routers: matrices inside blocks whose number of outputs does not grow with the width. The gradient of an output is a
+  sum over the width. The exponent is -1/2 while the terms of the sum have independent signs. It rises to 0, the
+  exponent of eps, if the outputs of the experts align with the gradient. In a Mixtral of widths 64 to 256 it was
+  -0.48 at the start, -0.07 after 10 steps, and -0.41 after 160 steps. So it may be lower than that of eps by up to
+  1/2.
 
 The rule multiplies residual branches by L^-alpha, where L is the depth. If alpha is below 1, three quantities may
 fall with the depth by up to L^(alpha-1):
@@ -109,10 +107,9 @@ class GradientCheck(SizeCheck[GradientRecord]):
         return invariants(self.family, self.widths, self.depths)
 
     def record(self, instance: ModelInstance) -> dict[str, GradientRecord]:
-        """Train a model with a warm-up, on a new batch in each step. Return the records of its parameters, by label.
+        """Train a model with a warm-up, on a new batch in each step. Return the records of its parameters by label.
 
-        The gain of a norm has few entries, and their gradient on a single batch is noisy. So the gradient at the end
-        is an RMS over the last quarter of the steps and one more batch.
+        The gradient at the end is an RMS over several batches, because that of a gain is noisy on one batch.
         """
         instance.scale_lr(self.lr_factor)
         parameters = dict(instance.model.named_parameters())
@@ -200,10 +197,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
 
 def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return, for each label, the RMS over all its tensors.
-
-    ``values`` maps names of parameters to tensors, such as gradients. A parameter with the value None is left out.
-    """
+    """Return the RMS over all tensors of each label. ``values``: the tensors by parameter name."""
     sums: dict[str, tuple[float, int]] = {}
     for name, tensor in values.items():
         label = instance.label(name)
@@ -214,7 +208,7 @@ def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[s
 
 
 def _failure(records: Sequence[GradientRecord]) -> str:
-    """Return why a parameter fails, whatever its exponents are. Return "" if the exponents can be judged."""
+    """Return why a parameter fails whatever its exponents are, or "" if the exponents can be judged."""
     if not all(record.moved for record in records):
         return f"never changes{WHY_NO_CHANGE}"
     named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}

@@ -1,27 +1,26 @@
 """Check without training how a scaling rule changes the optimizer settings with the scale of a run.
 
-The scale is the width and depth of the model, the batch size, and the tokens of the run. The check reads the lr, eps,
-betas and weight decay of each module at two scales, and combines them as listed below. A combination changes from
-scale to scale with an exponent: if lr x eps falls to a quarter at twice the width, its exponent is -2. The check
-compares each exponent with that of a correct rule. Nothing is trained, so the result is exact.
+The scale is the width and depth of the model, the batch size, and the tokens of the run. The check reads the settings
+of each module at two scales, and combines them as listed below. A combination changes from scale to scale with an
+exponent: if lr x eps falls to a quarter at twice the width, its exponent is -2. It must be that of a correct rule.
+Nothing is trained, so the result is exact.
 
 - ``lr x eps x entries`` is constant, where entries is the number of weights in one layer times the number of layers
-  of the model (also for a dense MLP before layers with experts, although only the first layers have it). This follows
-  from two facts. First, a step of Adam changes the loss by lr x the sum of absolute gradients, and a correct rule
-  keeps this change constant. Second, a correct rule makes eps proportional to the gradients, which the gradient check
-  tests.
+  of the model. This follows from two facts. First, a step of Adam changes the loss by lr x the sum of absolute
+  gradients, and a correct rule keeps this change constant. Second, a correct rule makes eps proportional to the
+  gradients, which the gradient check tests.
 - ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If alpha is below 1 (the rule
   multiplies residual branches by L^-alpha, where L is the depth), this share may fall as L^(alpha - 1).
 - ``beta1`` and ``beta2``: the half-life of each moment of Adam is a constant share of the run.
-- ``lr`` grows as the square root of the batch size (Malladi et al. 2022, arXiv 2205.10287). With the tokens of
-  the run, the lr falls as tokens^-t, with t from 0 to 1/2; the literature finds 0.3 to 0.5. Over width and depth, the
-  exponent of the lr depends on the parametrization and is not judged.
+- ``lr`` grows as the square root of the batch size (Malladi et al. 2022, arXiv 2205.10287). It falls with the tokens
+  of the run as tokens^-t, with t from 0 to 1/2; the literature finds 0.3 to 0.5. Over width and depth, the exponent
+  of the lr depends on the parametrization and is not judged.
 
 The products of lr with eps and with decay do not depend on how a parametrization is written: multiplier x c, init /
 c, lr / c, eps x c and decay x c together train in the same way, and leave the products as they are.
 
-The check also compares two scales that differ in both width and depth (the axis ``both``), because a rule can be
-right for each of them alone, and wrong for both.
+Two scales that differ in both width and depth (the axis ``both``) are compared, too, because a rule can be right for
+each of them alone, and wrong for both.
 """
 
 import math
@@ -57,11 +56,9 @@ Combinations = dict[str, list[dict[str, float]]]
 
 
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:
-    """Return ``lr x eps x entries`` and the other combinations of a model's optimizer settings, for each parameter.
+    """Return the combinations of each parameter's settings.
 
-    ``n_layers`` is the number of blocks of the model. ``steps`` is the number of steps of the run divided by that of
-    the run at the smallest scale. A parameter whose group has no eps is left out, unless Muon updates it. Muon has
-    neither eps nor betas, so for its parameters the combinations with eps or a beta are 0.
+    ``steps`` is the number of steps divided by that at the smallest scale.
     """
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int, bool]]] = {}
@@ -106,10 +103,7 @@ class ScaleChange:
 
 
 def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
-    """Return a row for each module label, which says whether the module's settings change with the right exponents.
-
-    If a rule does not depend on the batch or on the tokens, a row without a verdict says so.
-    """
+    """Return a row for each module label: do its settings change with the right exponents?"""
     width, depth = min(widths), min(depths)
     wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})
 
@@ -157,11 +151,7 @@ def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[Scal
 def _exponents(
     column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
-    """Return, for each layer, the exponent with which a combination changes from a small to a large scale.
-
-    ``ratio`` is the larger size / the smaller size. If the models have different numbers of layers, only the first
-    and the last layers are compared. An exponent is infinite if the combination is 0 at one scale only.
-    """
+    """Return the exponent of a combination for each layer, or for the first and the last if the depths differ."""
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]
     found = []

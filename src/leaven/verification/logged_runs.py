@@ -48,11 +48,7 @@ class LoggedRow:
         return self.values.get(column) not in (None, "")
 
     def number(self, column: str) -> float:
-        """Return the number in a column, which may be NaN or infinite.
-
-        Raises:
-            InputError: if the column is empty or contains no number.
-        """
+        """Return the number in a column, which may be NaN or infinite. Raise InputError if there is none."""
         if not self.has(column):
             raise InputError(f"{self.place} has no {column}; write a number, or remove the row")
         value = self.values[column]
@@ -67,11 +63,7 @@ class LoggedRow:
             raise InputError(f"{self.place}: {column} is {value!r:.60}, which is not a number{hint}") from None
 
     def above_0(self, column: str) -> float:
-        """Return the number in a column, which must be above 0.
-
-        Raises:
-            InputError: if the number is not between 1 / LARGEST_NUMBER and LARGEST_NUMBER.
-        """
+        """Return the number in a column. Raise InputError if it is 0, negative, or beyond LARGEST_NUMBER."""
         value = self.number(column)
         if not 0 < value < math.inf:
             raise InputError(f"{self.place}: {column} is {value:g}; give a number above 0")
@@ -81,12 +73,12 @@ class LoggedRow:
         return value
 
     def loss(self) -> float:
-        """Return the loss, or NaN if the run has diverged: if its loss is not finite, or beyond LARGEST_LOSS."""
+        """Return the loss, or NaN if the run has diverged."""
         loss = self.number("loss")
         return loss if abs(loss) <= LARGEST_LOSS else math.nan
 
     def seed(self) -> float | str | None:
-        """Return the seed, or None if the row has none or NaN. 0 and 0.0 are the same seed."""
+        """Return the seed, or None if the row has none. 0 and 0.0 are the same seed."""
         value = self.values.get("seed")
         try:
             return None if value in (None, "") or math.isnan(float(value)) else float(value)
@@ -95,13 +87,10 @@ class LoggedRow:
 
 
 def data_files(path: Path) -> list[Path]:
-    """Return the files and folders with logged runs in the folder ``path`` and its subfolders.
-
-    They are CSV, JSON lines and .wandb files, and folders with TensorBoard event files. If ``path`` is a file, return
-    only this file.
+    """Return the logged runs in a folder and its subfolders: files, and folders with TensorBoard event files.
 
     Raises:
-        InputError: if ``path`` does not exist or contains no logged runs.
+        InputError: if there are none.
     """
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
@@ -124,11 +113,9 @@ def _is_one_run(path: Path) -> bool:
 
 
 def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
-    """Return the points of a run that was logged by TensorBoard or W&B, as rows with the columns step and loss.
+    """Return the points of a run that was logged by TensorBoard or W&B, with the columns step and loss.
 
-    ``loss`` is the name under which the run logged the loss. More columns come from the part of the path below
-    ``root``, if it contains a name in ``columns`` with a number. For example, ``width64/lr0.01`` gives the columns
-    width and lr.
+    The path below ``root`` gives more columns: ``width64/lr0.01`` has width and lr.
     """
     cut: list[str] = []
     if path.is_dir():
@@ -153,10 +140,7 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
 
 
 def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
-    """Return the rows of a file or logged run.
-
-    ``loss`` is the name of the column with the losses in the file. In the returned rows, this column is "loss".
-    """
+    """Return the rows of a file or logged run. The column ``loss`` of the file becomes "loss"."""
     if _is_one_run(path):
         return _rows_of_curve(path, root, loss, columns)
     rows = read_rows(path)
@@ -170,8 +154,6 @@ def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[L
 
 def read_rows(path: Path) -> list[LoggedRow]:
     """Return the rows of a CSV or JSON lines file, with column names in lower case.
-
-    In messages, row 1 of a CSV file is the first row below the header.
 
     Raises:
         InputError: if the file is not text or has no rows, or a row has the wrong form.
@@ -211,10 +193,7 @@ def read_rows(path: Path) -> list[LoggedRow]:
 
 
 def scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
-    """Return the size that a row has in the columns ``axes``. A width or depth that is not in ``axes`` is 1.
-
-    The ``batch`` and ``tokens`` of the size are the numbers in the row, not ratios to a recipe.
-    """
+    """Return the size in a row. Batch and tokens are numbers, not ratios. What is not in ``axes`` is 1."""
     values = {axis: row.above_0(axis) for axis in axes}
     for axis in {"width", "depth"} & values.keys():
         if values[axis] % 1:
@@ -231,17 +210,13 @@ def scale_name(scale: RunScale, axes: Iterable[str]) -> str:
 
 
 def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> CheckDocument:
-    """Check whether the best value of a hyperparameter is the same at all sizes of logged runs. Return the result.
+    """Check whether the best value of a hyperparameter is the same at all sizes of logged runs.
 
-    ``path`` is a file or folder; docs/concepts/checks.md describes the files. ``value`` is the column with the
-    hyperparameter, and ``loss`` the column with the loss. In run folders of leaven, ``value`` is the name of a
-    hyperparameter, or a path in the recipe.
+    ``value`` and ``loss`` are names of columns. In run folders of leaven, ``value`` is a hyperparameter or a path in
+    the recipe. docs/concepts/checks.md describes the files.
 
     Raises:
-        InputError: if a column is missing or contains no numbers, if two runs have the same size, value and seed, if
-            there are fewer than two sizes, if a run has not finished, or if run folders cannot be compared. Also if a
-            size has fewer than three values without a diverged run, unless the best value of the smallest size
-            diverges there: then the check fails.
+        InputError: if the runs cannot be used or compared, or if there are too few sizes or values.
     """
     value = value.strip()
     folders = _own_runs(path, loss)
@@ -311,10 +286,10 @@ def _runs_by_size(
 
 
 def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
-    """Raise InputError if a run ends at an earlier step than another run of the same size.
+    """Raise InputError if a run ends at an earlier step than another run of the same size. Diverged runs may.
 
-    ``ends`` are the last points of the runs. A run that diverged may end earlier. Nothing is checked if the swept
-    ``value`` is a size, such as the batch, because then runs may differ in their number of steps.
+    ``ends`` are the last points of the runs. Nothing is checked if the swept ``value`` is a size such as the batch,
+    because then the numbers of steps may differ.
     """
     if value in AXES:
         return
@@ -329,15 +304,12 @@ def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
 
 
 def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
-    """Return the loss curves of all runs in a folder or file, by the name of their size. The smallest size is first.
+    """Return the loss curves of all runs in a folder or file by size, the smallest first.
 
-    docs/concepts/checks.md describes the files. ``loss`` is the column with the loss. A row whose loss is empty is
-    left out.
+    ``loss`` is the name of a column; rows without a loss are left out. docs/concepts/checks.md describes the files.
 
     Raises:
-        InputError: if there are no curves, a column is missing or contains no numbers, the size of a curve is not
-            clear, or the rows of a run are not in the order of time. For run folders of leaven: if a run has not
-            finished, or the runs of one size differ in more than the seed.
+        InputError: if the runs cannot be used, or if the size of a curve is not clear.
     """
     if folders := _own_runs(path, loss):
         return _curves_of_own_runs(folders)
@@ -380,14 +352,9 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 
 
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
-    """Return the points of a run. ``time`` is the column "tokens" or "step".
+    """Return the points of a run. Raise InputError if its rows seem to be those of two runs.
 
-    A run that was resumed from an earlier step repeats steps. The rows of the resumed run then replace all earlier
-    rows from this step on.
-
-    Raises:
-        InputError: if the rows seem to be those of two runs: the time goes back to one that no earlier row has, or to
-            that of the first row, or the last row is not the latest.
+    A resumed run may repeat steps. Its rows replace the earlier rows from there on.
     """
     run: dict[float, float] = {}
     furthest = -1.0
@@ -411,11 +378,7 @@ def _points(rows: Sequence[LoggedRow], time: str) -> Points:
 
 
 def _last(rows: Sequence[LoggedRow]) -> LoggedRow:
-    """Return the last row of a run. Before this row, a resumed run may repeat steps.
-
-    Raises:
-        InputError: if another row has a higher step.
-    """
+    """Return the last row of a run. Raise InputError if another row has a higher step."""
     last, highest = rows[-1].number("step"), max(row.number("step") for row in rows)
     if not last == highest < math.inf:
         raise InputError(
@@ -426,18 +389,14 @@ def _last(rows: Sequence[LoggedRow]) -> LoggedRow:
 
 
 def _by_numbers(name: str) -> list[str | float]:
-    """Return a sort key for a name. It compares the numbers in names by their values, so that 900k is before 1b."""
+    """Return a sort key that compares numbers in names by their values: 900k is before 1b."""
     texts = re.split(r"(\d+(?:\.\d+)?(?:e\d+)?)(?:([kmbt])(?![a-z]))?", name.lower())
     numbers = [float(number) * UNITS[unit or ""] for number, unit in zip(texts[1::3], texts[2::3], strict=True)]
     return [part for pair in zip(texts[::3], [*numbers, 0.0], strict=True) for part in pair]
 
 
 def _own_runs(path: Path, loss: str) -> list[Path]:
-    """Return the run folders of leaven in the folder ``path`` and its subfolders.
-
-    Raises:
-        InputError: if there are run folders and ``loss`` is not "loss", because their metrics have one loss only.
-    """
+    """Return the run folders of leaven in a folder. Raise InputError if they have no metric ``loss``."""
     recipes = path.rglob("recipe.toml") if path.is_dir() else ()
     folders = sorted(file.parent for file in recipes if (file.parent / "metrics.jsonl").exists())
     if folders and loss != "loss":
@@ -446,9 +405,7 @@ def _own_runs(path: Path, loss: str) -> list[Path]:
 
 
 def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, Recipe, RunFolder]]:
-    """Return the size, recipe and folder of each run.
-
-    The batch and the tokens of a size are numbers of tokens here, not ratios.
+    """Return the size, recipe and folder of each run. Batch and tokens of a size are numbers of tokens, not ratios.
 
     Raises:
         InputError: if the recipes of two runs of the same size differ in a key that is not in ``free``.
@@ -489,11 +446,7 @@ def _rows_of_own_runs(folders: Sequence[Path], value: str) -> list[LoggedRow]:
 
 
 def _final_loss(run: RunFolder) -> float:
-    """Return the validation loss at the end of a run, or NaN if the run diverged.
-
-    Raises:
-        InputError: if the run has not finished.
-    """
+    """Return the final validation loss, or NaN if the run diverged. Raise InputError if it has not finished."""
     if (finish := run.finish()) is not None:
         return math.nan if finish["loss"] is None else float(finish["loss"])
     last = (run.events() or [{"event": None}])[-1]

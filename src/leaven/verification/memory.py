@@ -30,21 +30,17 @@ PARTS = ("weights", "gathered", "grads", "optimizer", "activations", "logits", "
 
 
 def with_layout(recipe: Recipe, text: str) -> Recipe:
-    """Return the recipe with the layout that ``text`` describes, such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``.
-
-    Keys of the layout that are not in the text get their defaults.
-    """
+    """Return the recipe with the layout of a text such as ``tp=8,pp=12,dp=4``. Other keys get their defaults."""
     layout, micro_batch = parse_layout(text)
     changes: dict[str, Any] = {"layout": layout.model_dump()}
     return recipe.replace(changes if micro_batch is None else changes | {"batch.micro_batch": micro_batch})
 
 
 def rehearsal(recipe: Recipe) -> Recipe:
-    """Return a recipe that needs as much memory in a step as ``recipe``, but has shorter steps: for a dry run.
+    """Return a recipe for a dry run: its steps need as much memory as those of ``recipe``, but are shorter.
 
-    A step of the returned recipe has at most twice as many micro-batches as the pipeline has ranks. With the schedule
-    "gpipe", the number of micro-batches stays, because all of them are in memory at once. The returned recipe has no
-    start weights, no batch ramp and no measurement of the noise scale, and its model is not compiled.
+    A step has at most twice as many micro-batches as the pipeline has ranks. With the schedule "gpipe", all
+    micro-batches are in memory at once, so their number stays.
 
     Raises:
         InputError: if the recipe cannot be trained in its layout.
@@ -76,9 +72,7 @@ def arrangement(recipe: Recipe) -> Arrangement:
 
 
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
-    """Return the ranks to check: the given ``ranks`` or, by default, the first rank of some pipeline stages.
-
-    The default stages are the first, the second and the last, or all stages if ``all_stages`` is true.
+    """Return the ranks to check: by default, the first rank of the first, the second and the last pipeline stage.
 
     Raises:
         InputError: if one of the ``ranks`` is not in the layout.
@@ -95,11 +89,7 @@ def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stage
 def check_memory(
     recipe: Recipe, ranks: Sequence[int], on_rank: Callable[[int, int], None] = lambda done, total: None
 ) -> MemoryCheckDocument:
-    """Run the memory check on the given ranks: compare the planner's prediction with a dry run of each rank.
-
-    ``recipe`` is the result of :func:`rehearsal`. Each rank runs in its own process. ``on_rank`` is called with the
-    number of finished ranks and the number of all ranks.
-    """
+    """Compare the planner's prediction with a dry run of each rank. ``recipe`` is a result of :func:`rehearsal`."""
     how = arrangement(recipe)
     began = time.perf_counter()
     rows: dict[int, list[MemoryCheckRow]] = {}
@@ -127,21 +117,17 @@ def check_memory(
 
 
 def tensors(recipe: Recipe) -> TrainingCode:
-    """Return the constants with which the planner computes the memory of leaven's trainer for this recipe.
-
-    They contain no memory outside of tensors, such as that of kernels.
-    """
+    """Return the planner's constants for leaven's trainer, without memory outside of tensors."""
     code = LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16
     code = code.tensors_only().with_muon(recipe.hyperparameters.ns_steps)
     return code.averaging(recipe.average is not None)
 
 
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:
-    """Return rows that compare the planned memory of a rank with the memory of its dry run.
+    """Return rows that compare the planned memory of a rank with its dry run.
 
-    The first two rows are judged: the memory between steps, and the peak. The other rows are the parts of the peak,
-    such as gradients. They are not judged, because the planner gives the largest size that a part has in the step,
-    and the dry run gives its size at the moment of the peak.
+    The parts of the peak are not judged. The planner gives the largest size of a part in the step, and the dry run
+    gives its size at the peak.
     """
     pairs = {
         "between steps": (planned.states, taken.stays.total()),

@@ -45,10 +45,7 @@ class RunSetting:
 
     @property
     def ruled_scale(self) -> RunScale:
-        """The scale for which the scaling rule computes hyperparameters.
-
-        It is ``scale`` or, if ``ruled`` is false, ``scale`` with the batch and tokens of the family.
-        """
+        """The scale to which the rule adapts hyperparameters. If not ``ruled``, only width and depth count."""
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 
 
@@ -83,12 +80,11 @@ class ModelInstance:
 
 
 def block_labels(model: nn.Module) -> Callable[[str], str]:
-    """Return the function that maps the name of a module or parameter to its label.
+    """Return the function that maps the name of a module or parameter to its label, which all blocks share.
 
-    The label is the name without ``.weight`` and without the block's number, so that all blocks share labels. For
-    example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. Blocks are the members of an ``nn.ModuleList``.
-    Members of an ``nn.Sequential`` are blocks if they are all of one type and have submodules. Members of a list
-    inside a block are not blocks. The label of the whole model is ``output``.
+    For example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. Blocks are the members of an
+    ``nn.ModuleList``, or of an ``nn.Sequential`` whose members have one type and submodules. The label of the whole
+    model is ``output``.
     """
     lists: list[str] = []
     for path, module in model.named_modules():
@@ -114,11 +110,10 @@ def _lists_blocks(module: nn.Module) -> bool:
 
 
 def own_labels(model: nn.Module) -> Callable[[str], str]:
-    """Return the function that maps the name of a module or parameter of leaven's own transformer to its label.
+    """Return the function that maps names in leaven's own transformer to labels, such as ``mlp.in``.
 
-    The label is that of :func:`block_labels` without "layers.". For example, ``layers.3.mlp.in.weight`` has the label
-    ``mlp.in``. There are two exceptions. The label of a block is "residual", because a block returns the residual
-    stream. The label of the whole model is "unembedding", because the model returns the logits.
+    A block has the label "residual", because it returns the residual stream. The whole model has the label
+    "unembedding", because it returns the logits.
     """
     plain, named = block_labels(model), {"output": "unembedding", "layers": "residual"}
 

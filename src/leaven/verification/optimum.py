@@ -35,10 +35,9 @@ class LossGrid:
 
     @classmethod
     def of(cls, losses: Mapping[float, Mapping[Hashable, float] | Sequence[float]]) -> "LossGrid":
-        """Return the grid for ``losses``, which maps each value of the hyperparameter to the losses of its runs.
+        """Return the grid of losses by value and seed. A list has the seeds 0, 1, 2 and so on.
 
-        The losses of a value are a mapping by seed, or a list for the seeds 0, 1, 2 and so on. The loss of a diverged
-        run must be NaN or infinite.
+        The loss of a diverged run must be NaN or infinite.
         """
         runs: dict[float, Mapping[Hashable, float]] = {
             value: of if isinstance(of, Mapping) else {seed: loss for seed, loss in enumerate(of)}
@@ -51,16 +50,12 @@ class LossGrid:
 
     @property
     def has_optimum(self) -> bool:
-        """Whether the best value can be estimated: the fit of a parabola needs `POINTS` values in ``octaves``."""
+        """Whether the best value can be estimated, which needs `POINTS` values."""
         return len(self.octaves) >= POINTS
 
     @property
     def noise(self) -> float | None:
-        """The standard deviation of the loss between seeds, at values of the hyperparameter near the best one.
-
-        Its square is the average of the variances at the `POINTS` values around the lowest mean loss. It is None if
-        none of these values has two runs.
-        """
+        """The standard deviation of the loss between seeds near the best value, or None if no value has two runs."""
         near = [list(self.runs[place].values()) for place in self._points(self.means.argmin(-1))]
         freedom = [len(losses) - 1 for losses in near]
         if not any(freedom):
@@ -70,20 +65,13 @@ class LossGrid:
 
     @property
     def edge(self) -> int:
-        """Where the lowest mean loss is: -1 at the first value of the grid, 1 at the last value, 0 between them.
-
-        If it is at the first or last value, the optimum may be outside the grid.
-        """
+        """Where the lowest mean loss is: -1 at the first value of the grid, 1 at the last value, 0 between them."""
         place = int(self.means.argmin())
         return -(place == 0) + (place == len(self.octaves) - 1)
 
     @property
     def following(self) -> float:
-        """The value to try next if the lowest mean loss is at an edge of the grid.
-
-        It is one step of the grid beyond the edge. But if values beyond the edge diverged, it is halfway (in log2)
-        between the edge and the nearest of them.
-        """
+        """The value to try beyond the edge of the grid: one step, or halfway to the nearest value that diverged."""
         last, before = self.octaves[[0, 1] if self.edge < 0 else [-1, -2]].tolist()
         there = [octave for octave in self.diverged.tolist() if (octave - last) * self.edge > 0]
         nearest = min(there, key=lambda octave: abs(octave - last), default=None)
@@ -91,14 +79,13 @@ class LossGrid:
 
     @property
     def lowest(self) -> Array:
-        """The loss that the fitted parabola predicts for the best value, an array of shape (...)."""
+        """The predicted loss at the best value, of shape (...)."""
         return self.loss_at(self.optimum())
 
     def optimum(self) -> Array:
-        """Return log2 of the best value of the hyperparameter, as an array of shape (...).
+        """Return log2 of the best value, of shape (...): the vertex of a parabola around the lowest mean loss.
 
-        The best value is the vertex of a parabola through the mean losses around the lowest one, clipped to the grid.
-        If the parabola has no minimum, the best value is the grid value with the lowest mean loss.
+        The vertex is clipped to the grid. Without a minimum, the result is the grid value with the lowest mean loss.
         """
         place = self.means.argmin(-1)
         a, b, _ = self._parabola(place)
@@ -108,11 +95,7 @@ class LossGrid:
         return np.clip(convex, self.octaves[0], self.octaves[-1])
 
     def loss_at(self, octave: Array) -> Array:
-        """Return the predicted loss at ``octave``, the log2 of a value of the hyperparameter.
-
-        The prediction is a parabola through the mean losses around the nearest grid value. ``octave`` and the
-        returned loss have the shape (...).
-        """
+        """Return the loss at ``octave`` on a parabola around the nearest grid value; both have the shape (...)."""
         a, b, c = self._parabola(np.abs(self.octaves - np.expand_dims(octave, -1)).argmin(-1))
         return np.asarray(a * octave**2 + b * octave + c)
 
@@ -141,11 +124,10 @@ class Estimate:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The ends of the interval. If there is only one seed, both ends are the value itself."""
+        """The ends of the interval. With one seed, both are the value itself."""
         return (self.value if self.low is None else self.low, self.value if self.high is None else self.high)
 
     def row(self, name: str, note: str, expected: float | None = None) -> MeasuredRow:
-        """Return the row of a document that shows this number."""
         return MeasuredRow(name=name, value=self.value, low=self.low, high=self.high, expected=expected, note=note)
 
 
@@ -153,7 +135,7 @@ class Estimate:
 class _Runs:
     """A least-squares fit to the N runs of a grid: loss = effect of the value + effect of the seed + noise.
 
-    The effects of seeds are fitted only if ``paired`` is true and the runs determine them. Otherwise they are 0.
+    The effects of seeds are 0 if ``paired`` is false, or if the runs do not determine them.
     """
 
     value: NDArray[np.int64]  # (N,), index of the value of each run
@@ -181,10 +163,7 @@ class _Runs:
         return cls(value, inverse[: len(runs)], fitted[: len(runs)], noise, len(losses) - columns.shape[1])
 
     def pools(self) -> list[Array]:
-        """Return, for each value, the residuals from which a bootstrap draws.
-
-        They are the residuals of the value's own runs. If there are fewer than two, they are those of all values.
-        """
+        """Return the residuals to draw from, by value. A value with fewer than two has those of all values."""
         known = np.isfinite(self.noise)
         own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]
         return [pool if len(pool) > 1 else self.noise[known] for pool in own]
@@ -195,17 +174,14 @@ def estimate(
 ) -> Estimate:
     """Return ``of(grids)`` with its 95% bootstrap interval over seeds.
 
-    A deviation is the loss of a run minus the mean loss at its value of the hyperparameter. For a value with k runs,
-    the bootstrap draws k of its deviations with replacement. For a value with one run, it draws from the deviations
-    at all values. The deviations are scaled up for two reasons:
+    The bootstrap draws deviations of losses from their means. They are scaled up for two reasons:
 
     - With n seeds they are too small by the factor sqrt((n - 1) / n).
     - A few runs show the noise only roughly. So the deviations are multiplied by the 97.5% quantile of Student's t,
       divided by that of the normal distribution.
 
-    Set ``paired`` if ``of`` depends only on differences of losses within each grid. Then the effect of a seed, which
-    is the same at all values, is not noise. It is removed from the deviations if every seed has runs at several
-    values.
+    Set ``paired`` if ``of`` depends only on differences of losses within each grid. The effect of a seed is the same
+    at all values, so it is then not noise.
     """
     value = float(of(grids))
     fits = [_Runs.of(grid.runs, paired=paired) for grid in grids]
@@ -228,11 +204,7 @@ def estimate(
 
 
 def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
-    """Return (shift, regret) for the losses at two scales. The top of sweep.py explains why both are needed.
-
-    The shift is the distance in octaves from the best value of ``base`` to that of ``target``. The regret is the loss
-    at ``target`` with the base's best value, minus the lowest loss at ``target``, in nats.
-    """
+    """Return the shift in octaves and the regret in nats from ``base`` to ``target``; sweep.py defines them."""
 
     def regret(grids: Sequence[LossGrid]) -> Array:
         best = grids[0].optimum()
@@ -243,10 +215,7 @@ def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
 
 
 def exponent(grids: Mapping[float, LossGrid]) -> Estimate:
-    """Return the exponent of the best value over the size: the least-squares slope of log2 value over log2 size.
-
-    ``grids`` has the losses at each size, such as a width.
-    """
+    """Return the exponent of the best value over the size: the least-squares slope of log2 value over log2 size."""
     ratios = np.log2(list(grids))
     ratios -= ratios.mean()
 

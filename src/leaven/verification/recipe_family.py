@@ -58,11 +58,7 @@ class RecipeFamily:
         return transfer(self.recipe, width=scale.width, depth=scale.depth).model.params
 
     def value(self, quantity: Quantity) -> float:
-        """Return the recipe's value of a hyperparameter.
-
-        Raises:
-            InputError: if the value is 0, or if the recipe has a named init and ``quantity`` is "init_std".
-        """
+        """Return the recipe's value of a hyperparameter. Raise InputError if it is 0, or if there is none."""
         hyperparameters = self.recipe.hyperparameters
         if quantity == "init_std" and hyperparameters.init != "rule":
             raise InputError(
@@ -79,7 +75,7 @@ class RecipeFamily:
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
         """Return the exponent with which the rule scales a hyperparameter over the batch or the tokens.
 
-        Over width and depth, return 0, because there the rule scales each tensor differently.
+        It is 0 over width and depth, where the rule scales each tensor differently.
         """
         scaling = self.recipe.scaling
         cell = RULES[scaling.rule].columns.get(quantity)
@@ -125,7 +121,7 @@ class RecipeTrial:
 
     @property
     def key(self) -> str:
-        """A hash of everything in the recipe that affects the loss. Names and reasons do not affect the hash."""
+        """A hash of everything in the recipe that affects the loss."""
         document = self.recipe.model_dump(mode="json", exclude=NOT_NUMBERS)
         return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
 
@@ -139,7 +135,7 @@ class RecipeTrial:
 
 
 def recipe_models(recipe: Recipe, prepare: Prepare) -> RecipeFamily:
-    """Tokenise the text of a recipe with ``prepare``. Return the family of the recipe's training runs at any scale.
+    """Tokenise the text of a recipe, and return the family of its training runs.
 
     Raises:
         InputError: if the recipe cannot be trained on its text.

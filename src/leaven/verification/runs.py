@@ -1,7 +1,7 @@
 """Train the runs of a check in worker processes, and save each result as soon as the run ends.
 
-A result is saved under a key, the hash of everything that determines the loss of the run. So several checks can share
-a folder, and a check that was stopped or killed resumes with the missing runs.
+A result is saved under a hash of everything that determines the loss of the run. So several checks can share a
+folder, and a check that was stopped or killed resumes with the missing runs.
 """
 
 import json
@@ -38,10 +38,7 @@ class ChecksStopped(Exception):
 
 
 class RunStore:
-    """A context manager that runs trials in one-thread worker processes and saves their results in a folder.
-
-    The first :meth:`run` locks the folder and starts the workers. The end of the context stops them.
-    """
+    """A context manager that runs trials in one-thread worker processes and saves their results in a folder."""
 
     def __init__(
         self,
@@ -58,8 +55,8 @@ class RunStore:
         Args:
             on_run: called with the number of finished runs and the number of all runs.
             stop: called repeatedly; the runs stop once it returns true.
-            note: called with a sentence if results in the folder were lost or changed, and runs are trained again.
-            finished: how many results the folder should have; if it has fewer, results were lost.
+            note: called with a sentence if results in the folder were lost or changed.
+            finished: the least number of results that the folder should have.
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
         self._note, self._finished = note, finished
@@ -75,12 +72,10 @@ class RunStore:
         self._resources.close()
 
     def run(self, trials: Iterable[CheckTrial]) -> Callable[[CheckTrial], Outcome]:
-        """Run the trials that have no result yet, the longest first. Return a function that takes a trial and returns
-        its outcome.
+        """Run the trials that have no result yet, the longest first. Return a function from a trial to its outcome.
 
         Raises:
-            InputError: if the folder is in use or cannot be created, if it contains the result of a check but no
-                runs, or if a run's process dies twice.
+            InputError: if the folder cannot be used, or if a run's process dies twice.
             ChecksStopped: if ``stop`` returned True before all runs had ended.
         """
         wanted = {trial.key: trial for trial in trials}
@@ -127,23 +122,13 @@ class RunStore:
         return {key: [outcome(trial).loss for trial in several] for key, several in trials.items()}
 
     def keep(self, document: CheckDocument) -> CheckDocument:
-        """Write a check's document into the folder, for ``leaven report``.
-
-        Return the document with the number of runs that the folder has.
-        """
+        """Write a check's document into the folder. Return it with the number of runs in the folder."""
         document = document.model_copy(update={"runs": len(self._ended)})
         storage.write_text(self.folder / RESULT, json.dumps(document.dump(), indent=2) + "\n")
         return document
 
     def _open(self) -> WorkerPool:
-        """Return the worker pool. The first call locks the folder, reads the saved results and starts the workers.
-
-        A line that was changed or is no outcome does not count, so its run is trained again.
-
-        Raises:
-            InputError: if the folder is in use or cannot be created, has the result of a check without its runs, or
-                belongs to a run or a study.
-        """
+        """Return the worker pool. The first call locks and reads the folder, or raises InputError."""
         if self._pool is None:
             other = next((name for name in OTHERS if (self.folder / name).exists()), None)
             if other is not None and not (self.folder / LINES).exists():
@@ -173,10 +158,7 @@ class RunStore:
         return self._pool
 
     def _keys_of_lines(self, numbers: Sequence[int]) -> list[str | None]:
-        """Return the key in each of the lines ``numbers`` (counted from 1), which are damaged.
-
-        The key of a line is None if it cannot be read.
-        """
+        """Return the keys of damaged lines, which are counted from 1. A key that cannot be read is None."""
         if not numbers:
             return []
         lines = dict(enumerate(storage.read(self.folder / LINES, math.inf).split(b"\n"), start=1))
@@ -184,8 +166,7 @@ class RunStore:
         return [None if each is None else each[1].decode() for each in found]
 
     def _known(self) -> int:
-        """Return how many results the folder should have: as many as when its last document was written, and at least
-        as many as the argument ``finished`` of the store says."""
+        """Return how many results the folder should have at least."""
         document = {}
         with suppress(OSError):
             document = storage.json_object(storage.read(self.folder / RESULT)) or {}

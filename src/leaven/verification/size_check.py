@@ -94,8 +94,8 @@ class SizeCheck(ABC, Generic[Measured]):
     ) -> Self:
         """Return the check of a recipe, or of a user's factory function ``module:factory``.
 
-        The arguments are the options of ``leaven check coordinates``; ``options`` are steps, seeds and lr_factor. If
-        ``widths`` is None, the check uses four widths that fit the recipe, from about 64 to about 512.
+        The arguments are the options of ``leaven check coordinates``. By default, the check uses four widths that fit
+        the recipe, from about 64 to about 512.
 
         Raises:
             InputError: if there are fewer than two sizes, or a size does not fit the recipe or factory.
@@ -134,21 +134,15 @@ class SizeCheck(ABC, Generic[Measured]):
     def judge(
         self, axis: SizeAxis, module: str, lines: Sequence[Sequence[Measured]], means: Means, slopes: Slopes
     ) -> VerdictRow:
-        """Return the row that says whether a module passes.
-
-        ``lines`` has a list for each size of the axis, with the module's measurements for each seed.
-        """
+        """Return the row that says whether a module passes. ``lines`` has the measurements for each size and seed."""
 
     def value(self, measured: Measured, part: str, axis: SizeAxis) -> float:
-        """Return the number named ``part`` of a module's measurements. In a subclass, it may depend on the axis."""
+        """Return the number named ``part`` of a module's measurements."""
         value: float = getattr(measured, part)
         return value
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes of the check: all widths at the smallest depth, and all depths at the smallest width.
-
-        An axis with only one size is left out.
-        """
+        """Return the axes of the check: all widths at the smallest depth, and all depths at the smallest width."""
         least = RunScale(min(self.widths), min(self.depths))
         width = SizeAxis("width", tuple(RunScale(size, least.depth) for size in sorted(set(self.widths))))
         depth = SizeAxis("depth", tuple(RunScale(least.width, size) for size in sorted(set(self.depths))))
@@ -161,11 +155,7 @@ class SizeCheck(ABC, Generic[Measured]):
     def _measure(self, scale: RunScale, seed: int, labels: set[str]) -> Mapping[str, Measured]:
         """Train a model and return its measurements.
 
-        ``labels`` is empty for the first model, and its parameters' labels are added to it. A later model must have a
-        parameter for each of these labels.
-
-        Raises:
-            InputError: if a later model has no parameter for a label.
+        The first model fills ``labels``. A later model that lacks one of them raises InputError.
         """
         instance = self.family.build(scale, seed)
         found = {str(instance.label(name)) for name, _ in instance.model.named_parameters()}
@@ -183,8 +173,7 @@ class SizeCheck(ABC, Generic[Measured]):
         """Run the check. ``on_model`` is called with the number of finished sizes and the number of all sizes.
 
         Raises:
-            InputError: if the family cannot build a model of one of the check's widths and depths, or if the
-                parameters of such a model do not have the names of those of the smallest model.
+            InputError: if a model cannot be built, or lacks a parameter of the smallest model.
         """
         axes = self.axes()
         curves: list[VerdictCurve] = []

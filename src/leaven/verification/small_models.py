@@ -37,10 +37,7 @@ LARGEST_GROUP = 8
 
 
 def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
-    """Return the recipe with a model of about width 64, and texts such as "d_head 128 -> 64".
-
-    There is a text for each change of the vocabulary, the sequence length or a proportion of the model.
-    """
+    """Return the recipe with a model of about width 64, and what was changed, as texts such as "d_head 128 -> 64"."""
     shape = _fitted(recipe.model)
     sizes: dict[str, Any] = {"seq_len": min(shape.seq_len, SEQ_LEN)}
     if shape.experts:
@@ -70,7 +67,7 @@ def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
 
 
 def _fitted(shape: ModelShape) -> ModelShape:
-    """Return the shape at width 64. If 64 does not fit, return a shape of a nearby width in similar proportions."""
+    """Return the shape at width 64, or at a nearby width if 64 does not fit."""
     try:
         return shape.scaled(WIDTH, DEPTHS[0])
     except ValueError:
@@ -116,17 +113,16 @@ class CheckStart:
 def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Recipe:
     """Return the recipe with other initial values, and with ``width`` and ``depth`` as its base.
 
-    A rule says how activations and gradients change with the size of large models. With these initial values, models
-    that are small enough for a check change in the same way:
+    With these initial values, small models change with size as large models do:
 
     - The embedding starts at RMS 1. With a smaller one, the residual stream of a model with two layers would be
-      mostly the outputs of branches. The sum of these outputs changes with the depth L as L^(1/2 - alpha), so the
-      gradients inside blocks would have wrong exponents.
+      mostly the outputs of branches. Their sum changes with the depth L as L^(1/2 - alpha), so the gradients inside
+      blocks would have wrong exponents.
     - The unembedding starts at RMS 1/width. With a larger one, the first gradient of the final norm's gain would be
-      of order 1/width^2, and the logits would hardly change in the first steps. If embedding and unembedding are
-      tied, a multiplier makes the logits smaller instead (:meth:`SmallModels.table`).
-    - Routers start at RMS 1/width, too. If they started larger, the logits of the experts would fall towards 0 as the
-      width grows. Then the weights in the sum of the experts' outputs would depend on the width.
+      of order 1/width^2, and the logits would hardly change in the first steps. :meth:`SmallModels.table` treats tied
+      embeddings.
+    - Routers start at RMS 1/width. With a larger one, their logits would fall towards 0 as the width grows, and the
+      weights in the sum of the experts' outputs would depend on the width.
 
     Raises:
         InputError: if the model cannot have this width and depth.
@@ -157,19 +153,15 @@ class SmallModels(RecipeFamily):
 
     @property
     def alpha(self) -> float:
-        """The alpha of the scaling rule, which multiplies residual branches by depth^-alpha.
-
-        It is 1 if the rule has no alpha.
-        """
+        """The rule multiplies residual branches by depth^-alpha. It is 1 for a rule without alpha."""
         scaling = self.recipe.scaling
         return scaling.alpha if "alpha" in RULES[scaling.rule].residual.text else 1.0
 
     def table(self, recipe: Recipe) -> ParameterTable:
-        """Return the parameter table of ``recipe``, this family's recipe at some scale.
+        """Return the parameter table of ``recipe``, with smaller logits if embedding and unembedding are tied.
 
-        A tied matrix is both embedding and unembedding, so it cannot start at RMS 1 and also at RMS 1/width. It
-        starts at RMS 1, and its multiplier for the logits is divided by the width of the recipe's base. The base is
-        the same at every scale, so no exponent changes.
+        A tied matrix cannot start at RMS 1 and also at RMS 1/width. It starts at RMS 1, and its multiplier is divided
+        by the width of the base. The base is the same at every scale, so no exponent changes.
         """
         table = parameter_table(recipe)
         rows = tuple(
@@ -179,10 +171,7 @@ class SmallModels(RecipeFamily):
         return replace(table, rows=rows)
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
-        """Return a new model at a scale, with its optimizer and batches.
-
-        The batch and tokens of the scale change only the settings of the optimizer, not the batches.
-        """
+        """Return a new model at a scale. Its batch and tokens change the optimizer's settings, not the batches."""
         shape = self.recipe.model
         recipe = transfer(
             self.recipe,

@@ -12,27 +12,19 @@ For each other scale, a sweep measures two numbers (compare Kalra and Barkeshli 
   example, best lrs of 0.01 and 0.005 are a shift of -1.
 - The regret is what the base's best value costs at the other scale: its loss there, in nats, minus the lowest loss.
 
-A flat optimum shifts easily at no cost, and at a steep optimum a small shift is expensive. So both shift and regret
-are judged. A check must not pass because of noise, so the limits are compared with the 95% bootstrap intervals of the
-shift and the regret:
+A flat optimum shifts easily at no cost, and at a steep optimum a small shift is expensive. So both are judged. A
+check must not pass because of noise, so their 95% bootstrap intervals are compared with the limits:
 
 - The check passes if the upper end of the regret is within its limit. It also passes if both ends of the shift and
   the lower end of the regret are within their limits.
 - It fails if the lower end of the regret is above its limit, or the whole interval of the shift is beyond its limit.
-- Otherwise it is undecided, which does not count as passed.
+- In all other cases it is undecided, which does not count as passed. With one seed there is no interval.
 
-With only one seed there is no interval, so the check is undecided. If the base's best value is outside the grid of
-the other scale, the regret there is extrapolated. Then the check cannot pass and is undecided instead.
+If the base's best value is outside the grid of the other scale, the regret there is extrapolated, so the check cannot
+pass. A value with a diverged run is left out at that scale. If this value is the best of the base, the check fails.
 
-A value with a diverged run is left out at that scale, because it has no finite mean loss. If the best value of the
-base diverges at another scale, the check fails.
-
-If the best value of a scale is at the edge of its grid, the grid is extended by one step, or halfway to a value
-beyond the edge that diverged. This is repeated up to :data:`EXTENSIONS` times. If the best value is then still at the
-edge, the result depends on the scale:
-
-- At the base, the check is undecided, and the other scales are not trained.
-- At another scale, the check fails if the base's best value already costs too much there. Otherwise it is undecided.
+If the best value of a scale is at the edge of its grid, the grid is extended, up to :data:`EXTENSIONS` times. If the
+best value of the base is then still at the edge, the check is undecided, and the other scales are not trained.
 """
 
 import math
@@ -92,17 +84,13 @@ def sweep(
 ) -> tuple[CheckDocument, dict[RunScale, LossGrid]]:
     """Run or resume a sweep. Return its document and the losses at each scale that was trained.
 
-    ``family`` makes the models. The first of the ``scales`` is the base, with which the others are compared. If the
-    base has no best value inside its grid, the others are not trained.
-
-    ``grid`` has the values of the hyperparameter that are tried. For a recipe, they are values as written in the
-    recipe, which the rule then scales. For a factory, they are multiples of the factory's own value. The default grid
-    is around the value of the recipe or factory.
+    Args:
+        scales: the first is the base. If its best value is not inside the grid, the others are not trained.
+        grid: the values to try, before the rule scales them. For a factory, they are multiples of its own value.
 
     Raises:
-        InputError: if there are fewer than two scales or fewer than three values, if the family has no model at a
-            scale, or if another command uses the folder of ``store``.
-        ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
+        InputError: if there are fewer than two scales or three values, a scale has no model, or the folder is in use.
+        ChecksStopped: if the runs were stopped; finished runs are saved.
     """
     swept, scales = SWEPT[quantity], list(dict.fromkeys(scales))
     values = sorted(set(grid or (family.value(quantity) * 2.0**octave for octave in swept.octaves)))
@@ -136,11 +124,10 @@ def compare(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> CheckDocument:
-    """Return the document that compares the best values at the other scales with that of the base, the first scale.
+    """Return the document that compares the best values at other scales with that of the base, the first in
+    ``names``.
 
-    ``names`` has a short name of each scale, the base first. ``losses`` has only the scales that were trained.
-    ``ruled`` has the exponents with which the rule scales the value over the batch and tokens. ``settings`` becomes
-    the field ``settings`` of the document, and must contain rule and unit.
+    ``ruled`` are the exponents with which the rule scales the value. ``settings`` must contain rule and unit.
     """
     base, *others = names
     return verdict(
@@ -162,10 +149,7 @@ def compare(
 
 
 def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
-    """Return a short name of each scale, such as ``64x4`` or ``tokens x2``.
-
-    The name contains only what differs between the scales.
-    """
+    """Return a short name of each scale, such as ``64x4`` or ``tokens x2``: what differs between the scales."""
 
     def label(scale: RunScale) -> str:
         parts = [f"{scale.width}x{scale.depth}"] if len({(s.width, s.depth) for s in scales}) > 1 else []
@@ -180,10 +164,7 @@ def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
 def _wider(
     family: ModelFamily, quantity: Quantity, scale: RunScale, grid: list[float], losses: LossGrid
 ) -> list[float]:
-    """Return the grid of a scale with one more value beyond the edge at which the best value lies.
-
-    The grid stays the same if the best value is unknown or inside, or if the new value would be invalid.
-    """
+    """Return the grid of a scale. If the best value is at an edge, the grid has one more value beyond it."""
     if not losses.has_optimum or not losses.edge:
         return grid
     value = losses.following
@@ -201,11 +182,7 @@ def extended(
     store: RunStore,
     seeds: int,
 ) -> tuple[dict[RunScale, list[float]], dict[RunScale, LossGrid]]:
-    """Train on the grid of each scale. Return (grids, losses), both by scale.
-
-    A grid whose best value is at an edge gets one more value beyond this edge, which is then trained, too. This is
-    repeated up to :data:`EXTENSIONS` times.
-    """
+    """Train on the grid of each scale, and extend grids whose best value is at an edge. Return (grids, losses)."""
     extending = {scale: list(grid) for scale, grid in grids.items()}
     losses = losses_of(family, quantity, extending, store, seeds)
     for _ in range(EXTENSIONS):
@@ -224,10 +201,7 @@ def losses_of(
     store: RunStore,
     seeds: int,
 ) -> dict[RunScale, LossGrid]:
-    """Train the runs that have no result yet. Return the losses on the grid of each scale.
-
-    A run whose loss reaches the divergence limit counts as diverged.
-    """
+    """Train the runs that have no result yet. Return the losses on the grid of each scale."""
     settings = {
         (scale, value): RunSetting(scale, value, quantity=quantity) for scale, grid in grids.items() for value in grid
     }
@@ -252,10 +226,8 @@ def _exponents(
 ) -> list[MeasuredRow]:
     """Return a row for each axis with the measured exponent of the best value.
 
-    For example, the exponent over the tokens is -0.4 if the best lr is proportional to tokens^-0.4.
-
-    The values in ``losses`` are those before the rule scales them. So the exponent that is fitted to the best of them
-    is the error of the rule. The row has the sum of the rule's exponent and the fitted one: -0.5 and 0.1 give -0.4.
+    ``losses`` are by the values before the rule scales them. So an exponent that is fitted to them is the error of
+    the rule, and is added to the rule's exponent: 0.1 and -0.5 give -0.4.
     """
     found = []
     for axis in AXES:
@@ -279,11 +251,7 @@ def _exponents(
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield the curves of a sweep.
-
-    For each scale, there is a curve of the loss over the swept value, and a point at the best value. For each axis,
-    there is a curve of the best value over the size.
-    """
+    """Yield the loss over the swept value for each scale, and the best value over the size for each axis."""
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         by_seed = [list(runs.values()) for runs in grid.runs]
@@ -313,11 +281,7 @@ def _curves(
 
 
 def _row(swept: SweptValue, base_name: str, base: LossGrid, name: str, target: LossGrid | None) -> VerdictRow:
-    """Return the row that compares the scale ``name`` with the base.
-
-    ``base`` and ``target`` are the losses at the base and at this scale. ``target`` is None if the scale was not
-    trained, because the base has no best value inside its grid.
-    """
+    """Return the row that compares the scale ``name`` with the base. ``target`` is None for a scale without runs."""
     limit, label = swept.shift_limit, swept.label
     row = partial(VerdictRow, module=f"best {label}, octaves", axis=f"{base_name} -> {name}", limit=limit)
     unjudged = partial(row, slope=None, passed=False, undecided=True, beyond=0.0)
@@ -372,10 +336,7 @@ def _row(swept: SweptValue, base_name: str, base: LossGrid, name: str, target: L
 
 
 def _no_optimum(swept: SweptValue, grids: Mapping[str, LossGrid]) -> str:
-    """Return why the best value of a scale is unknown, and what to type. Return "" if all best values are known.
-
-    ``grids`` maps the names of the scales to their losses.
-    """
+    """Return why the best value of a scale is unknown, and what to type. Return "" if all best values are known."""
     for name, grid in grids.items():
         if not grid.has_optimum:
             count, lowest = len(grid.octaves), 2 ** min([*grid.octaves, *grid.diverged])

@@ -33,11 +33,10 @@ class Exponent:
 
 
 def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow], **more: Any) -> CheckDocument:
-    """Return the document of a check. ``more`` are its other fields, such as curves and settings.
+    """Return the document of a check, which passes if at least one row passed and no row failed or is undecided.
 
-    The check passes if at least one row passed, and no row failed or is undecided. The field ``fault`` names the
-    module of the failed row that is farthest beyond its limit. If no row failed, ``fault`` names the module of the
-    undecided row that is farthest beyond its limit.
+    The field ``fault`` names the module of the worst failed row, or of the worst undecided row if none failed.
+    ``more`` are the document's other fields.
     """
     failed = [row for row in rows if row.passed is False]
     return CheckDocument(
@@ -52,10 +51,7 @@ def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow],
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Return the slope b of the least-squares fit log2 y = a + b log2 x.
-
-    Return None if a value of y is zero, negative or not finite.
-    """
+    """Return the slope of the least-squares fit of log2 y over log2 x, or None if a y is not positive and finite."""
     values = np.asarray(y, dtype=float)
     if not (np.isfinite(values).all() and (values > 0).all()):
         return None
@@ -78,10 +74,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 def curve(
     module: str, axis: str, quantity: str, x: Sequence[float], by_seed: Sequence[Sequence[float]]
 ) -> VerdictCurve:
-    """Return a curve with three numbers for each x: the geometric mean over seeds, the lowest and the highest value.
-
-    ``by_seed`` has the values of all seeds for each x. In the curve, a number that is not finite is None.
-    """
+    """Return a curve: the geometric mean over seeds, the lowest and the highest value for each x."""
     drawn = {"y": map(geometric_mean, by_seed), "low": map(min, by_seed), "high": map(max, by_seed)}
     finite = {name: [v if math.isfinite(v) else None for v in values] for name, values in drawn.items()}
     return VerdictCurve(module=module, axis=axis, quantity=quantity, x=list(map(float, x)), **finite)
