@@ -34,11 +34,7 @@ def _to(low: float, high: float) -> str:
 
 @dataclass(frozen=True)
 class CheckTable:
-    """A table of a check.
-
-    Its rows are of one of three kinds: the verdicts of the modules along an axis, for example width; the verdicts of
-    other scales against a base (in a sweep or a collapse check); or measured numbers without a verdict.
-    """
+    """A table of a check: its verdicts, or measured numbers without a verdict."""
 
     name: str
     title: str
@@ -96,7 +92,7 @@ def conclusion(check: CheckDocument) -> str:
 
 
 def _headers(check: CheckDocument, rows: Sequence[VerdictRow]) -> dict[str, str]:
-    """Return a mapping from the name of each measured number, such as ``regret``, to the header of its column."""
+    """Return the header of each column of numbers, by the name of the number, such as ``regret``."""
     known = {"start": "at step 0", "end": f"at step {check.settings.get('steps')}", "decay": "lr x decay"}
     ends = set()
     if check.check in PAIRS:
@@ -132,10 +128,7 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
 
 
 def _part(check: CheckDocument, part: str) -> Callable[[VerdictRow], str]:
-    """Return the function that makes the cells of one column, which shows the number ``part`` of each row.
-
-    The function takes a row. It returns the number as text, with its interval if the row has one.
-    """
+    """Return a function from a row to the text of its number ``part``, with the interval if there is one."""
     slopes = check.check in SLOPES
 
     def cell(row: VerdictRow) -> str:

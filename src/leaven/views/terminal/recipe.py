@@ -16,10 +16,7 @@ from leaven.views.terminal.findings import written
 
 
 def _number(header: str, unit: str = "", quantity: str = "") -> Column:
-    """Return a column of the parameter table that shows one field of each row as a number.
-
-    The field has the name ``quantity`` or, if this is "", the name ``header``.
-    """
+    """Return a column of numbers. The field of the row is ``quantity`` or, if this is "", ``header``."""
     field = quantity or header
 
     def text(group: LayerGroup) -> str:
@@ -64,10 +61,7 @@ def _size(totals: Totals) -> str:
 
 
 def transfer_screen(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield the parameter table and, if a study chose the values, what the gain of the study is worth.
-
-    The worth is the factor on the run's tokens that would lower the loss as much as the study did.
-    """
+    """Yield the parameter table and, if a study chose the values, what the study's gain is worth in tokens."""
     yield from parameters_screen(shown)
     if shown.worth:
         worth = [f"{row.times:.2f}" if math.isfinite(row.times) else "any number of" for row in shown.worth]
