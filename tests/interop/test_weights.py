@@ -525,7 +525,7 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
             "mlp_only_layers = [1]: leaven supports layers without experts only before",
         ),
         ("qwen3 moe", {"num_local_experts": 5}, "mlp.gate.weight is (6, 48), not the (5, 48) of config.json"),
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0: leaven supports OlmoeForCausalLM only with None"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0: leaven supports OlmoeForCausalLM only with null"),
         ("glm4 moe", {"n_group": 2}, "n_group = 2"),
         ("glm4 moe", {"n_shared_experts": 1}, "shared_experts.gate_proj.weight is (48, 48), not the (24, 48)"),
         ("glm4 moe", {"num_experts_per_tok": 7}, "active 7 is more than number 6"),

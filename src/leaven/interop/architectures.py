@@ -317,7 +317,7 @@ def module_names() -> Mapping[str, set[str]]:
 def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
     """Return the architecture that represents a shape with the fewest changes, and the changes by key.
 
-    Zero biases can represent a model without biases, unless the stored model will be ``trained``.
+    Biases of 0 can represent a model without biases. If the stored model will be ``trained``, they count as a change.
     """
     changes = []
     for architecture in ARCHITECTURES:

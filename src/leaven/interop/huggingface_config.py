@@ -75,7 +75,7 @@ def _named(config: Config) -> Architecture:
 
 
 def given_keys(architecture: Architecture, config: Config) -> Config:
-    """Return a config.json with new spellings of its keys, and with defaults for missing keys.
+    """Return the contents of a config.json, with new spellings of its keys, and with defaults for missing keys.
 
     Raises:
         InputError: if a known key has a value of the wrong type.
@@ -114,7 +114,8 @@ def shape_of(architecture: Architecture, config: Config) -> ModelShape:
     needed += [(key, None) for key in architecture.absent if key in given]
     for key, expected in needed:
         raise InputError(
-            f"config.json: {key} = {given[key]!r}: leaven supports {architecture.name} only with {expected!r}"
+            f"config.json: {key} = {json.dumps(given[key])}: leaven supports {architecture.name} only with "
+            f"{json.dumps(expected)}"
         )
     values = {key: held[0] for key, held in architecture.holds.items()}
     for ours, several in architecture.keys.items():

@@ -128,7 +128,7 @@ def multipliers(
 def rescale_attention(
     model: nn.Module, base: nn.Module, structure: ModelStructure, head: float, factor: float
 ) -> list[LogitScale]:
-    """Return (module, attribute, new value) for the scale of query . key of each attention module; set nothing.
+    """Return the new scale of query . key of each attention module, as (module, attribute, new value).
 
     The new scale is ``factor`` x (scale of the base) / sqrt(``head``), where ``head`` is the head dimension of the
     model / that of the base. The model's own scale is not used, because it may be a constant (Gemma 2). If scales

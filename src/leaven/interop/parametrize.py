@@ -302,7 +302,7 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
 
 
 def _positive(name: str, size: str, value: Any) -> float:
-    """Return a ratio above 0 as a float. Errors call the argument ``name``, and what the ratio compares ``size``."""
+    """Return a ratio as a float, if it is above 0. In errors, ``name`` is the argument, ``size`` what it compares."""
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
         raise InputError(

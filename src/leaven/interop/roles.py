@@ -41,7 +41,7 @@ _FROM_LATENTS = ("q_b_proj", "kv_b_proj")
 _POST_NORM = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_self_attn_layernorm")
 
 _BIASES = (Role.EMBEDDING_BIAS, Role.HIDDEN_BIAS, Role.FINAL_BIAS, Role.UNEMBEDDING_BIAS)
-_NO_RULE = "there is no rule for biases of experts and for convolutions"
+_NO_RULE = "there is no rule for biases of experts and for convolutions; use a model without them"
 # By role, if all parameters of a role have the same module name: this name.
 _MODULES = {
     **dict.fromkeys(_BIASES, "biases"),
@@ -348,8 +348,7 @@ class Classifier:
                     )
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
-        """Raise InputError with the reason ``why``. Suggest the names ``modules``, or the roles that fit if none are
-        given."""
+        """Raise InputError with the reason ``why``. Suggest the names ``modules``, or without them roles that fit."""
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
         hint = f"classify it, e.g. {option}={{{site.name!r}: {may_be[0]!r}}}{others}" if may_be else _NO_RULE

@@ -165,7 +165,7 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
 
 
 def _joined(stored: Stored, weight: Callable[[str], Tensor | None]) -> Tensor:
-    """Return a tensor of the file, built from leaven's weights. If ``weight`` returns None, the tensor gets zeros."""
+    """Return a tensor of the file, built from leaven's weights. A bias that leaven's model does not have is 0."""
     parts = []
     for name, shape in stored.parts.items():
         found = weight(name)

@@ -129,7 +129,7 @@ def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> s
 
 
 def _values_of(recipe: Recipe) -> dict[str, float]:
-    """Return the recipe's value in each chart, by the key of the chart; lr and init std of the hidden weights."""
+    """Return the recipe's value in each chart, by key. Lr and init std are those of the hidden weights."""
     case = Case(recipe, adamw_rows(recipe))
     return {"lr": case.hidden("lr"), "batch": case.batch, "tokens": case.tokens, "init": case.init_std}
 
@@ -164,7 +164,7 @@ def scatter(
 ) -> tuple[Figure, list[str]]:
     """Return a chart of published runs over the parameters that a token uses, and the names of its lines.
 
-    Numbers at the ends of the lines refer to these names, from 1. The recipe ``own`` is a star at ``own_value``.
+    The lines are numbered in the order of the names. The recipe ``own`` is a star at ``own_value``.
     """
     points = [(run, value) for run in runs if (value := read(run, quantity.path))]
     sizes, values = [run.params_active for run, _ in points], [value for _, value in points]
@@ -238,8 +238,8 @@ def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str
 def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
     """Return the quartiles of usual values at several model sizes, as (size, lower quartile, upper quartile).
 
-    Each lineage (a family of models) has one vote: the median of its runs near the size. There are at least four
-    votes.
+    Each lineage (a family of models) has one vote: the median of its runs near the size. Sizes with fewer than four
+    votes are left out.
     """
     sizes = [run.params_active for run, _ in points]
     edge = []

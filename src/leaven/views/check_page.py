@@ -38,8 +38,8 @@ def check_page(check: CheckDocument) -> str:
 def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
     """Return a chart for each axis and quantity, by name, and the context of the sections that show the charts.
 
-    A chart has a curve for each module. A gradient is divided by Adam's eps at the same size: its curve is flat if
-    the rule scales eps like the gradient.
+    A chart has a curve for each module. Gradients are divided by Adam's eps at the same size, so they are flat if the
+    rule scales eps correctly.
     """
     wanted = _SLOPES[check.check]
     drawn: dict[str, Figure | None] = {}
@@ -66,9 +66,10 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
-    """Return the points of a curve as multiples of its first value, each first divided by ``eps`` at the same size.
+    """Return the points of a curve, divided by its first value, so that it starts at 1.
 
-    The list is empty if a value is 0 or missing, because a logarithmic axis cannot show it.
+    Before that, each value is divided by the value of ``eps`` at the same size. The list is empty if a value is 0 or
+    missing, because a logarithmic axis cannot show it.
     """
     divisors = eps.y if eps else [None] * len(curve.y)
     values = [y / e if y and e else y for y, e in zip(curve.y, divisors, strict=True)]

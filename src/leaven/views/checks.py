@@ -110,8 +110,8 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
     settings = check.settings
     if axis == "bookkeeping":
         return (
-            "exponents that must be 0, computed from the optimizer's settings without training: the worst exponent "
-            "over width, depth, both, batch and tokens (for lr, over batch or tokens)"
+            "exponents that must be 0, computed from the optimizer's settings without training. Each is the worst "
+            "over width, depth, both, batch and tokens; that of lr is over batch and tokens"
         )
     steps = f"{settings['steps']} steps, " if "steps" in settings else ""
     against = f" against {axis}" if check.check in SLOPES else ""
@@ -121,14 +121,15 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
     if check.check in SWEEPS:
         nats = f"{REGRET_LIMIT:g} nats"
         return (
-            f"{check.quantity} ({seeds}). A row passes if its whole regret (95% interval) is at most {nats}, "
-            f"or if its whole shift is at most {limit} octaves and the lower end of its regret {nats}"
+            f"{check.quantity} ({seeds}; 95% intervals). A row passes if the upper end of its regret is at most "
+            f"{nats}. It also passes if the lower end is at most {nats} and both ends of its shift are within {limit} "
+            "octaves"
         )
     return f"{check.quantity}{against} (limit {limit}; {steps}{seeds})"
 
 
 def _part(check: CheckDocument, part: str) -> Callable[[VerdictRow], str]:
-    """Return a function from a row to the text of its number ``part``, with the interval if there is one."""
+    """Return the function that makes the cells of the column for the number ``part``."""
     slopes = check.check in SLOPES
 
     def cell(row: VerdictRow) -> str:

@@ -99,8 +99,8 @@ def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
 def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]) -> float | None:
     """Return the tokens that ``first`` needed / the tokens that ``run`` needed for the same validation loss.
 
-    The runs are lists of (tokens, validation loss). The compared loss is the higher one of the two final losses.
-    Return None if it is not known when a run reached this loss.
+    2 means that ``run`` needed half of the tokens. The runs are lists of (tokens, validation loss). The compared loss
+    is the higher one of the two final losses. Return None if it is not known when a run reached this loss.
     """
     if min(len(run), len(first)) < 2:
         return None

@@ -68,7 +68,7 @@ def headline(demo: DemoDocument) -> Iterator[str]:
 def _path(first: float, last: float, lrs: list[float]) -> str:
     """Return the change of the best lr, such as ``goes from 0.016 to 0.002 or less``.
 
-    "or less" or "or more": ``last`` is at an end of the grid, so the best lr may be outside.
+    "or less" and "or more" mean that ``last`` is at an end of the grid.
     """
     beyond = " or less" if last == lrs[0] else " or more" if last == lrs[-1] else ""
     return f"stays at {first:g}" if first == last else f"goes from {first:g} to {last:g}{beyond}"

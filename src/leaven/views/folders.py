@@ -63,7 +63,7 @@ class RunView:
     def gaps(self) -> str:
         """The faults in the files of the run, or "": damaged lines, changed files, and files of other runs.
 
-        They are found on first use, because a list of runs does not need them.
+        The files are read on first use, because a list of runs does not need this.
         """
         found = []
         if self.damaged:
@@ -98,7 +98,7 @@ class StudyView(StudyDocument):
 
     @property
     def start_loss(self) -> float | None:
-        """The mean loss of the complete trials with the starting values. Without any, that of the first complete
+        """The mean loss of complete trials with the starting values. Without any, the loss of the first complete
         trial."""
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         losses = [trial.loss for trial in list(filter(at_start, done)) or done[:1] if trial.loss is not None]
@@ -251,7 +251,7 @@ def _faults_of_study(study: StudyDocument) -> Iterator[str]:
     drawn = {coordinate.path for coordinate in study.coordinates if coordinate.slice}
     for trial in study.trials:
         if trial.state not in STATES or trial.purpose not in PURPOSES:
-            yield f"trial {trial.number}: state {trial.state!r}, purpose {trial.purpose!r}"
+            yield f"trial {trial.number}: unknown state {trial.state!r} or purpose {trial.purpose!r}"
         if trial.state in UNDER_WAY and trial.loss is not None:
             yield f"trial {trial.number}: its state is {trial.state}, but it has a loss"
         if trial.octaves and (missing := drawn - trial.octaves.keys()):

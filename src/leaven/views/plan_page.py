@@ -35,8 +35,7 @@ def plan_page(
     """Return the HTML page of a plan.
 
     ``plan`` has what the ``document`` lacks: all layouts that fit, the passes of the pipeline, and the accelerator.
-    ``command`` is the shell command of the plan. With ``form``, the page begins with the input form of ``leaven
-    serve``.
+    ``command`` is the shell command of the plan. ``form`` is the input form of the planner of ``leaven serve``.
     """
     stages = [stage.parts for stage in document.stages]
     capacity = document.memory.capacity_gib

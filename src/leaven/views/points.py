@@ -86,7 +86,7 @@ def workers(state: StudyDocument) -> dict[str, str]:
 
 
 def result(state: StudyDocument) -> list[str]:
-    """Return lines about the best hyperparameters of a study, which must have some: loss, certainty and gain."""
+    """Return lines about the best hyperparameters that a study found: loss, certainty and gain."""
     best, gain, noise = state.best, state.gain if state.moved else None, state.noise_floor
     assert best is not None
     against = "" if gain is None else f", {signed(-gain)} against the start"

@@ -54,7 +54,7 @@ def _range(rows: Sequence[ParameterRow], quantity: str) -> tuple[float, float] |
 
 
 def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[str, Any]:
-    """Return a table with a coloured band for each parameter: its lr in each layer / ``lr``, the recipe's lr."""
+    """Return a table with a coloured band for each parameter: the lr in each layer / ``lr``, the recipe's lr."""
     factors = {name: [row.lr / lr for row in members] for name, members in rows.items()}
     reach = octaves_shown([factor for band in factors.values() for factor in band])
     bands = [
@@ -120,7 +120,7 @@ def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
 
 
 def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
-    """Return the kinds of multipliers, such as ``lr``, that are searched or not 1 everywhere.
+    """Return the kinds of multipliers, such as ``lr``, that are searched or differ from 1 somewhere.
 
     ``space`` has the paths of the searched values.
     """

@@ -1,6 +1,6 @@
 """Define tables for the terminal and for pages, and labelled lines for the terminal.
 
-A table that is too wide for the terminal loses columns and has its free text shortened. Names and numbers are never
+If a table is too wide for the terminal, columns are left out and free text is shortened. Names and numbers are never
 shortened.
 """
 

@@ -1,8 +1,8 @@
 """Compares a recipe's parameter table with the settings that another trainer (an export target) would use.
 
 The differences are what an export does not preserve. Multipliers are folded into matrices on both sides first: a
-matrix W whose output is multiplied by c trains like c W without a multiplier, if c W has c times the lr of W, and 1 /
-c of its eps and decay. (With ``adam``, where decay is part of the gradient: 1 / c^2 of the decay.)
+matrix W whose output is multiplied by c trains like the matrix c W without a multiplier, if lr is multiplied by c,
+and eps and decay are divided by c. (With ``adam``, where decay is part of the gradient, decay is divided by c^2.)
 """
 
 import json
@@ -40,7 +40,7 @@ class ParameterSettings:
     multiplier: float = 1.0  # constant factor on the output of the matrix
 
     def folded(self, factor: float, decoupled: bool) -> "ParameterSettings":
-        """Return the settings with which ``factor`` x p trains like p with the multiplier ``factor``.
+        """Return the settings of the parameter ``factor`` x p that trains like p with the multiplier ``factor``.
 
         ``decoupled`` is true for the weight decay of AdamW, and false if decay is part of the gradient.
         """
@@ -140,7 +140,7 @@ def compare(
 ) -> tuple[list[LossRow], int]:
     """Return (rows, number of differences): what an export does not preserve.
 
-    Modules with the same two values of a setting share a row, but each module counts as a difference.
+    A row has the modules with the same two values of a setting. Each of these modules counts as a difference.
 
     Args:
         given: the target's settings by leaven's name of the parameter. Only these parameters are compared.

@@ -69,7 +69,7 @@ class Draft:
     ) -> None:
         """Set the hyperparameters and the multipliers of modules from the settings of each parameter.
 
-        Each hyperparameter gets the value that most matrices in the blocks have. A module with another value gets a
+        A hyperparameter gets the value that most matrices in the blocks have. Modules with another value get a
         multiplier. If a module's value differs between blocks, the first block gives the value, and ``unread`` says
         so. ``init_why`` is the reason for the initial values, ``why`` for the optimizer settings.
         """
@@ -173,7 +173,7 @@ class Settings:
     - ``default``: the trainer's default; a count or number without a default must be given;
     - ``path``: the recipe key with the same meaning as the setting;
     - ``values``: the recipe's value for each possible word, or the recipe's two values for off and on;
-    - ``optional``: if true, ``path`` stays unset unless the setting is given.
+    - ``optional``: if true, ``path`` stays unset when the setting is not given.
     """
 
     origin: str  # the imported file, for messages

@@ -4,8 +4,8 @@ The file ``targets/NAME.toml`` lists the model shapes that a target supports, th
 the Jinja templates of the exported files.
 
 ``Export.losses`` lists what an export does not preserve. Some losses are written in ``targets/*.toml``. The others
-are found by comparison: of the recipe's shape with the supported shapes, and of the parameter table with the settings
-that the target would give each parameter (:mod:`.per_parameter`).
+are found by comparing the recipe with the target's model shapes, and with the settings that the target would give
+each parameter (:mod:`.per_parameter`).
 """
 
 import json

@@ -155,7 +155,7 @@ def _window(given: Settings, draft: Draft) -> None:
     sides = re.fullmatch(r"\(?(-1|\d{1,9}),0\)?", written.replace(" ", ""))
     if not sides:
         raise InputError(
-            f"{given.origin}: --window-size {written}: leaven reads LEFT,0: LEFT tokens and the token itself"
+            f"{given.origin}: --window-size {written}: leaven reads LEFT,0; LEFT is the number of earlier tokens"
         )
     skip, layers = given["window-attn-skip-freq"], given["num-layers"]
     number, pattern = re.fullmatch(r"[1-9]\d{0,5}", skip), _pattern(skip, layers)
@@ -164,7 +164,7 @@ def _window(given: Settings, draft: Draft) -> None:
     if skip and not number and pattern != with_window:
         raise InputError(
             f"{given.origin}: --window-attn-skip-freq {skip}: leaven supports only windows in all layers but every "
-            f"N-th, written as N, or as a pattern of {layers} layers"
+            f"N-th; write it as the number N, or as a pattern of {layers} layers"
         )
     if sides[1] != "-1" and every != 1:  # otherwise no layer has a window
         draft.set("model.window", int(sides[1]) + 1, given.why("window-size"))

@@ -167,7 +167,7 @@ def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> It
 def _alike(
     run: ResolvedRecipe, matrix: ParameterSettings, end: ParameterSettings, vector: ParameterSettings
 ) -> dict[str, ParameterSettings]:
-    """Return settings by name: ``end`` for last matrices of branches, ``matrix`` for others, else ``vector``."""
+    """Return settings by name: ``end`` (last matrix of a branch), ``matrix``, or ``vector`` (gain or bias)."""
     return {
         row.name: replace(vector, init_mean=row.init_mean, init_std=0.0)
         if not row.role.is_matrix

@@ -219,7 +219,10 @@ def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
 
 
 def _spread(rows: Sequence[LawRow | OptimumRow], key: str, show: Callable[[float], str]) -> list[str]:
-    """Describe the values that laws predict for ``key``: median, range, and range without extrapolating laws."""
+    """Describe the values that laws predict for ``key``: their median and range.
+
+    If only some laws extrapolate, the range over the other laws follows.
+    """
     found = [value for row in rows if (value := getattr(row, key))]
     inside = [value for row in rows if row.in_range and (value := getattr(row, key))]
     parts = [

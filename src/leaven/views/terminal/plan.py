@@ -91,7 +91,7 @@ def _ramp(plan: PlanDocument) -> list[Cell]:
 
 
 def _start(choice: RampChoice) -> str:
-    """Return a ramp's first batch size and its share of the full speed: 99%, not 100%, if just below full speed."""
+    """Return a ramp's first batch size and its speed, as text. A speed just below the full speed is 99%, not 100%."""
     share = choice.share if choice.share >= 1 else min(choice.share, 0.99)
     return f"{format_quantity(choice.start_tokens)} tokens: {share:.0%}"
 

@@ -68,7 +68,7 @@ def transfer_screen(shown: ShowDocument) -> Iterator[RenderableType]:
         text = (
             f"The study gained {shown.worth[0].gain:.4f} nats. If this run gains as much, that is worth {worth[0]} "
             f"times the tokens; half of the gain is worth {worth[1]} times, and a quarter {worth[2]} times (loss law "
-            "of Besiroglu et al. 2024). How much of the gain this run will have is not known before."
+            "of Besiroglu et al. 2024). How much of the gain this run keeps is known only after the run."
         )
         yield Facts([("worth", (text,))])
 

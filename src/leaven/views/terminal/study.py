@@ -200,9 +200,9 @@ def expected_values(dimensions: Sequence[Dimension]) -> Iterator[str]:
 
 
 def answer_screen(state: StudyDocument, folder: Path, budget: int | None = None) -> Iterator[RenderableType]:
-    """Yield the best loss that a study found, the values that mattered, other findings, and the files to use.
+    """Yield the best loss of a study, the values that mattered, other findings, and the files to use.
 
-    ``budget`` is the number of trials that the search was allowed to run.
+    The study must have a best point. ``budget`` is the number of trials that the search was allowed to run.
     """
     facts = under("best", result(state))
     if state.noise_floor is not None:
