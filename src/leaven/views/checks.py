@@ -122,8 +122,8 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
         nats = f"{REGRET_LIMIT:g} nats"
         return (
             f"{check.quantity} ({seeds}; 95% intervals). A row passes if the upper end of its regret is at most "
-            f"{nats}. It also passes if the lower end is at most {nats} and both ends of its shift are within {limit} "
-            "octaves"
+            f"{nats}. It also passes if the lower end is at most {nats} and both ends of its shift are within "
+            f"{limit} octaves"
         )
     return f"{check.quantity}{against} (limit {limit}; {steps}{seeds})"
 
