@@ -32,8 +32,7 @@ _LARGE = {"experts": 1_000, "norm_placement": 10, "parallel_branches": 10}
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a Hugging Face checkpoint: one of leaven's tensors, or several stacked along the first
-    dimension."""
+    """A tensor in a Hugging Face checkpoint: one or more of leaven's tensors, stacked along the first dimension."""
 
     name: str
     parts: Mapping[str, tuple[int, ...]]  # shapes of leaven's tensors by name
@@ -262,7 +261,7 @@ def field_of(key: str) -> Any:
 
 
 def layer_types(layers: int, global_every: int) -> list[str]:
-    """Return the type of each layer, as in a config.json. 0 means that no layer has full attention."""
+    """Return the type of each layer, as in a config.json. With ``global_every`` 0, all have a sliding window."""
     return [
         "full_attention" if global_every and (n + 1) % global_every == 0 else "sliding_attention"
         for n in range(layers)

@@ -348,7 +348,7 @@ class Classifier:
                     )
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
-        """Raise InputError with the reason ``why``. Suggest the names ``modules``, or without them roles that fit."""
+        """Raise InputError with the reason ``why``. Suggest the names ``modules``; without any, suggest roles."""
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
         hint = f"classify it, e.g. {option}={{{site.name!r}: {may_be[0]!r}}}{others}" if may_be else _NO_RULE

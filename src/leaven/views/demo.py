@@ -90,7 +90,7 @@ def loss_table(demo: DemoDocument) -> Table:
 
 
 def seed_table(demo: DemoDocument) -> Table:
-    """Return a table of losses with a column for each seed: of the smallest model, and of the largest model.
+    """Return the losses of the smallest and the largest model, with a column for each seed.
 
     The lr is the best of the smallest model. The demo must have finished.
     """

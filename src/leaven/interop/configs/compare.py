@@ -40,7 +40,8 @@ class ParameterSettings:
     multiplier: float = 1.0  # constant factor on the output of the matrix
 
     def folded(self, factor: float, decoupled: bool) -> "ParameterSettings":
-        """Return the settings of the parameter ``factor`` x p that trains like p with the multiplier ``factor``.
+        """If p has these settings and the multiplier ``factor``, return those with which ``factor`` x p trains the
+        same.
 
         ``decoupled`` is true for the weight decay of AdamW, and false if decay is part of the gradient.
         """
@@ -77,7 +78,7 @@ class ResolvedRecipe:
     def plain(self) -> dict[str, ParameterSettings]:
         """The settings of an equivalent model without multipliers, by name of the parameter.
 
-        Only gradient clipping acts differently in it.
+        The equivalent model trains in the same way, except for gradient clipping.
         """
         return {
             name: replace(settings.folded(self.folding.get(name, 1.0), self.decoupled), multiplier=1.0)
@@ -86,7 +87,10 @@ class ResolvedRecipe:
 
     @cached_property
     def hidden(self) -> ParameterSettings:
-        """The settings that most matrices in the blocks have."""
+        """The settings that most matrices in the blocks have.
+
+        A target that has one lr (or eps, ...) for all parameters gets the value in these settings.
+        """
         counts = Counter(self.rows[row.name] for row in self.table.rows if row.role is Role.HIDDEN_WEIGHT)
         return counts.most_common(1)[0][0]
 
@@ -105,8 +109,7 @@ class ResolvedRecipe:
     def micro_batch(self) -> int:
         """The number of sequences in one forward pass of a data-parallel rank.
 
-        It is at most the recipe's micro-batch (``auto`` counts as 1), and divides the sequences of a rank in every
-        step.
+        It divides the sequences of a rank in every step, and is at most the recipe's micro-batch (1 for ``auto``).
 
         Raises:
             InputError: if a batch does not divide over the data-parallel ranks.

@@ -385,8 +385,8 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
     """Return the flags in a shell script or a list of flags, each with the words after its last occurrence.
 
     The parser understands comments, backslashes, quotes, arrays (``ARGS=( ... )``) and variables that the script
-    sets. It does not run commands: a word that needs the output of a command, or an unset variable, still contains a
-    $.
+    sets. It does not run commands. A word that needs the output of a command, or a variable that is not set, keeps
+    its $.
 
     Raises:
         InputError: if a quote is not closed, there is no flag, or the script or its expanded variables are too long.

@@ -153,8 +153,8 @@ def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for litgpt.
 
-    All parameters, including gains, have the same lr and weight decay. litgpt's code computes the initial stds. Its
-    setting for 1 / attention scale^2 must be a whole number.
+    All parameters, including gains, have the same lr and weight decay. litgpt's code computes the initial stds.
+    litgpt's setting for 1 / attention scale^2 must be a whole number.
     """
     base, width = replace(run.hidden, multiplier=1.0), run.recipe.model.d_model
     matrix = replace(base, init_std=math.sqrt(2 / 5 / width))

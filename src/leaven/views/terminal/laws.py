@@ -109,7 +109,7 @@ def laws_screen(
 ) -> Iterator[RenderableType]:
     """Yield the predictions of all laws for a run, and the median and range of the predictions.
 
-    A given batch size ``batch_tokens`` is compared with the predicted ones.
+    ``batch_tokens`` is a batch size to compare with the predicted ones.
     """
     with_number = [law for law in rows if not law.says and law.loss is None and law.tau is None]
     yield Table.of(_LAWS, with_number, _notes)
