@@ -504,7 +504,7 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
         ("llama", {"num_hidden_layers": 4}, "model.layers.3.input_layernorm.weight is missing"),
         ("llama", {"num_hidden_layers": 2}, "contains model.layers.2."),
         ("gpt2", {"activation_function": "gelu"}, "gelu_new, gelu_pytorch_tanh, relu, relu2"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = true"),
         ("llama", {"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM has latent attention, which"),
         ("llama", {"architectures": ["GPTJForCausalLM"]}, "GPTJForCausalLM has a bias on the logits and"),
         ("llama", {"architectures": ["Gemma3ForCausalLM"]}, "Gemma3ForCausalLM has rotary positions with two thetas"),
