@@ -159,7 +159,11 @@ def test_a_loss_that_is_not_finite_is_a_gap(folder):
             partial(edit, "study.json", "trials", 3, "octaves", {"x": 1.0}),
             "trial 3: octaves has no hyper",
         ),
-        ("proxy", partial(edit, "study.json", "trials", 3, "state", "x"), "trial 3: state 'x', purpose 'noise'"),
+        (
+            "proxy",
+            partial(edit, "study.json", "trials", 3, "state", "x"),
+            "trial 3: unknown state 'x' or purpose 'noise'",
+        ),
         ("proxy", partial(edit, "study.json", "trials", 3, "state", "running"), "is running, but it has a loss"),
         ("proxy", partial(edit, "study.json", "dimensions", 0, "low", -1e9), "octaves: 1e+09 is more than 300"),
         (

@@ -32,27 +32,22 @@ _LARGE = {"experts": 1_000, "norm_placement": 10, "parallel_branches": 10}
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a Hugging Face checkpoint: one of leaven's tensors, or several stacked along the first
-    dimension."""
+    """A tensor in a Hugging Face checkpoint: one or more of leaven's tensors, stacked along the first dimension."""
 
     name: str
     parts: Mapping[str, tuple[int, ...]]  # shapes of leaven's tensors by name
-    # 1 if the parts are stacked one after the other. If they are stacked head by head (all parts of head 0, then all
-    # parts of head 1, ...), the number of heads; if several query heads share a key, the number of key heads. If they
-    # are stacked expert by expert, the number of experts
+    # With n > 1, each part has n groups of rows (key heads or experts): group 0 of all parts comes first, then group
+    # 1 of all parts, ... With 1, the parts are stacked one after the other
     heads: int = 1
     transposed: bool = False  # whether the file stores a matrix as (fan in, fan out)
     expert: int | None = None  # the expert whose matrix this is, if leaven's tensor has the matrices of all experts
-    # the head dimension, for queries, keys and their norms in a file whose rotary positions pair the entries 2i and
-    # 2i + 1 of a head, where leaven's pair i and i + d_head / 2; 0 for all other tensors
+    # the head dimension of queries, keys and their norms, if the file's rotary positions pair the entries 2i and
+    # 2i + 1 of a head (leaven's pair i and i + d_head / 2); 0 for other tensors
     paired: int = 0
 
     @property
     def of_router_bias(self) -> bool:
-        """Whether this tensor has the biases that a router adds to the scores of experts.
-
-        transformers keeps these biases in fp32.
-        """
+        """Whether these are a router's biases on the scores of experts. transformers keeps them in fp32."""
         return next(iter(self.parts)).endswith("router.bias")
 
     @property
@@ -108,17 +103,14 @@ class Architecture:
     buffers: Sequence[str] = ("rotary_emb.inv_freq",)
 
     def whole_name(self, name: str) -> str:
-        """Return the full name of a tensor in a checkpoint.
-
-        Names in older checkpoints lack their first part, such as ``model.``; it is added.
-        """
+        """Return the full name of a tensor. Older checkpoints leave out the first part, such as ``model.``."""
         prefix = self.blocks.partition(".")[0] + "."
         return name if name.startswith((prefix, self.ends["unembedding"])) else prefix + name
 
     def misfits(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the keys of a model shape whose values this architecture does not support.
+        """Return the keys of a shape whose values this architecture does not support, each with a supported value.
 
-        Each key is mapped to a supported value. If only one of the two has experts, ``experts`` is mapped to None.
+        The entry ``experts: None`` means that the shape has experts and the architecture has none, or the reverse.
         """
         values = self._values(shape)
         if bool(self.experts) != bool(shape.experts):
@@ -146,11 +138,7 @@ class Architecture:
         return values | {key: "none" for key in self.words if values[key] is None}
 
     def config(self, shape: ModelShape) -> Config:
-        """Return the config.json for a model shape.
-
-        Versions 4 and 5 of transformers have different keys for rotary positions. The result has the keys of both
-        versions.
-        """
+        """Return the config.json for a model shape. Rotary positions have the keys of transformers 4 and 5."""
         values = self._values(shape)
         values |= {key: words[values[key]][0] for key, words in self.words.items()}
         written = {theirs: values[ours] for ours, several in self.keys.items() for theirs in several}
@@ -171,11 +159,11 @@ class Architecture:
         return {"architectures": [self.name], "model_type": self.model_type} | written | self.required
 
     def factors(self, shape: ModelShape, config: Config) -> dict[str, float]:
-        """Return a factor for each weight, by leaven's name: leaven's weight = factor x (stored weight + offset).
+        """Return a factor for each weight by leaven's name: leaven's weight = factor x (stored weight + offset).
 
-        Some architectures multiply the output of the embedding, or the logits, by a constant. leaven's model has no
-        such constants, so its weights contain them. If the embedding also computes the logits, the final norm gets
-        the constant on the logits divided by that on the embedding. A weight without an entry has the factor 1.
+        Some architectures multiply the embedding's output or the logits by a constant. leaven's weights contain the
+        constant. With tied embeddings, the final norm gets the constant of the logits / the constant of the
+        embedding. A missing name has the factor 1.
         """
         embedding = math.sqrt(shape.d_model) if self.scaled_embedding else 1.0
         logits = 1.0
@@ -188,18 +176,11 @@ class Architecture:
         return {name: factor for name, factor in ({"embedding.weight": embedding} | readout).items() if factor != 1}
 
     def offsets(self, shape: ModelShape) -> dict[str, float]:
-        """Return an offset for each weight, by leaven's name: leaven's weight = factor x (stored weight + offset).
-
-        A gain has the offset 1 if the architecture's norms multiply by 1 + weight. A weight without an entry has the
-        offset 0.
-        """
+        """Return the offset of :meth:`factors` for each gain that is stored as gain - 1, by leaven's name."""
         return {each.name: 1.0 for each in shape.parameters() if self.offset_gains and each.role in GAINS}
 
     def tensors(self, shape: ModelShape) -> Iterator[Stored]:
-        """Yield the tensors of a checkpoint.
-
-        They include biases if this architecture always has them, even if ``shape`` has none.
-        """
+        """Yield the tensors of a checkpoint, with biases if this architecture always has them."""
         if True in self.holds.get("bias", ()):
             shape = shape.model_copy(update={"bias": True})
         places: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -235,9 +216,8 @@ class Architecture:
     def parameters(self, shape: ModelShape) -> Iterator[Stored]:
         """Yield the trainable parameters of the model in memory.
 
-        transformers 5 has two tensors for the matrices of a layer's experts. The first contains the gate matrix and
-        the input matrix of expert 0, then those of expert 1, and so on. The second contains the last matrix of each
-        expert.
+        transformers 5 has two tensors for the experts of a layer. ``gate_up_proj`` has the gate and the input matrix
+        of expert 0, then those of expert 1, and so on. ``down_proj`` has the last matrix of each expert.
         """
         for stored in self.tensors(shape):
             if stored.expert is None and not stored.of_router_bias:
@@ -281,11 +261,7 @@ def field_of(key: str) -> Any:
 
 
 def layer_types(layers: int, global_every: int) -> list[str]:
-    """Return the type of each layer, as in a config.json.
-
-    Every ``global_every``-th layer has full attention, and all others have a sliding window. With 0, all have a
-    window.
-    """
+    """Return the type of each layer, as in a config.json. With ``global_every`` 0, all have a sliding window."""
     return [
         "full_attention" if global_every and (n + 1) % global_every == 0 else "sliding_attention"
         for n in range(layers)
@@ -301,10 +277,7 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 
 
 def _with_like(table: Config, known: Mapping[str, Config]) -> Config:
-    """Return the table of an architecture, completed with entries of another architecture.
-
-    The key ``like`` names the other architecture. The key ``without`` lists entries that are not taken from it.
-    """
+    """Return a table with the missing entries of the architecture ``like``, except for the entries ``without``."""
     base, without = known.get(table.pop("like", ""), {}), table.pop("without", ())
     inner = {
         name: {
@@ -341,13 +314,9 @@ def module_names() -> Mapping[str, set[str]]:
 
 
 def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
-    """Return the architecture that represents a model shape with the fewest changes, and the changes.
+    """Return the architecture that represents a shape with the fewest changes, and the changes by key.
 
-    The changes map keys of the shape to new values. A change of the structure of a block counts more than others.
-
-    A model without biases can be stored with biases of 0. If the stored model will be ``trained``, these biases count
-    as a change, because training changes the zeros. If the routers of such a ``trained`` model would lose their
-    biases, :data:`WITHOUT_BIASES` gives the new ``experts.balance``.
+    Biases of 0 can represent a model without biases. If the stored model will be ``trained``, they count as a change.
     """
     changes = []
     for architecture in ARCHITECTURES:
@@ -364,8 +333,7 @@ def holding(shape: ModelShape) -> Architecture:
     """Return an architecture that can represent a model shape.
 
     Raises:
-        InputError: if no architecture can represent the shape. The message names the nearest architecture, and the
-            keys to change.
+        InputError: if there is none.
     """
     architecture, misfits = nearest(shape)
     if misfits:

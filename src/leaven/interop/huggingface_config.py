@@ -42,7 +42,7 @@ class HuggingFaceModel:
 
 
 def read_config(path: Path) -> HuggingFaceModel:
-    """Return the model that the config.json at ``path`` describes.
+    """Return the model that a config.json describes.
 
     Raises:
         InputError: if the file cannot be read, or leaven's transformer does not support the model.
@@ -75,12 +75,10 @@ def _named(config: Config) -> Architecture:
 
 
 def given_keys(architecture: Architecture, config: Config) -> Config:
-    """Return a config.json with defaults for missing keys, after checking the types of the known keys.
-
-    Old spellings of keys are replaced by the new ones.
+    """Return the contents of a config.json, with new spellings of its keys, and with defaults for missing keys.
 
     Raises:
-        InputError: if a value has the wrong type; the message names its key.
+        InputError: if a known key has a value of the wrong type.
     """
     stated = {architecture.aliases.get(key, key): value for key, value in config.items() if value is not None}
     given = architecture.defaults | stated
@@ -116,7 +114,8 @@ def shape_of(architecture: Architecture, config: Config) -> ModelShape:
     needed += [(key, None) for key in architecture.absent if key in given]
     for key, expected in needed:
         raise InputError(
-            f"config.json: {key} = {given[key]!r}: leaven supports {architecture.name} only with {expected!r}"
+            f"config.json: {key} = {json.dumps(given[key])}: leaven supports {architecture.name} only with "
+            f"{json.dumps(expected)}"
         )
     values = {key: held[0] for key, held in architecture.holds.items()}
     for ours, several in architecture.keys.items():
@@ -168,13 +167,7 @@ def _nest_experts(values: dict[str, Any]) -> None:
 
 
 def _rotary(architecture: Architecture, given: Config) -> dict[str, float]:
-    """Return two values of rotary positions: their theta, and the share of a head's entries that they rotate.
-
-    transformers 4 and 5 write these values under different keys.
-
-    Raises:
-        InputError: if the rotary positions are scaled, or the architecture cannot have this share.
-    """
+    """Return ``rope_theta`` and ``rotary_fraction``. transformers 4 and 5 store them under different keys."""
     both = [given.get(key, {}) for key in ("rope_scaling", "rope_parameters")]
     for stated in both:
         kind = stated.get("rope_type", stated.get("type", "default"))
@@ -197,14 +190,7 @@ def _rotary(architecture: Architecture, given: Config) -> dict[str, float]:
 
 
 def _set_global_layers(values: dict[str, Any]) -> None:
-    """Replace the list of layer types under the key ``global_every`` by a number n.
-
-    Every n-th layer ignores the sliding window. If no layer ignores it, ``global_every`` is removed. If all layers
-    ignore it, ``global_every`` and ``window`` are removed.
-
-    Raises:
-        InputError: if no n gives this list.
-    """
+    """Replace the list of layer types under ``global_every`` by n: every n-th layer has no sliding window."""
     layers = values["n_layers"]
     types = values.pop("global_every", None) or layer_types(layers, 2)  # the default of Gemma 2
     every = next((n for n in range(layers + 1) if types[:layers] == layer_types(layers, n)), None)
@@ -226,7 +212,7 @@ def _require(key: str, value: Any, kind: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file in a model's folder, and return its object.
+    """Return the object in a JSON file.
 
     Raises:
         InputError: if the file is missing or damaged, or is not a JSON object.

@@ -1,15 +1,14 @@
 """Installs the forward multipliers of a user's model as hooks, or folds them into the weights.
 
-A forward multiplier is a constant factor on the output of a residual branch or on the logits. Hooks work with FSDP2
-and, if they are installed before the first forward pass, with torch.compile. They do not change the names in the
-state dict. The state dict does not contain the multipliers, so fold a model before you save it for use without
-leaven.
+A forward multiplier is a constant factor on the output of a residual branch or on the logits. Hooks work with FSDP2,
+and with torch.compile if they are installed before the first forward pass. The state dict does not contain the
+multipliers, so fold a model before you save it for use without leaven.
 
-- The multiplier of a branch is folded into the gain (and bias) of the norm on its output. Without such a norm, it is
-  folded into the last matrix (and bias) of the branch, or of each of its experts.
-- The multiplier of the logits is folded into the final norm, or into the readout if there is no final norm.
-- A changed scale of the attention logits is folded into the gain of the query norm, or into the query matrix if there
-  is no query norm.
+Where each multiplier is folded:
+
+- of a branch: into the norm on its output. Without such a norm, into the last matrix of the branch.
+- of the logits: into the final norm. Without a final norm, into the readout.
+- of the attention logits: into the query norm. Without a query norm, into the query matrix.
 """
 
 import copy
@@ -74,18 +73,15 @@ def multipliers(
 ) -> list[Hook]:
     """Return the hooks for all multipliers other than 1, without installing them.
 
-    The multiplier of a branch scales the output of its last matrix. If one tensor has the matrices of all experts,
-    the multiplier scales the output of the module ``experts``, which is a weighted sum. If the branch has a norm on
-    its output, which would undo the multiplier, the multiplier scales the output of this norm instead.
-    ``output_norms`` maps the labels of such norms to the branches ``attention`` and ``mlp``.
+    The multiplier of a branch scales the output of the branch's last matrix. A norm on the branch's output would undo
+    it, so then the multiplier scales the output of this norm. ``output_norms`` maps the labels of such norms to
+    ``attention`` or ``mlp``.
 
-    The multiplier of the logits scales the output of the final norm, because fused losses (and leaven's own model)
-    use the weight of the unembedding without calling its module. If there is not exactly one final norm, the
-    multiplier scales the input of the unembedding.
+    The multiplier of the logits scales the output of the final norm, because fused losses use the weight of the
+    unembedding without calling its module.
 
     Raises:
-        InputError: if no hook can apply a multiplier, because the model never calls the module that would need it, or
-            if branches with different multipliers end in the same norm.
+        InputError: if no hook can apply a multiplier, or branches with different multipliers end in the same norm.
     """
     sites, behind = {site.name: site for site in structure.sites}, labelled(model, output_norms)
     final_norms = [sites[row.name].owner for row in rows if row.role is Role.FINAL_NORM]
@@ -135,10 +131,8 @@ def rescale_attention(
     """Return the new scale of query . key of each attention module, as (module, attribute, new value).
 
     The new scale is ``factor`` x (scale of the base) / sqrt(``head``), where ``head`` is the head dimension of the
-    model / that of the base. It is computed from the base, because the model's own scale may be a constant that does
-    not follow the head dimension (Gemma 2). If scales differ between layers, the new scale of a layer is ``factor`` x
-    its current scale. If ``factor`` is 1, the list is empty. The function does not change the model; the caller sets
-    the attributes.
+    model / that of the base. The model's own scale is not used, because it may be a constant (Gemma 2). If scales
+    differ between layers, a new scale is ``factor`` x the current scale.
 
     Raises:
         InputError: if not every block has an attention module with an attribute for its scale.
@@ -197,17 +191,13 @@ def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale
 
 @torch.no_grad()
 def fold(model: nn.Module) -> nn.Module:
-    """Fold a parametrized model's multipliers into its weights, in place, and remove the multipliers.
+    """Fold a parametrized model's multipliers into its weights, in place, and return the model.
 
-    The outputs stay the same up to rounding. The lr, eps and weight decay of the old parameter groups are wrong for
-    the folded weights, so do not train the folded model with them. Fold a copy, or fold after training.
-
-    Returns:
-        The model.
+    The outputs stay the same up to rounding. Do not train the folded model with the old parameter groups: their lr,
+    eps and weight decay are wrong for the new weights.
 
     Raises:
-        InputError: if the model is not parametrized, or a multiplier cannot be folded. In both cases the model stays
-            unchanged.
+        InputError: if the model is not parametrized, or a multiplier cannot be folded. The model is then unchanged.
     """
     target = unwrapped(model, "fold")
     for module in target.modules():
@@ -239,12 +229,10 @@ def fold(model: nn.Module) -> nn.Module:
 def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
     """Save a parametrized Hugging Face model so that ``from_pretrained`` gives the same logits.
 
-    The model itself does not change; only tensors with a multiplier are copied. ``options`` are passed to
-    ``save_pretrained``.
+    The model itself does not change. ``options`` are passed to ``save_pretrained``.
 
     Raises:
-        InputError: in the cases of :func:`fold`, or if the model has no ``save_pretrained`` or is sharded over
-            processes.
+        InputError: as :func:`fold`, and if the model has no ``save_pretrained`` or is sharded over processes.
     """
     target: Any = unwrapped(model, "save_folded")
     if not hasattr(target, "save_pretrained"):
@@ -279,11 +267,7 @@ def _offset_gains(target: nn.Module) -> set[nn.Parameter]:
 
 
 def _factors(target: nn.Module) -> Factors:
-    """Return the factor on each parameter that folding changes.
-
-    Raises:
-        InputError: if the model is not parametrized, or a multiplier cannot be folded.
-    """
+    """Return the factor on each parameter that folding changes."""
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
     if rows is None:
         raise InputError(f"{type(target).__name__} has no multipliers to fold; call leaven.parametrize on it first")
@@ -328,10 +312,9 @@ def _factors(target: nn.Module) -> Factors:
 
 
 def _require_scalable(module: nn.Module, offset: set[nn.Parameter]) -> None:
-    """Raise InputError if a module has no parameters, or if its output is not proportional to them.
+    """Raise InputError if doubling a module's parameters does not double its output.
 
-    A norm whose weight is in ``offset`` is accepted: its output is proportional to 1 + weight. A module on the meta
-    device or sharded over processes is accepted without a test, because the test runs it.
+    The test runs the module, so modules on the meta device or sharded over processes are not tested.
     """
     parameters = list(module.parameters(recurse=False))
     if not parameters:
@@ -361,13 +344,9 @@ def _require_scalable(module: nn.Module, offset: set[nn.Parameter]) -> None:
 def _queries(
     attention: nn.Module, path: str, modules: Mapping[nn.Parameter, str], factor: float
 ) -> Iterator[tuple[nn.Module, nn.Parameter, float | Tensor]]:
-    """Yield (module, parameter, factor) for the parameters into which a factor on the attention logits is folded.
+    """Yield (module, parameter, factor) for the parameters that compute the queries.
 
-    They are the parameters of the query norm or, if there is none, of the query matrix. If query, key and value are
-    one matrix, the yielded factor is a vector: ``factor`` for queries, and 1 for keys and values.
-
-    Raises:
-        InputError: if it is unknown which part of such a matrix has the queries.
+    If query, key and value are one matrix, the factor is a vector: ``factor`` for queries, 1 for keys and values.
     """
     inside: dict[str, list[nn.Module]] = {}
     for module in attention.modules():

@@ -92,66 +92,57 @@ def parametrize(
     >>> optimizer = torch.optim.AdamW(groups)
 
     Call this function once, on the model as it will be trained: after ``fully_shard`` and ``to_empty``, which replace
-    the parameters. If parameters are replaced later, :func:`groups` returns the groups with the new parameters. A
-    model that was compiled before is compiled again.
+    the parameters. If parameters are replaced later, :func:`groups` returns the groups with the new parameters.
 
-    **The state dict does not contain the multipliers.** A model that loads the state dict gives wrong
-    outputs until it is parametrized with the same arguments, so the first call of ``state_dict`` gives a warning.
-    :func:`leaven.save_folded` saves a model that ``from_pretrained`` loads correctly; :func:`leaven.fold` folds the
-    multipliers into the weights of the model itself.
+    **The state dict does not contain the multipliers.** A model that loads it gives wrong outputs until the model is
+    parametrized with the same arguments. :func:`leaven.save_folded` saves a model that ``from_pretrained`` loads
+    correctly. :func:`leaven.fold` folds the multipliers into the weights of the model itself.
 
-    The rules are for decoders, dense or with mixtures of experts. Norms may be before their branches, on the outputs
-    of their branches, or both.
+    The rules are for decoders, dense or with mixtures of experts:
 
-    - Norms on the outputs of branches are found by running a copy of ``base`` on a few tokens. If ``base`` cannot be
-      called with only token ids, a warning asks you to name all norms in the blocks with ``modules``. The names of
-      norms on outputs are ``norm.attention_out`` and ``norm.mlp_out``.
+    - Norms on the outputs of branches are found by running a copy of ``base`` on a few tokens. If ``base`` needs more
+      than token ids, name all norms in the blocks with ``modules``. The names of norms on outputs are
+      ``norm.attention_out`` and ``norm.mlp_out``.
     - The routed experts of a block are in a module named ``experts``: a list of MLPs, or a tensor (experts, fan out,
-      fan in) for each matrix, transposed if the module's attribute ``is_transposed`` is true. The router is a matrix
-      ``gate`` or ``router`` beside this module. ``base`` must have the same number of experts. The coefficient of a
-      balance loss is not scaled. If the rule scales with depth, multiply the coefficient by depth^-alpha yourself; at
-      alpha = 1, you can take the mean of the loss over the layers instead.
+      fan in) for each matrix. The router is a matrix ``gate`` or ``router`` beside this module. ``base`` must have
+      the same number of experts.
+    - The coefficient of a balance loss is not scaled. If the rule scales with depth, multiply the coefficient by
+      depth^-alpha yourself.
     - Remove factors that the model's own code derives from its width, such as 1 / width on the logits: they are not
-      detected. One factor may stay: a factor on the embedding that is an attribute of the embedding's module, as in
-      Gemma. Init std, lr, eps and decay of the embedding then compensate for the larger factor (and so does the
-      multiplier of the logits, if the embedding also computes the logits).
-    - The multiplier of a branch is applied when the last matrix of the branch (or the norm on its output, if there is
-      one) is called as a module. A fused kernel that reads the weight without calling the module skips the
-      multiplier. The multiplier of the logits is applied to the output of the final norm.
+      detected. Only a factor on the embedding may stay, if it is an attribute of the embedding's module, as in Gemma.
+    - A multiplier acts when a module is called: the last matrix of a branch, or the norm on the branch's output. A
+      fused kernel that reads the weight without calling the module skips the multiplier.
     - If you initialise the model yourself: the variance of hidden weights should be proportional to 1 / fan in, and
       the variance of the unembedding to 1 / fan in squared. Do not make the last matrices of branches smaller in deep
       models.
 
     Args:
-        model: The model to train. The ratios of width and depth are computed from ``model`` and ``base``.
+        model: The model to train.
         base: A smaller model of the same family, for which the hyperparameters were tuned. It may be on the meta
-            device; its values are not used.
-        hyperparameters: The hyperparameters of the base, with the keys of a recipe's ``[hyperparameters]``. With
-            ``init_std`` or a named ``init``, every trainable parameter gets new initial values. With neither, values
-            do not change. ``optimizer`` is adamw or muon. Clip gradients in your own loop.
+            device.
+        hyperparameters: The hyperparameters of the base, with the keys of a recipe's ``[hyperparameters]``.
+            ``optimizer`` is adamw or muon. Clip gradients in your own loop.
         ratios: The batch size and the number of training tokens of the model, each divided by that of the base.
         rule: The name of a rule in ``leaven.scaling.rules.RULES``.
         alpha, token_exponent, scale_decay_with_depth: As in ``[scaling]`` of a recipe.
         head_ratio: The head dimension of the model divided by that of the base. By default it is read from the
-            attention modules. If it is not 1 and the rule changes the scale of the attention logits, this scale is
-            changed in place in the attention modules; 1.0 leaves the scale unchanged.
-        roles: A mapping from parameter names or glob patterns to roles, for parameters that are refused or classified
-            wrongly.
-        modules: A mapping from parameter names or glob patterns to the module names under which the parameters are
-            tuned. ``attention.out`` and ``mlp.out`` end a branch.
+            attention modules. Some rules then change the scale of the attention logits in these modules; 1.0 prevents
+            this.
+        roles: Roles by parameter name or glob pattern, for parameters that are refused or classified wrongly.
+        modules: The module names under which parameters are tuned, by parameter name or glob pattern.
+            ``attention.out`` and ``mlp.out`` end a branch.
         initialise: Whether to draw initial values. By default they are drawn if ``hyperparameters`` has ``init_std``
-            or ``init``, or is a ``leaven.Hyperparameters``. False keeps the values of the model.
-        seed: Seed of the initial values, which depend only on the seed and on the name of the parameter.
+            or ``init``, or is a ``leaven.Hyperparameters``.
+        seed: Seed of the initial values. They depend only on the seed and on the parameter's name.
 
     Returns:
-        Parameter groups with the keys module, param_names, params, peak_lr, lr, betas, eps and weight_decay. Each
-        parameter is in exactly one group. With ``optimizer`` muon, pass the groups to ``leaven.MuonWithAdamW``:
-        groups of matrices inside the blocks then have the keys momentum, match, nesterov and ns_steps in place of
-        betas and eps. Muon treats a fused matrix, such as one with query, key and value, as one matrix.
+        Parameter groups with the keys module, param_names, params, peak_lr, lr, betas, eps and weight_decay. With
+        ``optimizer`` muon, pass them to ``leaven.MuonWithAdamW``: groups of matrices inside the blocks then have
+        momentum, match, nesterov and ns_steps in place of betas and eps. Muon treats a fused matrix, such as one with
+        query, key and value, as one matrix.
 
     Raises:
-        InputError: if the model or an argument is not supported; the message names the parameter or value at fault.
-            The model is unchanged.
+        InputError: if the model or an argument is not supported. The model is then unchanged.
     """
     target, base_model = unwrapped(model, "parametrize: model"), unwrapped(base, "parametrize: base")
     _require_no_multipliers(target)
@@ -211,7 +202,7 @@ def parametrize(
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the parameter groups of a parametrized model, with the parameters that the model has now.
+    """Return the parameter groups of a parametrized model, with its current parameters.
 
     Raises:
         InputError: if the model is not parametrized, or parameters were added or removed after :func:`parametrize`.
@@ -236,10 +227,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _require_no_multipliers(model: nn.Module) -> None:
-    """Raise InputError if a model already has multipliers.
-
-    It was parametrized before, or it is leaven's own Transformer, built with the multipliers of a recipe.
-    """
+    """Raise InputError if a model already has multipliers."""
     for module in model.modules():
         if hasattr(module, ROWS):
             raise InputError(
@@ -265,9 +253,8 @@ def _require_readout(classified: Mapping[str, Parameter]) -> None:
 def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
     """Return the row of an embedding whose module multiplies its output by a factor, such as sqrt(width).
 
-    ``c`` is the factor in this model divided by the factor in the base. The new values compensate for it: AdamW
-    trains the same function if the weight, its std and its lr are divided by c, and eps and decay are multiplied by
-    c. If the weight also computes the logits, the multiplier of the logits is multiplied by c.
+    ``c`` is the factor in this model / the factor in the base. The new values undo its effect: AdamW trains the same
+    function if weight, std and lr are divided by c, and eps and decay are multiplied by c.
     """
     if c == 1 or row.role not in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
         return row
@@ -282,10 +269,7 @@ def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
 
 
 def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> tuple[Hyperparameters, bool]:
-    """Return the validated hyperparameters, and whether to draw initial values.
-
-    ``wanted`` is the argument ``initialise`` of :func:`parametrize`.
-    """
+    """Return the validated hyperparameters, and whether to draw initial values."""
     if isinstance(given, Hyperparameters):
         tuned, initialise = given, wanted is not False
     elif isinstance(given, Mapping):
@@ -318,10 +302,7 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
 
 
 def _positive(name: str, size: str, value: Any) -> float:
-    """Return a ratio as a float, after checking that it is above 0.
-
-    In the error message, ``name`` is the argument, and ``size`` is what the ratio compares, such as "head dimension".
-    """
+    """Return a ratio as a float, if it is above 0. In errors, ``name`` is the argument, ``size`` what it compares."""
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
         raise InputError(
@@ -332,11 +313,7 @@ def _positive(name: str, size: str, value: Any) -> float:
 
 
 def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratios:
-    """Return four ratios: width and depth are computed from the two models, batch and tokens are from ``given``.
-
-    Raises:
-        InputError: if a ratio in ``given`` is not above 0, or gives a width or depth that the models do not have.
-    """
+    """Return the ratios of the two models: width and depth as measured, batch and tokens as ``given``."""
     if not isinstance(given, Ratios):
         raise InputError(f"parametrize: ratios is {given!r:.60}; give leaven.Ratios(batch=..., tokens=...)")
     stated = {axis: _positive(f"ratios.{axis}", axis, value) for axis, value in vars(given).items()}
@@ -352,11 +329,7 @@ def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratio
 
 
 def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping[str, Parameter]) -> float:
-    """Return the head dimension of the model divided by that of the base, or 1 for models without attention.
-
-    Raises:
-        InputError: if the attention modules have no head dimension as an attribute, or different ones.
-    """
+    """Return the head dimension of the model / that of the base, or 1 for models without attention."""
     if len(model.head_dims) > 1 or len(base.head_dims) > 1:
         dims = ", ".join(map(str, sorted(model.head_dims | base.head_dims)))
         raise InputError(f"the attention modules have different head dimensions ({dims}); pass head_ratio")
@@ -374,10 +347,7 @@ def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping
 
 @torch.no_grad()
 def _initialise(structure: ModelStructure, rows: list[ParameterRow], seed: int) -> None:
-    """Fill the trainable parameters with initial values.
-
-    A shard of a parameter gets the same values that this part of the whole tensor would get.
-    """
+    """Draw the trainable parameters. A shard gets the same values as this part of the whole tensor would."""
     parameters = {site.name: site.parameter for site in structure.sites}
     trained = [row for row in rows if parameters[row.name].requires_grad]
     for row in trained:

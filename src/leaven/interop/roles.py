@@ -1,9 +1,9 @@
-"""Classifies each parameter of a user's model: finds its role in a scaling rule, such as ``hidden_weight``, and the
-module name under which it is tuned, such as ``attention.query``.
+"""Classifies each parameter of a user's model.
 
-Two things are used: the type, name and position of the torch module that contains the parameter, and the shape of the
-matching parameter in a smaller model, which shows the dimensions that grow. If the result is ambiguous, an error
-names the parameter, and the user can classify it with ``roles`` or ``modules``.
+A classification is a role in a scaling rule, such as ``hidden_weight``, and the module name under which the parameter
+is tuned, such as ``attention.query``. It follows from the torch module that contains the parameter, and from the
+dimensions that grow between a smaller model and this model. If the result is ambiguous, an error asks the user to
+give ``roles`` or ``modules``.
 """
 
 import warnings
@@ -41,7 +41,7 @@ _FROM_LATENTS = ("q_b_proj", "kv_b_proj")
 _POST_NORM = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_self_attn_layernorm")
 
 _BIASES = (Role.EMBEDDING_BIAS, Role.HIDDEN_BIAS, Role.FINAL_BIAS, Role.UNEMBEDDING_BIAS)
-_NO_RULE = "there is no rule for biases of experts and for convolutions"
+_NO_RULE = "there is no rule for biases of experts and for convolutions; use a model without them"
 # By role, if all parameters of a role have the same module name: this name.
 _MODULES = {
     **dict.fromkeys(_BIASES, "biases"),
@@ -64,11 +64,11 @@ _NORMS_IN_BLOCKS = (
 class Classifier:
     """Classifies each parameter of ``model``, with the help of the smaller model ``base``.
 
-    ``root`` is the nn.Module of ``base``; a copy of it is run to find norms on the outputs of branches. ``roles`` and
-    ``modules`` are the user's classification: they map parameter names or glob patterns to roles and to module names.
+    ``root`` is the nn.Module of ``base``. ``roles`` and ``modules`` are the user's classification: roles and module
+    names by parameter name or glob pattern.
 
     Raises:
-        InputError: if a parameter cannot be classified. The message says which of the two arguments to give.
+        InputError: if ``roles``, ``modules`` or the numbers of experts are not valid.
     """
 
     def __init__(
@@ -107,7 +107,12 @@ class Classifier:
                 )
 
     def classify(self) -> dict[str, Parameter]:
-        """Return the parameters with their roles and modules, by name."""
+        """Return the parameters with their roles and modules, by name.
+
+        Raises:
+            InputError: if a parameter cannot be classified. The message says what to give in ``roles`` or
+                ``modules``.
+        """
         classified: dict[str, Parameter] = {}
         traced = False
         # Tensors with the most dimensions come first, so that an error names the experts and not their router.
@@ -259,10 +264,9 @@ class Classifier:
         )
 
     def _trace(self, classified: Mapping[str, Parameter]) -> None:
-        """Set ``output_norms`` by running the base. The user's classification takes precedence.
+        """Set ``output_norms`` by running the base; the user's ``modules`` take precedence.
 
-        If the base cannot be run, warn the user, unless the user has named all norms in the blocks. ``classified``
-        contains the matrices of the model.
+        ``classified`` has the matrices of the model. If the base cannot be run, warn the user.
         """
         ends = {site.label: classified[site.name].module for site in self.model.sites if site.name in classified}
         paths: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -303,10 +307,7 @@ class Classifier:
     # or one tensor with the last matrices of all.
 
     def _check_branches(self, classified: Mapping[str, Parameter]) -> None:
-        """Raise InputError if a block has no branch, or if a branch does not have exactly one matrix that ends it.
-
-        The matrix that ends a branch writes to the residual stream.
-        """
+        """Raise InputError if a block has no branch, or a branch does not have exactly one last matrix."""
         branches: dict[tuple[str, int, str, tuple[str, ...]], dict[str, list[ParameterSite]]] = {}
         for site in self.model.sites:
             found = classified[site.name]
@@ -325,8 +326,7 @@ class Classifier:
                 )
 
     def _check_branch(self, name: str, matrices: Mapping[str, list[ParameterSite]]) -> None:
-        """Raise InputError if not exactly one matrix ends a branch, if the fan out of this matrix is not the width,
-        or if the sizes of MLP matrices do not match."""
+        """Raise InputError if a branch does not have exactly one last matrix, or sizes of its matrices do not fit."""
         out = f"{name}.out"
         first, ends = next(iter(matrices.values()))[0], matrices.get(out, [])
         if out not in BRANCH_ENDS:
@@ -348,10 +348,7 @@ class Classifier:
                     )
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
-        """Raise InputError. The message says ``why`` the parameter is refused, and advises to classify it.
-
-        It suggests the names in ``modules`` or, if there are none, the roles that fit the parameter.
-        """
+        """Raise InputError with the reason ``why``. Suggest the names ``modules``; without any, suggest roles."""
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
         hint = f"classify it, e.g. {option}={{{site.name!r}: {may_be[0]!r}}}{others}" if may_be else _NO_RULE
@@ -385,10 +382,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_norm(site: ParameterSite) -> bool:
-    """Return whether a parameter is the gain or bias of a norm. The type and path of its module show this.
-
-    A gain with two dimensions, (heads, head dimension), counts only in a query or key norm.
-    """
+    """Return whether a parameter is the gain or bias of a norm, by the type and path of its module."""
     if is_linear(site.owner):
         return False
     in_path = any("norm" in part.lower() or part.lower().startswith("ln") for part in site.path[-2:])

@@ -1,5 +1,4 @@
-"""Inspects a torch model: finds its parameters with their modules and blocks, and the matching parameters of a
-smaller model."""
+"""Inspects a torch model: its parameters, modules and blocks, and the matching parameters of a smaller model."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -60,8 +59,7 @@ class ParameterSite:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the parameter, even if the module stores the transpose: (fan out, fan in) for a matrix, and
-        (experts, fan out, fan in) for the matrices of experts in one tensor."""
+        """(fan out, fan in) for a matrix, (experts, fan out, fan in) for experts, even if the transpose is stored."""
         shape = tuple(self.parameter.shape)
         if len(shape) == 3 and getattr(self.experts, "is_transposed", False):
             return (shape[0], *shape[:0:-1])
@@ -94,16 +92,13 @@ def is_a(module: nn.Module, name: str) -> bool:
     """Return whether the class of a module, or one of its base classes, has this name.
 
     Names are compared because the library that defines the class may not be installed. Base classes count because
-    FSDP2 replaces the class of a module by a subclass.
+    FSDP2 puts a subclass in place of a module's class.
     """
     return any(kind.__name__ == name for kind in type(module).__mro__)
 
 
 def unwrapped(model: nn.Module, argument: str) -> nn.Module:
-    """Return the model inside the wrapper of torch.compile. A model without this wrapper is returned unchanged.
-
-    ``argument`` is the name of the model in an error message.
-    """
+    """Return the model inside a wrapper of torch.compile, if it has one. ``argument`` is its name in an error."""
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, nn.Module):
         raise InputError(f"{argument} is {inner!r:.60}; give an nn.Module")
@@ -114,8 +109,7 @@ def inspect_model(model: nn.Module) -> ModelStructure:
     """Return the structure of a model.
 
     Raises:
-        InputError: if blocks share weights, or there is no ``nn.Embedding`` outside the blocks. The width is read
-            from this embedding.
+        InputError: if blocks share weights, or no ``nn.Embedding`` outside the blocks shows the width.
     """
     stacks = _stacks(model)
     found: dict[int, list[tuple[str, nn.Module, nn.Parameter]]] = defaultdict(list)
@@ -159,14 +153,12 @@ def inspect_model(model: nn.Module) -> ModelStructure:
 
 
 def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
-    """Return the structure of ``model`` with the ``base_shape`` of each parameter, from the smaller model ``base``.
+    """Return the structure of ``model`` with the ``base_shape`` of each parameter.
 
-    Matching parameters have the same name, except for the block's number. Among the blocks of ``base``, the block at
-    the nearest relative depth matches.
+    The matching parameter of ``base`` has the same name, in the block at the nearest relative depth.
 
     Raises:
-        InputError: if a parameter exists in only one of the two models, or has another number of dimensions in the
-            base.
+        InputError: if a parameter exists in only one model, or has another number of dimensions in the base.
     """
     by_label: dict[str, list[ParameterSite]] = defaultdict(list)
     for site in base.sites:
@@ -191,10 +183,10 @@ def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
 
 
 def depth_ratio(model: ModelStructure, base: ModelStructure) -> float:
-    """Return the number of blocks of the model divided by that of the base, or 1 if there are no blocks.
+    """Return the number of blocks of the model / that of the base, or 1 if there are no blocks.
 
     Raises:
-        InputError: if a model has several lists of blocks, and this ratio differs between them.
+        InputError: if the ratio differs between several lists of blocks.
     """
     found = {path: size / base.stacks[path] for path, size in model.stacks.items() if path in base.stacks}
     if len(set(found.values())) > 1:
@@ -213,10 +205,10 @@ def logit_scales(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def labelled(model: nn.Module, labels: Mapping[str, str]) -> dict[tuple[str, int, str], nn.Module]:
-    """Return the modules with certain labels, by (path of the list of blocks, number of the block, name).
+    """Return modules inside blocks by (path of the list of blocks, number of the block, name).
 
-    A label is a module's path with "*" in place of the block's number, such as ``layers.*.mlp``. ``labels`` maps
-    labels to the names in the keys of the result. Only modules inside blocks are returned.
+    ``labels`` maps the labels of the modules to their names. A label is a path with "*" for the block's number, such
+    as ``layers.*.mlp``.
     """
     stacks, found = _stacks(model), {}
     for path, module in model.named_modules():
@@ -242,13 +234,9 @@ def _plain(name: str) -> str:
 
 
 def _stacks(model: nn.Module) -> dict[str, list[str]]:
-    """Return the keys of the blocks in each list of blocks, by the path of the list.
+    """Return the keys of the blocks in each outermost list of blocks, by the path of the list.
 
-    A list of blocks is an ``nn.ModuleList``, or an ``nn.Sequential`` whose members are of one type. All members of
-    the list have submodules, and the list is not inside another list of blocks.
-
-    Raises:
-        InputError: if a list contains a block twice.
+    A list of blocks is an ``nn.ModuleList``, or an ``nn.Sequential`` whose members are of one type.
     """
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():
@@ -269,7 +257,7 @@ def _stacks(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _label(name: str, stacks: Mapping[str, list[str]]) -> tuple[str, int | None]:
-    """Return a name with "*" in place of the block's number, and this number, which is None outside the blocks."""
+    """Return a name with "*" in place of the block's number, and this number (None outside the blocks)."""
     for path, keys in stacks.items():
         if name.startswith(f"{path}."):
             key, _, rest = name.removeprefix(f"{path}.").partition(".")

@@ -1,7 +1,4 @@
-"""Finds two kinds of norms in a model: norms on the outputs of residual branches, and norms whose gain is 1 + weight.
-
-To find them, it runs copies of the model and of single norms on random values.
-"""
+"""Finds norms on the outputs of residual branches, and norms whose gain is 1 + weight, by running copies."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -19,16 +16,15 @@ TOKENS = 4  # number of tokens in the sequence on which a model is run
 def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, str]:
     """Return the paths of modules that normalise the output of a residual branch, each with the name of the branch.
 
-    A multiplier before such a module would have no effect. For each branch, a copy of the model is run twice. In the
-    first run, random values replace the outputs of the branch's last matrices. In the second run, four times these
-    values replace them. A norm on the output of the branch then gets an input that is exactly four times as large,
-    and returns the same output. The input of a norm before a branch does not become exactly four times as large,
-    because it also contains other parts of the residual stream, such as the embedding.
+    A multiplier before such a module would have no effect. To find these modules, a copy of the model is run twice.
+    The outputs of the branch's last matrices are replaced by random values, in the second run by four times these
+    values. A norm on the branch's output then gets exactly four times the input, and returns the same output. The
+    input of other norms also contains the embedding, so it does not grow by exactly four.
 
     Args:
         model: a small model of the family.
-        ends: for each branch (``attention`` or ``mlp``) and each block, the paths of the branch's last matrices: one
-            path, or one for each expert. If one module has the matrices of all experts, the path of this module.
+        ends: for each branch (``attention`` or ``mlp``) and each block, the paths of the modules with the branch's
+            last matrices: one path, or one for each expert.
 
     Raises:
         InputError: if a norm undoes the multiplier of a branch, but is not a module that only this branch calls.
@@ -72,8 +68,10 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) 
 
 
 def _run(model: nn.Module, ends: Sequence[str], scale: float) -> dict[str, tuple[Tensor, Tensor]]:
-    """Run a model in which the outputs of the modules ``ends`` are replaced by random values of RMS ``scale``. Return
-    the first input and the output of each module, by path."""
+    """Return the first input and the output of each module, by path.
+
+    The modules ``ends`` return random values of RMS ``scale`` in place of their outputs.
+    """
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def replaced(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -100,7 +98,7 @@ def _run(model: nn.Module, ends: Sequence[str], scale: float) -> dict[str, tuple
 
 
 def _random(like: Tensor, seed: int = 0) -> Tensor:
-    """Return standard normal values in a tensor's shape, without changing the state of torch's global generators."""
+    """Return standard normal values in a tensor's shape. torch's global generators do not change."""
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like)
 
 

@@ -1,10 +1,9 @@
 """Writes and reads models in Hugging Face's format, without the ``transformers`` library.
 
-leaven's models multiply branches and logits by constant factors (forward multipliers); the Hugging Face architectures
-here do not. So weights are multiplied by these factors when they are written, and divided by them when they are read
-(:func:`leaven.scaling.table.folding`). Some architectures have constant factors that leaven's models lack, such as
-sqrt(d_model) on the embedding of Gemma. leaven's weights contain these factors
-(:meth:`leaven.interop.architectures.Architecture.factors`). Both models then compute the same function.
+leaven's models multiply branches and logits by constant factors (forward multipliers); the Hugging Face models here
+do not. So weights are multiplied by these factors when they are written, and divided when they are read
+(:func:`leaven.scaling.table.folding`). Constant factors of an architecture, such as sqrt(d_model) on Gemma's
+embedding, are treated the same way (:meth:`leaven.interop.architectures.Architecture.factors`).
 """
 
 import json
@@ -67,15 +66,19 @@ def write_huggingface(
     dtype: str = "fp32",
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a model into a new folder in Hugging Face's format. If this fails, nothing is written.
+    """Write a model into a new folder in Hugging Face's format: completely, or not at all.
 
-    ``weights`` are leaven's tensors by name, ``tokenizer`` is the text of a tokenizer.json, and ``end_of_text`` is
-    the token that ends a document, with its id. ``router_bias_LE`` are the biases on the scores of experts by layer
-    (0 by default); they stay in fp32. ``card`` is the text of README.md. Weights larger than ``shard_bytes`` are
-    split into several files.
+    Args:
+        weights: leaven's tensors by name.
+        tokenizer: the text of a tokenizer.json.
+        end_of_text: the token that ends a document, and its id.
+        router_bias_LE: the biases on the scores of experts, (layers, experts). They stay in fp32.
+        card: the text of README.md.
+        shard_bytes: the largest size of a file of weights.
 
     Raises:
-        InputError: if no architecture can represent the shape, or the folder is not empty or cannot be written.
+        InputError: if no architecture can represent the shape, the folder is not empty or cannot be written, or a
+            weight is not finite.
     """
     architecture = holding(shape)
     token, id = end_of_text
@@ -139,10 +142,7 @@ def write_huggingface(
 def _factors(
     architecture: Architecture, shape: ModelShape, table: ParameterTable, config: Config
 ) -> dict[str, float]:
-    """Return a factor for each weight, by leaven's name: stored weight = factor x leaven's weight - offset.
-
-    A weight without an entry has the factor 1.
-    """
+    """Return a factor for each weight by leaven's name: stored weight = factor x leaven's weight - offset."""
     factors = dict(folding(shape, table))
     for name, factor in architecture.factors(shape, config).items():
         factors[name] = factors.get(name, 1.0) / factor
@@ -165,11 +165,7 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
 
 
 def _joined(stored: Stored, weight: Callable[[str], Tensor | None]) -> Tensor:
-    """Return a tensor of the file, built from leaven's weights.
-
-    ``weight`` returns a weight by its name, or None for a bias that leaven's model does not have. Such a bias is 0 in
-    the file.
-    """
+    """Return a tensor of the file, built from leaven's weights. A bias that leaven's model does not have is 0."""
     parts = []
     for name, shape in stored.parts.items():
         found = weight(name)
@@ -196,8 +192,8 @@ def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
 def _by_entry(name: str, part: Tensor, rows: int, columns: int) -> Tensor:
     """Return a parameter with the entries of each head in another order.
 
-    The entries of a head are written into a table row by row, and read column by column. With 2 rows, a b c d becomes
-    a c b d: entries i and i + d_head / 2 become entries 2i and 2i + 1. With 2 columns, the order changes back.
+    The entries are written into a table row by row, and read column by column. With 2 rows, a b c d becomes a c b d.
+    With 2 columns, the order changes back.
     """
     dim = part.ndim - 1 if ".norm." in name else 0  # a gain is (d_head) or (heads, d_head)
     table = part.reshape(*part.shape[:dim], -1, rows, columns, *part.shape[dim + 1 :])
@@ -221,9 +217,8 @@ def model_card(
         text: the text of the recipe file.
         architecture: the name of the model's class in transformers.
         tokens: the number of tokens that the checkpoint was trained on.
-        dtype: the dtype of the exported weights.
-        events: the events of the run; the card shows the last validation loss at or before the checkpoint.
-        averaged: whether the exported weights are averages; the card then shows the loss of the averages.
+        events: the events of the run, for the last validation loss at or before the checkpoint.
+        averaged: whether the exported weights are averages. The card then shows the loss of the averages.
         licence: the licence of the data.
     """
     validations = (
@@ -265,9 +260,7 @@ def _cell(value: object) -> str:
 
 
 def read_huggingface(folder: Path) -> HuggingFaceModel:
-    """Return a description of the model in a folder.
-
-    The names and shapes of the weights are checked, but the weights are not read.
+    """Return a description of the model in a folder. Names and shapes of the weights are checked.
 
     Raises:
         InputError: if files are missing or damaged, or leaven's transformer does not support the model.
@@ -305,7 +298,7 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
 
 
 def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
-    """Return a description of the model in a folder, after checking that a run with this shape can start from it.
+    """Return a description of the model in a folder, from which a run with this shape can start.
 
     Raises:
         InputError: if the model cannot be read, or its shape differs.
@@ -328,10 +321,9 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
 
 
 def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int | None = None) -> Recipe:
-    """Return a recipe that starts from a model's weights. Values from the model and estimated values have a reason.
+    """Return a recipe that starts from a model's weights.
 
-    The recipe's base has the size of the model itself, so a scaling rule changes nothing until the recipe is
-    transferred to another size.
+    The recipe's base has the size of the model itself, so scaling rules change nothing at this size.
 
     Raises:
         InputError: if the model has no tokenizer.json that fits the model.
@@ -368,9 +360,6 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
 def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, folder: Path) -> None:
     """Load the weights of a folder into ``held``, the parameters of this process.
 
-    Stored weights are converted to leaven's: their offset is added, and the sum is divided by their factor
-    (:func:`_factors`).
-
     Raises:
         InputError: if the weights cannot be read, or belong to a model of another shape.
     """
@@ -399,10 +388,7 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
 
 
 def router_biases(shape: ModelShape, folder: Path) -> Tensor:
-    """Return the biases that the routers add to the scores of experts, for the model in a folder.
-
-    The shape is (layers, experts). Layers without experts have rows of 0.
-    """
+    """Return the biases of routers on the scores of experts, (layers, experts). Layers without experts have 0."""
     assert shape.experts is not None
     plain = require_start(shape, folder)
     bias_LE = torch.zeros(shape.n_layers, shape.experts.number)
@@ -425,7 +411,7 @@ def _read(tensors: Mapping[str, tuple[Any, str]], name: str, folder: Path) -> Te
 
 @contextmanager
 def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
-    """Open the weight files of a folder, and map the full name of each tensor to (open file, name in the file)."""
+    """Open the weight files of a folder; map each tensor's full name to (open file, name in the file)."""
     files, index = ["model.safetensors"], plain.folder / "model.safetensors.index.json"
     if index.exists():
         places = read_json(index).get("weight_map")

@@ -1,5 +1,4 @@
-"""Render the page of the published runs, with charts of peak lr, batch size, tokens and init std against model
-size."""
+"""Render the page of the published runs: peak lr, batch size, tokens and init std against model size."""
 
 import math
 import re
@@ -49,7 +48,7 @@ class CatalogueChart:
 def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
     """Return the predictions of each law for models of these sizes, trained on 20 tokens per parameter.
 
-    ``predicted`` is the predicted quantity, such as ``lr``. If a law has several forms, only the main form is used.
+    ``predicted`` is a field of a law's result, such as ``lr``.
     """
     found: dict[str, list[LinePoint]] = {}
     for size in sizes:
@@ -65,10 +64,9 @@ def _chinchilla(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
 
 
 def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
-    """Return a line for each init rule: its init std for models of these sizes.
+    """Return the init std of each rule for models of these sizes.
 
-    A model has width / ASPECT layers. So the width of a model with N parameters without embeddings is
-    (N x ASPECT / 12)^(1/3).
+    With width / ASPECT layers, the width of a model with N parameters is (N x ASPECT / 12)^(1/3).
     """
     rules: dict[str, Callable[[float], float]] = {
         "fan-in, 1 / sqrt(d)": lambda d: d**-0.5,
@@ -131,19 +129,13 @@ def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> s
 
 
 def _values_of(recipe: Recipe) -> dict[str, float]:
-    """Return the recipe's value in each chart, by the key of the chart.
-
-    Lr and init std are those of the hidden weights.
-    """
+    """Return the recipe's value in each chart, by key. Lr and init std are those of the hidden weights."""
     case = Case(recipe, adamw_rows(recipe))
     return {"lr": case.hidden("lr"), "batch": case.batch, "tokens": case.tokens, "init": case.init_std}
 
 
 def hues_of(runs: Sequence[PublishedRun]) -> dict[str, str]:
-    """Return the colours of the lineages (model families) with the most runs, by the name of the lineage.
-
-    A lineage with a single run has no colour of its own.
-    """
+    """Return the colours of the lineages (model families) with the most runs, by name."""
     count = Counter(run.lineage.name for run in runs)
     largest = [name for name, _ in count.most_common(HUES) if count[name] > 1]
     return {name: charts.hue(n) for n, name in enumerate(largest)}
@@ -170,10 +162,9 @@ def scatter(
     own: Recipe | None = None,
     own_value: float | None = None,
 ) -> tuple[Figure, list[str]]:
-    """Return a chart of published runs, and the names of the lines in the chart.
+    """Return a chart of published runs over the parameters that a token uses, and the names of its lines.
 
-    The x axis is the number of parameters that a token uses, and the y axis is ``quantity``. The lines are numbered
-    in the order of the names. The recipe ``own`` is drawn as a star at its size and ``own_value``.
+    The lines are numbered in the order of the names. The recipe ``own`` is a star at ``own_value``.
     """
     points = [(run, value) for run in runs if (value := read(run, quantity.path))]
     sizes, values = [run.params_active for run, _ in points], [value for _, value in points]
@@ -245,10 +236,10 @@ def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str
 
 
 def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
-    """Return the range of usual values at several model sizes, each as (size, lower quartile, upper quartile).
+    """Return the quartiles of usual values at several model sizes, as (size, lower quartile, upper quartile).
 
-    The quartiles are over the votes at a size. Each lineage (a family of models) has one vote: the median of its runs
-    that are near this size. A size with fewer than four votes is left out.
+    Each lineage (a family of models) has one vote: the median of its runs near the size. Sizes with fewer than four
+    votes are left out.
     """
     sizes = [run.params_active for run, _ in points]
     edge = []
@@ -264,7 +255,7 @@ def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, floa
 
 
 def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[float, float]]:
-    """Return the positions of line labels: the ends of the lines, or higher up if a label would overlap another."""
+    """Return the positions of line labels: the ends of the lines, moved up where labels would overlap."""
     least = 10 ** (0.045 * decades)
     placed: dict[int, tuple[float, float]] = {}
     for n in sorted(range(len(ends)), key=lambda n: ends[n][1]):

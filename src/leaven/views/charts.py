@@ -1,7 +1,6 @@
 """Build plotly charts and their parts (axes, lines, dots, labels) as plain dictionaries.
 
-Colours are CSS variables, for example ``var(--ink)``. The page's script replaces them with the colours of the light
-theme, the dark theme or the printed page.
+Colours are CSS variables, such as ``var(--ink)``, which the page's script replaces with the colours of a theme.
 """
 
 import math
@@ -88,9 +87,9 @@ def figure(
     notes: Iterable[Figure] = (),
     **layout: Any,
 ) -> Figure:
-    """Return a chart of traces. ``x`` and ``y`` are axes, e.g. from :func:`log_axis`; ``notes`` are annotations.
+    """Return a chart of traces. ``x`` and ``y`` are axes, ``notes`` are annotations.
 
-    The titles may contain text of a user. Everywhere else in a chart, pass a user's text through :func:`text`.
+    Only the titles are escaped: pass a user's text in other places through :func:`text`.
     """
     axes = {"xaxis": {"title": {"text": text(x_title)}, **(x or {})}, "yaxis": y or {}}
     marks = {"shapes": list(shapes), "annotations": list(notes)}
@@ -133,10 +132,7 @@ def short(value: float | None) -> float | None:
 
 
 def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02, **more: Any) -> Figure:
-    """Return a logarithmic axis from ``low`` to ``high`` with at most ``most`` ticks at round numbers.
-
-    ``spell`` writes the label of a tick. ``pad`` is the space at each end, as a share of the axis.
-    """
+    """Return a logarithmic axis with at most ``most`` ticks. ``pad`` is extra space, as a share of the axis."""
     room = (math.log10(high) - math.log10(low)) * pad or 0.05
     places, labels = numbers.log_ticks(low * 10**-room, high * 10**room, spell, most)
     ends = [math.log10(low) - room, math.log10(high) + room]
@@ -144,17 +140,14 @@ def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float
 
 
 def measured_axis(values: Iterable[float], spell: Spell, *, most: int = 8) -> Figure:
-    """Return a logarithmic axis with ticks at the measured ``values``.
-
-    If there are more than ``most`` values, only every n-th value has a tick.
-    """
+    """Return a logarithmic axis with ticks at the ``values``. Ticks are left out if there are more than ``most``."""
     places = sorted(set(values))
     shown = places[:: -(-len(places) // most)]
     return log_axis(places[0], places[-1], spell, tickvals=shown, ticktext=list(map(spell, shown)))
 
 
 def linear_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02) -> Figure:
-    """Return plotly's settings of a linear axis, as a dict. The arguments are those of :func:`log_axis`."""
+    """Return a linear axis. The arguments are those of :func:`log_axis`."""
     places, room = numbers.linear_ticks(low, high, most), pad * (high - low)
     labels = [spell(place) for place in places]
     return {"range": [low - room, high + room], "tickvals": places, "ticktext": labels}
@@ -193,10 +186,10 @@ def _minus(a: float | None, b: float | None) -> float | None:
 
 
 def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array:
-    """Smooth y: replace each value by that of a straight line, which is fitted to the points around it.
+    """Return y smoothed: at each point, the value of a straight line that is fitted to the points around it.
 
-    The fit at index i uses ``share`` x i points on each side, and at least 2. The window grows with i because a loss
-    is drawn over the logarithm of tokens. Unlike a moving average, the fit does not lag where the curve falls.
+    The window grows from left to right, because a loss is drawn over the logarithm of tokens. Unlike a moving
+    average, the fit does not lag where the curve falls.
     """
     u, v = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     n = len(u)
@@ -221,10 +214,7 @@ def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array
 
 
 def thin(points: Sequence[Point], most: int, *, logarithmic: bool = True) -> list[Point]:
-    """Return at most ``most`` of the points, evenly spaced along a logarithmic or linear x axis.
-
-    The first and the last point are kept.
-    """
+    """Return at most ``most`` of the points, evenly spaced along the x axis, with the first and the last."""
     if len(points) <= most:
         return list(points)
     x = np.array([x for x, _ in points])
@@ -234,10 +224,7 @@ def thin(points: Sequence[Point], most: int, *, logarithmic: bool = True) -> lis
 
 
 def corners(points: Sequence[Point]) -> list[Point]:
-    """Return the points at which the value of a step function changes: one before and one after each change.
-
-    The first and the last point are kept.
-    """
+    """Return the points before and after each change of a step function, and the first and the last point."""
     last = len(points) - 1
     return [
         (x, y) for i, (x, y) in enumerate(points) if i in {0, last} or y != points[i - 1][1] or y != points[i + 1][1]

@@ -38,9 +38,8 @@ def check_page(check: CheckDocument) -> str:
 def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
     """Return a chart for each axis and quantity, by name, and the context of the sections that show the charts.
 
-    An axis is the width or the depth of the models. A chart has a curve for each module: the quantity at each size,
-    divided by the quantity at the smallest size, so that all curves start at 1. A gradient is first divided by Adam's
-    eps at the same size: its curve is flat if the rule scales eps like the gradient.
+    A chart has a curve for each module. Gradients are divided by Adam's eps at the same size, so they are flat if the
+    rule scales eps correctly.
     """
     wanted = _SLOPES[check.check]
     drawn: dict[str, Figure | None] = {}
@@ -67,10 +66,10 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
-    """Return the points of a curve, divided by the curve's first value, so that it starts at 1.
+    """Return the points of a curve, divided by its first value, so that it starts at 1.
 
-    If the curve ``eps`` is given, each value is first divided by the value of ``eps`` at the same size. Return an
-    empty list if a value is 0 or missing, because a logarithmic axis cannot show it.
+    Before that, each value is divided by the value of ``eps`` at the same size. The list is empty if a value is 0 or
+    missing, because a logarithmic axis cannot show it.
     """
     divisors = eps.y if eps else [None] * len(curve.y)
     values = [y / e if y and e else y for y, e in zip(curve.y, divisors, strict=True)]
@@ -79,10 +78,10 @@ def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
 
 
 def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return the charts of a sweep (of lr, weight decay, init std or batch size), and the context of their section.
+    """Return the charts of a sweep, and the context of their section.
 
-    The first chart shows the loss over the swept value, with a line and a star for each model. The star is at the
-    model's best value. More charts show the best value over the width, depth, batch or tokens of the models.
+    The first chart shows the loss over the swept value. The others show the best value over the width, depth, batch
+    or tokens of the models.
     """
     curves = [curve for curve in check.curves if curve.quantity == "loss"]
     stars = {curve.module: curve for curve in check.curves if curve.quantity == "optimum"}
@@ -107,10 +106,9 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return the charts of a collapse check, and the context of the page's section that shows them.
+    """Return the charts of a collapse check, and the context of their section.
 
-    One chart shows the normalised loss curves. The other shows their deviations from the curve of the base, with 95%
-    bands. There are no charts if the check has no curves.
+    One shows the normalised loss curves. The other shows their deviations from the curve of the base.
     """
     colours = dict(zip(check.settings["scales"], cycle(_COLOURS)))
     drawn: dict[str, Figure | None] = {}
@@ -130,10 +128,9 @@ def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str,
 
 
 def _best(curve: VerdictCurve, title: str, limit: float | None) -> Figure:
-    """Draw the best value of the hyperparameter over the width, depth, batch or duration, with 95% intervals.
+    """Draw the best value of the hyperparameter over the width, depth, batch or duration.
 
-    A dotted line shows the best value of the base, which is the first model. The best values of the other models may
-    shift from it by ``limit`` octaves; a line above and a line below show this.
+    A dotted line shows the base's best value. Two more show the limits, ``limit`` octaves above and below.
     """
     level = curve.y[0]
     limits = [level * 2**octaves for octaves in (-limit, limit)] if level is not None and limit is not None else []

@@ -34,11 +34,7 @@ def _to(low: float, high: float) -> str:
 
 @dataclass(frozen=True)
 class CheckTable:
-    """A table of a check.
-
-    Its rows are of one of three kinds: the verdicts of the modules along an axis, for example width; the verdicts of
-    other scales against a base (in a sweep or a collapse check); or measured numbers without a verdict.
-    """
+    """A table of a check: its verdicts, or measured numbers without a verdict."""
 
     name: str
     title: str
@@ -96,7 +92,7 @@ def conclusion(check: CheckDocument) -> str:
 
 
 def _headers(check: CheckDocument, rows: Sequence[VerdictRow]) -> dict[str, str]:
-    """Return a mapping from the name of each measured number, such as ``regret``, to the header of its column."""
+    """Return the header of each column of numbers, by the name of the number, such as ``regret``."""
     known = {"start": "at step 0", "end": f"at step {check.settings.get('steps')}", "decay": "lr x decay"}
     ends = set()
     if check.check in PAIRS:
@@ -114,8 +110,8 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
     settings = check.settings
     if axis == "bookkeeping":
         return (
-            "exponents that must be 0, computed from the optimizer's settings without training: the worst exponent "
-            "over width, depth, both, batch and tokens (for lr, over batch or tokens)"
+            "exponents that must be 0, computed from the optimizer's settings without training. Each is the worst "
+            "over width, depth, both, batch and tokens; that of lr is over batch and tokens"
         )
     steps = f"{settings['steps']} steps, " if "steps" in settings else ""
     against = f" against {axis}" if check.check in SLOPES else ""
@@ -125,17 +121,15 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
     if check.check in SWEEPS:
         nats = f"{REGRET_LIMIT:g} nats"
         return (
-            f"{check.quantity} ({seeds}). A row passes if its whole regret (95% interval) is at most {nats}, "
-            f"or if its whole shift is at most {limit} octaves and the lower end of its regret {nats}"
+            f"{check.quantity} ({seeds}; 95% intervals). A row passes if the upper end of its regret is at most "
+            f"{nats}. It also passes if the lower end is at most {nats} and both ends of its shift are within "
+            f"{limit} octaves"
         )
     return f"{check.quantity}{against} (limit {limit}; {steps}{seeds})"
 
 
 def _part(check: CheckDocument, part: str) -> Callable[[VerdictRow], str]:
-    """Return the function that makes the cells of one column, which shows the number ``part`` of each row.
-
-    The function takes a row. It returns the number as text, with its interval if the row has one.
-    """
+    """Return the function that makes the cells of the column for the number ``part``."""
     slopes = check.check in SLOPES
 
     def cell(row: VerdictRow) -> str:

@@ -35,7 +35,7 @@ def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, Compari
     """Return an HTML page that compares runs with the first run, and the document of ``--json``.
 
     Raises:
-        InputError: if a folder is not a run with steps, if a folder is given twice, or if there are too many folders.
+        InputError: if a folder is not a run with steps, is given twice, or there are more than ``MOST_RUNS``.
     """
     if len(folders) > MOST_RUNS:
         raise InputError(f"{len(folders)} runs are too many for one page; give at most {MOST_RUNS}")
@@ -97,11 +97,10 @@ def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
 
 
 def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]) -> float | None:
-    """Return the tokens that the first run needed / the tokens that ``run`` needed for the same validation loss.
+    """Return the tokens that ``first`` needed / the tokens that ``run`` needed for the same validation loss.
 
-    The result is 2 if ``run`` needed half of the tokens. ``run`` and ``first`` are validation losses as (tokens,
-    loss), in the order of tokens. The compared loss is the higher one of the two final losses. Return None if one of
-    the two has fewer than two validations, or if the better one reached that loss at its first validation already.
+    2 means that ``run`` needed half of the tokens. The runs are lists of (tokens, validation loss). The compared loss
+    is the higher one of the two final losses. Return None if it is not known when a run reached this loss.
     """
     if min(len(run), len(first)) < 2:
         return None
@@ -115,7 +114,7 @@ def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]
 def _tokens_at(validation: Sequence[tuple[int, float]], loss: float) -> float | None:
     """Return the number of tokens at which a run first reached ``loss``, interpolated over the logarithm of tokens.
 
-    The run must have reached it. Return None if it did so at its first validation already.
+    Return None if this was at the first validation already.
     """
     (before, above), (after, below) = next(
         pair for pair in pairwise(validation) if min(pair[0][1], pair[1][1]) <= loss

@@ -28,8 +28,7 @@ COMMANDS = (
 def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
     """Return the loss at each lr, for each pair (rule, width).
 
-    At the base width, the losses are means over all seeds and do not depend on the rule. At larger widths, the losses
-    are those of the first seed.
+    The losses at the base width are means over seeds. At other widths, they are those of the first seed.
     """
     base = demo.models[0].width
     return {
@@ -67,9 +66,9 @@ def headline(demo: DemoDocument) -> Iterator[str]:
 
 
 def _path(first: float, last: float, lrs: list[float]) -> str:
-    """Return text about the change of the best lr, such as ``goes from 0.016 to 0.002 or less``.
+    """Return the change of the best lr, such as ``goes from 0.016 to 0.002 or less``.
 
-    "or less" or "or more" means that ``last`` is at an end of the grid, so the best lr may be outside the grid.
+    "or less" and "or more" mean that ``last`` is at an end of the grid.
     """
     beyond = " or less" if last == lrs[0] else " or more" if last == lrs[-1] else ""
     return f"stays at {first:g}" if first == last else f"goes from {first:g} to {last:g}{beyond}"
@@ -91,9 +90,9 @@ def loss_table(demo: DemoDocument) -> Table:
 
 
 def seed_table(demo: DemoDocument) -> Table:
-    """Return a table of losses at the best lr of the smallest model, with a column for each seed.
+    """Return the losses of the smallest and the largest model, with a column for each seed.
 
-    The rows are the smallest model, and the largest model with each of the two rules. The demo must have finished.
+    The lr is the best of the smallest model. The demo must have finished.
     """
     result, base = demo.result, demo.models[0].width
     assert result is not None, "the demo has ended"
@@ -136,7 +135,7 @@ def demo_plan(
 ) -> Iterator[str]:
     """Yield lines about what a demo will train, and how long each size of the demo takes on this machine.
 
-    ``most_seconds`` is the time limit by which leaven chose the size, or None if the user chose the size.
+    ``most_seconds`` is the time limit by which leaven chose the size; None if the user chose it.
     """
     base, *wider = (model.width for model in demo.models)
     copied, moved = RULES
@@ -199,10 +198,7 @@ def demo_page(demo: DemoDocument) -> str:
 
 
 def _losses(demo: DemoDocument, rule: str) -> Figure:
-    """Draw the loss over the lr for one rule, with a line for each width.
-
-    A diamond marks the lowest point of each line.
-    """
+    """Draw the loss over the lr for one rule, with a line for each width and a diamond at its lowest point."""
     drawn = curves(demo)
     lowest = min(min(curve.values()) for curve in drawn.values())
     start = best(drawn[rule, demo.models[0].width])

@@ -61,11 +61,9 @@ class RunView:
 
     @cached_property
     def gaps(self) -> str:
-        """The faults in the files of the run, as text: damaged lines, files that changed after the run finished, and
-        files of other runs.
+        """The faults in the files of the run, or "": damaged lines, changed files, and files of other runs.
 
-        The text is "" if there are no faults. The files are read only when this property is used, because a list of
-        runs does not show it.
+        The files are read on first use, because a list of runs does not need this.
         """
         found = []
         if self.damaged:
@@ -85,10 +83,7 @@ class StudyView(StudyDocument):
     folder: str = "."  # the study's folder, relative to the folder in which its commands run
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Return the values of hyperparameters by path.
-
-        ``octaves`` has the distance of each value from its starting value, also by path.
-        """
+        """Return the values of hyperparameters by path. ``octaves`` are their distances from the starting values."""
         of = self.centre
         return point.values(of, octaves) if isinstance(of, Recipe) else of.values(octaves)
 
@@ -98,18 +93,12 @@ class StudyView(StudyDocument):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the best loss in nats per token.
-
-        None if there is no best point yet, or if too few trials with fresh seeds have run to know the interval.
-        """
+        """The 95% interval of the best loss in nats per token; None until trials with fresh seeds show it."""
         return self.best.interval if self.best is not None and math.isfinite(self.best.interval[0]) else None
 
     @property
     def start_loss(self) -> float | None:
-        """The mean loss of the complete trials with the starting values, or None if no trial is complete.
-
-        If no complete trial has the starting values, this is the loss of the first complete trial.
-        """
+        """The mean loss of trials with the starting values. Without any, the loss of the first complete trial."""
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         losses = [trial.loss for trial in list(filter(at_start, done)) or done[:1] if trial.loss is not None]
         return sum(losses) / len(losses) if losses else None
@@ -133,8 +122,8 @@ def read_folder(folder: Path) -> FolderView:
     """Return the contents of a folder for display.
 
     Raises:
-        InputError: if the folder contains no run, study, check or demo, or no data yet, or if a file is damaged or
-            contradicts itself. The message names the file and says what to do.
+        InputError: if the folder contains no data of a run, study, check or demo, or a file is damaged or contradicts
+            itself.
     """
     if not folder.exists():
         store = "; give the folder of the study's results: studies/NAME, or the folder given to leaven tune --out"
@@ -157,7 +146,7 @@ def read_folder(folder: Path) -> FolderView:
 
 
 def read_run(folder: Path) -> RunView:
-    """Return the run in a folder. The run's title is the name of the recipe."""
+    """Return the run in a folder."""
     written = RunFolder(folder)
     recipe = written.recipe()
     metrics = written.read_metrics()
@@ -200,10 +189,7 @@ def read_run(folder: Path) -> RunView:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of metrics.jsonl or events.jsonl, with None in place of every value that cannot be displayed.
-
-    A value can be displayed if it is a number that charts can show, or the text of ``event`` or ``why``.
-    """
+    """Return a line of metrics.jsonl or events.jsonl, with None in place of every value that cannot be shown."""
 
     def plain(key: str, value: Any) -> Any:
         if isinstance(value, str) and key in {"event", "why"}:
@@ -222,7 +208,7 @@ def _elapsed(events: Sequence[dict[str, Any]]) -> float | None:
 
 
 def _drawable(number: float) -> bool:
-    """Return whether charts can show a number: it is finite and not huge, and it is 0 or not nearly 0."""
+    """Return whether charts can show a number."""
     if isinstance(number, int):
         return abs(number) < 2**63
     return number == 0 or 1 / LARGEST_NUMBER <= abs(number) <= LARGEST_NUMBER
@@ -264,7 +250,7 @@ def _faults_of_study(study: StudyDocument) -> Iterator[str]:
     drawn = {coordinate.path for coordinate in study.coordinates if coordinate.slice}
     for trial in study.trials:
         if trial.state not in STATES or trial.purpose not in PURPOSES:
-            yield f"trial {trial.number}: state {trial.state!r}, purpose {trial.purpose!r}"
+            yield f"trial {trial.number}: unknown state {trial.state!r} or purpose {trial.purpose!r}"
         if trial.state in UNDER_WAY and trial.loss is not None:
             yield f"trial {trial.number}: its state is {trial.state}, but it has a loss"
         if trial.octaves and (missing := drawn - trial.octaves.keys()):
@@ -356,7 +342,7 @@ def _document(path: Path, kind: type[Kind]) -> Kind:
 def _undrawable(value: Any, where: str) -> Iterator[str]:
     """Yield a message for each number inside ``value`` that charts cannot show.
 
-    ``where`` names the place of ``value`` in its file, for example ``"trials: 3: "``.
+    ``where`` is the place of ``value`` in its file, such as ``"trials: 3: "``.
     """
     if isinstance(value, dict | list | tuple):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):

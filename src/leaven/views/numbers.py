@@ -14,9 +14,9 @@ LEAST_GIB = 0.05  # smaller parts of memory are not shown
 
 
 def value(number: float | None, digits: int = 3) -> str:
-    """Return a hyperparameter as text with ``digits`` digits, for example ``0.004``, ``2.83e-4`` or ``1e-8``.
+    """Return a hyperparameter as text with ``digits`` digits, such as ``0.004``, ``2.83e-4`` or ``1e-8``.
 
-    Numbers from 0.9 to 1 and from 1,000 to 10,000 have one digit more. None gives a dash.
+    Numbers from 0.9 to 1 and from 1,000 to 10,000 have one digit more.
     """
     if number is None:
         return NONE
@@ -67,10 +67,7 @@ def loss(number: float | None) -> str:
 
 
 def fixed(number: float, digits: int, sign: str = "") -> str:
-    """Return a number as text with ``digits`` decimals.
-
-    With ``sign="+"``, a positive number has a plus sign. A number that rounds to 0 has no sign.
-    """
+    """Return a number with ``digits`` decimals. With ``sign="+"``, a positive number has a plus sign; 0 has none."""
     rounded = round(number, digits) + 0.0
     return f"{rounded:{sign if rounded else ''}.{digits}f}"
 

@@ -1,7 +1,5 @@
 """Prepare the table of every parameter's init std, lr and other values for display.
 
-Layers with equal values share a row. Each value has a reason, which explains how the value follows from the recipe.
-
 The base is the scale (width, depth, batch, tokens) for which the recipe's hyperparameters are written. The target is
 the scale of the recipe's own run. A scaling rule converts the hyperparameters from the base to the target.
 """
@@ -56,10 +54,7 @@ class LayerGroup:
 
 
 def by_label(rows: Iterable[AnyRow]) -> dict[str, list[AnyRow]]:
-    """Group the rows of the parameter table by the name of the parameter without its layer.
-
-    The row ``layers.3.attention.query.weight`` is in the group ``attention.query``.
-    """
+    """Group rows by parameter: ``layers.3.attention.query.weight`` is in ``attention.query``."""
     found: dict[str, list[AnyRow]] = {}
     for row in rows:
         found.setdefault(label(row.name).removesuffix(".weight"), []).append(row)
@@ -77,10 +72,7 @@ def groups(rows: Iterable[AnyRow]) -> list[LayerGroup]:
 
 
 def at_base(recipe: Recipe) -> Recipe | None:
-    """Return the recipe at its base scale, which is the scale for which its hyperparameters are written.
-
-    Return None if the recipe is already at its base scale, or if its model cannot be built at that scale.
-    """
+    """Return the recipe at its base scale, or None if it is already there or the model cannot be built there."""
     base = recipe.base
     own = (recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
     if own == (base.width, base.depth, base.batch_tokens, base.tokens):
@@ -101,12 +93,11 @@ def at_base(recipe: Recipe) -> Recipe | None:
 
 
 def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: str) -> str:
-    """Return how a tensor's value follows from its value at the base: a formula such as ``m_in^-1 = 0.25``, or words.
+    """Return how a value follows from its value at the base, such as ``m_in^-1 = 0.25``.
 
-    The formula gives the factor by which the scaling rule multiplies the value at the base. The symbols are ratios
-    target / base: m_in of the tensor's fan in, m_out of its fan out, m_H of the head dimension, m_L of the depth, m_B
-    of the batch size, m_D of the tokens, and m_match of the factor by which Muon multiplies the tensor's update.
-    ``quantity`` is one of ``HEADERS``.
+    The symbols are ratios target / base: m_in of the tensor's fan in, m_out of its fan out, m_H of the head
+    dimension, m_L of the depth, m_B of the batch size, m_D of the tokens, and m_match of the factor by which Muon
+    multiplies the tensor's update. ``quantity`` is one of ``HEADERS``.
     """
     init = recipe.hyperparameters.init
     if quantity == "init_std" and init != "rule" and row.init_std:

@@ -39,10 +39,7 @@ def _levels(capacity_gib: float, usable_gib: float) -> list[tuple[float, str, st
 
 
 def memory(stages: Sequence[Mapping[str, float]], capacity_gib: float, usable_gib: float) -> Figure:
-    """Draw a stacked bar for each pipeline rank, with the parts of its memory in GiB.
-
-    ``stages`` has the GiB of each part, for each rank. Without pipeline parallelism, there is one bar.
-    """
+    """Draw a stacked bar for each pipeline rank. ``stages`` has the GiB of each part of memory, for each rank."""
     p, totals = len(stages), [sum(parts.values()) for parts in stages]
     traces = [
         {
@@ -94,8 +91,8 @@ def drawn_ranks(p: int) -> list[int]:
 def passes(step: Timeline, slower: float, stages_per_rank: int) -> Figure:
     """Draw the forward and backward passes of each pipeline rank over the time of a step.
 
-    A rank waits where nothing is drawn. If a rank has several stages, later stages are paler. All planned times are
-    multiplied by ``slower``, a factor from the calibration with earlier runs.
+    Later stages of a rank are paler. All planned times are multiplied by ``slower``, from the calibration with
+    earlier runs.
     """
     ranks = drawn_ranks(len(step.ranks))
     unit, scale = ("ms", 1e3 * slower) if slower * step.end < 1 else ("s", slower)
@@ -148,10 +145,7 @@ _SYMBOLS = {"none": "circle", "selective": "diamond", "full": "square"}
 
 
 def drawn_layouts(candidates: Sequence[CandidateRow], chosen: CandidateRow) -> list[CandidateRow]:
-    """Return the layouts that the chart shows: at most ``DOTS``, and none that is much slower than the fastest.
-
-    ``candidates`` are all layouts, with the best first.
-    """
+    """Return the layouts that the chart shows. ``candidates`` are all layouts, with the best first."""
     slowest = _slowest(candidates, chosen)
     return [each for each in candidates if each.step_seconds <= slowest][:DOTS]
 
@@ -171,7 +165,7 @@ def layouts(
     """Draw a dot for each layout at its step time and memory.
 
     The colour shows tp, and the symbol shows recompute. A layout that leaven cannot train is a cross. A line joins
-    the layouts in ``front``: those that no other layout beats in both time and memory.
+    the Pareto front of time and memory, ``front``.
     """
     slowest = _slowest(shown, chosen)
     times, sizes = zip(*map(_place, [*shown, chosen]), strict=True)

@@ -34,9 +34,8 @@ def plan_page(
 ) -> str:
     """Return the HTML page of a plan.
 
-    The ``document`` has the numbers and tables of the page. ``plan`` has what the document lacks: all layouts that
-    fit, the passes of the pipeline, and the accelerator. ``command`` is the shell command of the plan. If ``form`` is
-    given, the page begins with the input form of the planner of ``leaven serve``.
+    ``plan`` has what the ``document`` lacks: all layouts that fit, the passes of the pipeline, and the accelerator.
+    ``command`` is the shell command of the plan. ``form`` is the input form of the planner of ``leaven serve``.
     """
     stages = [stage.parts for stage in document.stages]
     capacity = document.memory.capacity_gib
@@ -103,7 +102,7 @@ def _pipeline(how: Arrangement, job: Job, charts: dict[str, Figure | None]) -> M
 
 
 def _sources(accelerator: Accelerator) -> str:
-    """Return the sources of an accelerator's numbers as text. A source of several groups of numbers is named once."""
+    """Return the sources of an accelerator's numbers as text, each source once."""
     groups: dict[str, list[str]] = {}
     for of in accelerator.sources:
         groups.setdefault(f"{of.text} ({CONFIDENCE[of.confidence]})", []).append(of.group)

@@ -1,7 +1,6 @@
 """Describe what a search found, and the points that it tried, as text for the terminal and the page.
 
-A point is the set of hyperparameter values that a trial trains with. It is described by its largest changes from the
-starting values or from the best point.
+A point is the set of hyperparameter values that a trial trains with.
 """
 
 import math
@@ -21,26 +20,19 @@ UNMOVED = 0.005  # octaves (factors of 2); a smaller change would be printed as 
 
 
 def change(dimension: Dimension, to: float) -> str:
-    """Return the change of a hyperparameter from its starting value as text, for example ``2×`` or ``+0.05``.
-
-    For a choice, such as the optimizer, return the name of the chosen option.
-    """
+    """Return a hyperparameter's change from its starting value, such as ``2×`` or ``+0.05``, or a chosen option."""
     return numbers.ratio(2.0**to) if dimension.unit == "octave" else dimension.change(to)
 
 
 def counts(study: StudyDocument, states: Sequence[str] = EARLY_ENDS) -> dict[str, str]:
-    """Return how many trials are in each of ``states``, as text by state, for example {"diverged": "2 diverged"}.
-
-    States without trials are left out.
-    """
+    """Return how many trials are in each state that has trials, as text: {"diverged": "2 diverged"}."""
     return {state: f"{n} {state}" for state in states if (n := study.count(state))}
 
 
 def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:
-    """List how hyperparameters change from ``before`` to ``now``, for example ``embedding.lr x1.41, …``.
+    """List how hyperparameters change, such as ``embedding.lr x1.41, …``, in at most ``room`` characters.
 
-    The largest changes come first. Changes that do not fit into ``room`` characters are left out, and also changes of
-    at most ``UNMOVED``.
+    The largest changes come first.
     """
     moved = [(d, now[d.path], before.get(d.path, 0.0)) for d in dimensions if d.path in now]
     names = [
@@ -56,10 +48,9 @@ def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: M
 
 
 def summary(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
-    """Describe a trial in at most ``room`` characters, by the hyperparameters that it changes.
+    """Describe a trial in at most ``room`` characters, by its changes from the trial ``best`` or from the start.
 
-    The changes are from the trial ``best`` or, by default, from the starting values. If the trial repeats an earlier
-    trial with another seed, the text has the number of the earlier trial instead.
+    A repeat with another seed is described by the number of the repeated trial.
     """
     seed = f", seed +{trial.seed}" if trial.seed else ""
     if seed and at_start(trial):
@@ -77,19 +68,13 @@ def at_start(trial: StudyTrial) -> bool:
 
 
 def share(trial: StudyTrial, state: StudyDocument) -> str:
-    """Return a trial's tokens as a percentage of the longest complete trial's tokens, for example ``at 18%``.
-
-    Return "" if no trial is complete, or if the given trial trained on no tokens.
-    """
+    """Return a trial's tokens as a percentage of the longest complete trial's tokens, such as ``at 18%``, or ""."""
     whole = max((_reached(other) for other in state.trials if other.state == "complete"), default=0)
     return f"at {min(_reached(trial) / whole, 1.0):.0%}" if whole and _reached(trial) else ""
 
 
 def _reached(trial: StudyTrial) -> int:
-    """Return the number of tokens that a trial trained on.
-
-    If the command of the trial did not report it, return the tokens of the last point of the loss curve.
-    """
+    """Return the number of tokens that a trial trained on. A trial of a command may only have a loss curve."""
     return trial.tokens or (trial.curve[-1][0] if trial.curve else 0)
 
 
@@ -101,11 +86,7 @@ def workers(state: StudyDocument) -> dict[str, str]:
 
 
 def result(state: StudyDocument) -> list[str]:
-    """Return lines about the best hyperparameters that a study found.
-
-    The lines say the loss, how certain the loss is, the gain over the starting values, and whether the gain is above
-    the noise. The study must have best hyperparameters.
-    """
+    """Return lines about the best hyperparameters that a study found: loss, certainty and gain."""
     best, gain, noise = state.best, state.gain if state.moved else None, state.noise_floor
     assert best is not None
     against = "" if gain is None else f", {signed(-gain)} against the start"
@@ -132,9 +113,6 @@ def repeats(state: StudyDocument) -> str:
 
 def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
     """Return lines about what a study found besides the best hyperparameters.
-
-    For example, they say how many trials failed, whether fewer changes give an equally good loss, which
-    hyperparameters are at a limit of the search space, which do not matter, and what more trials would gain.
 
     ``budget`` is the number of trials that the search was allowed to run.
     """
@@ -165,10 +143,7 @@ def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
 
 
 def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[Fact]:
-    """Return lines about ``fewest``: the point with the fewest changes whose loss equals the best within the noise.
-
-    ``fewest`` gives the point as distances from the starting values, by path.
-    """
+    """Return lines about the point ``fewest``: the fewest changes that equal the best loss within the noise."""
     if fewest == state.octaves:
         return [("fewest", ["no trial with fewer changes is equal to the best within the noise"])]
     moved = {path: octaves for path, octaves in fewest.items() if octaves}
@@ -202,7 +177,7 @@ def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
 
 
 def _wider(dimension: Dimension, best: float) -> str:
-    """Return a text that says how to extend the search space, because the ``best`` value is at its limit."""
+    """Return how to extend the search space beyond the ``best`` value, which is at its limit."""
     if "." not in dimension.path:  # of a command file; a path in a recipe has a section
         return f"move this bound of {dimension.path} under [space]"
     low, high, step = dimension.low, dimension.high, 2 * dimension.scale

@@ -16,18 +16,17 @@ KINDS = HEADERS | {"lr": "lr", "residual": "residual"}  # displayed names of the
 def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -> Mapping[str, Any]:
     """Return the variables of the macros in ``recipe.html.j2``, by name.
 
-    If ``beside`` is given, the page shows the values of this second recipe next to those of ``recipe``. ``names`` are
-    the column titles of ``beside`` and of ``recipe``.
+    A second recipe ``beside`` is shown next to ``recipe``. ``names`` are the column titles of ``beside`` and of
+    ``recipe``.
     """
     table = parameter_table(recipe)
     mine = by_label(table.rows)
     others = by_label(parameter_table(beside).rows) if beside else {}
 
     def line(name: str, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
-        """Return a line of the parameter table, for the parameter ``name`` in all layers.
+        """Return a line of the parameter table. A cell is (range in ``beside``, range in ``recipe``, reason).
 
-        A cell is (range in ``beside``, range in ``recipe``, reason). A range goes from the smallest to the largest
-        value over the layers. The reason is that of the value in the first layer.
+        A range goes from the smallest to the largest value over the layers. The reason is that of the first layer.
         """
         first, base = rows[0], others.get(name, [])
         cells = [
@@ -55,10 +54,7 @@ def _range(rows: Sequence[ParameterRow], quantity: str) -> tuple[float, float] |
 
 
 def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[str, Any]:
-    """Return a table with a coloured band for each parameter: its lr in each layer, divided by ``lr``.
-
-    ``rows`` has the rows of each parameter, one for each layer. ``lr`` is the lr of the recipe.
-    """
+    """Return a table with a coloured band for each parameter: the lr in each layer / ``lr``, the recipe's lr."""
     factors = {name: [row.lr / lr for row in members] for name, members in rows.items()}
     reach = octaves_shown([factor for band in factors.values() for factor in band])
     bands = [
@@ -71,7 +67,7 @@ def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[s
 def _band(label: str, factors: Sequence[float], reach: int, text: str, state: str = "") -> Mapping[str, Any]:
     """Return a band with a colour for each layer, ``text`` beside it, and ``label`` in its tooltip.
 
-    ``state`` is "left" if the study did not search this multiplier, and "depth" for the depth multipliers.
+    ``state`` is "left" for a multiplier that the study did not search, and "depth" for depth multipliers.
     """
     layers = ", layer by layer" if len(set(factors)) > 1 else ""
     shown = ", ".join(map(numbers.ratio, factors if layers else factors[:1]))
@@ -84,19 +80,13 @@ def _band(label: str, factors: Sequence[float], reach: int, text: str, state: st
 
 
 def octaves_shown(factors: Sequence[float]) -> int:
-    """Return how far the colours distinguish factors, in octaves (factors of 2) above and below 1.
-
-    The farthest of ``factors`` decides. The result is at least 1.
-    """
+    """Return how far from 1 the colours distinguish factors, in octaves (factors of 2); at least 1."""
     farthest = max((abs(math.log2(factor)) for factor in factors if factor > 0), default=0.0)
     return max(math.ceil(farthest - 0.25), 1)
 
 
 def shade(factor: float, reach: int) -> str:
-    """Return the colour of a factor as CSS. Factors above 1 have another hue than factors below 1.
-
-    The colour gets stronger with the distance from 1, up to ``reach`` octaves (factors of 2).
-    """
+    """Return the colour of a factor as CSS. It gets stronger with the distance from 1, up to ``reach`` octaves."""
     if factor <= 0:
         return "var(--neutral)"
     octaves = math.log2(factor)
@@ -113,9 +103,9 @@ def chips(reach: int) -> list[tuple[str, float]]:
 
 
 def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
-    """Return the values of a recipe, grouped by their reason under ``[why]``. Values without one are under None.
+    """Return the values of a recipe by their reason under ``[why]``. Values without a reason are under None.
 
-    A value is a pair: the keys of its path, and the value as text. Multipliers of 1 are left out.
+    A value is (keys of its path, value as text). Multipliers of 1 are left out.
     """
     document = recipe.model_dump(exclude={"why", "name", "tuning"}, exclude_none=True)
     found: dict[str | None, list[tuple[list[str], str]]] = {}
@@ -130,10 +120,9 @@ def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
 
 
 def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
-    """Return the kinds of multipliers, such as ``lr``, that a page shows.
+    """Return the kinds of multipliers, such as ``lr``, that are searched or differ from 1 somewhere.
 
-    These are the kinds that are searched, and the kinds that are not 1 everywhere in the recipe. ``space`` has the
-    paths of the searched values.
+    ``space`` has the paths of the searched values.
     """
     values = recipe.hyperparameters
     per_module = ("hyperparameters.modules.", "hyperparameters.depth.")
@@ -161,7 +150,7 @@ def over_depth(recipe: Recipe, kind: str) -> list[float]:
 def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
     """Return, for each layer, the multiplier of a module times the depth multiplier, for a ``kind`` such as ``lr``.
 
-    For a module outside the layers, such as the embedding, return a list with only the module's multiplier.
+    A module outside the layers, such as the embedding, has one value.
     """
     own = getattr(recipe.hyperparameters.modules.get(module, Multipliers()), kind)
     inside = any(each.module == module and each.layer is not None for each in recipe.model.parameters())
@@ -169,13 +158,10 @@ def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
 
 
 def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return the table of the multipliers in a study's best recipe.
+    """Return the table of the multipliers in a study's best recipe, or None if there is nothing to show.
 
-    Return None if no multipliers were searched and all are 1. ``space`` has the paths of the searched values.
-
-    The table has a row for each module and a column for each kind of multiplier. A cell is a band with a colour for
-    each layer. The text beside the band is the module's multiplier, without the depth multiplier. ``ends`` has the
-    smallest and the largest multiplier of a module.
+    It has a row for each module and a column for each kind of multiplier. The text beside a cell's band leaves out
+    the depth multiplier. ``space`` has the paths of the searched values.
     """
     kinds = multiplier_kinds(recipe, space)
     if not kinds:

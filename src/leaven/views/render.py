@@ -1,7 +1,7 @@
 """Render HTML pages from Jinja2 templates.
 
-A page is one file with its styles, scripts, charts and plotly.js. A page that is rendered inside :func:`served` is
-for ``leaven serve``: it links to other pages, loads plotly.js from the server, and asks the server for changes.
+A page is one file with its styles, scripts, charts and plotly.js. Inside :func:`served`, pages are for ``leaven
+serve``: they link to other pages, and load plotly.js and changes from the server.
 """
 
 import base64
@@ -38,10 +38,7 @@ FILTERS = {
 
 @dataclass(frozen=True)
 class ServedPage:
-    """What ``leaven serve`` adds to a page: links to the other pages, and an ETag.
-
-    The browser sends the ETag back to ask whether the page has changed.
-    """
+    """What ``leaven serve`` adds to a page."""
 
     links: Mapping[str, str]  # addresses of the pages in the navigation, by name
     here: str  # the name of this page in ``links``, or ""
@@ -53,10 +50,7 @@ _SERVED: ContextVar[ServedPage | None] = ContextVar("served", default=None)
 
 @contextmanager
 def served(page: ServedPage) -> Iterator[None]:
-    """Inside this ``with`` block, :func:`render` makes pages for ``leaven serve``.
-
-    They have the links and the ETag of ``page``, and load plotly.js from the server.
-    """
+    """Inside this ``with`` block, :func:`render` makes pages for ``leaven serve``, with what ``page`` adds."""
     token = _SERVED.set(page)
     try:
         yield
@@ -68,7 +62,7 @@ def render(template: str, charts: Mapping[str, Figure | None], **context: Any) -
     """Return the HTML of a template in ``templates/``. Every text in ``context`` is escaped.
 
     ``charts`` has the charts by name; None stands for a chart that does not exist. A template shows the chart
-    ``loss`` with ``ui.chart("loss", ...)``, and tests with ``if charts.loss`` whether it exists.
+    ``loss`` with ``ui.chart("loss", ...)``.
 
     Raises:
         InputError: if plotly is missing.
@@ -98,7 +92,7 @@ def _environment() -> Environment:
 
 @cache
 def plotly_gzipped() -> bytes:
-    """Return plotly.js (nearly 5 MB), compressed with gzip. The bytes contain no time stamp.
+    """Return plotly.js (nearly 5 MB), compressed with gzip.
 
     Raises:
         InputError: if plotly is missing.

@@ -1,5 +1,4 @@
-"""Draw the loss, learning rate, batch size, gradient norm, noise scale and load of experts of runs over the tokens of
-training."""
+"""Draw the metrics of runs, such as loss and learning rate, over the tokens of training."""
 
 import math
 from collections.abc import Sequence
@@ -16,10 +15,7 @@ Coloured = Sequence[tuple[RunView, str]]  # runs with the colours of their lines
 
 
 def run_charts(*runs: RunView) -> dict[str, Figure | None]:
-    """Return a mapping from the name of each chart, such as ``loss``, to the chart with the lines of all runs.
-
-    A chart is None if no run recorded the quantity that the chart shows.
-    """
+    """Return charts with the lines of all runs, by name, such as ``loss``. A chart without data is None."""
     coloured = list(zip(runs, colours(len(runs)), strict=True))
     last = max(run.tokens for run in runs)
     log = charts.log_axis(min(run.steps[0]["tokens"] for run in runs), last, numbers.tick, most=8)
@@ -41,10 +37,7 @@ def colours(count: int) -> list[str]:
 
 
 def _loss(runs: Coloured, x: Figure) -> Figure:
-    """Draw the loss of every step (faint line), the smoothed loss (strong line) and the validation losses (dots).
-
-    Validation losses of averaged weights are open circles.
-    """
+    """Draw the loss of every step (faint line), the smoothed loss (strong line) and the validation losses (dots)."""
     faint, strong, dots = [], [], []
     for run, colour in runs:
         losses = _values(run, "loss")

@@ -1,7 +1,7 @@
 """Draw the charts of a study: trials in order, loss curves, slices through the best point, cost, and a timeline.
 
-A point is a set of hyperparameter values. The start is the point from which the search began, with the values of the
-recipe. The surrogate is a model that is fitted to the trials and predicts the loss of a point.
+A point is a set of hyperparameter values. The start is the point from which the search began. The surrogate is a
+model that is fitted to the trials and predicts the loss of a point.
 """
 
 import math
@@ -47,10 +47,7 @@ SAME = 1.02  # numbers of tokens that differ by at most this factor count as equ
 
 
 def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
-    """Group the trials by kind, such as ``diverged``, in the order of drawing.
-
-    Trials without a loss, such as running trials, are left out, except those that diverged or failed.
-    """
+    """Group the trials by kind, such as ``diverged``, in the order of drawing. Running trials are left out."""
     found: dict[str, list[StudyTrial]] = {name: [] for name in MARKS}
     for trial in study.trials:
         if trial.state in {"diverged", "failed"}:
@@ -92,9 +89,7 @@ def hover(trial: StudyTrial, study: StudyView) -> str:
 def search(study: StudyView) -> Figure:
     """Draw the losses of all trials in order, with a line through the lowest loss so far.
 
-    To the right of the trials is the loss of the best hyperparameters, with its interval. If trials with fresh seeds
-    have repeated these hyperparameters, this loss is the mean over those trials. A band around it shows the noise
-    between seeds.
+    To the right is the loss of the best hyperparameters, with its interval and a band of the noise between seeds.
     """
     low, top = window(study)
     first, last = study.trials[0].number, study.trials[-1].number
@@ -139,8 +134,8 @@ def search(study: StudyView) -> Figure:
 def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
     """Draw a chart for each of the most important hyperparameters: the predicted loss over its value.
 
-    All charts have the same y axis, in nats above the best point. The surrogate may predict a loss below the best
-    point, so the axis may go below 0.
+    All charts have the same y axis, in nats above the best point. It may go below 0, because the surrogate may
+    predict a lower loss.
     """
     losses = [p.loss for each in study.coordinates for p in each.slice]
     largest = max((abs(each.gain) for each in study.coordinates), default=0.0)
@@ -152,12 +147,10 @@ def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
 
 
 def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float) -> Figure:
-    """Draw the predicted loss over the change of one hyperparameter from its starting value.
+    """Draw the predicted loss over the change of one hyperparameter, in nats above the best hyperparameters.
 
-    The loss is in nats above that of the best hyperparameters. The line is the surrogate's prediction, with a band of
-    one standard deviation. In the grey region, the loss is flat within the noise. The red area is the probability of
-    divergence, which is 1 at the top. Crosses are trials that diverged, and ticks are complete trials. ``depth`` and
-    ``height`` are the lowest and the highest loss that is drawn.
+    The band is one standard deviation. In the grey region, the loss is flat within the noise. The red area is the
+    probability of divergence, which is 1 at the top. Crosses are trials that diverged, and ticks are complete trials.
     """
     dimension = study.dimension(coordinate.path)
     bottom, top = depth - 0.18 * (height - depth), height + 0.08 * (height - depth)
@@ -222,10 +215,7 @@ def known_curves(study: StudyView) -> Curves:
 
 
 def against_best(study: StudyView, known: Curves) -> Curves:
-    """Return how far the loss curve of each trial is above that of the best trial after the same number of tokens.
-
-    Return {} if the best trial is not known or has no loss curve.
-    """
+    """Return how far each trial's loss is above that of the best trial after the same number of tokens, by trial."""
     best = known.get(study.best.number) if study.best else None
     if best is None:
         return {}
@@ -270,8 +260,8 @@ def curves(study: StudyView, known: Curves, title: str) -> Figure:
 def front(study: StudyView) -> Figure | None:
     """Draw the final losses of trials over their tokens, and the Pareto front as a stepped line.
 
-    A trial that was evaluated after several durations has a dot for each duration. Return None if the front has fewer
-    than two trials, or if all its trials have about the same number of tokens.
+    A trial that was evaluated after several durations has a dot for each. Return None if all durations are about
+    equal.
     """
     tokens = [one.tokens for one in study.front]
     if len(tokens) < 2 or max(tokens) <= SAME * min(tokens):
@@ -300,10 +290,7 @@ def front(study: StudyView) -> Figure | None:
 
 
 def timeline(study: StudyView) -> Figure | None:
-    """Draw a row for each worker, with a bar from the start to the end of each trial.
-
-    Return None if no trial has a recorded time.
-    """
+    """Draw a row for each worker, with a bar for the time of each trial. Return None if no time was recorded."""
     names = points.workers(study)
     bars = [
         (name, trial, trial.ended - trial.seconds, trial.seconds)

@@ -61,7 +61,7 @@ def study_page(study: StudyView) -> str:
 def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str, Any]]:
     """Return the charts of a search, and the context of the macros in ``search.html.j2``.
 
-    The charts and the context are empty until a trial has completed.
+    Both are empty until a trial is complete.
     """
     if study.start_loss is None:
         return {}, {}
@@ -95,10 +95,9 @@ def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
 
 
 def changes(study: StudyView) -> Mapping[str, Any] | None:
-    """Return the table of the changed hyperparameters, with their starting values and their best values.
+    """Return the table of the changed hyperparameters: starting value, best value, and value with the fewest changes.
 
-    If a point with fewer changes is equal to the best within the noise, the table has a column for its values. Return
-    None if no best values are known, or if the best values are the starting values.
+    Return None if no better values than the starting values are known.
     """
     moved, fewer = (
         {path: to for path, to in (point or {}).items() if abs(to) > points.UNMOVED}
@@ -173,10 +172,7 @@ def tune_command(study: StudyView, recipe: str, folder: str) -> str:
 
 
 def _space(study: StudyView, recipe: Recipe) -> str:
-    """Return the argument of ``--space`` for the searched hyperparameters.
-
-    If a hyperparameter such as ``lr`` is searched in all modules, ``*`` replaces the names of the modules.
-    """
+    """Return the argument of ``--space``. ``*`` stands for all modules, if a hyperparameter is searched in all."""
     searched = set(study.space)
     names = dict[str, None]()
     for path in study.space:

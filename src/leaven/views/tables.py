@@ -1,7 +1,7 @@
 """Define tables for the terminal and for pages, and labelled lines for the terminal.
 
-In the terminal, each row of a table is one line. If the table is too wide, its least important columns are left out
-and its free text is shortened with an ellipsis. Names and numbers are never shortened.
+If a table is too wide for the terminal, columns are left out and free text is shortened. Names and numbers are never
+shortened.
 """
 
 import re
@@ -37,10 +37,9 @@ class Column:
 class Table:
     """A table whose rows are known before it is printed.
 
-    A table that is too wide for the terminal is made narrower in three steps, until it fits. First, optional columns
-    (``Column.drop``) are left out. Then, the gaps between columns are narrowed. Then, columns with the same number in
-    all rows are left out, and a line below the table has these numbers. Free text is shortened to the space that is
-    left.
+    A table that is too wide for the terminal becomes narrower in three steps. First, optional columns
+    (``Column.drop``) are left out. Then, the gaps between columns get narrower. Then, columns with the same number in
+    all rows move into a line below the table.
     """
 
     columns: Sequence[Column]
@@ -105,8 +104,8 @@ class Table:
 class RowByRow:
     """A table whose rows are printed one at a time, in columns of fixed width.
 
-    A column of free text gets the space that is left. Optional columns (``Column.drop``) that do not fit are left
-    out. ``widths`` maps the index of each column that is shown to its width.
+    Optional columns (``Column.drop``) that do not fit are left out. ``widths`` has the width of each shown column, by
+    index.
     """
 
     def __init__(self, columns: Sequence[Column], width: int) -> None:
@@ -134,10 +133,7 @@ class RowByRow:
 
 
 class Facts:
-    """Labelled lines, for example ``layout   dp 64 · tp 1 · pp 1``. A long line is wrapped between its parts.
-
-    ``indent`` is the width of the labels. By default, it is the longest label plus two spaces.
-    """
+    """Labelled lines, such as ``layout   dp 64 · tp 1 · pp 1``. ``indent`` is the width of the labels."""
 
     def __init__(self, facts: Sequence[Fact], indent: int = 0) -> None:
         self._facts = facts
@@ -154,10 +150,7 @@ class Facts:
 
 
 def joined(parts: Sequence[Cell], room: int) -> list[Text]:
-    """Join parts with `` · `` into lines of at most ``room`` characters.
-
-    A part that is longer than a line is wrapped between words.
-    """
+    """Join parts with `` · `` into lines of at most ``room`` characters. Longer parts are wrapped between words."""
     lines: list[Text] = []
     for part in parts:
         text = Text(part) if isinstance(part, str) else part
@@ -195,8 +188,7 @@ def cut(text: str, width: int) -> str:
 def at_point(cells: Sequence[Cell]) -> list[Cell]:
     """Pad numbers with spaces so that their decimal points are below one another.
 
-    A number without a decimal point is aligned as if it had one after its leading digits: after 16 in ``16*``, and
-    after 1 in ``1e-8``.
+    Without a point, digits end where the point would be: after 16 in ``16*``, and after 1 in ``1e-8``.
     """
     ends = [len(re.split("[.e*]", str(cell), maxsplit=1)[0]) for cell in cells]
     before = max(ends, default=0)

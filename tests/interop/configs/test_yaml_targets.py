@@ -207,7 +207,7 @@ def test_deepspeed_gets_adam_mode_and_warmup_type(tiny: Recipe) -> None:
 @pytest.mark.parametrize(
     ("name", "late"),
     [
-        ("litgpt", "litgpt's schedule is late by one of 8 micro-batches"),
+        ("litgpt", "litgpt's schedule is one micro-batch late (a step has 8)"),
         ("deepspeed", "DeepSpeed's warm-up is two steps late, and its decay one step"),
         ("torchtitan", "torchtitan's decay is one step late"),
         ("nanotron", "nanotron's schedule is one step late"),

@@ -1,12 +1,8 @@
-"""Compares a recipe's parameter table with the settings that another trainer would use.
+"""Compares a recipe's parameter table with the settings that another trainer (an export target) would use.
 
-A target is a trainer to which recipes are exported. The comparison finds what an export does not preserve: settings
-of parameters (:class:`ParameterSettings`) that would have another value in the target than in the recipe.
-
-Equivalent settings do not count as different. A matrix W whose output is multiplied by c trains like the matrix c W
-without a multiplier, if c W has c times the lr of W, and its eps and decay are those of W divided by c. (For
-``adam``, where decay is part of the gradient, the decay is divided by c^2.) So multipliers are folded into the
-matrices on both sides before the comparison.
+The differences are what an export does not preserve. Multipliers are folded into matrices on both sides first: a
+matrix W whose output is multiplied by c trains like the matrix c W without a multiplier, if lr is multiplied by c,
+and eps and decay are divided by c. (With ``adam``, where decay is part of the gradient, decay is divided by c^2.)
 """
 
 import json
@@ -44,11 +40,10 @@ class ParameterSettings:
     multiplier: float = 1.0  # constant factor on the output of the matrix
 
     def folded(self, factor: float, decoupled: bool) -> "ParameterSettings":
-        """Return the settings with which a parameter trains the same after a multiplier is folded into it.
+        """If p has these settings and the multiplier ``factor``, return those with which ``factor`` x p trains the
+        same.
 
-        Before, the output of the parameter p is multiplied by ``factor``. After, the parameter is ``factor`` x p, and
-        its output is not multiplied. ``decoupled`` is true for the decoupled weight decay of AdamW, and false if
-        decay is part of the gradient.
+        ``decoupled`` is true for the weight decay of AdamW, and false if decay is part of the gradient.
         """
         return replace(
             self,
@@ -83,7 +78,7 @@ class ResolvedRecipe:
     def plain(self) -> dict[str, ParameterSettings]:
         """The settings of an equivalent model without multipliers, by name of the parameter.
 
-        The model trains like the recipe's model, except that gradient clipping acts differently.
+        The equivalent model trains in the same way, except for gradient clipping.
         """
         return {
             name: replace(settings.folded(self.folding.get(name, 1.0), self.decoupled), multiplier=1.0)
@@ -114,8 +109,7 @@ class ResolvedRecipe:
     def micro_batch(self) -> int:
         """The number of sequences in one forward pass of a data-parallel rank.
 
-        It is the largest number, up to the recipe's micro-batch, that divides the sequences of a rank in every step.
-        The batch size may change in the run. If the recipe's micro-batch is ``auto``, the number is 1.
+        It divides the sequences of a rank in every step, and is at most the recipe's micro-batch (1 for ``auto``).
 
         Raises:
             InputError: if a batch does not divide over the data-parallel ranks.
@@ -149,15 +143,13 @@ def compare(
 ) -> tuple[list[LossRow], int]:
     """Return (rows, number of differences): what an export does not preserve.
 
-    A row has a setting, such as the lr, its value in the recipe and its value in the target. Modules with the same
-    two values share a row, but each of these modules counts as a difference.
+    A row has the modules with the same two values of a setting. Each of these modules counts as a difference.
 
     Args:
-        given: the target's settings by leaven's name of the parameter. Only parameters in ``given`` are compared.
-        attention_scale: the target's factor on query . key; None if that factor is folded into the weights.
+        given: the target's settings by leaven's name of the parameter. Only these parameters are compared.
+        attention_scale: the target's factor on query . key; None if it is folded into the weights.
         reasons: by setting, why the target cannot have the recipe's value; "*" stands for all other settings.
-        plain: whether the target's model has no multipliers. It is then compared with ``run.plain``, an equivalent of
-            the recipe's model that also has no multipliers.
+        plain: whether the target's model has no multipliers.
     """
     ours = run.plain if plain else run.rows
     found: dict[tuple[str, str, str], list[str]] = {}
@@ -194,9 +186,9 @@ def compare(
 
 
 def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str, str]:
-    """Return the two lists of numbers as texts, such as "0.01 .. 0.02" (lowest and highest) or "0.01".
+    """Return two lists of numbers as texts, such as "0.01" or "0.01 .. 0.02" (lowest and highest).
 
-    Numbers have four digits, or more if the two texts would otherwise be equal.
+    Numbers have four digits, or more if the two texts would be equal.
     """
 
     def text(values: Sequence[float], digits: int) -> str:
@@ -215,10 +207,8 @@ def as_written(value: Any) -> Any:
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[LossRow]]:
     """Return a model shape that a target supports, and a row for each value that had to be replaced.
 
-    ``holds`` maps a key of ``[model]`` to the list of values that the target supports. If the value in ``shape`` is
-    not in the list, the first value of the list replaces it. The list ``["any"]`` allows every value. In the list of
-    ``d_attention``, "d_model" stands for None. A key of :meth:`ModelShape.added_defaults` that is not in ``holds``
-    gets its default. If ``holds`` is empty, the target does not describe models, and nothing is replaced.
+    ``holds`` maps keys of ``[model]`` to the values that the target supports. The first of them replaces other
+    values. ``["any"]`` supports every value; "d_model" stands for None. An empty ``holds`` supports every shape.
 
     Raises:
         InputError: if the target supports only heads of size d_model / n_heads, which is not a whole number.

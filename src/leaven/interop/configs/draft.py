@@ -1,8 +1,7 @@
 """Builds a recipe from the configuration of another trainer.
 
-:class:`Settings` contains the keys or flags of that configuration, with the trainer's defaults. :class:`Draft`
-collects the values of the recipe with their reasons, and estimates the required values that the configuration does
-not contain.
+:class:`Settings` has the settings of that configuration, with the trainer's defaults. :class:`Draft` collects the
+values of the recipe with their reasons, and estimates required values that are missing.
 """
 
 import math
@@ -68,12 +67,11 @@ class Draft:
     def set_parameters(
         self, settings: Mapping[str, ParameterSettings], shape: ModelShape, init_why: str, why: str
     ) -> None:
-        """Set the hyperparameters and the multipliers of modules from the settings of each parameter of ``shape``.
+        """Set the hyperparameters and the multipliers of modules from the settings of each parameter.
 
-        Each hyperparameter gets the value that most matrices in the blocks have. A module with another value gets a
-        multiplier. If the value of a module differs between blocks, the value of the first block is used, and a line
-        in ``unread`` says so. If all initial stds are those of a named init, this init is set and no ``init_std``.
-        ``init_why`` is the reason for the initial values, ``why`` for the optimizer settings.
+        A hyperparameter gets the value that most matrices in the blocks have. Modules with another value get a
+        multiplier. If a module's value differs between blocks, the first block gives the value, and ``unread`` says
+        so. ``init_why`` is the reason for the initial values, ``why`` for the optimizer settings.
         """
         parameters = list(shape.parameters())
         matrices = [each for each in parameters if each.role.is_matrix]
@@ -115,7 +113,7 @@ class Draft:
                     self.set(f"hyperparameters.modules.{module}.{quantity}", float(f"{share:.12g}"), reason)
 
     def shape(self) -> ModelShape:
-        """Return the model shape, built from the values whose paths begin with ``model``.
+        """Return the model shape of the values under ``model``.
 
         Raises:
             InputError: if the values are not a valid shape.
@@ -156,7 +154,7 @@ class Draft:
         """Return the recipe with the values set so far.
 
         Raises:
-            InputError: if the values set so far are not a valid recipe.
+            InputError: if it is not a valid recipe.
         """
         document: dict[str, Any] = {"name": name, "why": self.why}
         for path, value in self.values.items():
@@ -175,8 +173,7 @@ class Settings:
     - ``default``: the trainer's default; a count or number without a default must be given;
     - ``path``: the recipe key with the same meaning as the setting;
     - ``values``: the recipe's value for each possible word, or the recipe's two values for off and on;
-    - ``optional``: what happens to ``path`` if the setting is not given. If ``optional`` is true, it stays unset. If
-      false, it gets the trainer's default.
+    - ``optional``: if true, ``path`` stays unset when the setting is not given.
     """
 
     origin: str  # the imported file, for messages
@@ -195,7 +192,7 @@ class Settings:
         """Return the value of a setting, or its default.
 
         Raises:
-            InputError: if there is no value and no default, or the value has the wrong type or is too small.
+            InputError: if there is neither, or the value has the wrong type or is too small.
         """
         kind, default = self.table[name]["kind"], self.table[name].get("default")
         value, label = self.given.get(name, default), self.label(name)
@@ -227,13 +224,10 @@ class Settings:
         return f"{self.origin}: {self.prefix}{name}"
 
     def choice(self, name: str, known: Mapping[str, str] | Sequence[bool]) -> Any:
-        """Return the recipe's value that corresponds to the value of a setting.
-
-        ``known`` maps the setting's values to the recipe's. For a switch, ``known`` is a pair: the recipe's value if
-        the switch is off, and the recipe's value if the switch is on.
+        """Return the recipe's value for the value of a setting. ``known`` of a switch has the values for off and on.
 
         Raises:
-            InputError: if the setting has a value that is not in ``known``.
+            InputError: if ``known`` does not have the value of the setting.
         """
         if not isinstance(known, Mapping):
             return known[self[name]]
@@ -250,7 +244,7 @@ class Settings:
         return " and ".join(there) + self.suffix if there else self.default.format(names[0])
 
     def copy_to(self, draft: Draft) -> None:
-        """Copy each setting that has a ``path`` to this path of ``draft``, unless the draft has a value there."""
+        """Copy the settings that have a ``path`` to ``draft``. Values that the draft already has do not change."""
         for name, row in self.table.items():
             path = row.get("path")
             if path and path not in draft.values and not (row.get("optional") and name not in self):
@@ -262,7 +256,7 @@ def as_number(value: Any, label: str) -> float:
     """Convert a value to a number.
 
     Raises:
-        InputError: if the value is not a finite number; the message begins with ``label``.
+        InputError: if it is not a finite number; the message begins with ``label``.
     """
     try:
         number = math.nan if isinstance(value, bool) else float(value)
@@ -274,7 +268,7 @@ def as_number(value: Any, label: str) -> float:
 
 
 def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
-    """Return the batch in tokens that the Step Law gives, rounded to whole sequences, and the reason."""
+    """Return the batch in tokens that the Step Law gives, in whole sequences, and the reason."""
     laws = main_laws(shape, tokens)
     step_law = next(law for law in laws if law.law == "Step Law 2025")
     assert step_law.batch_tokens is not None
@@ -299,11 +293,7 @@ def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 
 def _of_nearest(key: str, shape: ModelShape, tokens: int) -> tuple[float, str]:
-    """Return the value ``key`` of the published run that is nearest in size, and a text that names this run.
-
-    Runs that do not publish ``key`` are left out. For a mixture of experts, the size is the number of parameters that
-    a token uses. Then published mixtures of experts within a factor of 4 of this size are taken before dense runs.
-    """
+    """Return the value ``key`` of the published run that is nearest in size, and a text that names this run."""
     experts = bool(shape.experts)
     counted = ", counted by the parameters that a token uses" if experts else ""
     for run, _ in nearest(shape.params_active, tokens, kind="moe" if experts else "dense", used=experts):

@@ -1,12 +1,11 @@
-"""Exports recipes as configurations of other trainers.
+"""Exports recipes as configurations of other trainers (targets).
 
-A target is a trainer to which recipes are exported. The file ``targets/NAME.toml`` lists the model shapes that a
-target supports, the target's names for schedules, and the Jinja templates of the exported files.
+The file ``targets/NAME.toml`` lists the model shapes that a target supports, the target's names for schedules, and
+the Jinja templates of the exported files.
 
-``Export.losses`` lists what an export does not preserve: the values of the recipe that the target cannot represent.
-Some of them are written in the target's file or in ``targets/common.toml``. The others are found by comparing the
-recipe's model shape with the supported shapes, and the recipe's parameter table with the settings that the target
-would give each parameter (:mod:`.per_parameter`).
+``Export.losses`` lists what an export does not preserve. Some losses are written in ``targets/*.toml``. The others
+are found by comparing the recipe with the target's model shapes, and with the settings that the target would give
+each parameter (:mod:`.per_parameter`).
 """
 
 import json
@@ -87,7 +86,7 @@ def default_path(name: str, recipe_name: str) -> str:
 
 
 def export(name: str, recipe: Recipe) -> Export:
-    """Return the files for the target ``name``, and the values of the recipe that the target cannot represent.
+    """Return the files for a target, and the values of the recipe that the target cannot represent.
 
     Raises:
         InputError: if there is no such target, or it cannot have the recipe's layout, batch or model.
@@ -194,11 +193,7 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
 
 
 def _texts(rows: Iterable[Mapping[str, str]], known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rows whose condition ``when`` is true, with their templates and expressions evaluated.
-
-    ``rows`` are tables ``[[lost]]`` or ``[[notes]]`` of ``targets/*.toml``. ``known`` are the variables that their
-    templates and expressions can use.
-    """
+    """Yield the rows of ``[[lost]]`` or ``[[notes]]`` whose condition ``when`` is true, with evaluated templates."""
 
     def evaluated(expression: str) -> Any:
         return environment("").compile_expression(expression)(**known)
@@ -217,7 +212,7 @@ def _texts(rows: Iterable[Mapping[str, str]], known: Mapping[str, Any]) -> Itera
 
 @cache
 def environment(kind: str) -> Environment:
-    """Return a Jinja environment for a file suffix. It prints expressions as literals of that file format."""
+    """Return a Jinja environment that prints expressions as literals of a file format, such as ".yaml"."""
     scalars = {".json": _json, ".yaml": _yaml, ".py": _literal(str), ".sh": _literal(shlex.quote)}
     scalar: Callable[[Any], str] = scalars.get(kind, str)
     made = Environment(
@@ -234,7 +229,7 @@ def environment(kind: str) -> Environment:
 
 
 def _digits(value: Any) -> Any:
-    """Round floats to twelve digits, at any depth, so that 2.9999999999999997e-05 is written as 3e-05."""
+    """Round floats to twelve digits, at any depth: 2.9999999999999997e-05 becomes 3e-05."""
     if isinstance(value, float):
         return float(f"{value:.12g}")
     if isinstance(value, Mapping):

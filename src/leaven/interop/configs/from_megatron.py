@@ -1,8 +1,8 @@
 """Imports a recipe from a list of Megatron-LM arguments.
 
-``targets/megatron_flags.toml`` contains the flags, their defaults and the corresponding keys of a recipe. Megatron
-uses the same lr, decay and initial std for all matrices, except for embedding, unembedding and the last matrices of
-branches. The imported recipe has multipliers for these modules. Its scaling rule is ``standard``.
+``targets/megatron_flags.toml`` contains the flags, their defaults and the corresponding keys of a recipe. The
+imported recipe has the scaling rule ``standard``, and multipliers for modules to which Megatron gives another lr or
+initial std.
 """
 
 import math
@@ -155,7 +155,7 @@ def _window(given: Settings, draft: Draft) -> None:
     sides = re.fullmatch(r"\(?(-1|\d{1,9}),0\)?", written.replace(" ", ""))
     if not sides:
         raise InputError(
-            f"{given.origin}: --window-size {written}: leaven reads LEFT,0: LEFT tokens and the token itself"
+            f"{given.origin}: --window-size {written}: leaven reads LEFT,0; LEFT is the number of earlier tokens"
         )
     skip, layers = given["window-attn-skip-freq"], given["num-layers"]
     number, pattern = re.fullmatch(r"[1-9]\d{0,5}", skip), _pattern(skip, layers)
@@ -164,7 +164,7 @@ def _window(given: Settings, draft: Draft) -> None:
     if skip and not number and pattern != with_window:
         raise InputError(
             f"{given.origin}: --window-attn-skip-freq {skip}: leaven supports only windows in all layers but every "
-            f"N-th, written as N, or as a pattern of {layers} layers"
+            f"N-th; write it as the number N, or as a pattern of {layers} layers"
         )
     if sides[1] != "-1" and every != 1:  # otherwise no layer has a window
         draft.set("model.window", int(sides[1]) + 1, given.why("window-size"))
@@ -172,10 +172,7 @@ def _window(given: Settings, draft: Draft) -> None:
 
 
 def _pattern(word: str, layers: int) -> str:
-    """Convert a text such as ``([0]*1+[1]*2)*2``, with an entry for each layer, to digits: "011011".
-
-    Return "" if the text has another form, or not exactly ``layers`` entries.
-    """
+    """Convert a text such as ``([0]*1+[1]*2)*2`` to one digit per layer: "011011". "" means another form."""
     term = r"\[[01](?:,[01])*\](?:\*\d{1,6})?"
     found = re.fullmatch(rf"\(?({term}(?:\+{term})*)\)?(?:\*(\d{{1,6}}))?", re.sub(r"\s", "", word))
     if not found:
@@ -238,11 +235,7 @@ def _experts(given: Settings, draft: Draft) -> None:
 
 
 def _dense_layers(given: Settings) -> int:
-    """Return the number of layers without experts.
-
-    Raises:
-        InputError: if a layer without experts comes after a layer with experts, or --moe-layer-freq has another form.
-    """
+    """Return the number of layers without experts. They must come before all layers with experts."""
     layers = given["num-layers"]
     if given["moe-layer-freq"].strip() == "1":
         return 0
@@ -256,11 +249,7 @@ def _dense_layers(given: Settings) -> int:
 
 
 def _modules(given: Settings, draft: Draft, shape: ModelShape) -> None:
-    """Set the multipliers of modules in the draft.
-
-    The last matrices of branches get a multiplier of the init std. With --embedding-init-method-std, embeddings get
-    a multiplier of the init std, too. With --decoupled-lr, embedding and unembedding get a multiplier of the lr.
-    """
+    """Set the multipliers of modules in the draft."""
 
     def multiply(quantity: str, modules: Sequence[str], value: float, why: str) -> None:
         for module in modules:
@@ -352,10 +341,7 @@ def _schedule(given: Settings, length: int, draft: Draft) -> None:
 
 
 def _layout(given: Settings, draft: Draft, ranks: int | None) -> None:
-    """Set the keys of the layout that follow from several flags or from ``ranks``.
-
-    :meth:`Settings.copy_to` has already set the degrees tp, pp, cp and ep.
-    """
+    """Set the keys of the layout other than the degrees tp, pp, cp and ep, which the draft already has."""
     if "use-megatron-fsdp" in given:
         zero = SHARDING.get(given["data-parallel-sharding-strategy"], 0)
         draft.set("layout.zero", zero, given.why("data-parallel-sharding-strategy"))
@@ -396,16 +382,14 @@ MOST_EXPANDED = 2**20  # characters that all variables of a script may insert
 
 
 def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
-    """Return the flags in a shell script or a list of flags, each with the words that follow it.
+    """Return the flags in a shell script or a list of flags, each with the words after its last occurrence.
 
-    If the script has a flag several times, the words are those after its last occurrence. The parser supports
-    comments, backslashes, quotes, arrays (``ARGS=( ... )``) and variables that the script itself sets. It does not
-    run commands. So a word that needs the output of a command, or a variable that the script does not set, still
-    contains a $ in the result.
+    The parser understands comments, backslashes, quotes, arrays (``ARGS=( ... )``) and variables that the script
+    sets. It does not run commands. A word that needs the output of a command, or a variable that is not set, keeps
+    its $.
 
     Raises:
-        InputError: if a quote is not closed, there is no flag, the script is too long, or its variables insert too
-            many characters.
+        InputError: if a quote is not closed, there is no flag, or the script or its expanded variables are too long.
     """
     if len(text) > LONGEST:
         raise InputError(
@@ -471,11 +455,7 @@ class _Variables:
         self._expanded = 0  # characters that variables have inserted so far
 
     def expand(self, word: str) -> str:
-        """Return a word with the values of the known variables in it.
-
-        Raises:
-            InputError: if the variables of the script insert too many characters.
-        """
+        """Return a word with the values of the known variables in it."""
         for _ in range(8):  # the value of a variable may contain another variable
             expanded = _VARIABLE.sub(self._value, word)
             if expanded == word:

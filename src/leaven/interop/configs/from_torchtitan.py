@@ -1,8 +1,7 @@
 """Imports a recipe from a configuration of torchtitan.
 
-There are two kinds of files. The TOML file of torchtitan up to 0.2.2 names a model by its flavor; all parameters have
-the same optimizer settings, and the initial values are those of the init ``depth-scaled``. The JSON file that 0.3.0
-and later save with ``--debug.save_config_file`` describes every module and every parameter group.
+There are two kinds of files. The TOML file of torchtitan up to 0.2.2 names a model by its flavor. The JSON file that
+0.3.0 and later save with ``--debug.save_config_file`` describes every module and every parameter group.
 ``targets/torchtitan_keys.toml`` contains the keys of both, their defaults and the corresponding keys of a recipe.
 """
 
@@ -269,11 +268,7 @@ def _batch(given: Settings, draft: Draft, seq_len: int, ranks: int | None) -> No
 
 
 def _schedule(given: Settings, draft: Draft) -> None:
-    """Set the warm-up and the decay.
-
-    A decay that begins later than the end of the warm-up becomes ``wsd``, and so does a decay of the form "sqrt".
-    Without a decay, the lr is constant.
-    """
+    """Set the warm-up and the decay. A decay that does not follow the warm-up at once becomes ``wsd``."""
     steps, batch = given["training.steps"], draft.values["batch.tokens"]
     warmup = min(given["lr_scheduler.warmup_steps"], steps)
     draft.set("schedule.warmup_tokens", warmup * batch, given.why("lr_scheduler.warmup_steps"))

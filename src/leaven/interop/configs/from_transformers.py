@@ -1,11 +1,10 @@
 """Imports a recipe from a config.json of transformers and the training_args.json in the same folder.
 
-A checkpoint of the Trainer has no training_args.json. There, trainer_state.json has the steps, the batch of a process
-and the logged learning rates. training_args.bin is not read: it is a pickle, and reading a pickle runs its code.
+A checkpoint of the Trainer has trainer_state.json in place of training_args.json. training_args.bin is not read: it
+is a pickle, and reading a pickle runs its code.
 
 ``targets/transformers_arguments.toml`` contains the fields of TrainingArguments, their defaults and the corresponding
-keys of a recipe. The optimizer of transformers applies weight decay to matrices but not to gains and biases, as
-leaven does by default.
+keys of a recipe.
 """
 
 import math
@@ -24,8 +23,8 @@ TABLE = tomllib.loads((Path(__file__).parent / "targets/transformers_arguments.t
 def read(path: Path, name: str, ranks: int | None = None) -> Imported:
     """Return the recipe of a folder that contains config.json and usually training_args.json.
 
-    ``path`` is the folder or one of these files. ``ranks`` is the number of processes of the run; it is not needed
-    for a folder that leaven exported.
+    ``path`` is the folder or one of these files. ``ranks`` is the number of processes of the run; a folder that
+    leaven exported states it.
 
     Raises:
         InputError: if a file cannot be read, or a recipe cannot represent a value.

@@ -132,8 +132,7 @@ def _settings(values: dict[str, Any]) -> tuple[float, float, tuple[float, float]
 
 @torch.no_grad()
 def _draw(parameter: Tensor, seed: str, values: dict[str, Any]) -> None:
-    """Fill a parameter, or this rank's part of it, from a normal distribution. Each part of a fused matrix, such as
-    query, key and value, has its own std."""
+    """Draw a parameter, or this rank's part of it. Each part of a fused matrix has its own std."""
     if getattr(parameter, "tensor_model_parallel", False):
         from megatron.core import parallel_state
 

@@ -1,5 +1,4 @@
-"""Computes the optimizer settings and initial values that each export target (Megatron, ...) would give every
-parameter.
+"""Computes the settings that each export target (Megatron, ...) would give every parameter.
 
 The sources are in the table of each target, ``targets/NAME.toml``.
 """
@@ -29,10 +28,10 @@ Candidates = Callable[[ResolvedRecipe, ModelShape, Architecture | None], Iterato
 
 
 def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield one or two candidates for Megatron.
+    """Yield candidates for Megatron: with --lr and --decoupled-lr, then with --use-mup.
 
-    The first uses --lr, and --decoupled-lr for embedding and unembedding. The second uses --use-mup, which implements
-    Table 8 of Yang et al. 2022. There is no second candidate if the model is not wider than its base or has experts.
+    --use-mup implements Table 8 of Yang et al. 2022. It is left out if the model is not wider than its base or has
+    experts.
     """
     recipe, hidden, rows = run.recipe, run.hidden, run.rows
     d_head = recipe.model.d_head
@@ -111,12 +110,11 @@ def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
 def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for Megatron with leaven_table.py, which sets the values of each parameter.
 
-    The model has no multipliers. Query, key and value are one matrix, and so are gate and input of a gated MLP. Each
-    part of such a matrix has its own initial std. All other settings are those of the first part, such as the query.
+    The model has no multipliers. Each part of a fused matrix, such as the query, has its own initial std. All other
+    settings are those of the first part.
 
     Raises:
-        InputError: if the layout shards parameters, because the module sets whole parameters, or if the model has
-            experts.
+        InputError: if the layout shards parameters, or the model has experts.
     """
     if run.recipe.layout.zero > 1:
         raise InputError(
@@ -142,8 +140,8 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield two candidates for nanotron, which has one lr, one pair of betas and one eps for all parameters.
 
-    In the first candidate (``NUM_LAYERS``), the initial std of the last matrices of branches is the initial std of
-    the other matrices divided by sqrt(2 n_layers). In the second (``NONE``), all matrices have the same initial std.
+    With ``NUM_LAYERS``, the last matrices of branches have the initial std of other matrices / sqrt(2 n_layers). With
+    ``NONE``, they have the same.
     """
     recipe, base = run.recipe, replace(run.hidden, multiplier=1.0)
     vector = base if recipe.hyperparameters.decay_norm_and_bias else replace(base, weight_decay=0.0)
@@ -155,9 +153,8 @@ def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for litgpt.
 
-    All parameters, including gains, have the same lr and weight decay. litgpt's code computes the initial stds from
-    width and depth. litgpt's setting for 1 / attention scale^2 must be a whole number, so the recipe's value is
-    rounded.
+    All parameters, including gains, have the same lr and weight decay. litgpt's code computes the initial stds.
+    litgpt's setting for 1 / attention scale^2 must be a whole number.
     """
     base, width = replace(run.hidden, multiplier=1.0), run.recipe.model.d_model
     matrix = replace(base, init_std=math.sqrt(2 / 5 / width))
@@ -170,11 +167,7 @@ def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> It
 def _alike(
     run: ResolvedRecipe, matrix: ParameterSettings, end: ParameterSettings, vector: ParameterSettings
 ) -> dict[str, ParameterSettings]:
-    """Return the settings of all parameters, by name.
-
-    The last matrices of branches have the settings ``end``, and other matrices have ``matrix``. Gains and biases have
-    ``vector``, but with the initial values of the recipe.
-    """
+    """Return settings by name: ``end`` (last matrix of a branch), ``matrix``, or ``vector`` (gain or bias)."""
     return {
         row.name: replace(vector, init_mean=row.init_mean, init_std=0.0)
         if not row.role.is_matrix
@@ -184,10 +177,7 @@ def _alike(
 
 
 def deepspeed(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for DeepSpeed, which has no settings for single parameters.
-
-    The user's program defines the model, its initial values and its parameter groups.
-    """
+    """Yield the only candidate for DeepSpeed, which has no settings for single parameters."""
     yield Candidate({}, None, {"client_groups": len(optimizer_groups(run.table.rows))})
 
 
@@ -215,8 +205,7 @@ TORCHTITAN_SHARED_START = {"attention.key": "attention.value", "norm.key": "norm
 def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for torchtitan: the recipe's settings, for an equivalent model without multipliers.
 
-    torchtitan initialises key matrices like value matrices, and the gains of key norms like the gains of query norms.
-    So the recipe's initial values of key matrices and key norms are not used.
+    torchtitan initialises key matrices like value matrices, and gains of key norms like gains of query norms.
     """
     given: dict[str, ParameterSettings] = {}
     starts: dict[str, list[float]] = {}
@@ -249,14 +238,10 @@ def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -
 def _by_pattern(
     groups: Mapping[tuple[float, ...], Sequence[str]], n_layers: int, blocks: str, end: str = ""
 ) -> list[tuple[str, tuple[float, ...]]]:
-    """Return a list of (regular expression, values), one for each group.
+    """Return (regular expression, values) for each group. The first expression that matches a name gives its values.
 
-    A parameter gets the values of the first expression that matches its name. The last expression matches all names,
-    and has the values of the largest group.
-
-    ``groups`` maps the values of a group to the names of its parameters. In the target, all these names have the same
-    ending, such as ".weight". In ``groups`` this ending is missing, and ``end`` is a regular expression for it.
-    ``blocks`` is the path of the list of blocks.
+    ``groups`` maps values to names. ``blocks`` is the path of the list of blocks. ``end`` is a regular expression for
+    an ending that the names lack, such as ".weight". The last expression matches all names.
     """
     most = max(groups, key=lambda values: len(groups[values]))
     patterns = [
@@ -296,8 +281,8 @@ def identifier(name: str) -> str:
 def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for transformers.
 
-    Some architectures fuse the query, key and value matrices into one matrix. Each part of the fused matrix has its
-    own initial std. All other settings of the fused matrix are the settings of the query matrix.
+    Each part of a fused matrix, such as the query, has its own initial std. All other settings are those of the first
+    part.
     """
     assert architecture is not None
     given, parameters = _by_tensor(run, architecture.parameters(shape), shape, architecture)
@@ -314,8 +299,8 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
 def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for NeMo Automodel: factors on lr and decay for each pattern of parameters' names.
 
-    All parameters get the betas and eps that most matrices in the blocks have. The tensors have the names of
-    transformers, and prepare.py writes their initial values.
+    All parameters get the betas and eps that most matrices in the blocks have. The exported prepare.py writes the
+    initial values.
 
     Raises:
         InputError: if the model has experts.
@@ -350,9 +335,9 @@ def _by_tensor(
 ) -> tuple[dict[str, ParameterSettings], dict[str, dict[str, Any]]]:
     """Return two mappings for a model that stores its parameters as ``tensors``.
 
-    The first maps each of leaven's parameters to the settings that it would get. The second maps each tensor to its
-    entry in parameters.json. The values of an entry are for the stored tensor, which is leaven's parameter / factor -
-    offset (:meth:`Architecture.factors`).
+    The first has the settings of each of leaven's parameters. The second has the entry of each tensor in
+    parameters.json, which is for the stored tensor: leaven's parameter / factor - offset
+    (:meth:`Architecture.factors`).
     """
     factors, offsets = architecture.factors(shape, architecture.config(shape)), architecture.offsets(shape)
     # Biases that the recipe does not have start at 0.

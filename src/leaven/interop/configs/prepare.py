@@ -51,10 +51,7 @@ def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
 
 
 def schedule(optimizer: torch.optim.Optimizer, path: str | Path) -> LambdaLR:
-    """Return the recipe's schedule, which multiplies the lr of each group.
-
-    The factor of a step is the factor of the schedule at the last token of the step.
-    """
+    """Return the recipe's schedule, which multiplies the lr of each group. A step has the lr of its last token."""
     values = json.loads(Path(path).read_text(encoding="utf-8"))["schedule"]
     return LambdaLR(optimizer, lambda step: _factor((step + 1) * values["batch_tokens"], **values))
 

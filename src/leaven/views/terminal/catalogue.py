@@ -53,8 +53,10 @@ def nearest_screen(
 ) -> Iterator[RenderableType]:
     """Yield a table of the nearest runs, and how they differ from the request.
 
-    The request is a size (``params``), the largest factor between this size and that of a run (``factor``), and the
-    norms and optimizer (``stack``). ``l2`` is true for a recipe whose adam adds weight decay to the gradient.
+    Args:
+        factor: the largest factor between the requested size ``params`` and the size of a run.
+        stack: the requested norms and optimizer.
+        l2: whether the recipe's adam adds weight decay to the gradient.
     """
     columns = (
         _RUN,
@@ -103,10 +105,7 @@ def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[Rende
 
 
 def run_screen(run: PublishedRun) -> Iterator[RenderableType]:
-    """Yield all values of a run in groups. The sources of a group are above its values.
-
-    If a value has sources of its own, they are below the value.
-    """
+    """Yield all values of a run in groups, with the sources of a group above its values."""
     yield Text(f"{run.id}  {run.family}, {run.organisation}, {run.date}, {run.status}")
     size = f"{format_quantity(run.params_total)} parameters"
     active = f", {format_quantity(run.params_active)} active" if run.params_active != run.params_total else ""

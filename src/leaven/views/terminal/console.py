@@ -1,7 +1,7 @@
 """Print results to standard output, and progress, warnings and errors to standard error.
 
-Everything that a command prints passes through here. Control characters, which a file name, a recipe or a message of
-another program may contain, are made visible.
+Everything that a command prints passes through here. File names, recipes and messages of other programs may contain
+control characters, which are made visible.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,10 +18,7 @@ NO_TERMINAL = 120  # characters; width of output to a file or a pipe
 
 
 class SafeConsole(Console):
-    """A console that hides passwords and makes control characters visible in everything that it prints.
-
-    :func:`leaven.errors.shown` does both.
-    """
+    """A console that hides passwords and makes control characters visible."""
 
     def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
         for text, style, control in super().render(*arguments, **options):
@@ -51,20 +48,14 @@ def warn(messages: Iterable[str], label: str = "warning") -> None:
 
 
 def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> None:
-    """Warn of checkpoints that were not used, and print the warning ``changed``, if it is given.
-
-    ``checkpoints`` says for each name what is wrong with the checkpoint, for example "damaged".
-    """
+    """Warn of checkpoints that were not used. ``checkpoints`` has the reasons by name, such as "damaged"."""
     warn(f"checkpoint {name} is {why}; the checkpoint before it is used" for name, why in checkpoints.items())
     if changed is not None:
         warn([changed])
 
 
 def next_lines(commands: Sequence[str]) -> list[str]:
-    """Return the lines that show the commands to type next.
-
-    If one of them plans on GPUs, the first line says how to choose other GPUs.
-    """
+    """Return the lines that show the commands to type next, and how to choose other GPUs."""
     lines = [f"{'' if number else 'next':<11}{command}" for number, command in enumerate(commands)]
     if any(command.startswith("leaven plan ") and " --gpus " in command for command in commands):
         lines.insert(0, f"{'hardware':<11}for other GPUs, change --gpus; leaven hardware lists the names")

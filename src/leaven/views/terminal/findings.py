@@ -21,8 +21,7 @@ _MOST = 4  # largest number of run ids in a line; --json prints all ids
 def findings_screen(check: RecipeCheck, width: int, chosen: Container[str] = ()) -> Iterator[RenderableType]:
     """Yield the findings, and then the conclusion. ``width`` is the width of the terminal in characters.
 
-    ``chosen`` contains the paths of the values that have a reason in the recipe. A note about such a value refers
-    to this reason instead of suggesting a change.
+    ``chosen`` has the paths of values with a reason in the recipe. A note about them does not suggest a change.
     """
     size, tokens = format_parameters(check.params, check.params_active), format_quantity(check.tokens)
     yield Text(f"{check.name}  {size}, {tokens} tokens; values after the scaling rule")

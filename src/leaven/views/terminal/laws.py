@@ -109,7 +109,7 @@ def laws_screen(
 ) -> Iterator[RenderableType]:
     """Yield the predictions of all laws for a run, and the median and range of the predictions.
 
-    If ``batch_tokens`` is given, it is compared with the batch sizes that the laws predict.
+    ``batch_tokens`` is a batch size to compare with the predicted ones.
     """
     with_number = [law for law in rows if not law.says and law.loss is None and law.tau is None]
     yield Table.of(_LAWS, with_number, _notes)
@@ -146,7 +146,7 @@ def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
 
 
 def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
-    """Describe a batch size: its ratio to each law's batch size, its cost, and the rules for the lr at this batch."""
+    """Describe a batch size: ratios to the laws' batch sizes, cost, and the rules for the lr at this batch."""
     multiples = {
         kind: [f"{batch_tokens / batch:.2g}x {law}" for law, batch in batches(laws, kind).items()] for kind in _KINDS
     }
@@ -176,8 +176,7 @@ def _spreads(
 ) -> Facts:
     """Return lines with the median and range of each quantity that the laws predict.
 
-    The first line has the two model sizes N with which the laws were evaluated: some laws count N without any
-    embeddings, and some without the input embedding only. Of a law with several forms, only the main form counts.
+    The first line has the model sizes N with which the laws were evaluated, which depend on what a law counts.
     """
     own = [law for law in laws if law.form_of is None]
     by_kind = [(kind, [law for law in own if law.batch_kind == kind]) for kind in _KINDS]
@@ -207,11 +206,7 @@ def _spreads(
 
 
 def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
-    """Return the lines about the predicted loss.
-
-    A dense model has one line, about all laws. A mixture of experts has two: one with the laws that depend on the
-    number of experts, and one about the other laws, which are for dense models.
-    """
+    """Return the lines about the predicted loss. Laws for mixtures of experts have their own line."""
     unit = "nats per token, each of its own text"
     if experts == 1:
         return [("loss", (*_spread(own, "loss", _loss), unit))]
@@ -226,8 +221,7 @@ def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
 def _spread(rows: Sequence[LawRow | OptimumRow], key: str, show: Callable[[float], str]) -> list[str]:
     """Describe the values that laws predict for ``key``: their median and range.
 
-    Laws that do not predict ``key`` are left out. A law extrapolates if the run is outside the law's fitted range, or
-    if that range is not known. If only some of the laws extrapolate, the range over the others is also described.
+    If only some laws extrapolate, the range over the other laws follows.
     """
     found = [value for row in rows if (value := getattr(row, key))]
     inside = [value for row in rows if row.in_range and (value := getattr(row, key))]

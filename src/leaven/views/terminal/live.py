@@ -1,7 +1,6 @@
 """Show the progress of a command on standard error: rows that stay, and status lines and progress bars below them.
 
-If standard error is not a terminal, only the rows are printed. The screens of ``leaven tune`` (:mod:`.study`) and
-``leaven train`` (:mod:`.training`) extend :class:`LiveScreen`.
+If standard error is not a terminal, only the rows are printed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,10 +22,9 @@ LONG = 600.0  # seconds over which the speed of a progress bar is measured
 
 
 class LiveScreen(Progress):
-    """A live screen: the rows of a table, lines of text between them, and progress bars that disappear at the end.
+    """A live screen: rows of a table, lines of text between them, and progress bars that disappear at the end.
 
-    ``columns`` are the columns of the table. ``above`` returns the status lines above the bars; rich calls it in
-    another thread.
+    ``above`` returns the status lines above the bars; rich calls it in another thread.
     """
 
     above: Callable[[], Iterable[RenderableType]] | None = None
@@ -55,10 +53,7 @@ class LiveScreen(Progress):
         self.line(self.table.line(cells))
 
     def bar(self, name: str, done: float, total: float | None, left: str | None = None) -> str:
-        """Set the progress bar ``name`` to ``done`` of ``total``, and return the text to the right of the bar.
-
-        The text is ``left``, or by default the remaining time.
-        """
+        """Set the progress bar ``name``, and return the text to its right: ``left``, or the remaining time."""
         if name not in self._bars:
             self._bars[name] = self.add_task(name, total=total, completed=int(done), left="")
         task = self._bars[name]

@@ -91,19 +91,13 @@ def _ramp(plan: PlanDocument) -> list[Cell]:
 
 
 def _start(choice: RampChoice) -> str:
-    """Return the first batch size of a ramp, and its speed as a percentage of the full speed, as text.
-
-    A speed that is just below the full speed is shown as 99%, not rounded to 100%.
-    """
+    """Return a ramp's first batch size and its speed, as text. A speed just below the full speed is 99%, not 100%."""
     share = choice.share if choice.share >= 1 else min(choice.share, 0.99)
     return f"{format_quantity(choice.start_tokens)} tokens: {share:.0%}"
 
 
 def _alternative(other: CandidateRow, plan: PlanDocument) -> Text:
-    """Return the memory of another layout, its time against the plan's layout, and the keys in which the two differ.
-
-    dp and grad_accumulation are left out, because they follow from the other keys.
-    """
+    """Return another layout's memory, its time against the plan's layout, and the choices in which the two differ."""
     slower = other.step_seconds / plan.speed.step_seconds - 1
     style = "" if abs(slower) <= EQUAL else "red" if slower > 0 else "green"
     own, chosen = _choices(other.layout), _choices(plan.layout)
@@ -126,10 +120,7 @@ def _choices(layout: Layout) -> list[str]:
 
 
 def _explained(explained: Explanation, step_seconds: float) -> list[Cell]:
-    """Return why a requested layout was not chosen, and the times of a step's parts in this and the chosen layout.
-
-    Parts whose two times differ by less than 1% of the step (``step_seconds``) are left out.
-    """
+    """Return why a requested layout was not chosen, and the times of the step's parts that differ."""
     ep = explained.layout["ep"] if explained.layout else 1
     return [
         f"{explained.asked}: {explained.line}",

@@ -16,10 +16,7 @@ from leaven.views.terminal.findings import written
 
 
 def _number(header: str, unit: str = "", quantity: str = "") -> Column:
-    """Return a column of the parameter table that shows one field of each row as a number.
-
-    The field has the name ``quantity`` or, if this is "", the name ``header``.
-    """
+    """Return a column of numbers. The field of the row is ``quantity`` or, if this is "", ``header``."""
     field = quantity or header
 
     def text(group: LayerGroup) -> str:
@@ -64,17 +61,14 @@ def _size(totals: Totals) -> str:
 
 
 def transfer_screen(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield the parameter table and, if a study chose the values, what the gain of the study is worth.
-
-    The worth is the factor on the run's tokens that would lower the loss as much as the study did.
-    """
+    """Yield the parameter table and, if a study chose the values, what the study's gain is worth in tokens."""
     yield from parameters_screen(shown)
     if shown.worth:
         worth = [f"{row.times:.2f}" if math.isfinite(row.times) else "any number of" for row in shown.worth]
         text = (
             f"The study gained {shown.worth[0].gain:.4f} nats. If this run gains as much, that is worth {worth[0]} "
             f"times the tokens; half of the gain is worth {worth[1]} times, and a quarter {worth[2]} times (loss law "
-            "of Besiroglu et al. 2024). How much of the gain this run will have is not known before."
+            "of Besiroglu et al. 2024). How much of the gain this run keeps is known only after the run."
         )
         yield Facts([("worth", (text,))])
 

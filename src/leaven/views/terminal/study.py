@@ -31,10 +31,10 @@ COLUMNS = (
 
 
 class TuneScreen(LiveScreen):
-    """The live screen of a study: a row for each trial, and in a terminal the running trials below the rows.
+    """The live screen of a study: a row for each trial, and below them the running trials.
 
-    The rows include trials of other ``leaven tune`` commands that share the study. Methods may be called from several
-    threads. ``trials``, ``flops`` and ``hours`` are the budget.
+    Other ``leaven tune`` commands that share the study have rows, too. Methods may be called from several threads.
+    ``trials``, ``flops`` and ``hours`` are the budget.
     """
 
     def __init__(
@@ -71,10 +71,7 @@ class TuneScreen(LiveScreen):
             self._running[number] = (self._name(worker), time.time())
 
     def ended(self, state: StudyDocument) -> None:
-        """Print a row for each trial that has ended since the last call.
-
-        ``state`` is the current document of the study.
-        """
+        """Print a row for each trial of ``state`` that has ended since the last call."""
         with self._lock_rows:
             unknown, self._state = _noise(self._state) is None, state
             new = [other for other in _ended(state) if other.number not in self._shown]
@@ -91,11 +88,7 @@ class TuneScreen(LiveScreen):
         self.line(f"  {text}")
 
     def _say(self, trial: StudyTrial) -> None:
-        """Print the row of a trial that has ended.
-
-        If the trial diverged, failed or was pruned, the row says so and after which share of a run, instead of the
-        loss.
-        """
+        """Print the row of a trial that has ended."""
         best, expected = self._best, ""
         self._shown.add(trial.number)
         worker, _ = self._running.pop(trial.number, (None, 0.0))
@@ -156,10 +149,7 @@ class TuneScreen(LiveScreen):
         return f"{done} of {self._trials}" if self._trials and done <= self._trials else f"{done}"
 
     def _time_left(self) -> str:
-        """Return as text the estimated time until the first limit of the budget (trials, FLOPs or hours) is reached.
-
-        Return "" if the time is not known, or if no time is left.
-        """
+        """Return the estimated time until the first limit of the budget (trials, FLOPs or hours), as text, or ""."""
         usual, left = self._usual(), list[float]()
         if usual is None:
             return ""
@@ -190,10 +180,7 @@ class TuneScreen(LiveScreen):
 
 
 def _noise(state: StudyDocument, least: int = 2) -> str | None:
-    """Return the noise between seeds as text.
-
-    Return None if the noise is unknown, or if fewer than ``least`` repeated trials measured it.
-    """
+    """Return the noise between seeds as text, or None if fewer than ``least`` repeated trials measured it."""
     if state.noise_floor is None or state.noise_runs < least:
         return None
     return f"noise {state.noise_floor:.4f} nats ({repeats(state)})"
@@ -213,7 +200,7 @@ def expected_values(dimensions: Sequence[Dimension]) -> Iterator[str]:
 
 
 def answer_screen(state: StudyDocument, folder: Path, budget: int | None = None) -> Iterator[RenderableType]:
-    """Yield the best loss that a study found, the values that mattered, other findings, and the files to use.
+    """Yield the best loss of a study, the values that mattered, other findings, and the files to use.
 
     The study must have a best point. ``budget`` is the number of trials that the search was allowed to run.
     """

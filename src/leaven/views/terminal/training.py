@@ -52,10 +52,9 @@ class _Quantities(string.Formatter):
 
 
 class TrainScreen(LiveScreen):
-    """The live screen of a training run, with rows of metrics and a line for each event.
+    """The live screen of a training run: a row at each validation, every ``log_every`` steps, and every minute.
 
-    A row is printed at each validation, after every ``log_every`` steps, and at least every minute. In a terminal, a
-    changing row above the progress bar shows the current step.
+    In a terminal, a changing row above the progress bar shows the current step. Each event has a line.
     """
 
     def __init__(self, recipe: Recipe, log_every: int | None = None) -> None:
@@ -155,7 +154,7 @@ def _fixed(number: float, digits: int) -> str:
 
 
 def advice(folder: Path) -> str:
-    """Return what to do about a run that stopped at an anomaly: its rollbacks, and the options to rewind the run."""
+    """Return the rollbacks of a run that stopped at an anomaly, and the options to rewind the run."""
     run = RunFolder(folder)
     lines = [
         f"  rolled back at {format_quantity(event['tokens'])} tokens, skipping the data from "
