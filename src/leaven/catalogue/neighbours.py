@@ -66,8 +66,8 @@ def nearest(
 ) -> list[tuple[PublishedRun, float]]:
     """Return the published runs nearest to a model, each with its distance.
 
-    A factor of 2 in size is a distance of 1; a factor in tokens counts much less. The nearest run of each lineage
-    comes first. Runs of ``kind`` that fit ``stack`` come before other runs.
+    A factor of 2 in size is a distance of 1; a factor in tokens counts much less. Runs of ``kind`` that fit ``stack``
+    come before other runs. Then the first run of each lineage is moved to the front.
 
     If no run is within ``factor`` of the model's size, all sizes are returned. Runs with an lr that cannot be
     compared, such as a muP lr, are left out.
@@ -111,7 +111,7 @@ def nearest(
 
 
 def near_run(run: PublishedRun, distance: float, params: int, factor: float, wanted: Stack) -> NearRun:
-    """Return the row of ``leaven recipes nearest`` for a run at ``distance`` from a model of ``params`` parameters."""
+    """Return the row of ``leaven recipes nearest`` for a run at ``distance`` from a model with ``params``."""
     apart = ratio(run.params_total, params)
     return NearRun(
         **run.summary().model_dump(),
@@ -180,7 +180,7 @@ class Neighbours:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the runs within `FACTOR` of the model's size, but at least the `NEAREST` nearest, the nearest first."""
+        """Return the runs within `FACTOR` of the model's size, the nearest first, but at least `NEAREST` runs."""
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
 
@@ -214,14 +214,14 @@ class Neighbours:
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
-        """Return the published values at a recipe's key ``path`` with the most frequent one, or None without values."""
+        """Return the published values at a recipe's key ``path``, and the most frequent one. None: no values."""
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
         """Return the weight of each run's vote, by run id.
 
-        The weight falls linearly with the logarithm of the size ratio, from 1 to nearly 0 at `FACTOR` (for few runs:
-        see `EDGE`). Without a run within `FACTOR`, all weights are 1.
+        The weight is 1 at the model's size, and falls with the logarithm of the size ratio to nearly 0 at `FACTOR`.
+        If few runs are near, it falls more slowly (`EDGE`). With a reference run, all weights are 1.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)

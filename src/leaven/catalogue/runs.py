@@ -41,7 +41,7 @@ _BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(number of residual layers)")
 
 
 def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the optimizers whose lrs can be compared with those of ``optimizer``: Adam's with AdamW's, others alone."""
+    """Return the optimizers whose lrs can be compared with those of ``optimizer``: Adam's and AdamW's are alike."""
     return ("adam", "adamw") if optimizer in ("adam", "adamw") else (optimizer,)
 
 
@@ -149,7 +149,7 @@ class PublishedRun(Part):
 
     @property
     def stage_begins(self) -> list[float] | None:
-        """Return the tokens consumed before each stage of the batch ([0] without stages), or None if not published."""
+        """Return the tokens before each stage of the batch ([0] if there are no stages), or None if not published."""
         begins, steps = [0.0], 0
         for before, stage in pairwise((self.ramp and self.ramp.stages) or ()):
             if "from_tokens" in stage:

@@ -11,7 +11,7 @@ from leaven.recipe.recipe import Recipe, flatten
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
-    """Return the first batch in tokens, and the tokens after which the batch is full. Both are None for a constant batch."""
+    """Return the first batch and the number of tokens after which the batch is full; (None, None) if constant."""
     if recipe.batch.ramp is not None:
         return recipe.batch.ramp.start_tokens, recipe.batch.ramp.over_tokens
     sizes = recipe.batch.sizes

@@ -84,7 +84,7 @@ class RampThroughput:
         )
 
     def run_seconds(self, sizes: tuple[tuple[int, int], ...], tokens: int) -> float:
-        """Return the seconds of a run. ``sizes`` has (tokens before this size begins, size in tokens) for each batch."""
+        """Return the seconds of a run. ``sizes`` has a pair (tokens before it, tokens) for each batch size."""
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
