@@ -251,10 +251,7 @@ class PublishedRun(Part):
 
     @property
     def residual_init_std(self) -> float | None:
-        """Return the init std of the matrices that write to the residual stream, or None if unknown.
-
-        It is also None if the std differs between layers, as with the init ``mitchell``.
-        """
+        """Return the init std of the matrices that write to the residual stream, or None if unknown or uneven."""
         init, n_layers = self.init, self.arch.n_layers
         if init is None or init.residual_std is not None or init.std is None:
             return init.residual_std if init else None

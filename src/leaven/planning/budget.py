@@ -198,8 +198,6 @@ class _Speeds:
     def at(self, params: float, tokens: float) -> BudgetSpeed:
         """Return the training speed of a model of about ``params`` parameters on about ``tokens`` tokens.
 
-        Sizes within 5% of each other share one plan.
-
         Raises:
             InputError: if the size is out of range or cannot be planned.
         """

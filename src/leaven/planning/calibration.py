@@ -82,7 +82,6 @@ def predicted(
     """Return the planned time and memory of a step of leaven's trainer, or None if the step cannot be planned.
 
     Only the memory of tensors is planned, because runs do not measure the device context or fragmentation.
-    ``ns_steps`` is the number of Newton-Schulz iterations of Muon; 0: without Muon.
     """
     try:
         cluster = parse_cluster("cpu" if accelerator == "cpu" else f"{how.layout.ranks}x{accelerator}")

@@ -147,10 +147,7 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the keys besides ``key`` in which ``layout`` differs from ``own``, as in ``zero 1``.
-
-    dp, compile and keys that have no effect in ``layout`` are left out.
-    """
+    """Return in which keys besides ``key``, dp and compile ``layout`` differs from ``own``, as in ``zero 1``."""
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]
@@ -251,10 +248,7 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _fewer_gpus(job: Job) -> int | None:
-    """Return the largest number of GPUs, below that of the cluster, on which some layout fits, or None.
-
-    At most the 64 largest possible numbers are tried.
-    """
+    """Return the largest number of GPUs, below that of the cluster, on which some layout fits, or None."""
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)
     counts = {
@@ -270,10 +264,7 @@ def _fewer_gpus(job: Job) -> int | None:
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
-    """Return the change of the fewest keys after which ``chosen`` fits, as in ``; zero=1 would fit in 61.0 GiB``.
-
-    Return "" if no layout fits.
-    """
+    """Return the change of the fewest keys after which ``chosen`` fits, as in ``; zero=1 would fit in 61.0 GiB``."""
 
     def changes(other: LayoutCandidate) -> list[str]:
         before, after = (dict(each.arrangement.layout, mbs=each.arrangement.micro_batch) for each in (chosen, other))

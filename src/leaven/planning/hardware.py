@@ -114,10 +114,7 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def known_device(name: str) -> Accelerator | None:
-    """Return the accelerator that a driver calls ``name``, for example ``NVIDIA H100 80GB HBM3``, or None.
-
-    The result for a slower board of the same name, such as a laptop's, is None.
-    """
+    """Return the accelerator that a driver calls ``name``, for example ``NVIDIA H100 80GB HBM3``, or None."""
     words = set(_words(name))
     if words & {"LAPTOP", "MOBILE", "MAX"}:  # slower boards of the same name
         return None
@@ -145,10 +142,7 @@ def _is_called(own: list[str], wanted: list[str]) -> bool:
 
 
 def trainable_here(recipe: Recipe) -> bool:
-    """Return whether this machine can train the recipe within 30 days. This is a rough estimate.
-
-    GPUs are assumed to be H100-80GB.
-    """
+    """Estimate whether this machine can train the recipe within 30 days. GPUs are assumed to be H100-80GB."""
     gpus = gpus_here()
     if recipe.layout.ranks > max(gpus, 1):
         return False

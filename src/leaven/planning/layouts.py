@@ -183,10 +183,7 @@ class Exploration:
 
 
 def layouts(job: Job, fixed: Mapping[str, Any] | None = None) -> Iterator[Layout]:
-    """Yield every layout that the search evaluates for a job. ``fixed`` has values that all layouts must have.
-
-    ``fixed`` may have values that a search does not try, such as tensor parallelism across nodes.
-    """
+    """Yield every layout that the search evaluates for a job. ``fixed`` has values that all layouts must have."""
     fixed, model = fixed or {}, job.model
     gpus, node, n_layers, seq_len = job.cluster.gpus, job.cluster.accelerator.node_size, model.n_layers, model.seq_len
     experts = blueprint(model).experts

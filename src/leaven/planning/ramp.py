@@ -158,10 +158,7 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return ``start`` and the points nearest above the full batch, 1/2 of it, 1/4 of it, and so on, smallest first.
-
-    ``starts`` has all possible starts of a ramp, the full batch last.
-    """
+    """Return ``start`` and the first points of ``starts`` at or above 1/1, 1/2, 1/4, ... of the full batch."""
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)

@@ -107,9 +107,9 @@ def rank_parameters(model: Model, layout: Layout, rank: int, code: TrainingCode 
 def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
     """Return the largest number of micro-batches whose activations a pipeline rank keeps at the same time.
 
-    Interleaved 1F1B with v stages per rank keeps at most 2 (p - r - 1) + (v - 1) p + 1 passes through one stage on
-    rank r of p (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). A stage has 1/v of the rank's blocks.
-    Zero-bubble keeps up to p micro-batches, because it delays the gradients of weights.
+    Interleaved 1F1B with v stages per rank keeps the activations of at most 2 (p - r - 1) + (v - 1) p + 1 passes
+    through one stage on rank r of p (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). A stage has 1/v of the
+    rank's blocks. Zero-bubble keeps up to p micro-batches, because it delays the gradients of weights.
     """
     p, v = layout.pp, layout.stages_per_rank
     if layout.schedule == "gpipe":

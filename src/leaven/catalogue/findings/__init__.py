@@ -74,8 +74,7 @@ def repair(
 ) -> Suggestion:
     """Return changes of a recipe after which its worst finding is a note, the mildest finding.
 
-    If at most `MOST_REPAIRS` rounds do not find such changes, the first suggestion is returned. Without suggestions:
-    {}.
+    If `MOST_REPAIRS` rounds do not find such changes, the first suggestion alone is returned.
 
     Args:
         found: the result of :func:`findings` for the recipe, ``rows_of`` and ``corpus_tokens``.

@@ -78,11 +78,7 @@ def tuned_bases() -> tuple[Recipe, ...]:
 
 
 def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | None:
-    """Return the largest tuned base for a model, and the model's shape at the base's width and depth.
-
-    Return None if no base has similar proportions, a similar number of tokens per parameter, and 1/32 to 1/2 of the
-    model's parameters.
-    """
+    """Return the largest tuned base for a model, and the model's shape at the base's width and depth, or None."""
     each = tokens / model.params
     for base in reversed(tuned_bases()):
         shape = base.model

@@ -53,8 +53,7 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
 def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> dict[str, Any] | None:
     """Return the ``ramp`` or ``stages`` of a recipe's ``[batch]`` that repeat the batch growth of a published run.
 
-    Stages begin, and a ramp ends, at the same share of the run as in the published run. Return None if that is not
-    possible.
+    Stages begin, and a ramp ends, at the same share of the run. Return None if this is not possible.
 
     Args:
         tokens: length of the new run.
@@ -86,10 +85,7 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> di
 
 
 def batch_evidence(at: RunSize) -> Evidence:
-    """Return the batches in tokens that laws predict and that published runs used.
-
-    A published batch is converted to the run length ``at.tokens``.
-    """
+    """Return the batches in tokens that laws predict and that published runs used, converted to this run length."""
     return at.evidence(
         batches(at.laws, "optimal"),
         lambda run: (

@@ -92,10 +92,7 @@ def used_params(params: int, experts: tuple[int, int] | None) -> int:
 
 
 def widths_of_experts(near: Neighbours) -> Votes:
-    """Return what the neighbours publish for w / d_model, and the median.
-
-    w is the total width of the experts that a token uses, shared ones included.
-    """
+    """Return the neighbours' w / d_model and the median; w is the total width of the experts that a token uses."""
     return near.middle(near.values(attrgetter("expert_ratio")))
 
 

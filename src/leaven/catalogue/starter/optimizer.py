@@ -45,10 +45,7 @@ def batch_factor(batch: int, published: int | None) -> float:
 
 
 def lr_evidence(at: RunSize, batch: int) -> Evidence:
-    """Return the peak lrs that laws predict and that published runs used, for the size of ``at`` and this batch.
-
-    Published lrs are converted to this size and batch, except the lr of a reference run.
-    """
+    """Return the peak lrs that laws predict and that published runs used, converted to this size and batch."""
     run, params, critical = at.reference, at.model.params_active, critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws if law.law not in NO_VOTE}
     return at.evidence(
@@ -63,10 +60,7 @@ def lr_evidence(at: RunSize, batch: int) -> Evidence:
 
 
 def choose_lr(draft: StarterDraft, at: RunSize, batch: int, where: str) -> float:
-    """Choose and return the peak lr: the reference run's (``--from``), or one from laws and published runs.
-
-    ``where`` names the size in the messages.
-    """
+    """Choose and return the peak lr. ``where`` names the size in the messages."""
     run, evidence = at.reference, lr_evidence(at, batch)
     if run and run.peak_lr:
         message, lr = "lr of the reference", run.peak_lr

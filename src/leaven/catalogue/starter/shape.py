@@ -127,10 +127,7 @@ def shape_of(
 
 
 def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the fields ``d_ff`` and ``experts`` of a model shape with an MLP about ``width`` wide.
-
-    With experts, ``width`` is the total width of the experts that a token uses.
-    """
+    """Return ``d_ff`` and ``experts`` for an MLP, or the experts that a token uses together, about ``width`` wide."""
     if experts is None:
         return {"d_ff": width}
     used = experts["active"] + experts["shared"]
@@ -140,10 +137,7 @@ def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _experts_of(request: StarterRequest) -> dict[str, Any] | None:
-    """Return the fields of :class:`Experts` except d_expert, or None for a dense model.
-
-    Shared experts and dense layers are as in most of the nearest similar mixtures of experts.
-    """
+    """Return the fields of :class:`Experts` except d_expert, completed from similar mixtures; None if dense."""
     if request.experts is None:
         return None
     number, active = request.experts
