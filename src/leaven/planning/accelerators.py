@@ -57,8 +57,7 @@ class _Group(Part):
 class Sustained(_Group):
     """The TFLOP/s in 16 bits that large operators of a training step sustain.
 
-    The FLOPs of attention are those of all scores, also in a causal kernel: two matrix products forward, five
-    backward.
+    Attention is counted with all scores, also in a causal kernel: two products forward, five backward.
     """
 
     matmul: _Positive

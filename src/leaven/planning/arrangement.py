@@ -196,8 +196,7 @@ def _cut_by_tensor_ranks(model: Model, tp: int) -> str:
 def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
     """Return the share of a step in which a pipeline rank is idle: (p - 1) / (v m + p - 1).
 
-    p is ``stages``, v is ``stages_per_rank``, m is ``micro_batches``. Source: Narayanan et al. 2021, arXiv
-    2104.04473, section 2.2.
+    p is ``stages``, v ``stages_per_rank`` and m ``micro_batches`` (Narayanan 2021, arXiv 2104.04473, section 2.2).
     """
     return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)
 
@@ -217,9 +216,8 @@ def pipeline_refusal(layout: Layout, seq_len: int, smallest_tokens: int, micro_b
         return None
     lower = grad_accumulation(layout, seq_len, smallest_tokens, 1) >= layout.pp
     return (
-        f"pp={layout.pp}: the smallest batch of {smallest_tokens // seq_len:,} sequences is {count} "
-        f"micro-batch{'' if count == 1 else 'es'} a rank, fewer "
-        f"than stages: {bubble(count, layout.pp):.0%} of a step would be bubble; "
+        f"pp={layout.pp}: the smallest batch of {smallest_tokens // seq_len:,} sequences gives a rank only {count} "
+        f"micro-batch{'' if count == 1 else 'es'}, and {bubble(count, layout.pp):.0%} of a step would be bubble; "
         + (f"lower [batch] micro_batch from {micro_batch}, or " if lower else "")
         + f"begin with a batch of {layout.pp * layout.dp * seq_len:,} tokens or more"
     )

@@ -196,11 +196,7 @@ class _Speeds:
         )
 
     def at(self, params: float, tokens: float) -> BudgetSpeed:
-        """Return the training speed of a model of about ``params`` parameters on about ``tokens`` tokens.
-
-        Raises:
-            InputError: if the size is out of range or cannot be planned.
-        """
+        """Return the training speed of a model of about ``params`` parameters on about ``tokens`` tokens."""
         for planned, speed in self.planned.items():
             if abs(planned / params - 1) < _SAME:
                 return speed

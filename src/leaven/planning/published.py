@@ -84,8 +84,7 @@ def known_cluster(recipe: Recipe) -> KnownCluster | None:
 def _sequences(batch_tokens: int, seq_len: int) -> int:
     """Return the number of sequences in a batch whose published number of tokens may be rounded.
 
-    For example, 16M tokens are 1,953.1 sequences of 8,192 tokens, which become 2,048. The number changes by at most
-    5%.
+    For example, 1,953.1 sequences become 2,048. The number changes by at most 5%.
     """
     count = batch_tokens / seq_len
     if count == int(count):

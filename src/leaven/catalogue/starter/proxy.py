@@ -199,6 +199,6 @@ def _no_shape(shapes: Iterable[_Size], size: float) -> str:
     if not near:
         return "this model is too small to have a proxy; leave --proxy out"
     return (
-        f"no shape of this family has that size; the nearest have {' and '.join(near)} (at most {NARROWER} times "
-        f"narrower and {SHALLOWER} times shallower)"
+        f"no proxy of this model has that size; the nearest possible: {' or '.join(near)} (a proxy is at most "
+        f"{NARROWER} times narrower and {SHALLOWER} times shallower than the target)"
     )
