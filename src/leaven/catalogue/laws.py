@@ -93,7 +93,7 @@ class LossLaw(Part):
         return self.irreducible + self.a / math.pow(params, self.alpha) + self.b / math.pow(tokens, self.beta)
 
     def worth_in_tokens(self, tokens: float, nats: float) -> float:
-        """Return the factor by which ``tokens`` must grow to lower the loss by ``nats``; inf: impossible."""
+        """Return the factor by which ``tokens`` must grow to lower the loss by ``nats``, or inf if none does."""
         reducible = self.b / math.pow(tokens, self.beta)
         return math.pow(1 - nats / reducible, -1 / self.beta) if nats < reducible else math.inf
 

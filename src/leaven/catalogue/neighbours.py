@@ -214,7 +214,7 @@ class Neighbours:
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
-        """Return the published values at a recipe's key ``path``, and the most frequent one. None: no values."""
+        """Return the published values at a recipe's key ``path`` and the most frequent one, or None if unknown."""
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:

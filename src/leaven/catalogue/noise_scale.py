@@ -36,7 +36,7 @@ def steps_over_least(batch: float, critical: float) -> float:
 def surge_lr(batch: float, noise: float) -> float:
     """Return the best lr of Adam at ``batch``, divided by its best lr at a batch as large as ``noise``.
 
-    The gradient noise scale ``noise`` is in tokens. There the best lr is highest (Li et al. 2024, arXiv 2405.14578).
+    ``noise`` is the gradient noise scale in tokens, where the best lr is highest (Li et al. 2024, arXiv 2405.14578).
     """
     ratio = math.sqrt(noise / batch)
     return 2 / (ratio + 1 / ratio)

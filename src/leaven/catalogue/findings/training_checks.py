@@ -108,7 +108,7 @@ def beta2(check: Check, case: Case) -> Check:
 def weight_decay(check: Check, case: Case) -> Check | None:
     """Compare the weight decay with published values.
 
-    If the scaling rule multiplies the decay, it divides the lr: :func:`timescale` compares their product.
+    A scaling rule that multiplies the decay divides the lr: then :func:`timescale` compares their product instead.
     """
     tuned = case.recipe.hyperparameters
     moved = check.value and ratio(check.value, tuned.weight_decay) > 1.02

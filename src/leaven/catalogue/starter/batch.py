@@ -139,8 +139,8 @@ def choose_batch(draft: StarterDraft, at: RunSize) -> int:
 def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
     """Choose whether and how the batch grows.
 
-    With a reference run (``--from``), the batch grows as in that run. Without one, a batch above `LARGEST_CONSTANT`
-    grows, and a smaller batch if it grew in most model families (such as Pythia) near this size.
+    With a reference run (``--from``), the batch grows as in that run. Without one, batches above `LARGEST_CONSTANT`
+    grow. Smaller batches grow if they grew in most model families (such as Pythia) near this size.
     """
     near, run, seq_len = at.near, at.reference, at.model.seq_len
     starts, lengths = batch_ramps()
@@ -206,8 +206,7 @@ def _divisible(sequences: int, gpus: int) -> int:
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
     """Return a batch in sequences: as near as possible to ``wanted`` tokens, and at most ``most`` tokens.
 
-    The result is 2^k or 3 x 2^k or, if the number of GPUs has an odd factor, this factor times 2^k. So it splits
-    evenly over GPUs.
+    The result is 2^k or 3 x 2^k. If the number of GPUs has an odd factor, the result is this factor times 2^k.
     """
     odd = gpus // (gpus & -gpus)  # without its factors of 2
     bases = (1, 3) if odd == 1 else (odd,)

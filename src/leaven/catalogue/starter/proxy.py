@@ -74,7 +74,7 @@ def choose_proxy(
     """Return the proxy to tune for a target, or the reason not to tune.
 
     Without ``size``, the largest proxy whose trials cost at most `SHARE` of the run is chosen. If there is none, the
-    smallest proxy is chosen, with fewer trials, which may cost up to `WORTH`.
+    smallest proxy is chosen with fewer trials, if these cost at most `WORTH`.
 
     Args:
         model, batch_tokens, tokens: shape, batch and run length of the target.

@@ -232,7 +232,7 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
 
 
 def _usual_aspect(near: Neighbours) -> float:
-    """Return d / L of the reference run or, without a reference run, the median of the neighbours."""
+    """Return d / L: that of the reference run, or the median of the neighbours."""
     aspect = float(middle(near.values(lambda run: run.aspect)).value)
     return aspect if near.reference or near.close else min(aspect, SMALL_ASPECT)
 
@@ -243,7 +243,7 @@ def _usual_width(request: StarterRequest, near: Neighbours) -> float:
 
 
 def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> float:
-    """Return about which share of the parameters that a token uses the embedding has."""
+    """Return the embedding's approximate share of the parameters that a token uses."""
     return vocab * _usual_width(request, near) / request.params_active
 
 
@@ -267,7 +267,7 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near the model's size from `RECENT` on, or the neighbours if none."""
+    """Return the newest run of each lineage of this size from `RECENT` on. Without such runs, return the neighbours."""
     newest = first_of_each(reversed(sorted(near.of_size(), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 
