@@ -174,7 +174,7 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The best layout that leaven cannot train, or None if leaven can train one that is as fast within 2%."""
+        """The best layout that leaven cannot train, or None if leaven can train one that is nearly as fast."""
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None

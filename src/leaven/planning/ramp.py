@@ -84,7 +84,7 @@ class RampThroughput:
         )
 
     def run_seconds(self, sizes: tuple[tuple[int, int], ...], tokens: int) -> float:
-        """Return the seconds of a run. ``sizes`` has a pair (tokens before it, tokens) for each batch size."""
+        """Return the seconds of a run over ``tokens`` tokens; ``sizes`` has pairs (first token, batch in tokens)."""
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:

@@ -73,7 +73,7 @@ def _require_ranks(recipe: Recipe, processes: int) -> None:
 def _noise_refusal(recipe: Recipe) -> str | None:
     """Return why the gradient noise scale cannot be measured, or None if it can.
 
-    It is measured by comparing the gradients of the first micro-batch with those of the whole batch.
+    The noise scale is measured by comparing the gradients of the first micro-batch with those of the whole batch.
     """
     if recipe.stability.noise_scale_every_tokens is None:
         return None

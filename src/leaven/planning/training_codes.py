@@ -101,7 +101,7 @@ class TrainingCode:
         return hash(tuple(vars(self)[name] for name in self.__dataclass_fields__))
 
     def averaging(self, averages: bool) -> "TrainingCode":
-        """Return the training code with an fp32 average of the weights if ``averages`` is true, else unchanged."""
+        """Return the training code, with an fp32 average of the weights if ``averages`` is true."""
         return replace(self, average=4) if averages else self
 
     def tensors_only(self) -> "TrainingCode":

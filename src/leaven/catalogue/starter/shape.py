@@ -267,7 +267,7 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage of this size from `RECENT` on. Without such runs, return the neighbours."""
+    """Return the newest run of each lineage of this size from `RECENT` on, or the neighbours if there is none."""
     newest = first_of_each(reversed(sorted(near.of_size(), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 
