@@ -147,7 +147,7 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the keys, other than ``key``, dp and compile, in which ``layout`` differs from ``own``, as in ``zero 1``."""
+    """Return the keys other than ``key`` and dp in which ``layout`` differs from ``own``, as in ``zero 1``."""
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]
