@@ -38,7 +38,7 @@ REFUSED = {
     # 1F1B would wait for a micro-batch that never comes.
     "fewer micro-batches than stages": (
         layout(pp=4) | {"batch.micro_batch": 4},
-        r"pp=4: the smallest batch of 8 sequences is 2 micro-batches a rank, fewer than stages: 60% .* lower",
+        r"pp=4: the smallest batch of 8 sequences gives a rank only 2 micro-batches, and 60% .* lower",
     ),
     "fewer of them where the ramp begins": (layout(pp=4) | RAMP, "the smallest batch of 2 sequences"),
     # A stage without layers hangs.

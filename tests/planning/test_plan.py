@@ -168,7 +168,7 @@ def test_the_first_batch_of_a_ramp_fills_the_pipeline() -> None:
     for found in (ramped.chosen.arrangement, *(other.arrangement for other in ramped.exploration.fitting[:20])):
         assert -(-64 // found.layout.dp // found.micro_batch) >= found.layout.pp
     assert whole.chosen.time.step <= ramped.chosen.time.step
-    with pytest.raises(InputError, match="pp=8: the smallest batch of 64 sequences is 4 micro-batches a rank, fewer"):
+    with pytest.raises(InputError, match="pp=8: the smallest batch of 64 sequences gives a rank only 4 micro"):
         plan(shape, Batch(tokens=tokens, stages=stages, micro_batch=1), cluster, "dp=16,tp=4,pp=8")
 
 

@@ -165,7 +165,7 @@ def test_a_proxy_of_a_given_size() -> None:
     assert started.proxy.model.params == pytest.approx(1e8, rel=0.2)
     assert new("1B", "20B", proxy=0).proxy is None
     with pytest.raises(
-        InputError, match=r"--proxy 900 M: no shape of this family has that size; the nearest have 498 M"
+        InputError, match=r"--proxy 900 M: no proxy of this model has that size; the nearest possible: 498 M"
     ):
         new("1B", "20B", proxy=900_000_000)
 

@@ -1,8 +1,6 @@
 """Predict the best lr, batch, weight decay and init std of a recipe from laws and published runs.
 
-``leaven tune --prior laws`` starts from these predictions, which use the same runs and laws as ``leaven new``. A
-recipe's scaling rule converts the recipe's hyperparameters for each parameter of the model. A prediction is a ratio
-to the converted value of the hidden weights, which are the matrices inside the blocks.
+``leaven tune --prior laws`` starts from these predictions, which use the same runs and laws as ``leaven new``.
 """
 
 import math
@@ -19,7 +17,7 @@ from leaven.catalogue.starter.optimizer import lr_evidence
 class Expectation:
     """How far the expected best value of a hyperparameter is from the recipe's value, and how certain that is.
 
-    The recipe's value is the one that the scaling rule gives the hidden weights.
+    The recipe's value is the one that the scaling rule gives the hidden weights, the matrices inside the blocks.
     """
 
     octaves: float  # log2(expected value / the recipe's value)
@@ -29,7 +27,7 @@ class Expectation:
 def expectations(case: Case) -> dict[str, Expectation]:
     """Return the expected best learning rate, batch, weight decay and init std, by their paths in the recipe.
 
-    The init std is left out if no run publishes one. Hyperparameters that are 0 in the recipe are left out, too.
+    Hyperparameters that are 0 in the recipe are left out.
     """
     near, lr, batch = case.size.near, lr_evidence(case.size, case.batch), batch_evidence(case.size)
     decays = near.values("hyperparameters.weight_decay")

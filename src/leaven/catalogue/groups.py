@@ -44,10 +44,7 @@ class PublishedGroup(Provenance):
 
 
 class Lineage(PublishedGroup):
-    """The lineage of a run: the group of runs that copied one another's learning rate.
-
-    When leaven combines the values of published runs, for example in a median, a lineage counts as one run.
-    """
+    """The group of runs that copied one another's learning rate. Medians count a lineage as one run."""
 
     name: str
     note: str | None = None

@@ -44,8 +44,7 @@ class Point(NamedTuple):
 class Power(Part):
     """A power law: coefficient * (N / per)^params * (D / per)^tokens * C^compute * L^loss * unit.
 
-    N is the number of parameters, D the number of training tokens, C the training FLOPs and L the loss. ``per`` is
-    1e6 if the law counts N and D in millions. ``unit`` converts a batch that the law counts in sequences to tokens.
+    N, D, C and L are the fields of :class:`Point`.
     """
 
     coefficient: float
@@ -54,7 +53,7 @@ class Power(Part):
     compute: float = 0.0  # exponent of C
     loss: float = 0.0  # exponent of L
     unit: float = 1.0  # for example 512 if the law counts a batch in sequences of 512 tokens
-    per: float = 1.0
+    per: float = 1.0  # 1e6 if the law counts N and D in millions
 
     def at(self, point: Point) -> float:
         """Return what the law predicts for a run."""
@@ -81,10 +80,7 @@ class LogLinear(Part):
 
 
 class LossLaw(Part):
-    """A loss law: L = irreducible + a / N^alpha + b / D^beta, in nats per token.
-
-    N is the number of parameters with embeddings, D the number of training tokens.
-    """
+    """A loss law: L = irreducible + a / N^alpha + b / D^beta, in nats per token. N includes embeddings."""
 
     irreducible: float
     a: float
@@ -97,10 +93,7 @@ class LossLaw(Part):
         return self.irreducible + self.a / math.pow(params, self.alpha) + self.b / math.pow(tokens, self.beta)
 
     def worth_in_tokens(self, tokens: float, nats: float) -> float:
-        """Return the factor by which ``tokens`` must grow to lower the loss by ``nats``.
-
-        Return inf if no number of tokens lowers the loss by so much.
-        """
+        """Return the factor by which ``tokens`` must grow to lower the loss by ``nats``, or inf if none does."""
         reducible = self.b / math.pow(tokens, self.beta)
         return math.pow(1 - nats / reducible, -1 / self.beta) if nats < reducible else math.inf
 
@@ -115,8 +108,7 @@ class ExpertsLoss(Part):
     """A loss law of mixtures of experts (arXiv 2502.05172, equations 4 and 6).
 
     L = irreducible + a E^delta N^(alpha + gamma ln E) + b E^omega D^(beta + zeta ln E). N is the number of parameters
-    that a token uses, and D the number of training tokens. E grows with the number of experts: it is ``start`` for a
-    dense model, and approaches ``most`` for many experts.
+    that a token uses. E grows with the number of experts, from ``start`` for a dense model to ``most``.
     """
 
     irreducible: float
@@ -165,10 +157,7 @@ class Fitted(Part):
     experts: Range = ANY  # (experts of a layer) / (those that a token uses), if the law depends on it; 1 if dense
 
     def beyond(self, params: float, tokens: float, compute: float, experts: float = 1) -> list[BeyondRange]:
-        """Return the fitted ranges that a run is outside of, such as the range of N.
-
-        Each has the factor by which the run is above or below the range. The largest factor comes first.
-        """
+        """Return the fitted ranges that a run is outside of, such as that of N, the largest factor first."""
         found: list[BeyondRange] = []
         for axis, value, (lowest, highest) in (
             ("N", params, self.params),
@@ -227,11 +216,11 @@ class Law(Sourced):
 
 
 class Frontier(Sourced):
-    """A law about the best number of parameters for a budget of training FLOPs.
+    """A law about the best number of parameters for a budget of 6 N D training FLOPs (N parameters, D tokens).
 
-    The budget is 6 N D FLOPs for N parameters and D tokens. Published laws disagree: for Gopher's budget, approach 1
-    of the Chinchilla paper predicts 67B parameters, and approach 3 predicts 40B. The paper's fit for approach 3 did
-    not converge. Besiroglu et al. (2024) repeated this fit, and their result is close to approach 1.
+    Published laws disagree: for Gopher's budget, approach 1 of the Chinchilla paper predicts 67B parameters, and
+    approach 3 predicts 40B. The paper's fit for approach 3 did not converge. A new fit (Besiroglu et al. 2024) is
+    close to approach 1.
     """
 
     sizes: FrontierLine | LossLaw
@@ -256,15 +245,13 @@ def evaluate(
 ) -> list[LawRow]:
     """Return what each law predicts for a run of ``tokens`` tokens with ``params`` parameters.
 
-    For a mixture of experts, ``params`` are the parameters N that a token uses: training takes about 6 N D FLOPs.
-    ``experts`` is the number of experts of a layer, divided by the number that a token uses. Only the law that was
-    fitted to mixtures of experts depends on it.
-
-    Laws that count parameters without the embeddings use ``params_non_embedding``, or ``params`` if it is not given.
-    Above 1B parameters the two counts are nearly equal, but for GPT-2 124M ``params`` is 45% larger.
-
     >>> [round(r.batch_tokens) for r in evaluate(1e9, 20e9) if r.law == "Step Law 2025"]
     [441892]
+
+    Args:
+        params: for a mixture of experts, the parameters that a token uses.
+        params_non_embedding: for laws that count parameters without the embeddings; by default ``params``.
+        experts: number of experts of a layer, divided by the number that a token uses.
 
     Raises:
         InputError: if ``params`` or ``tokens`` is not above 0.
@@ -300,19 +287,16 @@ def evaluate(
 
 
 def main_laws(model: ModelShape, tokens: int) -> list[LawRow]:
-    """Return what each law predicts for a run of ``model`` over ``tokens`` tokens.
-
-    Of a law with several forms, only the main form is used.
-    """
+    """Return what the main form of each law predicts for a run of ``model`` over ``tokens`` tokens."""
     experts = model.experts.number / model.experts.active if model.experts else 1
     rows = evaluate(model.params_active, tokens, params_non_embedding=model.params_non_embedding, experts=experts)
     return [row for row in rows if row.form_of is None]
 
 
 def power_lines_tau(params: float, tokens: float) -> float:
-    """Return the best timescale of AdamW as the Power Lines law predicts it (arXiv 2505.13738).
+    """Return the best timescale of AdamW that the Power Lines law predicts (arXiv 2505.13738), as a share of the run.
 
-    The timescale is batch / (lr x weight decay x tokens), a share of the run.
+    The timescale is batch / (lr x weight decay x tokens).
     """
     tau = find_law("Power Lines 2025 timescale").tau
     assert tau
@@ -320,10 +304,7 @@ def power_lines_tau(params: float, tokens: float) -> float:
 
 
 def batches(laws: Iterable[LawRow], kind: BatchKind) -> dict[str, float]:
-    """Return the optimal or critical batch sizes (``kind``) that laws predict, in tokens, by the law's name.
-
-    Of a law with several forms, only the main form is included.
-    """
+    """Return the optimal or critical batches that the main forms of laws predict, in tokens, by the law's name."""
     return {
         law.law: law.batch_tokens for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of
     }
@@ -340,10 +321,8 @@ def lr_at_batch(law: LawRow, batch_tokens: float, noise: float) -> LrAtBatch | N
     The results of the four rules disagree:
 
     - ``square_root``: for Adam below the critical batch (the SDE of Malladi et al. 2022, arXiv 2205.10287)
-    - ``linear``: for SGD below the critical batch (McCandlish et al. 2018). With AdamW, this rule does not change the
-      timescale of weight decay in tokens.
-    - ``surge``: for Adam. The lr rises with the batch up to the gradient noise scale (``noise``, in tokens), and
-      falls for larger batches (arXiv 2405.14578).
+    - ``linear``: for SGD below the critical batch (McCandlish et al. 2018)
+    - ``surge``: for Adam at any batch (arXiv 2405.14578); ``noise`` is the gradient noise scale in tokens
     - ``own``: with the exponent that was fitted to the law's own data; None if no exponent was fitted
     """
     if law.lr is None or law.lr_batch_tokens is None:

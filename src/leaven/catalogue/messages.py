@@ -92,10 +92,7 @@ def templates(folder: Path = Path(__file__).parent) -> dict[str, dict[str, Any]]
 
 
 def filled(message: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a message with their fields filled in.
-
-    A part is omitted if one of its fields has no value in ``facts``. A part may also have a condition, such as
-    ``{run:if}`` or ``{run:unless}``; it is omitted if the condition does not hold.
+    """Return the parts of a message with their fields filled in, without the parts that are omitted.
 
     >>> filled(["{a} of {b}", "in {c}"], {"a": 1, "b": 2})
     ['1 of 2']

@@ -1,7 +1,7 @@
 """Find the neighbours of a model, which are the published runs nearest in size, and combine their values.
 
 A lineage is a group of runs that copied one another's learning rate. Each lineage has one vote, which is the value of
-the lineage's nearest run. ``leaven new`` and ``leaven recipes check`` use the same neighbours.
+the lineage's nearest run.
 """
 
 import math
@@ -42,8 +42,7 @@ def ratio(a: float, b: float) -> float:
 
 
 def size_ratio(run: PublishedRun, params: int) -> float:
-    """Return the larger of two sizes divided by the smaller: the parameters that a token uses in ``run``, and
-    ``params``."""
+    """Return how many times larger or smaller ``run`` is than ``params``, in parameters that a token uses."""
     return ratio(run.params_active, params)
 
 
@@ -67,21 +66,16 @@ def nearest(
 ) -> list[tuple[PublishedRun, float]]:
     """Return the published runs nearest to a model, each with its distance.
 
-    A factor of 2 in size is a distance of 1; a factor in tokens counts much less. Only runs within ``factor`` of the
-    model's size are returned. They are sorted by three criteria, the most important first: whether they are of
-    ``kind``, whether they fit ``stack``, and their distance. If no run is within ``factor``, runs of all sizes are
-    returned, sorted by distance alone.
+    A factor of 2 in size is a distance of 1; a factor in tokens counts much less. Runs of ``kind`` that fit ``stack``
+    come before other runs. Then the first run of each lineage is moved to the front.
 
-    After sorting, the first run of each lineage (a group of runs that copied one another's lr) is moved to the front.
-
-    A run is left out if its number of tokens is unknown. It is also left out if its lr cannot be compared with an lr
-    of the stack's optimizer (by default AdamW): a muP lr, for example.
+    If no run is within ``factor`` of the model's size, all sizes are returned. Runs with an lr that cannot be
+    compared, such as a muP lr, are left out.
 
     Args:
         limit: the largest number of runs to return.
-        stack: the wanted norm placement, QK-norm and optimizer.
-        used: whether to compare sizes by the parameters that a token uses, not by all parameters. If it is true,
-            dense runs are returned beside runs of ``kind``.
+        stack: the wanted norm placement, QK-norm and optimizer (by default AdamW).
+        used: compare sizes by the parameters that a token uses, and return dense runs beside runs of ``kind``.
 
     Raises:
         InputError: if ``params`` or ``tokens`` is not above 0, if ``factor`` is below 1, or if no run of this kind
@@ -117,10 +111,7 @@ def nearest(
 
 
 def near_run(run: PublishedRun, distance: float, params: int, factor: float, wanted: Stack) -> NearRun:
-    """Return the row of ``leaven recipes nearest`` for a run.
-
-    ``distance`` is its distance (:func:`nearest`) from a model of ``params`` parameters.
-    """
+    """Return the row of ``leaven recipes nearest`` for a run at ``distance`` from a model with ``params``."""
     apart = ratio(run.params_total, params)
     return NearRun(
         **run.summary().model_dump(),
@@ -149,19 +140,15 @@ class Votes:
 
 
 def most_common(by: Mapping[str, Any]) -> Votes | None:
-    """Return the votes ``by`` and their most frequent value, or None if there are no votes.
-
-    If several values are equally frequent, the first one is chosen.
-    """
+    """Return the votes ``by`` and their most frequent value (in a tie, the first), or None if there are no votes."""
     return Votes(Counter(by.values()).most_common(1)[0][0], by) if by else None
 
 
 def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Votes:
     """Return the values ``by`` of runs or laws together with their geometric median, exp(median of the logarithms).
 
-    Without ``weights``, all values have the same weight. Half of the total weight is below the median. Half of a
-    value's own weight counts as below that value. Between two values, the logarithm is interpolated linearly: the
-    median of 1 and 4 with equal weights is 2.
+    With ``weights``, half of the total weight is below the median. Between two values, the logarithm is interpolated:
+    the median of 1 and 4 with equal weights is 2.
     """
     if weights is None:
         return Votes(math.exp(median(map(math.log, by.values()))), by)
@@ -193,10 +180,7 @@ class Neighbours:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the runs within `FACTOR` of the model's size, the nearest first.
-
-        If these are fewer than `NEAREST`, return the `NEAREST` nearest runs.
-        """
+        """Return the runs within `FACTOR` of the model's size, the nearest first, but at least `NEAREST` runs."""
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
 
@@ -213,8 +197,8 @@ class Neighbours:
     def values(self, what: str | Callable[[PublishedRun], Any]) -> dict[str, Any]:
         """Return the values that the neighbours publish, by run id. Runs that publish none are left out.
 
-        ``what`` is the path of a recipe value such as ``hyperparameters.lr``, or a function of a run. If a reference
-        run was given (the run that the user wants to follow) and it publishes a value, return only this value.
+        ``what`` is the path of a recipe value such as ``hyperparameters.lr``, or a function of a run. If the
+        reference run publishes a value, return only this value.
         """
         known = {
             id: value
@@ -230,16 +214,14 @@ class Neighbours:
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
-        """Return the values of a recipe's key ``path`` that the runs publish, and the most frequent of them (in a
-        tie, that of the nearest run), or None if no run publishes a value."""
+        """Return the published values at a recipe's key ``path`` and the most frequent one, or None if unknown."""
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
         """Return the weight of each run's vote, by run id.
 
-        A run of the model's size has weight 1. The weight falls linearly with the logarithm of the size ratio, and is
-        nearly 0 at the ratio `FACTOR`. If fewer than `NEAREST` runs are within `FACTOR`, it may fall more slowly
-        (`EDGE`). All weights are 1 if there is a reference run, or if no run is within `FACTOR`.
+        The weight is 1 at the model's size, and falls with the logarithm of the size ratio to nearly 0 at `FACTOR`.
+        If few runs are near, it falls more slowly (`EDGE`). With a reference run, all weights are 1.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)
@@ -258,11 +240,10 @@ class Neighbours:
 def mixtures(params: int, alike: tuple[int, int] | None = None) -> Neighbours:
     """Return published mixtures of experts, one of each lineage, the nearest in size first, with any optimizer.
 
-    A token uses ``params`` parameters of the model. Its experts get their shape from these runs.
-
-    ``alike`` is (number, active) of the model: the experts in a layer, and how many of them a token uses. If it is
-    given, a mixture is returned only if its active experts and its ratio number / active each differ from the model's
-    by at most a factor of `ALIKE`. There may be no such mixture.
+    Args:
+        params: parameters of the model that a token uses.
+        alike: (number, active) of the model: the experts in a layer, and how many of them a token uses. Only mixtures
+            with similar numbers (`ALIKE`) are returned; there may be none.
     """
 
     def fits(run: PublishedRun) -> bool:
@@ -287,13 +268,8 @@ def neighbours(
 ) -> Neighbours:
     """Return the neighbours of a model: one run of each lineage, with an lr comparable to AdamW's.
 
-    The neighbours of a dense model are dense runs. The neighbours of a mixture of experts (``experts``) are mixtures
-    of experts and dense runs. ``params`` and the size of a run count the parameters that a token uses.
-
-    A lineage is a group of runs that copied one another's lr. Runs are sorted by four criteria, the most important
-    first: whether they are within `FACTOR` of the model's size, whether they are of the model's kind, whether they
-    have AdamW and the given norm placement and QK-norm, and their distance in size and tokens. The neighbours are the
-    first run of each lineage in this order. If no run is within `FACTOR`, only the distance counts.
+    Sizes count the parameters that a token uses. A mixture of experts (``experts``) also has dense neighbours. Runs
+    within `FACTOR` of the size come first; their order is that of :func:`nearest`.
     """
     stack = Stack(norm_placement, qk_norm, "adamw")
     kind: Kind = "moe" if experts else "dense"

@@ -2,9 +2,8 @@
 
 After McCandlish et al. 2018, arXiv 1812.06162. A gradient over B tokens is the true gradient G plus noise: E|G_B|^2 =
 |G|^2 + tr(Sigma) / B. Squared norms at two batch sizes give both unknowns, |G|^2 and tr(Sigma) (appendix A.1). The
-noise scale B_noise = tr(Sigma) / |G|^2 estimates the critical batch. The noise scale depends on the current weights,
-and grows as the loss falls. A single estimate of |G|^2 or tr(Sigma) may be negative: average each over many pairs of
-batches, then divide.
+noise scale B_noise = tr(Sigma) / |G|^2 estimates the critical batch. A single estimate of |G|^2 or tr(Sigma) may be
+negative: average each over many pairs of batches, then divide.
 """
 
 import math
@@ -14,41 +13,30 @@ from typing import Any
 def squared_gradient(small: Any, small_squared: Any, big: Any, big_squared: Any) -> Any:
     """Return an unbiased estimate of |G|^2, the squared norm of the true gradient, from a small and a big batch.
 
-    ``small`` and ``big`` are the batch sizes in tokens, and the other arguments their squared gradient norms.
-    All arguments may be numbers, arrays or tensors.
+    ``small`` and ``big`` are batch sizes in tokens. All arguments may be numbers, arrays or tensors.
     """
     return (big * big_squared - small * small_squared) / (big - small)
 
 
 def gradient_noise(small: Any, small_squared: Any, big: Any, big_squared: Any) -> Any:
-    """Return an unbiased estimate of tr(Sigma): the variance of one token's gradient, summed over all parameters.
-
-    The arguments are those of :func:`squared_gradient`.
-    """
+    """Return an unbiased estimate of tr(Sigma): the variance of one token's gradient, summed over all parameters."""
     return (small_squared - big_squared) / (1 / small - 1 / big)
 
 
 def tokens_over_least(batch: float, critical: float) -> float:
-    """Return (tokens to reach a loss with batch size ``batch``) / (tokens to reach it with a tiny batch).
-
-    ``critical`` is the critical batch. The formula is that of McCandlish 2018, section 2.3.
-    """
+    """Return (tokens to reach a loss at ``batch``) / (tokens at a tiny batch): McCandlish 2018, section 2.3."""
     return 1 + batch / critical
 
 
 def steps_over_least(batch: float, critical: float) -> float:
-    """Return (steps to reach a loss with batch size ``batch``) / (steps to reach it with a huge batch).
-
-    ``critical`` is the critical batch. The formula is that of McCandlish 2018, section 2.3.
-    """
+    """Return (steps to reach a loss at ``batch``) / (steps at a huge batch): McCandlish 2018, section 2.3."""
     return 1 + critical / batch
 
 
 def surge_lr(batch: float, noise: float) -> float:
     """Return the best lr of Adam at ``batch``, divided by its best lr at a batch as large as ``noise``.
 
-    ``batch`` and the gradient noise scale ``noise`` are in tokens. The best lr grows about as the square root of the
-    batch up to the noise scale, and falls for larger batches (Li et al. 2024, arXiv 2405.14578).
+    ``noise`` is the gradient noise scale in tokens, where the best lr is highest (Li et al. 2024, arXiv 2405.14578).
     """
     ratio = math.sqrt(noise / batch)
     return 2 / (ratio + 1 / ratio)

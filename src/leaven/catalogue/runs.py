@@ -1,8 +1,7 @@
 """The published training runs: one TOML file for each run in ``runs/``, with the sources of all values.
 
-To add a run, add a file with the tables of :mod:`leaven.catalogue.groups`. The file's name is the run's id. Files
-with a table ``[tuning]`` are runs of leaven itself: small models whose hyperparameters can be transferred.
-:class:`PublishedRun` has the tables of a file, and the same values under leaven's names and in its units.
+To add a run, add a file with the tables of :mod:`leaven.catalogue.groups`. The file's name is the run's id. Runs that
+leaven tuned itself have a table ``[tuning]``.
 """
 
 import difflib
@@ -42,10 +41,7 @@ _BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(number of residual layers)")
 
 
 def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the optimizers whose learning rates can be compared with those of ``optimizer``.
-
-    These are Adam and AdamW if ``optimizer`` is one of them. Otherwise it is ``optimizer`` alone.
-    """
+    """Return the optimizers whose lrs can be compared with those of ``optimizer``: Adam's and AdamW's are alike."""
     return ("adam", "adamw") if optimizer in ("adam", "adamw") else (optimizer,)
 
 
@@ -57,8 +53,7 @@ class Stack(NamedTuple):
     optimizer: Optimizer | None = None
 
     def fits(self, other: "Stack") -> bool:
-        """Return whether ``other`` has the values of this stack. A value of this stack that is None fits everything.
-        Adam and AdamW count as equal."""
+        """Return whether ``other`` has the values of this stack. None fits every value, and Adam equals AdamW."""
         return (
             self.norm_placement in (None, other.norm_placement)
             and self.qk_norm in (None, other.qk_norm)
@@ -75,8 +70,7 @@ class Stack(NamedTuple):
 class PublishedRun(Part):
     """A published run, or a run that leaven tuned itself (which has :attr:`tuning`).
 
-    The fields contain the values as the source states them. The properties convert them to leaven's names and units;
-    a property is None if its value is not known.
+    Fields have the values that the source states. Properties have leaven's names and units; None means unknown.
     """
 
     id: str
@@ -155,10 +149,7 @@ class PublishedRun(Part):
 
     @property
     def stage_begins(self) -> list[float] | None:
-        """Return the tokens that the run had consumed before each stage of its batch, or None if not published.
-
-        If the batch has no stages, return [0].
-        """
+        """Return the tokens before each stage of the batch ([0] if there are no stages), or None if not published."""
         begins, steps = [0.0], 0
         for before, stage in pairwise((self.ramp and self.ramp.stages) or ()):
             if "from_tokens" in stage:
@@ -207,8 +198,7 @@ class PublishedRun(Part):
     def warmup_fraction(self) -> float | None:
         """Return the share of the run's tokens that the warm-up takes.
 
-        A warm-up published in steps is converted to tokens with the run's batch. This is not possible if the batch
-        grew. The result is then the share that the source states, or None if the source states no share.
+        Steps are converted to tokens only if the batch did not grow.
         """
         schedule, tokens, batch = self.schedule, self.tokens, self.batch_tokens
         if schedule is None:
@@ -247,8 +237,7 @@ class PublishedRun(Part):
 
     @property
     def decay(self) -> Decay | None:
-        """Return leaven's name for the published decay, such as "cosine", or None if no decay is published. A shape
-        that leaven lacks becomes the most similar one."""
+        """Return leaven's name for the published decay, such as "cosine", or None if no decay is published."""
         return _DECAYS[self.schedule.shape] if self.schedule and self.schedule.shape else None
 
     @property
@@ -262,8 +251,7 @@ class PublishedRun(Part):
 
     @property
     def residual_init_std(self) -> float | None:
-        """Return the init std of the matrices that write to the residual stream, or None if it is not known or
-        differs between layers (as with the init ``mitchell``)."""
+        """Return the init std of the matrices that write to the residual stream, or None if unknown or uneven."""
         init, n_layers = self.init, self.arch.n_layers
         if init is None or init.residual_std is not None or init.std is None:
             return init.residual_std if init else None
@@ -338,10 +326,10 @@ def own_runs() -> tuple[PublishedRun, ...]:
 
 
 def find_run(id: str) -> PublishedRun:
-    """Return the run with this id: a published run, or a run that leaven tuned itself.
+    """Return the published run, or the run that leaven tuned itself, with this id.
 
     Raises:
-        InputError: if there is no such run; the message names the ids most similar to ``id``.
+        InputError: if there is no such run.
     """
     path = FOLDER / f"{id}.toml"
     known = sorted(file.stem for file in FOLDER.glob("*.toml"))

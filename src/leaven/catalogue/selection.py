@@ -67,8 +67,7 @@ def select(runs: Sequence[PublishedRun], conditions: Iterable[Condition]) -> lis
     """Return the runs that meet all conditions, in the given order.
 
     Raises:
-        InputError: if no run has a value at the path of a condition, or if the values there cannot be compared with
-            the text of the condition.
+        InputError: if no run has a value at the path of a condition, or the values there cannot be compared.
     """
     known = {run.id: values(run) for run in runs}
     kept = list(runs)
@@ -116,11 +115,7 @@ def values(run: PublishedRun) -> dict[str, Any]:
 
 
 def _closest_paths(path: str, known: set[str]) -> list[str]:
-    """Return the three known paths most similar to ``path``.
-
-    A ``path`` without a dot is compared with the last key of each known path, such as ``shape`` of
-    ``schedule.shape``.
-    """
+    """Return the three known paths most similar to ``path``, such as ``schedule.shape`` for ``shape``."""
     if "." in path:
         return closest(path, known)
     keys = closest(path, {one.rpartition(".")[2] for one in known})

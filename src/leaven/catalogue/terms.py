@@ -11,10 +11,7 @@ from leaven.recipe.recipe import Recipe, flatten
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
-    """Return the first batch in tokens, and the number of tokens after which the batch has its full size.
-
-    Return (None, None) if the batch never grows.
-    """
+    """Return the first batch and the number of tokens after which the batch is full; (None, None) if constant."""
     if recipe.batch.ramp is not None:
         return recipe.batch.ramp.start_tokens, recipe.batch.ramp.over_tokens
     sizes = recipe.batch.sizes
@@ -27,10 +24,7 @@ def _clip(recipe: Recipe) -> float | None:
 
 
 def _optimizer(recipe: Recipe) -> str:
-    """Return the optimizer's name, or `L2_DECAY` for ``adam`` with weight decay.
-
-    The name "adam" alone would look equal to the Adam of a paper, which is AdamW.
-    """
+    """Return the optimizer's name, or `L2_DECAY` for ``adam`` with weight decay: the Adam of papers is AdamW."""
     tuned = recipe.hyperparameters
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
 
@@ -85,11 +79,9 @@ def diff_in_terms(
 ) -> list[RecipeDifference]:
     """Return the values in which two runs or recipes differ; an unknown value is None.
 
-    A recipe states hyperparameters for the scale in ``[scaling.base]``, but a run publishes the values with which its
-    parameters were trained. Therefore, ``resolved`` is a function that returns the values that the parameters get
-    from a recipe's scaling rule, by key, such as ``hyperparameters.lr``.
-
-    Values that only runs or only recipes can state are at the end of the list.
+    ``resolved`` returns the values that the parameters get from a recipe's scaling rule, such as
+    ``hyperparameters.lr``, because these are what a run publishes. Values that only runs or only recipes can state
+    come last.
     """
     in_a, in_b = (terms(one) | (resolved(one) if isinstance(one, Recipe) else {}) for one in (a, b))
     rows = [(path, in_a.get(path), in_b.get(path), True) for path in TERMS]
@@ -116,10 +108,7 @@ def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
 
 
 def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of everything that only a run, or only a recipe, can state.
-
-    The defaults of a recipe, and values of a run that every leaven model has, are left out.
-    """
+    """Yield (path, value) of everything that only a run, or only a recipe, can state, without defaults."""
     left_out = _DATA["not_compared"]
     if isinstance(of, Recipe):
         for path, value in flatten(of.model_dump(mode="json", exclude_defaults=True)).items():

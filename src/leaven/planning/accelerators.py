@@ -1,8 +1,7 @@
 """Read the numbers of accelerators (peak, memory, bandwidths, ...) from accelerators.toml and from the user's file.
 
-The user's file has the same format. It can add accelerators. It can also replace a group of numbers of a built-in
-accelerator, for example the group ``network``. The path of the user's file is ``$LEAVEN_ACCELERATORS``. If that is
-not set, it is leaven/accelerators.toml in ``$XDG_CONFIG_HOME`` or ~/.config.
+The user's file (:func:`user_file`) has the same format. It can add accelerators. It can also replace a group of
+numbers of a built-in accelerator, for example the group ``network``.
 """
 
 import os
@@ -58,8 +57,7 @@ class _Group(Part):
 class Sustained(_Group):
     """The TFLOP/s in 16 bits that large operators of a training step sustain.
 
-    The FLOPs of attention are those of all scores, although a causal kernel skips half of them. The forward pass
-    counts as two matrix products. The backward pass counts as five, because it computes the scores again.
+    Attention is counted with all scores, also in a causal kernel: two products forward, five backward.
     """
 
     matmul: _Positive
@@ -95,10 +93,7 @@ class Accelerator:
         return dict(self.peaks).get(dtype)
 
     def matmul(self, dtype: Dtype) -> float | None:
-        """Return the TFLOP/s of the fastest measured matmul in a dtype.
-
-        If no matmul was measured, return 80% of the peak, or None if the peak is unknown too.
-        """
+        """Return the TFLOP/s of the fastest measured matmul in a dtype, or 80% of the peak if not measured."""
         peak = self.peak(dtype)
         return dict(self.matmuls).get(dtype, None if peak is None else peak * USUAL_MATMUL_SHARE)
 
@@ -109,18 +104,12 @@ class Accelerator:
 
     @cached_property
     def matmul_flops(self) -> float:
-        """The FLOP/s of the fastest measured matmul in the training's dtype. No training step can exceed it.
-
-        If no matmul was measured, it is 80% of the peak.
-        """
+        """The FLOP/s of the fastest measured matmul in the training's dtype, or 80% of the peak if not measured."""
         return dict(self.matmuls).get(self.dtype, self.peak_tflops * USUAL_MATMUL_SHARE) * 1e12
 
     @cached_property
     def sustained_share(self) -> float:
-        """The rate that large matrix products sustain, as a share of the rate of the fastest matmul.
-
-        The share was measured in 16 bits. If none was measured, `SUSTAINED` is assumed.
-        """
+        """The rate of large matrix products in a training step, as a share of the rate of the fastest matmul."""
         fastest = self.matmul("bf16") or self.matmul("fp16")
         return self.sustained.matmul / fastest if self.sustained and fastest else SUSTAINED
 

@@ -74,8 +74,7 @@ class Arrangement:
 def scheduled(layout: Layout, micro_batches: int) -> int:
     """Return the number of micro-batches that the schedule runs in a step, including padding.
 
-    Interleaved and zero-bubble schedules run micro-batches in rounds of pp, the number of pipeline ranks. They fill
-    the last round with padding micro-batches, which do not count in the loss.
+    Interleaved and zero-bubble schedules need a multiple of pp. Padding micro-batches do not count in the loss.
     """
     if layout.schedule in {"gpipe", "1f1b"}:
         return micro_batches
@@ -86,7 +85,7 @@ def parse_keys(text: str) -> dict[str, Any]:
     """Return the keys and values of text such as ``tp=8,recompute=full``; the key ``mbs`` is the micro-batch size.
 
     Raises:
-        InputError: if the text is too long, a key is unknown or appears twice, or a value is wrong.
+        InputError: if the text is too long, or a key or a value is wrong.
     """
     if len(text) > MOST_CHARACTERS:
         raise InputError(f"layout {text[:20]!r}... is too long; write for example tp=8,pp=12,dp=4,zero=1,mbs=2")
@@ -110,11 +109,10 @@ def parse_keys(text: str) -> dict[str, Any]:
 def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -> tuple[Layout, int | None]:
     """Return the layout and the micro-batch size (or None) of text such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``.
 
-    Keys that are not in the text get their defaults, with two exceptions. ``compile`` gets the value of the argument
-    ``compile``. ``dp`` becomes gpus / (tp x pp x cp), if ``gpus`` is given and the result is a whole number.
+    If ``gpus`` is given, dp may be left out of the text. ``compile`` is the default of the key with this name.
 
     Raises:
-        InputError: if :func:`parse_keys` raises it, or two values cannot be combined.
+        InputError: if a key or a value is wrong, or two values cannot be combined.
     """
     values = {"compile": compile} | parse_keys(text)
     micro_batch = values.pop("mbs", None)
@@ -144,9 +142,8 @@ def written(layout: Layout) -> str:
 def tensor_degrees(model: Model) -> list[int]:
     """Return the tensor-parallel degrees that a model allows, smallest first.
 
-    A degree must divide the number of heads, the number of key-value heads, the width of every MLP (or expert), the
-    vocabulary size and the sequence length. For example, if a model has 12 heads and 4 key-value heads, only 1, 2 and
-    4 are possible. If one QK-norm normalises all heads together, only 1 is possible.
+    With 12 heads and 4 key-value heads, for example, only 1, 2 and 4 are possible. If one QK-norm normalises all
+    heads together, only 1 is possible.
     """
     if isinstance(model, ModelShape) and model.qk_norm_whole:
         return [1]
@@ -199,8 +196,7 @@ def _cut_by_tensor_ranks(model: Model, tp: int) -> str:
 def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
     """Return the share of a step in which a pipeline rank is idle: (p - 1) / (v m + p - 1).
 
-    The pipeline has p = ``stages`` ranks with v = ``stages_per_rank`` stages each and runs m = ``micro_batches``
-    micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    p is ``stages``, v ``stages_per_rank`` and m ``micro_batches`` (Narayanan 2021, arXiv 2104.04473, section 2.2).
     """
     return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)
 
@@ -213,17 +209,15 @@ def grad_accumulation(layout: Layout, seq_len: int, batch_tokens: int, micro_bat
 def pipeline_refusal(layout: Layout, seq_len: int, smallest_tokens: int, micro_batch: int) -> str | None:
     """Return why the smallest batch of a run cannot fill the pipeline and what to change, or None if it can.
 
-    A batch fills the pipeline if each rank gets at least pp micro-batches of it. ``smallest_tokens`` is the size of
-    the smallest batch in tokens.
+    A pipeline is full if each rank gets at least pp micro-batches.
     """
     count = grad_accumulation(layout, seq_len, smallest_tokens, micro_batch)
     if count >= layout.pp:
         return None
     lower = grad_accumulation(layout, seq_len, smallest_tokens, 1) >= layout.pp
     return (
-        f"pp={layout.pp}: the smallest batch of {smallest_tokens // seq_len:,} sequences is {count} "
-        f"micro-batch{'' if count == 1 else 'es'} a rank, fewer "
-        f"than stages: {bubble(count, layout.pp):.0%} of a step would be bubble; "
+        f"pp={layout.pp}: the smallest batch of {smallest_tokens // seq_len:,} sequences gives a rank only {count} "
+        f"micro-batch{'' if count == 1 else 'es'}, and {bubble(count, layout.pp):.0%} of a step would be bubble; "
         + (f"lower [batch] micro_batch from {micro_batch}, or " if lower else "")
         + f"begin with a batch of {layout.pp * layout.dp * seq_len:,} tokens or more"
     )

@@ -1,12 +1,7 @@
 """Describe models as tables of matrix products, from which the planner computes FLOPs, memory and time.
 
 A :class:`Blueprint` is made from a :class:`ModelShape` or from the architecture of a published run. It can also
-describe models that leaven cannot build, for example with latent attention, or with widths that change from layer to
-layer. So the planner has the same code for all models.
-
-Each :class:`Matmul` in a table says how tensor parallelism splits its matrix. If the matrix belongs to routed
-experts, every expert has its own matrix of this shape. The :class:`Matmul` then says how many experts there are, and
-how many of them a token uses.
+describe models that leaven cannot build, for example with latent attention.
 """
 
 from collections import Counter
@@ -49,10 +44,7 @@ class Matmul:
         return 2 * self.passed * self.k * self.n
 
     def on_rank(self, tp: int) -> tuple[int, int]:
-        """Return (k, n) of the part of the matrix on one tensor-parallel rank.
-
-        A size that ``tp`` does not divide is rounded up.
-        """
+        """Return (k, n) of the part of the matrix on one tensor-parallel rank, rounded up."""
         return -(-self.k // (tp if self.split == "row" else 1)), -(-self.n // (tp if self.split == "column" else 1))
 
 
@@ -69,9 +61,7 @@ class Core:
     def flops(self, seq_len: int, attention: Attention = "full") -> float:
         """Return the FLOPs per token, in a forward pass, of queries times keys and of probabilities times values.
 
-        With full attention, a query attends to all keys of the sequence, or to the w keys of its window. With
-        ``causal``, a query attends only to keys up to its own position. On average, these are half of all keys
-        without a window, and w - w^2 / (2 T) keys with a window of w keys, where T is ``seq_len``.
+        A causal query with a window of w keys attends to w - w^2 / (2 T) keys on average, where T is ``seq_len``.
         """
         window = min(self.window or seq_len, seq_len)
         keys = window if attention == "full" else window - window * window / (2 * seq_len)
@@ -215,11 +205,7 @@ def attention_rows(
 def mlp_rows(
     name: str, d: int, width: int, *, gated: bool, bias: bool = False, stored: int = 1, passed: int = 1
 ) -> list[Matmul]:
-    """Return the matrix products of an MLP, or of all experts of a layer.
-
-    Every expert is an MLP. ``stored`` is the number of experts, and ``passed`` the number of experts that a token
-    uses.
-    """
+    """Return the matrix products of an MLP, or of ``stored`` experts, of which a token uses ``passed``."""
     inputs = ("gate", "in") if gated else ("in",)
     return [
         *(Matmul(f"{name}.{side}", d, width, "column", bias, stored, passed) for side in inputs),
@@ -230,8 +216,7 @@ def mlp_rows(
 def expert_rows(d: int, width: int, experts: tuple[int, int], shared: int, *, gated: bool) -> list[Matmul]:
     """Return the matrix products of a mixture of experts: the router, the routed experts and the shared experts.
 
-    ``experts`` has two numbers: the routed experts in a layer, and the routed experts that a token uses. ``shared``
-    is the number of shared experts, which are counted as one wider MLP.
+    ``experts`` is (routed experts in a layer, routed experts that a token uses). Shared experts are one wider MLP.
     """
     stored, passed = experts
     return [

@@ -1,9 +1,8 @@
 """Find the model sizes and numbers of tokens that a cluster can train in a given time.
 
-A scaling law gives the best number of parameters N for a budget of C = 6 N D FLOPs, where D is the number of tokens.
-But the FLOPs that a cluster delivers in the given time depend on N. So N is found by iteration: N -> shape (as
-``leaven new`` builds it) -> fastest layout -> FLOPs in the given time -> N. A few iterations suffice, because the
-speed changes slowly with N. Sizes within 5% of each other share one plan.
+A scaling law gives the best number of parameters N for a budget of FLOPs. But the FLOPs that a cluster delivers in
+the given time depend on N. So N is found by iteration: N -> shape -> fastest layout -> FLOPs -> N. A few iterations
+suffice, because the speed changes slowly with N.
 """
 
 import math
@@ -55,8 +54,6 @@ _STEPS = 4  # iterations at most
 def parse_budget(text: str) -> tuple[Cluster, float]:
     """Return the cluster, and the time in seconds, that text such as ``64xH100 x 14d`` states.
 
-    The time may be in hours, days or weeks: ``300h``, ``14d`` or ``2w``.
-
     Raises:
         InputError: if the text does not have this form, the time is zero, or the cluster is unknown.
     """
@@ -75,9 +72,8 @@ def _seconds(time: re.Match[str]) -> float:
 def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> BudgetDocument:
     """Return the model sizes and tokens that fit a budget such as ``64xH100 x 14d``.
 
-    There is one row for each compute-optimal scaling law, and one for each number of tokens per parameter in
-    `OVER_TRAINED`. A row that cannot be planned is listed with its reason in ``refused``. If ``mfu`` is given, the
-    speed is this share of the GPUs' dense peak, and no layout is planned.
+    There is one row for each scaling law, and one for each ratio in `OVER_TRAINED`. Rows that cannot be planned are
+    in ``refused``. If ``mfu`` is given, the speed is this share of the GPUs' dense peak, and no layout is planned.
 
     Raises:
         InputError: if the text is not a budget, ``mfu`` is not between 0 and 1, or no model fits.
@@ -117,12 +113,12 @@ def size_for_time(
 ) -> tuple[int, int, TimeFit]:
     """Return (parameters, tokens, details) of the largest model that trains on 20 tokens per parameter in ``time``.
 
-    The text has ``text_tokens`` tokens (None if unknown) and is repeated at most `MOST_EPOCHS` times. If it is too
-    short for this, the run is shorter and the model smaller: 20 tokens per parameter, but not fewer than 250,000
-    parameters if more fit in ``time``.
+    The text is repeated at most `MOST_EPOCHS` times, so a short text gives a shorter run of a smaller model. Earlier
+    runs on the same accelerator correct the planned speed.
 
-    The measured speed of earlier runs on the same accelerator corrects the planned speed. ``vocab`` and ``seq_len``
-    are chosen by model size if they are None.
+    Args:
+        text_tokens: tokens in the text; None if unknown.
+        vocab, seq_len: by default chosen by model size.
 
     Raises:
         InputError: if ``time`` is not a time such as ``3h``, or no model can be trained in it.
@@ -172,10 +168,7 @@ class _Speeds:
     planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # speeds by number of parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the best model size for the budget by the scaling law named ``law``.
-
-        ``size`` is a function that returns the law's best number of parameters for a number of training FLOPs.
-        """
+        """Return the best model size by the scaling law ``law``. ``size`` maps FLOPs to the law's best size."""
         # Start from the speed of the last planned size, or from the usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus
@@ -203,13 +196,7 @@ class _Speeds:
         )
 
     def at(self, params: float, tokens: float) -> BudgetSpeed:
-        """Return the training speed of a model of about ``params`` parameters on about ``tokens`` tokens.
-
-        If a size within 5% of ``params`` has been planned before, return its speed.
-
-        Raises:
-            InputError: if the size is out of range or cannot be planned.
-        """
+        """Return the training speed of a model of about ``params`` parameters on about ``tokens`` tokens."""
         for planned, speed in self.planned.items():
             if abs(planned / params - 1) < _SAME:
                 return speed

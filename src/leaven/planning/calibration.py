@@ -1,8 +1,7 @@
 """Record the measured step time and memory of runs in the calibration history, and use them to correct later plans.
 
-The history is a file in leaven's cache folder (``LEAVEN_CACHE``), with one record per line, shared by all runs of a
-user. A run appends its record when it ends. If the file cannot be written (disk full, folder read-only), the record
-is dropped and the run is not affected. Lines that this version of leaven cannot read are skipped.
+The history is a file in leaven's cache folder (``LEAVEN_CACHE``), with one record per line. A run appends its record
+when it ends. If the file cannot be written, the record is dropped and the run is not affected.
 """
 
 import math
@@ -83,10 +82,6 @@ def predicted(
     """Return the planned time and memory of a step of leaven's trainer, or None if the step cannot be planned.
 
     Only the memory of tensors is planned, because runs do not measure the device context or fragmentation.
-
-    Args:
-        ns_steps: if above 0, the optimizer is Muon with this number of Newton-Schulz iterations.
-        averages: whether the trainer keeps an average of the weights.
     """
     try:
         cluster = parse_cluster("cpu" if accelerator == "cpu" else f"{how.layout.ranks}x{accelerator}")
@@ -135,20 +130,15 @@ def calibration(
 ) -> CalibrationRow | None:
     """Return factors that correct the planned time and memory of a model in a layout, or None if no record is usable.
 
-    A factor is the weighted median of measured / predicted over the records of past runs. The predictions are
-    computed again with the current planner. If the planner cannot plan a run, the prediction in its record is used.
+    A factor is the weighted median of measured / predicted over past runs on the same accelerator and in the same
+    dtype. Predictions are computed again with the current planner. The weight of a run is 1 / (1 + log2 of the ratio
+    of parameters + number of :func:`_features` that differ).
 
-    These records are used:
+    Runs of a size within a factor of 16 are used: in much smaller models, kernel launches dominate. If there are runs
+    within a factor of 4 with the same features, only these are used.
 
-    - The accelerator (for a CPU: the model of the processor) and the dtype are those of the plan.
-    - The numbers of parameters of the run and the plan differ by a factor of at most 16. In much smaller models,
-      kernel launches dominate.
-    - If there are similar runs, only they are used. In a similar run, the numbers of parameters differ by a factor of
-      at most 4, and the layout has the same features (:func:`_features`).
-    - Of all these, the newest 100 are used.
-
-    The weight of a run is 1 / (1 + log2 of the ratio of parameters + number of layout features that differ).
-    ``step_seconds`` is the uncorrected time of a step, which is copied to the result.
+    Args:
+        step_seconds: uncorrected time of a step, copied to the result.
     """
     found, device = [], processor() if accelerator == "cpu" else None
     for record in records:
@@ -215,10 +205,7 @@ def weighted_median(values: list[tuple[float, float]]) -> float:
 
 
 def _features(layout: Layout) -> set[str]:
-    """Return the layout's features that affect the planner's error.
-
-    The features are the degrees dp, tp, pp and cp above 1, ZeRO 3, full recomputation, and compilation.
-    """
+    """Return the layout's features that affect the planner's error."""
     degrees = {key for key in ("dp", "tp", "pp", "cp") if getattr(layout, key) > 1}
     other = {"zero": layout.zero == 3, "recompute": layout.recompute == "full", "compile": layout.compile}
     return degrees | {key for key, there in other.items() if there}

@@ -17,8 +17,7 @@ LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
 def bandwidth(ranks: int, stride: int, accelerator: Accelerator) -> float:
     """Return the bandwidth that a collective reaches on one rank of a group, in bytes/s.
 
-    Inside a node, the bandwidth is limited by the link between GPUs, such as NVLink. If the group spans several
-    nodes, the slower of link and network counts. In each node, the group uses one NIC for each of its ranks there.
+    Between nodes, a group uses one NIC for each of its ranks in a node.
     """
     gb_s = accelerator.link_gb_s
     if ranks * stride > accelerator.node_size:
@@ -28,10 +27,7 @@ def bandwidth(ranks: int, stride: int, accelerator: Accelerator) -> float:
 
 
 def ring(size: float, ranks: int, stride: int, accelerator: Accelerator, messages: int = 1) -> float:
-    """Return the seconds of a reduce-scatter or all-gather of ``size`` bytes, split into ``messages`` messages.
-
-    Each of n ranks sends (n - 1)/n of the bytes in n - 1 steps. Each step of each message adds a latency.
-    """
+    """Return the seconds of a reduce-scatter or all-gather of ``size`` bytes, split into ``messages`` messages."""
     if ranks == 1:
         return 0.0
     nodes = _nodes(ranks, stride, accelerator)
@@ -62,8 +58,7 @@ def _nodes(ranks: int, stride: int, accelerator: Accelerator) -> int:
 def all_to_all(size: float, ranks: int, stride: int, accelerator: Accelerator) -> float:
     """Return the seconds of an all-to-all of ``size`` bytes per rank.
 
-    Each of n ranks sends (n - 1)/n of its bytes, in equal parts, to the other ranks. Bytes for the rank's own node go
-    over the link, and bytes for other nodes over the network. Both go at the same time, so the longer time counts.
+    Links and network send at the same time, so the longer time counts.
     """
     if ranks == 1:
         return 0.0
@@ -84,9 +79,8 @@ def send_once(
 ) -> float:
     """Return the seconds in which a rank sends its tokens to their experts, without sending a token twice to a rank.
 
-    A token crosses the network once for each other node that has at least one of its experts. In that node, the links
-    pass it on to each rank that has at least one of its experts. Network and links work at the same time, so the
-    longer time counts.
+    A token crosses the network once for each other node that has at least one of its experts. The links of that node
+    pass it on. Links and network send at the same time, so the longer time counts.
 
     Args:
         size: bytes of the rank's tokens.
@@ -115,8 +109,7 @@ def send_once(
 def hop(size: float, span: int, accelerator: Accelerator, share: float = LINK_SHARE) -> float:
     """Return the seconds that a rank needs to send ``size`` bytes to other ranks of its group.
 
-    ``span`` is (number of ranks in the group) x stride. If it is larger than the number of GPUs in a node, the bytes
-    go over the network. ``share`` is the share of the bandwidth that is reached.
+    ``span`` is (number of ranks in the group) x stride. ``share`` is the share of the bandwidth that is reached.
     """
     across = span > accelerator.node_size
     gb_s = accelerator.network_gb_s if across else accelerator.link_gb_s

@@ -43,8 +43,7 @@ _TRIED = 64
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
     """Compare the chosen layout with the best layout that has the values ``asked``, such as ``pp=8,zero=1``.
 
-    If no layout with these values fits into memory, compare with the one that needs the least memory. If there is no
-    layout with these values, explain why.
+    If no layout with these values fits into memory, the one that needs the least memory is compared.
 
     Raises:
         InputError: if ``asked`` is empty, or :func:`parse_keys` raises it.
@@ -90,10 +89,7 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return a note about the requested values that the search never tries, or that leaven cannot train.
-
-    Return "" if there are no such values.
-    """
+    """Return a note about requested values that the search never tries, or that leaven cannot train."""
     zero = fixed.get("zero", 0)
     left_out = {
         "tensor parallelism across nodes": fixed.get("tp", 1) > job.cluster.accelerator.node_size,
@@ -118,14 +114,10 @@ def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
 
 
 def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, ...]:
-    """Return at most four lines that say why neighbours of the chosen layout were not chosen.
+    """Return at most four lines that say why neighbours of the chosen layout were not chosen, the least slow first.
 
-    A neighbour differs from the chosen layout in one of the keys tp, pp, zero and recompute. For tp, pp and zero, it
-    has the next lower or the next higher possible value. For recompute, it has any other value. dp is adjusted.
-
-    A neighbour is listed if it does not fit into memory, or if it is more than 3% slower with its best micro-batch.
-    If other keys had to change too, the line of a neighbour that fits names them, as in ``pp 2 (with zero 1)``. The
-    least slow neighbours come first, and neighbours that do not fit come last.
+    A neighbour has the next lower or higher tp, pp or zero, or another recompute. A neighbour that is at most 3%
+    slower is not listed. In ``pp 2 (with zero 1)``, zero had to change too.
     """
     own = chosen.arrangement.layout
     found: list[tuple[float, str]] = []
@@ -147,10 +139,7 @@ def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, .
 
 
 def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
-    """Return the values next to ``own``: the nearest lower and the nearest higher number in ``values``.
-
-    If ``own`` is text, such as ``full``, return all other values.
-    """
+    """Return the nearest lower and nearest higher number in ``values``. For text, return all values but ``own``."""
     if isinstance(own, str):
         return [value for value in values if value != own]
     lower, higher = [n for n in values if n < own], [n for n in values if n > own]
@@ -158,10 +147,7 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the keys in which ``layout`` differs from ``own``, each with its value in ``layout``.
-
-    Left out are ``key`` itself, dp, compile, and keys that have no effect in ``layout``.
-    """
+    """Return the keys other than ``key`` and dp in which ``layout`` differs from ``own``, as in ``zero 1``."""
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]
@@ -253,10 +239,7 @@ def any_fits(job: Job) -> bool:
 
 
 def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
-    """Return a cluster of ``gpus`` GPUs of the same kind.
-
-    If the user gave the node size, as in ``8x8xH100-80GB``, the node size stays the same.
-    """
+    """Return a cluster of ``gpus`` GPUs of the same kind. A node size that the user gave stays the same."""
     name = cluster.accelerator.name
     if name in accelerators() and str(cluster) == f"{cluster.gpus}x{name}":
         nodes = parse_cluster(f"{gpus}x{name}").accelerator.node_size
@@ -265,11 +248,7 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _fewer_gpus(job: Job) -> int | None:
-    """Return the largest number of GPUs below that of the cluster on which some layout fits, or None if none fits.
-
-    Only products dp x tp x pp are tried. In each product, dp divides the batch, the model allows tp, and every
-    pipeline stage has at least one layer and one micro-batch. Of these, the 64 largest are tried.
-    """
+    """Return the largest number of GPUs, below that of the cluster, on which some layout fits, or None."""
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)
     counts = {
@@ -285,10 +264,7 @@ def _fewer_gpus(job: Job) -> int | None:
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
-    """Return the smallest change after which ``chosen`` fits, as in ``; zero=1 would fit in 61.0 GiB``.
-
-    The smallest change is the one of the fewest keys. Return "" if no layout fits.
-    """
+    """Return the change of the fewest keys after which ``chosen`` fits, as in ``; zero=1 would fit in 61.0 GiB``."""
 
     def changes(other: LayoutCandidate) -> list[str]:
         before, after = (dict(each.arrangement.layout, mbs=each.arrangement.micro_batch) for each in (chosen, other))

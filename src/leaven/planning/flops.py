@@ -2,8 +2,8 @@
 
 A multiply-add counts as two operations, and the backward pass costs twice the forward pass. As in PaLM (appendix B),
 Narayanan 2021 and torchtitan, the unembedding counts, but embedding lookups, norms, activation functions and softmax
-do not. An expert counts only for the tokens that are routed to it. The router counts too. The recomputation inside a
-flash attention kernel does not count. benchmarks/planner/conventions.py says how published tables count.
+do not. The recomputation inside a flash attention kernel does not count. Published tables may count otherwise: see
+benchmarks/planner/conventions.py.
 """
 
 from dataclasses import dataclass
@@ -41,9 +41,9 @@ def forward_flops(model: Model, attention: Attention = "full") -> ForwardFlops:
 def flops_per_token(model: Model, attention: Attention = "full") -> float:
     """Return the model FLOPs of training on one token, forward and backward: 6 N + 12 L d s for full attention.
 
-    N is the number of weights that a token uses in the matrices of the blocks and in the unembedding, L the number of
-    layers, d the width of all heads together, and s the sequence length. Sources: PaLM, arXiv 2204.02311, appendix B;
-    Narayanan 2021, arXiv 2104.04473, whose formula also counts recomputation.
+    N is the number of matrix weights that a token uses, L the number of layers, d the width of all heads together,
+    and s the sequence length. Sources: PaLM, arXiv 2204.02311, appendix B; Narayanan 2021, arXiv 2104.04473, whose
+    formula also counts recomputation.
     """
     forward = forward_flops(model, attention)
     return 3 * (forward.matrices + forward.attention + forward.unembedding)
@@ -52,10 +52,9 @@ def flops_per_token(model: Model, attention: Attention = "full") -> float:
 def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
     """Return the FLOPs of training on one token, with full attention and with recomputation.
 
-    ``full`` recomputation repeats the forward pass of all blocks (equation 3 of Narayanan 2021). ``selective``
-    repeats only the forward pass of attention without its projections: 4 s h FLOPs per layer and token, for sequence
-    length s and width h. The formula of Korthikanti 2022 (arXiv 2205.05198) adds 12 s h instead: in units of 72 h^2,
-    its term for attention grows from s/(6h) to s/(3h).
+    ``full`` repeats the forward pass of all blocks (Narayanan 2021, equation 3). ``selective`` repeats the scores and
+    weighted sums of attention: 4 s h FLOPs per layer and token, for sequence length s and width h. Korthikanti 2022
+    (arXiv 2205.05198) adds 12 s h instead.
     """
     forward = forward_flops(model)
     again = {"none": 0.0, "selective": forward.attention, "full": forward.matrices + forward.attention}
@@ -65,8 +64,7 @@ def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
 def utilisation(model: Model, recompute: Recompute, mfu: float) -> dict[str, float]:
     """Return the MFU, the causal MFU and the HFU of one training speed, with the keys mfu, mfu_causal and hfu.
 
-    The MFU counts full attention. The causal MFU counts causal attention, which is half of it if there are no sliding
-    windows. The HFU (hardware FLOPs utilisation) counts full attention and recomputation.
+    The MFU counts full attention. The HFU (hardware FLOPs utilisation) counts full attention and recomputation.
     """
     full = flops_per_token(model)
     return {

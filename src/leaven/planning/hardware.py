@@ -60,8 +60,7 @@ class Cluster:
 def parse_cluster(text: str) -> Cluster:
     """Parse a cluster: ``384xA100-80GB``, ``48x8xA100-80GB`` (nodes x GPUs per node), or ``cpu``.
 
-    If the GPUs do not fill whole nodes, they are spread evenly: 12 GPUs in nodes of 8 become two nodes of 6. If that
-    would leave more than half of each node idle, only the last node is not full: 13 GPUs become nodes of 8 and 5.
+    Without a node size, 12 GPUs in nodes of 8 become two nodes of 6, and 13 GPUs become nodes of 8 and 5.
 
     Raises:
         InputError: if the text has none of these forms, has too many GPUs, or the accelerator is unknown.
@@ -85,8 +84,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """Return a number of GPUs per node that fills all nodes: the largest divisor of ``gpus`` between ``node`` / 2
-    and ``node``. If there is none, return ``node``. For example, 12 GPUs in nodes of up to 8 are two nodes of 6."""
+    """Return the largest divisor of ``gpus`` between ``node`` / 2 and ``node``, or ``node`` if there is none."""
     if gpus <= node:
         return node
     return next((each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0), node)
@@ -116,11 +114,7 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def known_device(name: str) -> Accelerator | None:
-    """Return the accelerator that a driver calls ``name``, for example ``NVIDIA H100 80GB HBM3``.
-
-    If several accelerators match, the first one whose memory size is in the name is preferred. Return None if none
-    matches, or if ``name`` is that of a slower board, such as a laptop's.
-    """
+    """Return the accelerator that a driver calls ``name``, for example ``NVIDIA H100 80GB HBM3``, or None."""
     words = set(_words(name))
     if words & {"LAPTOP", "MOBILE", "MAX"}:  # slower boards of the same name
         return None
@@ -141,21 +135,14 @@ def _words(name: str) -> list[str]:
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Return whether an accelerator's name ``own`` contains all words of ``wanted``.
-
-    The first words of ``own`` may be joined in ``wanted``: ``RTX4090`` matches ``RTX 4090``.
-    """
+    """Return whether ``own`` contains all words of ``wanted``. ``RTX4090`` also matches ``RTX 4090``."""
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
     return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)
 
 
 def trainable_here(recipe: Recipe) -> bool:
-    """Return whether the recipe can be trained on this machine, by a rough estimate.
-
-    The GPUs must be enough for the ranks of the recipe's layout. The model and its optimizer states must fit into the
-    memory. Training must take less than 30 days. GPUs are assumed to be H100-80GB.
-    """
+    """Estimate whether this machine can train the recipe within 30 days. GPUs are assumed to be H100-80GB."""
     gpus = gpus_here()
     if recipe.layout.ranks > max(gpus, 1):
         return False
@@ -167,10 +154,9 @@ def trainable_here(recipe: Recipe) -> bool:
 
 
 def estimated_gpus(recipe: Recipe, gpu: Accelerator) -> int:
-    """Estimate how many GPUs of this kind can store a model and train it within a month.
+    """Estimate how many GPUs of this kind can store a model and train it within a month, as a power of two.
 
-    The result is a power of two. It is larger than the number of sequences in a batch only if the model does not fit
-    into the memory of fewer GPUs.
+    There are more GPUs than sequences in a batch only if the model does not fit into the memory of fewer GPUs.
     """
     for_memory = recipe.model.params * _BYTES_PER_PARAMETER / (_MEMORY_SHARE * gpu.memory_gib * 2**30)
     flops_per_second = _MFU * gpu.peak_tflops * 1e12

@@ -72,13 +72,9 @@ class Job:
         return replace(self, batch=self.batch.model_copy(update={"micro_batch": micro_batch}))
 
     def arrangements(self, layout: Layout) -> list[Arrangement]:
-        """Return one arrangement of the layout for each micro-batch size that divides a rank's share of the batch.
+        """Return one arrangement of the layout for each micro-batch size that the batch allows, the smallest first.
 
-        The sizes are at most 64 sequences and at most 65,536 tokens, but 1 sequence is always possible. If the job
-        sets a micro-batch size, only this size is used.
-
-        A size is left out if the smallest batch of a batch ramp could not fill the pipeline with it: a rank would
-        have fewer micro-batches than there are pipeline ranks.
+        A size is left out if the smallest batch of a batch ramp cannot fill the pipeline with it.
 
         Raises:
             InputError: if the batch cannot be split evenly over the ranks, or no size fills the pipeline.
@@ -178,11 +174,7 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The best layout that leaven cannot train, if it is worth a note, or None if it is not.
-
-        It is worth a note if it is over 2% faster than the best layout that leaven can train, or if leaven can train
-        no layout that fits. If another program trains (``job.by_leaven`` is false), it is never worth a note.
-        """
+        """The best layout that leaven cannot train, or None if leaven can train one that is nearly as fast."""
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None
@@ -191,11 +183,7 @@ class Exploration:
 
 
 def layouts(job: Job, fixed: Mapping[str, Any] | None = None) -> Iterator[Layout]:
-    """Yield every layout that the search evaluates for a job. ``fixed`` has values that all layouts must have.
-
-    Unless ``fixed`` says otherwise, tensor parallelism stays inside a node, ZeRO 2 and 3 are not combined with a
-    pipeline, and context parallelism leaves a rank at least 4,096 tokens of a sequence.
-    """
+    """Yield every layout that the search evaluates for a job. ``fixed`` has values that all layouts must have."""
     fixed, model = fixed or {}, job.model
     gpus, node, n_layers, seq_len = job.cluster.gpus, job.cluster.accelerator.node_size, model.n_layers, model.seq_len
     experts = blueprint(model).experts
@@ -257,10 +245,7 @@ def in_a_node(tp: int, gpus: int, node: int) -> bool:
 
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
-    """Evaluate every layout that :func:`layouts` yields, with every micro-batch size of :meth:`Job.arrangements`.
-
-    If a size does not fit into memory, its multiples are skipped.
-    """
+    """Evaluate every layout that :func:`layouts` yields, with every micro-batch size of :meth:`Job.arrangements`."""
     fitting: list[LayoutCandidate] = []
     too_large: list[LayoutCandidate] = []
     refusal: InputError | None = None

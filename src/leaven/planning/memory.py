@@ -1,10 +1,7 @@
 """Compute the memory of one rank by part, in bytes.
 
 The parts are the weights, gradients and optimizer states (ZeRO paper, arXiv 1910.02054), the activations that
-operators save for the backward pass, the logits, the buffers, and a fixed amount for the device context and NCCL.
-
-Autograd saves the inputs of matrix products, norms and activation functions, the dropout masks, and the tensors that
-the backward pass of attention reads. The saved bytes per token do not depend on context parallelism.
+autograd saves for the backward pass, the logits, the buffers, and a fixed amount for the device context and NCCL.
 
 docs/evidence/planner-accuracy.md lists the errors on published measurements; benchmarks/memory.py measures the errors
 on leaven's own steps.
@@ -57,10 +54,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _States:
-    """The values from which :func:`stage_memory` computes the memory of a rank for any micro-batch size.
-
-    They are in bytes unless stated otherwise.
-    """
+    """The values from which :func:`stage_memory` computes the memory of a rank for any micro-batch size, in bytes."""
 
     weights: float
     grads: float
@@ -79,8 +73,7 @@ class _States:
 def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16) -> Memory:
     """Return the memory of one rank. ``stage`` is its pipeline rank, from 0 to pp - 1.
 
-    Two parts never exist at the same time, so only the larger of them counts: the logits, and the temporary memory of
-    a block's backward pass (gradients, their exchange, gathered weights).
+    The logits and the temporary memory of a block's backward pass never exist together, so only the larger counts.
     """
     table, layout = blueprint(model), how.layout
     rank = _states(table, layout, stage, code)
@@ -190,10 +183,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
 
 
 def _units(blocks: tuple[BlockTable, ...], layout: Layout, code: TrainingCode) -> tuple[float, float]:
-    """Return, for one rank, the parameters of the largest FSDP unit, and of the largest two neighbour units together.
-
-    A unit is a block. If ``code.units`` is 2, a block has two units: its attention and its MLP.
-    """
+    """Return the parameters on one rank of the largest FSDP unit, and of the largest two neighbour units together."""
     t, ep = layout.tp, layout.ep
     whole = max(block.whole + (block.cut + block.experts / ep) / t for block in blocks)
     if code.units != 2:
@@ -247,8 +237,7 @@ def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16
 def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
     """Return the pipeline ranks that may need the most memory.
 
-    These are the first and the last rank. Of the other ranks, those with the same blocks form a group, and the
-    earliest rank of each group is returned, because it has the most micro-batches in flight.
+    Of ranks with the same blocks, the earliest is enough, because it has the most micro-batches in flight.
     """
     firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
     return (0, *({*firsts.values(), pp - 1} - {0}))
@@ -259,9 +248,8 @@ def activation_parts(
 ) -> dict[str, float]:
     """Return the bytes of one rank's activations by operator; their sum is ``activations`` of :func:`stage_memory`.
 
-    With recomputation, operators of blocks are not listed. Instead, the key ``kept`` has all activations that the
-    blocks store. The key ``elsewhere`` has all other activations: outside the blocks, sent to the next stage, or
-    temporary during a backward pass.
+    With recomputation, the key ``kept`` replaces the operators of blocks. The key ``elsewhere`` has activations
+    outside the blocks, sent to the next stage, or temporary during a backward pass.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp
@@ -297,8 +285,8 @@ def operators_kept(
 
     For b sequences of length s, width h, a heads, d_ff = 4h, t tensor-parallel ranks and bf16, a GPT block with
     dropout and without a flash kernel saves s b h (10 + 24/t + 5 a s/(h t)) bytes (Korthikanti 2022, arXiv
-    2205.05198, equation 2). With sequence parallelism the whole sum is divided by t (equation 4). Tokens are spread
-    evenly over experts, and stored once for each expert that they are sent to.
+    2205.05198, equation 2). With sequence parallelism the whole sum is divided by t (equation 4). Tokens are assumed
+    to be spread evenly over experts.
     """
     d, e, core = d_model, code.element, block.core
     stretch = tp if code.sequence_parallel else 1

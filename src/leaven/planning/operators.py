@@ -1,10 +1,8 @@
 """Compute the time of the operators of one block on one accelerator.
 
-A matrix product is computed in tiles, one per multiprocessor at a time, at a fraction of the device's best measured
-matmul rate. The fraction is smaller for widths that do not suit the tensor cores. A flash attention kernel
-runs at a fraction of the rate of matrix products. All other operators are limited by the memory bandwidth. No kernel
-takes less time than a kernel launch. The fractions (constants below) are the same for every device; their sources are
-in docs/evidence/planner-accuracy.md.
+A matrix product is computed in tiles, at a fraction of the device's best measured matmul rate. Flash attention runs
+at a fraction of the rate of matrix products. All other operators are limited by the memory bandwidth. The fractions
+(constants below) are the same for every device; their sources are in docs/evidence/planner-accuracy.md.
 """
 
 from dataclasses import dataclass
@@ -73,11 +71,8 @@ def matmul_seconds(
 ) -> float:
     """Return the seconds of ``count`` products (m, k) x (k, n) in one launch; ``mnk`` is (m, n, k).
 
-    The result is the longer of two times: the time to compute the tiles, in whole waves of one tile per
-    multiprocessor, and the time to read and write the matrices once (2 bytes per element).
-
-    The rate is lower if n or k is not aligned (`UNALIGNED`, `MISALIGNED`). If ``over_tokens``, k is a number of
-    tokens, as in the gradient of a weight. A number of tokens needs no alignment.
+    Tiles are computed in whole waves, one tile per multiprocessor. If ``over_tokens``, k is a number of tokens, which
+    needs no alignment.
     """
     m, n, k = mnk
     own = None if dtype == "bf16" else accelerator.matmul(dtype)
@@ -154,8 +149,8 @@ def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, cod
 def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
     """Return scores, softmax and the weighted sum of values as one operator.
 
-    A flash kernel has two products in the forward pass and five in the backward pass, where it recomputes the scores.
-    Without a flash kernel, every score goes through memory in each operation: product, softmax, dropout, product.
+    A flash kernel has two products forward and five backward, where it recomputes the scores. Without a flash kernel,
+    every operation reads and writes all scores.
     """
     core = block.core
     if code.flash_attention:
@@ -175,9 +170,7 @@ def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: Tr
 def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
     """Return the norms and residual additions of a block's two branches (attention and MLP) as one operator.
 
-    A norm reads the residual stream and writes the branch's input; a norm on a branch's output reads and writes the
-    branch's output. This output is added to the stream, after dropout with a saved mask. The backward passes read
-    saved tensors and gradients, and write gradients.
+    A norm whose name ends in ``_out`` is on a branch's output. The other norms read the residual stream.
     """
     size = work.tokens * work.width / (work.tp if code.sequence_parallel else 1)
     stream, hidden, mask = code.residual * size, code.element * size, size if block.dropout else 0.0
@@ -191,10 +184,7 @@ def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: Traini
 
 
 def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return the activation function of the MLP as one operator.
-
-    If it is not fused, a gated MLP has two kernels: the function of the gate, and the product with the other branch.
-    """
+    """Return the activation function of the MLP as one operator; without fusion, a gated MLP has two kernels."""
     entering = sum(
         row.passed * row.on_rank(work.tp)[1] for row in block.matmuls if row.name.endswith((".in", ".gate"))
     )
@@ -212,9 +202,7 @@ def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: T
 def _sorting(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> list[Operator]:
     """Return the copying of tokens to and from their experts as one operator, or [] in a block without experts.
 
-    Every token is copied once for each of its experts. The outputs of the experts are read and summed. With expert
-    parallelism, the ranks of the experts sort the copies once more, before and after the experts. The backward pass
-    does the same with gradients.
+    With expert parallelism, the ranks of the experts sort the copies once more, before and after the experts.
     """
     copies = max((row.passed for row in block.matmuls if row.routed), default=0)
     if not copies:

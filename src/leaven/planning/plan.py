@@ -46,10 +46,7 @@ class ClusterPlan:
     layout: Layout | None = None  # the user's layout; None to choose the fastest that fits
 
     def calibrated(self, records: Iterable[CalibrationRecord], compute: str) -> "ClusterPlan":
-        """Return the plan with times corrected by earlier runs on the same accelerator in the dtype ``compute``.
-
-        If no record in ``records`` is usable, return the plan unchanged.
-        """
+        """Return the plan with times corrected by earlier runs on the same accelerator in the dtype ``compute``."""
         found = calibration(
             records,
             self.job.cluster.accelerator.name,
@@ -67,10 +64,9 @@ class ClusterPlan:
 
     @cached_property
     def chosen(self) -> LayoutCandidate:
-        """The planned layout with its micro-batch size.
+        """The planned layout with its micro-batch size: the fastest that fits into memory.
 
-        If the user gave no layout, these are the fastest layout and size that fit into memory. If the user gave a
-        layout, its fastest size that fits is used. If no size fits, the size that needs the least memory is used.
+        A layout that the user gave is planned even if it needs too much memory.
 
         Raises:
             InputError: if the user's layout is impossible, or if the user gave none and nothing fits.
@@ -137,8 +133,7 @@ class ClusterPlan:
     def document(self, asked: str | None = None, price: Price | None = None, share: float = SHARE) -> PlanDocument:
         """Return the document of ``leaven plan``, without the commands to run next.
 
-        ``asked`` is the text of ``--explain``. A planned batch ramp starts at the smallest batch with at least the
-        fraction ``share`` of the full batch's throughput.
+        ``asked`` is the text of ``--explain``, and ``share`` that of :func:`plan_ramp`.
         """
         model, code, cluster, chosen = self.job.model, self.job.code, self.job.cluster, self.chosen
         how = chosen.arrangement
@@ -187,12 +182,12 @@ def plan_recipe(
 ) -> ClusterPlan:
     """Plan a recipe on a cluster such as ``64xH100-80GB``, in the best layout or in one such as ``tp=8,pp=12``.
 
-    ``moments`` is the optimizer whose states are counted, by default the recipe's optimizer. leaven itself does not
-    train with ``adam-8bit``. ``code`` is the name of the training code, by default leaven's own trainer.
+    ``moments`` is the optimizer whose states are counted, by default the recipe's. ``code`` is the name of the
+    training code, by default leaven's own.
 
     Raises:
-        InputError: if the training code is unknown, if the accelerator's speed in the recipe's dtype is unknown, if
-            ``code`` is given and the recipe computes in fp32, or if :func:`plan` raises it.
+        InputError: if the training code is unknown, if the plan is not possible in the recipe's dtype, or if
+            :func:`plan` raises it.
     """
     job = _job(recipe, gpus, moments, code)
     return plan(job, recipe.data.tokens, layout)
@@ -215,11 +210,8 @@ def _job(recipe: Recipe, gpus: str, moments: Moments | None = None, other: str |
 def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
     """Return a small cluster of GPUs of the kind ``gpu`` on which the recipe fits, as ``COUNTxNAME``.
 
-    If the recipe's layout has several ranks, there is one GPU for each rank.
-
-    If it has one rank, the number of GPUs is a power of two. The search starts from
-    :func:`leaven.planning.hardware.estimated_gpus` and takes the smallest number on which some layout fits into
-    memory. If none of 8 numbers is enough, the result has the first number, and the recipe does not fit on it.
+    A layout with several ranks gets one GPU for each rank. A very large recipe may not fit on the result: only 8
+    numbers of GPUs are tried.
     """
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{gpu.name}"
@@ -229,11 +221,9 @@ def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
 
 
 def plan(job: Job, tokens: int, layout: str | None = None) -> ClusterPlan:
-    """Return the plan of a run over ``tokens`` tokens.
+    """Return the plan of a run over ``tokens`` tokens, in the fastest layout that fits into memory or in ``layout``.
 
-    If ``layout`` is None, the fastest layout that fits into memory is chosen. If ``layout`` is given, such as
-    ``tp=8,pp=12,mbs=2``, it may need too much memory. For ``mbs`` and ``compile``, if they are not in ``layout``, the
-    values of ``job`` are used.
+    A given ``layout``, such as ``tp=8,pp=12,mbs=2``, may need too much memory.
 
     Raises:
         InputError: if the layout, batch or cluster is impossible, or if ``layout`` is None and nothing fits.

@@ -30,10 +30,7 @@ def plan_run(
 ) -> ClusterPlan:
     """Plan a published run of any architecture by its id, as the training code ``code`` would train it.
 
-    By default it is planned for Megatron-LM with flash attention (``megatron-flash``).
-
-    Sequence length, batch and tokens are those of the run; the vocabulary is padded to a multiple of 128. The limits
-    of leaven's own trainer do not apply.
+    The default code is Megatron-LM with flash attention. The vocabulary is padded to a multiple of 128.
 
     Raises:
         InputError: if there is no such run or training code, if too little is published to plan the run, or if
@@ -64,9 +61,7 @@ class KnownCluster(NamedTuple):
 def known_cluster(recipe: Recipe) -> KnownCluster | None:
     """Return the cluster on which a recipe is probably trained, or None if there is no hint of it.
 
-    If ``leaven new --gpus`` chose the recipe's layout, it is the cluster of this command. If not, or if the layout
-    has another number of ranks now, it is the cluster of a published run with the recipe's shape and number of
-    tokens. The layout must then have one rank, or a rank for each GPU of this cluster.
+    It is the cluster of ``leaven new --gpus``, or that of a published run with the same shape and tokens.
     """
     planned_for = re.search(r"fits (\S+):", recipe.why.get("layout.dp", ""))
     if planned_for:
@@ -89,9 +84,7 @@ def known_cluster(recipe: Recipe) -> KnownCluster | None:
 def _sequences(batch_tokens: int, seq_len: int) -> int:
     """Return the number of sequences in a batch whose published number of tokens may be rounded.
 
-    If the published tokens are a whole number of sequences, return this number. If not, round it to a multiple of a
-    power of two, the largest power with which the number changes by at most 5%. For example, 16M tokens are 1,953.1
-    sequences of 8,192 tokens, which become 2,048 sequences.
+    For example, 1,953.1 sequences become 2,048. The number changes by at most 5%.
     """
     count = batch_tokens / seq_len
     if count == int(count):
@@ -104,8 +97,7 @@ def _sequences(batch_tokens: int, seq_len: int) -> int:
 def published_blueprint(arch: PublishedArchitecture, seq_len: int) -> Blueprint:
     """Return the matrix products of a published architecture, as a blueprint with sequence length ``seq_len``.
 
-    If only some layers have experts, the layers without experts come first. Sliding windows are ignored: every layer
-    attends to all keys.
+    Layers without experts come first. Sliding windows are ignored: every layer attends to all keys.
 
     Raises:
         InputError: if a part of the shape is not published.
@@ -147,8 +139,7 @@ def _layer_widths(arch: PublishedArchitecture) -> list[LayerWidths]:
 def _scaled_widths(arch: PublishedArchitecture, scaling: LayerwiseScaling) -> list[LayerWidths]:
     """Return the layer widths of OpenELM, which differ from layer to layer.
 
-    OpenELM's width multipliers grow linearly over the layers and are rounded to 0.01. Widths are rounded to multiples
-    of a divisor. Source: apple/corenet, corenet/modeling/models/language_modeling/general_gpt.py.
+    Source: apple/corenet, corenet/modeling/models/language_modeling/general_gpt.py.
     """
     n_layers, d, d_head = _known(arch, "n_layers"), _known(arch, "d_model"), _known(arch, "d_head")
 

@@ -1,15 +1,12 @@
 """Plan a batch ramp (a batch size that grows during the run), by its speed or by the measured gradient noise scale.
 
-:func:`plan_ramp` finds where a ramp should start, and the hours that it costs. Small batches are slow: each rank has
-few micro-batches, so a pipeline is idle for most of the step, and the work done once per step (gradient exchange,
-optimizer) is spread over few tokens. The layout stays the same during the run, but a small batch may be divided into
-smaller micro-batches, which keep a pipeline busier. :mod:`leaven.recipe.batch` computes which step has which batch.
+:func:`plan_ramp` finds where a ramp should start, and the hours that it costs, because small batches are slow. The
+layout stays the same, but smaller micro-batches may keep a pipeline busier.
 
 :func:`noise_ramp` proposes a ramp that stays below a multiple of the gradient noise scale. To reach a given loss, a
 batch of m times the noise scale needs 1 + m times the minimum number of tokens and 1 + 1/m times the minimum number
-of steps (McCandlish et al. 2018, arXiv 1812.06162). The noise scale grows as the loss falls. It may be measured on a
-smaller model at the same number of tokens, because critical batch sizes depend on the number of tokens and hardly on
-the model size (Zhang et al. 2024, arXiv 2410.21676).
+of steps (McCandlish et al. 2018, arXiv 1812.06162). The noise scale may be measured on a smaller model at the same
+number of tokens, because critical batch sizes hardly depend on the model size (Zhang et al. 2024, arXiv 2410.21676).
 """
 
 import math
@@ -55,8 +52,7 @@ class RampThroughput:
     def step(self, sequences: int) -> tuple[Arrangement, float]:
         """Return the fastest arrangement for a batch of ``sequences`` sequences, and its seconds per step.
 
-        The layout is that of the full batch, and the micro-batch is not larger than at the full batch. The rank with
-        the most sequences determines the time.
+        Only the micro-batch differs from the full batch's arrangement; it is never larger.
         """
         if sequences not in self._steps:
             layout, most = self.full.layout, self.full.micro_batch
@@ -88,16 +84,13 @@ class RampThroughput:
         )
 
     def run_seconds(self, sizes: tuple[tuple[int, int], ...], tokens: int) -> float:
-        """Return the seconds of a run over ``tokens`` tokens.
-
-        ``sizes`` has a pair for each batch size: (tokens of the run before this size begins, size in tokens).
-        """
+        """Return the seconds of a run over ``tokens`` tokens; ``sizes`` has pairs (first token, batch in tokens)."""
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
         """Return the cost of a ramp of ``over_tokens`` tokens with the batch ``sizes`` (see :meth:`run_seconds`).
 
-        ``increment`` is the number of tokens by which the batch grows each time, or None if this number changes.
+        ``increment`` is in tokens; None if increments differ.
         """
         job, steps = self.job, _steps(sizes, over_tokens)
         seconds = self.run_seconds(sizes, over_tokens)
@@ -117,10 +110,8 @@ class RampThroughput:
 def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) -> RampPlan:
     """Plan a batch ramp that starts at the smallest batch with at least ``share`` of the full batch's throughput.
 
-    At its start, each rank must also have at least as many micro-batches as there are pipeline ranks. As in Megatron,
-    all increments are equal. There are at most 64, and each adds the same number of sequences on every rank. If
-    ``job.batch`` already has a ramp, the planned ramp has the same length. If not, its length is 3% of the run.
-    ``full`` is the arrangement at the full batch.
+    The first batch must also fill the pipeline. As in Megatron, all increments are equal. ``full`` is the arrangement
+    at the full batch.
     """
     throughput, seq_len = RampThroughput(job, full), job.model.seq_len
     sequences, dp = job.batch.tokens // seq_len, full.layout.dp
@@ -157,10 +148,9 @@ def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) ->
 
 
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
-    """Return the smallest increment that divides the batch into at most 64 increments. All numbers are in sequences.
+    """Return the smallest increment of a ramp with at most 64 increments. All numbers are in sequences.
 
-    The increment is a multiple of dp. It is also a multiple of dp x micro-batch, if the batch is such a multiple and
-    at least eight times as large.
+    It is a multiple of dp and, if the batch is large, of dp x micro-batch.
     """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
@@ -168,11 +158,7 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return the points at which the listed ramps start, from the smallest batch to the largest.
-
-    They are ``start``, and one point for each of the full batch, 1/2 of it, 1/4 of it, and so on: the smallest point
-    of ``starts`` that is not below this size. ``starts`` has all possible starts of a ramp, the full batch last.
-    """
+    """Return ``start`` and the first points of ``starts`` at or above 1/1, 1/2, 1/4, ... of the full batch."""
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)
@@ -206,8 +192,6 @@ class NoiseFit(NoiseFitRow):
 def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
     """Return a power law fitted to pairs of (tokens, noise scale), or a constant if the noise scale falls.
 
-    The first 10 measurements are skipped, because a running average of few values is noisy.
-
     Raises:
         InputError: if there are fewer than 20 measurements.
     """
@@ -234,9 +218,7 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     """Propose a batch ramp in stages, whose batch size is at most ``multiple`` x the noise scale.
 
-    The batch size doubles from stage to stage, up to the full batch. Each stage begins when ``multiple`` x the noise
-    scale reaches the batch size of the stage. If even one sequence is above this limit at the start of training, the
-    first stage has a batch of one sequence.
+    The batch size doubles from stage to stage, up to the full batch.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len
@@ -259,7 +241,7 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     else:
         why = (
             f"each stage begins where its batch is {allowed}: {steps:,} steps instead of {full_steps:,}, "
-            f"and about {1 + multiple:g} times the minimum of tokens for a loss"
+            f"and about {1 + multiple:g} times the fewest tokens that reach a loss"
         )
         listed = ", ".join(f"{{from_tokens={start},tokens={size}}}" for start, size in stages)
         settings = [*(["batch.ramp="] if batch.ramp else []), f"batch.stages=[{listed}]"]

@@ -1,11 +1,10 @@
 """Simulate a pipeline step pass by pass: which rank computes what, and when.
 
-A schedule (GPipe, 1F1B, interleaved 1F1B, zero-bubble) is the order of passes on every rank; tests compare it with
-torch.distributed.pipelining. A pass begins when its rank is free and its inputs have arrived. These times give the
-bubble (idle time) and the micro-batches in flight, also for uneven stages.
+The times give the bubble (idle time) and the micro-batches in flight, also for uneven stages. Tests compare the order
+of passes with torch.distributed.pipelining.
 
-With p ranks and v stages per rank, stage s runs on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, section
-2.2). GPipe: Huang et al. 2019, arXiv 1811.06965. Zero-bubble is ZB1P of Qi et al. 2023, arXiv 2401.10241.
+With p ranks, stage s runs on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). GPipe: Huang et al.
+2019, arXiv 1811.06965. Zero-bubble is ZB1P of Qi et al. 2023, arXiv 2401.10241.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +26,8 @@ Key = tuple[Kind, int, int]  # kind, stage, micro-batch
 class Pass(NamedTuple):
     """A forward or backward computation of one stage for one micro-batch, with its start and end.
 
-    A zero-bubble schedule splits a backward pass in two: ``input`` computes the gradients of the stage's input, which
-    the previous stage needs. ``weight`` computes the gradients of the stage's weights, which no other stage needs.
+    A zero-bubble schedule splits a backward pass: ``input`` computes the gradients that the previous stage needs, and
+    ``weight`` the gradients of the stage's weights.
     """
 
     kind: Kind
@@ -66,15 +65,14 @@ class Timeline:
 def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
     """Return the passes of a rank in order; ``micro_batches`` includes the padding of :func:`arrangement.scheduled`.
 
-    A rank first runs only forward passes. Then forward and backward passes alternate, and the remaining backward
-    passes come last. Below, r is the rank, p the number of pipeline ranks, and v the number of stages per rank. If
-    v > 1, micro-batches run in rounds of p.
+    A rank first runs only forward passes. Then forward and backward passes alternate. The number of first passes,
+    with rank r, p pipeline ranks and v stages per rank:
 
-    - GPipe runs all forward passes first.
-    - An interleaved schedule runs (v - 1) p + 2 (p - 1 - r) forward passes first.
-    - Every other schedule runs (v - 1) p + p - 1 - r forward passes first.
-    - A zero-bubble schedule delays the ``weight`` pass of a micro-batch until r more ``input`` passes have run, so
-      that all ranks end together.
+    - GPipe: all forward passes;
+    - interleaved: (v - 1) p + 2 (p - 1 - r);
+    - other schedules: (v - 1) p + p - 1 - r.
+
+    A zero-bubble schedule delays each ``weight`` pass by r ``input`` passes, so that all ranks end together.
     """
     p, v = layout.pp, layout.stages_per_rank
     passes = v * micro_batches
@@ -95,8 +93,7 @@ def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
 
 
 def _turns(layout: Layout, rank: int, micro_batches: int, backward: bool) -> Iterator[tuple[int, int]]:
-    """Yield (stage, micro-batch) for the forward or the backward passes of a rank, in order. Backward passes begin
-    with the last stage of the rank."""
+    """Yield (stage, micro-batch) for all forward or all backward passes of a rank, in order."""
     p, v = layout.pp, layout.stages_per_rank
     together = p if v > 1 else micro_batches
     for first in range(0, micro_batches, together):
@@ -114,10 +111,10 @@ def simulate(
 ) -> Timeline:
     """Return the passes of a step with their times.
 
-    ``forward`` and ``backward`` contain the time of one pass through each stage, in any unit. ``weight`` is the part
-    of ``backward`` that computes the gradients of weights. By default, it equals ``forward``, because both have
-    products of the same size. For the first stage, the whole backward pass counts as ``weight``, as in torch, because
-    nothing needs gradients of tokens.
+    Args:
+        forward, backward: time of one pass through each stage, in any unit.
+        weight: part of ``backward`` that computes the gradients of weights; by default as long as ``forward``. In the
+            first stage it is all of ``backward``, as in torch, because nothing needs gradients of tokens.
     """
     weight = [backward[0], *(weight or forward)[1:]]
     p, stages = layout.pp, layout.pp * layout.stages_per_rank
@@ -144,7 +141,7 @@ def simulate(
 def timeline(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> Timeline:
     """Return the passes of a step in seconds, including uneven stages, logits on the last stage, and transfers.
 
-    Work that is done once per step (gradient exchange, optimizer) is left out, unlike in :func:`timing.step_time`.
+    The gradient exchange and the optimizer are left out, unlike in :func:`timing.step_time`.
     """
     layout = how.layout
     block = block_time(model, how, cluster, code)

@@ -13,11 +13,11 @@ from leaven.recipe.layout import Layout
 def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tuple[int, ...]:
     """Return the number of blocks of each pipeline stage (at least one), balanced by one of three rules.
 
-    - ``weight``: the largest stage is as small as possible, counted in parameters that a token uses. The embedding
-      counts for the first stage and the unembedding for the last.
+    - ``weight``: the largest stage is as small as possible, counted in parameters that a token uses.
     - ``number``: the numbers of blocks differ by at most one, and the larger stages are in the middle, as in BLOOM.
-    - ``work``: stages are filled in turn, each up to an equal share of the FLOPs, as in nanotron. The unembedding
-      counts, the embedding does not.
+    - ``work``: stages are filled in turn, each up to an equal share of the FLOPs, as in nanotron.
+
+    ``weight`` counts the embedding and the unembedding, ``work`` only the unembedding.
     """
     table = blueprint(model)
     n_layers = table.n_layers
@@ -107,11 +107,9 @@ def rank_parameters(model: Model, layout: Layout, rank: int, code: TrainingCode 
 def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
     """Return the largest number of micro-batches whose activations a pipeline rank keeps at the same time.
 
-    Rank r of p keeps all micro-batches under GPipe, at most p - r under 1F1B, and at most p under zero-bubble, which
-    delays the gradients of weights. Under interleaved 1F1B with v stages per rank, rank r keeps the activations of at
-    most 2 (p - r - 1) + (v - 1) p + 1 forward passes through one stage (Narayanan et al. 2021, arXiv 2104.04473,
-    section 2.2). The result is this number divided by v, because a stage has 1/v of the rank's blocks. torch's
-    schedules keep the same numbers.
+    Interleaved 1F1B with v stages per rank keeps the activations of at most 2 (p - r - 1) + (v - 1) p + 1 passes
+    through one stage on rank r of p (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). A stage has 1/v of the
+    rank's blocks. Zero-bubble keeps up to p micro-batches, because it delays the gradients of weights.
     """
     p, v = layout.pp, layout.stages_per_rank
     if layout.schedule == "gpipe":

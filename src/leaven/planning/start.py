@@ -137,11 +137,7 @@ def _proxy(started: StarterRecipes) -> Recipe | None:
 
 
 def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) -> StarterRecipes:
-    """Return the recipes, with the planned GPU-hours of all tuning trials added to the reasons for the proxy.
-
-    The hours are planned on a small cluster of GPUs of the kind ``gpu`` on which the proxy fits. They are left
-    out if there is no plan, or if they are less than 1, for example because the proxy is small enough for a CPU.
-    """
+    """Return the recipes, with the planned GPU-hours of all tuning trials in the reasons for the proxy."""
     tuning = started.tuning
     assert tuning.proxy
     try:

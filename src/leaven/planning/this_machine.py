@@ -54,8 +54,7 @@ def this_machine() -> Accelerator:
 def devices_here() -> tuple[str, ...]:
     """Return the names of the GPUs that this process may use, such as ``0`` and ``1``.
 
-    If ``CUDA_VISIBLE_DEVICES`` is set, they are the names in this variable. As in CUDA, the list ends before the
-    first negative name, such as -1. If it is not set, they are the numbers of all GPUs.
+    As in CUDA, a negative name such as -1 in ``CUDA_VISIBLE_DEVICES`` ends the list.
     """
     if (visible := os.environ.get(VISIBLE)) is not None:
         names = takewhile(lambda name: not name.startswith("-"), map(str.strip, visible.split(",")))
@@ -66,8 +65,7 @@ def devices_here() -> tuple[str, ...]:
 def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:
     """Return a value of ``CUDA_VISIBLE_DEVICES`` for every worker, such as ``0,1``: ``each`` GPUs of its own.
 
-    Args:
-        workers: the number of workers. If None, there are as many workers as the GPUs allow.
+    If ``workers`` is None, there are as many workers as the GPUs allow.
 
     Raises:
         InputError: if this process has too few GPUs.

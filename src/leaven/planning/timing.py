@@ -1,14 +1,10 @@
 """Compute the time of a step from the published numbers of the device: operators, transfers, bubble, optimizer.
 
-The times of operators are in operators.py, those of collectives in collectives.py. Ranks exchange gradients and
-weights as follows. Where training codes (programs such as Megatron-LM) differ, training_codes.toml says what each
-does.
+The times of operators are in operators.py, those of collectives in collectives.py. training_codes.toml says how
+training codes (programs such as Megatron-LM) differ. Ranks exchange gradients and weights as follows:
 
-- Gradients: under ZeRO 0 and 1 they are exchanged once per step. Some training codes overlap the exchange with the
-  last backward pass. Under ZeRO 2 and 3 gradients are scattered during the backward pass of every micro-batch.
-- Weights: under ZeRO 3 they are gathered in the compute dtype during every pass. Under ZeRO 1 and 2 they are gathered
-  once per step. A training code that shards the weights from ZeRO 1 on gathers them in the compute dtype during the
-  first forward pass. Other training codes gather them after the update, in the dtype in which they are stored.
+- Gradients: under ZeRO 0 and 1 once per step, under ZeRO 2 and 3 during the backward pass of every micro-batch.
+- Weights: under ZeRO 1 and 2 once per step, under ZeRO 3 during every pass.
 - Parameters outside the blocks (embedding, last norm, unembedding): FSDP exchanges them together, as its root unit.
   This exchange does not overlap with compute. The first operator of a pass waits for the weights of the root unit,
   and the gradients of the root unit are complete only at the end of the backward pass.
@@ -118,9 +114,9 @@ def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompu
 def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
     """Return the seconds of communication inside a block in one pass, forward or backward.
 
-    Tensor-parallel ranks exchange activations after attention and after the MLP. The exchange after the MLP is not
-    needed if the MLP has only experts and no expert is split over tensor-parallel ranks. Context-parallel ranks send
-    keys and values around a ring, which overlaps with attention.
+    Tensor-parallel ranks exchange activations after attention and after the MLP. Experts that are not split over
+    these ranks need no exchange. Context-parallel ranks send keys and values around a ring, which overlaps with
+    attention.
     """
     stream, names = code.element * work.tokens * work.width, {row.name for row in block.matmuls}
     only_attention = code.whole_experts and not names & {"mlp.out", "mlp.shared.out"}
@@ -149,10 +145,7 @@ def _sends(block: BlockTable, work: Work, accelerator: Accelerator, code: Traini
 
 
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Return the seconds that the logits and the loss of one micro-batch take, forward and backward.
-
-    Every byte of the logits is assumed to be written once and read once.
-    """
+    """Return the seconds that the logits and the loss of one micro-batch take, forward and backward."""
     table = blueprint(model)
     return _logits_seconds(table, _tokens(table, how), how.layout.tp, cluster.accelerator, code)
 
@@ -186,11 +179,7 @@ def _tokens(table: Blueprint, how: Arrangement) -> int:
 
 @cache
 def _largest(table: Blueprint, layout: Layout, code: TrainingCode) -> tuple[int, int, RankParameters]:
-    """Return three facts about pipeline ranks.
-
-    They are the largest number of blocks on a rank, the number of blocks on the last rank, and the parameters of the
-    rank that has the most parameters.
-    """
+    """Return the most blocks on a rank, the blocks on the last rank, and the parameters of the rank with the most."""
     layers = stage_layers(table, layout.pp * layout.stages_per_rank, code.balance)
     blocks = [sum(layers[rank :: layout.pp]) for rank in range(layout.pp)]
     parameters = [rank_parameters(table, layout, rank, code) for rank in reversed(range(layout.pp))]
@@ -201,12 +190,11 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
     """Return the time of one optimizer step.
 
     With m micro-batches and p pipeline ranks of v stages each, the passes take m + (p - 1) / v times as long as one
-    micro-batch on the slowest rank. The gradient exchange and the optimizer are added.
+    micro-batch on the slowest rank.
 
-    A zero-bubble schedule computes gradients of weights in the bubble. Let F be the time of a forward pass, and I + W
-    that of a backward pass, where W is the time for gradients of weights. Then the bubble is (p - 1) (F + I - W), and
-    not (p - 1) (F + I + W) (ZB-H1, Qi et al. 2023, arXiv 2401.10241). planning/schedule.py simulates torch's schedule
-    and gives the same bubble.
+    A zero-bubble schedule computes gradients of weights in the bubble, which is then (p - 1) (F + I - W). F is the
+    time of a forward pass, I + W that of a backward pass, W the part for gradients of weights (ZB-H1, Qi et al. 2023,
+    arXiv 2401.10241).
     """
     layout, table, accelerator = how.layout, blueprint(model), cluster.accelerator
     p, m = layout.pp, scheduled(layout, how.grad_accumulation)
@@ -244,9 +232,8 @@ def muon_seconds(table: Blueprint, layout: Layout, accelerator: Accelerator, cod
     """Return the seconds per step in which Muon makes the matrices of the blocks orthogonal, on the slowest rank.
 
     The ranks that share a pipeline stage take turns at its matrices: a rank receives a whole matrix, applies the
-    Newton-Schulz iterations, and sends the parts of the result, in 16 bits, to every rank that stores them. An
-    iteration on a matrix X with m rows and n >= m columns has three products: X X^T, the square of X X^T, and a
-    product with X. These are 4 m^2 n + 2 m^3 FLOPs.
+    Newton-Schulz iterations, and sends the result in 16 bits. An iteration on a matrix with m rows and n >= m columns
+    has three products, or 4 m^2 n + 2 m^3 FLOPs.
     """
     ranks, slowest = layout.dp * layout.cp * layout.tp, 0.0
     copies = layout.dp_replicate if layout.zero else layout.dp * layout.cp  # ranks that store the same part
@@ -280,9 +267,10 @@ def _data_parallel(
 ) -> float:
     """Return the seconds per step of data-parallel communication that does not overlap with compute.
 
-    ``held`` has the parameters of the pipeline rank that has the most parameters. ``most`` is the largest number of
-    blocks on a rank. ``forward`` and ``backward`` are the seconds of one micro-batch through the blocks of the
-    slowest rank.
+    Args:
+        held: parameters of the pipeline rank that has the most parameters.
+        most: largest number of blocks on a rank.
+        forward, backward: seconds of one micro-batch through the blocks of the slowest rank.
     """
     layout, m, ranks = how.layout, how.grad_accumulation, how.layout.dp * how.layout.cp
     if ranks == 1:

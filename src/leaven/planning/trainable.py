@@ -35,10 +35,7 @@ def require_trainable(recipe: Recipe, processes: int) -> None:
 
 
 def resized(recipe: Recipe, processes: int) -> Recipe:
-    """Return the recipe with dp changed to fit the number of processes, or unchanged if no dp fits.
-
-    dp_replicate becomes 1 if it does not divide the new dp. ep becomes its greatest common divisor with the new dp.
-    """
+    """Return the recipe with dp changed to fit the number of processes, or unchanged if no dp fits."""
     layout = recipe.layout
     dp, rest = divmod(processes, layout.tp * layout.pp)
     if rest or not dp or dp == layout.dp:
@@ -76,8 +73,7 @@ def _require_ranks(recipe: Recipe, processes: int) -> None:
 def _noise_refusal(recipe: Recipe) -> str | None:
     """Return why the gradient noise scale cannot be measured, or None if it can.
 
-    The measurement compares the gradients of the first micro-batch with those of the whole batch. Both are summed
-    over all processes.
+    The noise scale is measured by comparing the gradients of the first micro-batch with those of the whole batch.
     """
     if recipe.stability.noise_scale_every_tokens is None:
         return None
@@ -117,8 +113,7 @@ def _experts_refusal(recipe: Recipe) -> str | None:
 def _torch_refusal(recipe: Recipe) -> str | None:
     """Return why the installed torch cannot run a zero-bubble schedule, or None if it can.
 
-    Before version 2.13, torch silently computes wrong gradients of operations with several outputs: 2.11 uses the
-    first output for all outputs, and 2.12 adds gradients twice if one output is computed from another.
+    Before version 2.13, torch silently computes wrong gradients of operations with several outputs.
     """
     there = version("torch")
     if recipe.layout.schedule != "zero-bubble" or tuple(map(int, there.split(".")[:2])) >= (2, 13):

@@ -1,7 +1,7 @@
 """Describe training codes: programs that train models, such as Megatron-LM or leaven.
 
-Memory and step time depend not only on shape and layout, but also on how a program stores, copies and exchanges
-tensors. The values of each training code are in training_codes.toml.
+A training code decides how tensors are stored, copied and exchanged, and so the memory and the step time. The values
+of each are in training_codes.toml.
 """
 
 import math
@@ -101,7 +101,7 @@ class TrainingCode:
         return hash(tuple(vars(self)[name] for name in self.__dataclass_fields__))
 
     def averaging(self, averages: bool) -> "TrainingCode":
-        """Return the training code. If ``averages`` is true, it also stores an fp32 average of the weights."""
+        """Return the training code, with an fp32 average of the weights if ``averages`` is true."""
         return replace(self, average=4) if averages else self
 
     def tensors_only(self) -> "TrainingCode":
@@ -111,9 +111,8 @@ class TrainingCode:
     def with_moments(self, moments: Moments) -> "TrainingCode":
         """Return the training code with another optimizer.
 
-        ``adam`` stores two moments in fp32. ``adam-8bit`` stores two moments of one byte each (Dettmers 2021, arXiv
-        2110.02861; its scales, one per 2,048 values, are not counted). ``muon`` stores one moment in fp32 for
-        matrices and uses Adam for all other parameters.
+        ``adam-8bit`` is that of Dettmers 2021, arXiv 2110.02861; its scales, one per 2,048 values, are not counted.
+        ``muon`` uses Adam for parameters that are not matrices.
         """
         matrices = self.master + 4 if moments == "muon" else None
         return replace(
@@ -121,15 +120,14 @@ class TrainingCode:
         )
 
     def with_muon(self, ns_steps: int) -> "TrainingCode":
-        """Return the training code with leaven's Muon. If ``ns_steps`` is 0, the training code is unchanged."""
+        """Return the training code with leaven's Muon, or unchanged if ``ns_steps`` is 0."""
         return replace(self.with_moments("muon"), ns_steps=ns_steps) if ns_steps else self
 
 
 def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
     """Yield (name, training code) for each table of a TOML file.
 
-    Each group of a table must have a ``source``. If a table has the key ``like``, its other values are those of the
-    earlier table with this name.
+    A table with the key ``like`` starts from the values of the earlier table with this name.
     """
     adapter, values = TypeAdapter(TrainingCode), dict[str, dict[str, Any]]()
     for name, groups in tomllib.loads(path.read_text(encoding="utf-8")).items():
@@ -151,7 +149,7 @@ def training_code(name: str) -> TrainingCode:
     """Return another program's training code by its name in `OFFERED`.
 
     Raises:
-        InputError: if there is no such name in `OFFERED`.
+        InputError: if there is no such name.
     """
     if name not in OFFERED:
         raise InputError(f"--code {name}: unknown; give one of {', '.join(OFFERED)}")
@@ -180,10 +178,7 @@ def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]
 def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[StateRow]:
     """Return one row of bytes for each kind of state (weights, gradients, moments, ...), before sharding over ranks.
 
-    ``matrices`` is the number of parameters in the matrices of the blocks. For these, Muon stores less.
-
-    In fp32 with Adam a parameter needs 4 + 4 + 8 = 16 bytes, so 7B parameters need 112 GB. In bf16 with fp32 master
-    weights it needs 2 + 2 + 4 + 8 = 16 bytes, too.
+    ``matrices`` is the number of parameters in the matrices of the blocks, for which Muon stores less.
     """
     moments, lean = code.optimizer - code.master, 0.0 if code.optimizer_of_matrices is None else matrices
     of_matrices = (code.optimizer_of_matrices or 0) - code.master

@@ -34,9 +34,8 @@ def findings(
 ) -> list[FindingRow]:
     """Return the findings of all checks, the most severe first, each with changes of the recipe that remove it.
 
-    A note is the mildest finding. Each suggested change is tried on the recipe. The change is dropped if the finding
-    remains, or if the finding of another check becomes worse than before and worse than a note. Changes that cause
-    the fewest new notes come first.
+    Each suggested change is tried on the recipe. A change that does not help, or that causes a worse finding, is
+    dropped. Changes that cause the fewest new notes (the mildest findings) come first.
 
     Args:
         rows_of: a function that returns the rows of a recipe's parameter table.
@@ -51,11 +50,7 @@ def findings(
         return SEVERITIES.index(one.severity) if one else len(SEVERITIES)
 
     def added_notes(suggestion: Suggestion, name: str) -> int | None:
-        """Return how many notes a suggested change of the recipe adds.
-
-        Return None if the finding of check ``name`` remains, if another finding becomes worse than a note, or if the
-        changed recipe is invalid.
-        """
+        """Return how many notes a suggested change adds, or None if the change must be dropped."""
         try:
             left = found_in(recipe.replace(suggestion))
         except ValueError:  # the changed recipe or the shape of its base is invalid
@@ -77,11 +72,9 @@ def repair(
     rows_of: Callable[[Recipe], Sequence[Any]],
     corpus_tokens: int | None = None,
 ) -> Suggestion:
-    """Return changes of a recipe after which its worst finding is a note. A note is the mildest finding.
+    """Return changes of a recipe after which its worst finding is a note, the mildest finding.
 
-    A suggestion removes one finding, and may change several values. The first suggestion of the most severe finding
-    is applied, and the recipe is checked again, at most `MOST_REPAIRS` times. If the recipe still has a finding that
-    is worse than a note, only the first suggestion is returned. If there is no suggestion, {} is returned.
+    If `MOST_REPAIRS` rounds do not find such changes, the first suggestion alone is returned.
 
     Args:
         found: the result of :func:`findings` for the recipe, ``rows_of`` and ``corpus_tokens``.
@@ -172,11 +165,7 @@ def _read(check: Check, case: Case) -> Check | None:
 
 
 def _end(written: float | str, facts: Mapping[str, float]) -> float:
-    """Return a limit of ``checks.toml`` as a number.
-
-    A limit may name a number in ``facts``: ``1.5 most`` is 1.5 x ``facts["most"]``, and ``most / 2`` is
-    ``facts["most"]`` / 2.
-    """
+    """Return a limit of ``checks.toml`` as a number. ``1.5 most`` is 1.5 x ``facts["most"]``."""
     if not isinstance(written, str):
         return written
     product, _, divisor = written.partition(" / ")
@@ -185,10 +174,7 @@ def _end(written: float | str, facts: Mapping[str, float]) -> float:
 
 
 def _distance(check: Check, value: float) -> float:
-    """Return the number by which a value is compared with its limits.
-
-    It is 1 / (1 - beta) if the value is a beta of Adam, and the value itself if not.
-    """
+    """Return the number by which a value is compared with its limits: 1 / (1 - beta) for a beta of Adam."""
     if check.hidden not in ("beta1", "beta2"):
         return value
     return 1 / (1 - value) if value < 1 else math.inf  # a rule may round a beta to 1

@@ -1,7 +1,7 @@
 """The data of the checks: :class:`Check` is one check, :class:`Case` is the recipe to check.
 
-A recipe's scaling rule converts the hyperparameters in the recipe for each parameter of the model. Checks compare the
-converted hyperparameters of the hidden weights, the matrices inside the blocks, with published runs.
+Checks compare hyperparameters as the scaling rule converts them for the hidden weights, the matrices inside the
+blocks.
 """
 
 import math
@@ -46,9 +46,9 @@ def farthest(rows: Sequence[Any], quantity: str, bounds: Bounds) -> Any:
 class Check:
     """A check of ``checks.toml``, and what it compares for one recipe.
 
-    ``checks.toml`` gives the fields up to ``far_from_runs``. The fields from ``value`` on are set for one recipe, by
-    :meth:`read` and by the function of `training_checks` or `model_checks` that has the check's name. A check without
-    limits gives a note whenever it applies to the recipe.
+    ``checks.toml`` gives the fields up to ``far_from_runs``. The others are set for one recipe, by :meth:`read` and
+    by the function of `training_checks` or `model_checks` with the check's name. A check without limits gives a note
+    whenever it applies to the recipe.
     """
 
     name: str
@@ -78,10 +78,7 @@ class Check:
     sure: bool = True  # whether the limits hold at this size; if not, a finding is a note at most
 
     def read(self, case: "Case") -> "Check":
-        """Return a copy of this check, filled in for the recipe of ``case`` as ``checks.toml`` says.
-
-        Filled in are the compared value, the suggested changes, and the facts for the message.
-        """
+        """Return a copy of this check, with the compared value, suggestions and facts for the recipe of ``case``."""
         value, facts = None, {}
         if self.hidden:
             value, facts["where"] = case.hidden(self.hidden), "the hidden weights have"
@@ -128,8 +125,7 @@ class Case:
 
     @cached_property
     def size(self) -> RunSize:
-        """The recipe's size, with the published runs and the laws from which `leaven new` would choose values for
-        it."""
+        """The recipe's size, with the runs and laws from which `leaven new` would choose values for it."""
         model = self.recipe.model
         near = neighbours(
             self.params,
@@ -148,18 +144,12 @@ class Case:
 
     @cached_property
     def neighbours(self) -> tuple[PublishedRun, ...]:
-        """Return at most `VOTES` published runs within a factor of 4 of the recipe's size, one of each lineage.
-
-        They have the order of :func:`leaven.catalogue.neighbours.neighbours`.
-        """
+        """Return at most `VOTES` published runs within a factor of 4 of the recipe's size, one of each lineage."""
         return self.size.near.close[:VOTES]
 
     @cached_property
     def alike(self) -> frozenset[str]:
-        """Return the ids of the published runs that are like the recipe.
-
-        They have the recipe's norm_placement and qk_norm, and are near it in size, lr and batch (`_ALIKE`).
-        """
+        """Return the ids of runs with the recipe's norms that are near in size, lr and batch (`_ALIKE`)."""
         stack = Stack(self.recipe.model.norm_placement, self.recipe.model.qk_norm, "adamw")
         return frozenset(
             run.id
@@ -177,10 +167,7 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of the hidden weights, or 0 if all of them are left out.
-
-        Left out are the last matrix of each residual branch, and weights with an init std of 0.
-        """
+        """Return the median init std of the hidden weights, without ends of branches and stds of 0."""
         stds: list[float] = [
             row.init_std
             for row in self.rows
@@ -190,10 +177,7 @@ class Case:
 
     @cached_property
     def residual_stds(self) -> dict[str, float]:
-        """Return init std x branch multiplier for the last matrix of each residual branch, by the matrix's module.
-
-        The value is the RMS over all layers.
-        """
+        """Return init std x branch multiplier for the last matrix of each residual branch, as RMS over all layers."""
         squares: dict[str, list[float]] = {}
         for row in self.rows:
             if row.module in BRANCH_ENDS:
@@ -220,8 +204,8 @@ class Case:
         """Return the change of a hyperparameter in the recipe with which the hidden weights get the value ``wanted``.
 
         The new value in the recipe is not ``wanted`` itself, because the scaling rule converts it for the weights.
-        ``to`` rounds the new value to two digits: ``math.ceil`` if the weights must get at least ``wanted``,
-        ``math.floor`` if they must get at most ``wanted``. A beta is rounded to the nearest number with three digits.
+        ``to`` rounds it to two digits: ``math.ceil`` if the weights must get at least ``wanted``, ``math.floor`` if
+        at most.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)

@@ -18,8 +18,8 @@ from leaven.recipe.init_std import usual_std
 def init_std(check: Check, case: Case) -> Check | None:
     """Compare the init std with sqrt(1 / (3 d_model)), the init std of MT-NLG 530B and BLOOM-176B.
 
-    The compared value is the recipe's init std divided by sqrt(1 / (3 d_model)). For the largest init std in common
-    use, sqrt(1 / d_model), the value is 1.73. For BigScience's 104B model, which diverged, it was 3.7.
+    The largest init std in common use, sqrt(1 / d_model), gives the value 1.73. BigScience's 104B model, which
+    diverged, had 3.7.
     """
     tuned, std, unit = case.recipe.hyperparameters, case.init_std, usual_std(case.recipe.model.d_model)
     if not std:
@@ -39,9 +39,8 @@ def init_std(check: Check, case: Case) -> Check | None:
 def residual_std(check: Check, case: Case) -> Check | None:
     """Compare the init std of the last matrix of each residual branch with that of the other matrices in blocks.
 
-    The compared value is (ratio of the two stds) x sqrt(2 n_layers). It is 1 for GPT-2. If it differs between
-    branches, the largest is compared. The check is skipped if the model has norms on the outputs of branches, because
-    such a norm undoes the std.
+    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2. Norms on the outputs of
+    branches undo the std, so the check is then skipped.
     """
     if not case.init_std or case.recipe.model.norm_placement != "pre":
         return None
@@ -74,9 +73,7 @@ def residual_std(check: Check, case: Case) -> Check | None:
 def branch_stds(check: Check, case: Case) -> Check | None:
     """Check that the last matrices of all residual branches have about the same multiplier of the init std.
 
-    The compared value is the largest multiplier divided by the smallest. Multipliers of 0 are left out. Multipliers
-    can differ if a shared expert or a dense layer is added to a recipe: this adds a branch for which the recipe has
-    no multiplier yet.
+    They differ if a shared expert or a dense layer is added to a recipe that has no multiplier for this branch.
     """
     tuned = case.recipe.hyperparameters
     stds = {
@@ -182,10 +179,7 @@ def router_z_loss(check: Check, case: Case) -> Check | None:
 
 
 def _with_published(check: Check, **changes: Any) -> Check:
-    """Return the check with ``changes`` to its fields, and with the published values for mixtures of experts.
-
-    The check gets the runs that publish the compared value, and the smallest and the largest of their values.
-    """
+    """Return the check with ``changes`` to its fields, and with the published values for mixtures of experts."""
     check = replace(check, **changes)
     known = [(run, value) for run in load_runs() if run.kind == "moe" and (value := check.of_run(run))]
     values = [value for _, value in known]

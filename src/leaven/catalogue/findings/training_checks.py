@@ -36,13 +36,10 @@ def size(check: Check, case: Case) -> Check | None:
 
 
 def lr(check: Check, case: Case) -> Check | None:
-    """Compare the lr with the lrs of the nearest published runs.
-
-    The finding is "outside" or worse if the lr is above or below the lrs of all these runs, and also differs from the
-    median of their lrs by more than a factor of 3.
+    """Compare the lr with the lrs of the nearest published runs and their median.
 
     Published runs have one lr for all parameters, but the scaling rule may give the embedding and the hidden weights
-    two different lrs. The compared lr is then the number between the two that is nearest to the median.
+    two different lrs. The compared lr is the number between these two that is nearest to the median.
     """
     known = case.near(attrgetter("peak_lr"))
     if not known:
@@ -83,11 +80,7 @@ def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
 
 
 def z_loss(check: Check, case: Case) -> Check | None:
-    """Report that z-loss is missing if the lr is above 1.5 x the highest lr of the nearest runs without a z-loss.
-
-    There must be at least two such runs near the recipe's size. There must also be a published run with a z-loss
-    whose lr is at least half of the recipe's.
-    """
+    """Report that z-loss is missing if the lr is above 1.5 x the highest lr of the nearest runs without a z-loss."""
 
     def has_z_loss(run: PublishedRun) -> bool:
         return bool(run.optim and (run.optim.z_loss or run.optim.z_loss_used))
@@ -115,9 +108,7 @@ def beta2(check: Check, case: Case) -> Check:
 def weight_decay(check: Check, case: Case) -> Check | None:
     """Compare the weight decay with published values.
 
-    The check does not apply if the scaling rule multiplies the decay. Such a rule divides the lr, and the check
-    ``timescale`` compares the product of both. The check does not apply to the optimizer ``adam`` either, for which
-    there is :func:`l2_decay`.
+    A scaling rule that multiplies the decay divides the lr: then :func:`timescale` compares their product instead.
     """
     tuned = case.recipe.hyperparameters
     moved = check.value and ratio(check.value, tuned.weight_decay) > 1.02
@@ -137,8 +128,8 @@ def muon(check: Check, case: Case) -> Check | None:
 def timescale(check: Check, case: Case) -> Check | None:
     """Compare the timescale of weight decay with the best timescale that the Power Lines law predicts.
 
-    The timescale is batch / (lr x decay x tokens), a share of the run. The compared value is the timescale divided by
-    the best timescale: 33 for GPT-NeoX-20B, and 0.34 to 10.9 for the other published runs.
+    The timescale is batch / (lr x decay x tokens), a share of the run. The ratio of the two is 33 for GPT-NeoX-20B,
+    and 0.34 to 10.9 for the other published runs.
     """
     decay = case.hidden("weight_decay")
     if not decay or case.recipe.hyperparameters.optimizer == "adam":
@@ -234,10 +225,7 @@ def epochs(check: Check, case: Case) -> Check | None:
 
 
 def batch(check: Check, case: Case) -> Check | None:
-    """Report a batch that is larger than in the nearest published runs.
-
-    A smaller batch is not reported, because it costs time but not quality.
-    """
+    """Report a batch that is larger than in the nearest published runs. A smaller batch costs no quality."""
     known = case.near(attrgetter("batch_tokens"))
     if not known:
         return None
@@ -255,11 +243,7 @@ def _critical_batch(params: float, tokens: float) -> float:
 
 
 def critical_batch(check: Check, case: Case) -> Check:
-    """Compare the batch with the median of the critical batches that the laws predict.
-
-    A batch above this median gives a note. The finding is "outside" or worse if batch / median is larger than in
-    every published run.
-    """
+    """Compare the batch with the median of the critical batches that the laws predict."""
 
     def of_run(run: PublishedRun) -> float | None:
         if not (run.batch_tokens and run.tokens):
@@ -324,9 +308,7 @@ def ramp_length(check: Check, case: Case) -> Check | None:
 def warm_up(check: Check, case: Case) -> Check:
     """Compare the length of the warm-up: 0.1% to 10% of the run is usual.
 
-    For a warm-up below 0.1% of the run, the finding is a note if the warm-up has at least 2,000 steps, and "outside"
-    or worse if it has fewer steps. For a warm-up above 10% of the run, the finding is "outside" or worse if every
-    published run spent a smaller share on its warm-up, and a note if not.
+    A warm-up below 0.1% is only a note if it has at least 2,000 steps.
     """
     value, batches = case.recipe.schedule.warmup_tokens, case.recipe.batches
     taken, longest = batches.first_step_at(value), case.published(attrgetter("warmup_fraction"))[1]

@@ -1,8 +1,8 @@
 """Choose the model and run length for which the hyperparameters of a starter recipe are written (its base).
 
-The base is a proxy, a tuned base or the target. The target is the model that the user requests. A proxy is a smaller
-model to tune first. A tuned base is a small recipe in ``catalogue/bases`` that leaven tuned, for targets without a
-published run near their size. The scaling rule converts the hyperparameters from the base to the target.
+The base is the target (the model that the user requests), a proxy (a smaller model to tune first), or a tuned base (a
+small recipe in ``catalogue/bases`` that leaven tuned). The scaling rule converts the hyperparameters from the base to
+the target.
 """
 
 from dataclasses import dataclass
@@ -35,10 +35,9 @@ class StarterBase:
 
 
 def choose_base(draft: StarterDraft, request: StarterRequest, at: RunSize, batch: int) -> StarterBase:
-    """Return the base: a small recipe that leaven tuned, a proxy that is worth tuning, or the target itself.
+    """Return the base: a tuned base, a proxy that is worth tuning, or the target itself.
 
-    The hyperparameters of the starter recipe are written for the base. ``at`` gives the model and the run length of
-    the target, and ``batch`` the batch of the target.
+    ``at`` gives the model and the run length of the target, and ``batch`` its batch in tokens.
 
     Raises:
         InputError: if ``--proxy`` is combined with ``--from``, or no proxy has about the requested size.
@@ -79,12 +78,7 @@ def tuned_bases() -> tuple[Recipe, ...]:
 
 
 def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | None:
-    """Return the largest tuned base for a model, and the shape that the model has at the base's width and depth.
-
-    A tuned base is a small recipe that leaven tuned. The returned base has 1/32 to 1/2 of the model's parameters
-    (`SMALL_FACTOR`), and is not wider or deeper than the model. Its tokens per parameter are within a factor of
-    `SAME_DURATION` of those of the model, which trains on ``tokens`` tokens. Return None if no tuned base fits.
-    """
+    """Return the largest tuned base for a model, and the model's shape at the base's width and depth, or None."""
     each = tokens / model.params
     for base in reversed(tuned_bases()):
         shape = base.model

@@ -33,8 +33,7 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
     """Return the starts and the lengths of published batch ramps, as two mappings from run ids.
 
     A start is the first batch as a share of the last batch, and a length is the ramp's share of the run. Of each
-    model family, such as Pythia, only the largest run with a published ramp is included. Ramps in stages and runs
-    that are not dense are left out. If ``runs`` is None, all published runs are read.
+    model family, such as Pythia, only the largest run counts.
     """
     starts: dict[str, tuple[str, float]] = {}
     lengths: dict[str, tuple[str, float]] = {}
@@ -52,11 +51,9 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
 
 
 def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> dict[str, Any] | None:
-    """Return the ``ramp`` or the ``stages`` for a recipe's ``[batch]`` that repeat the batch growth of a published
-    run.
+    """Return the ``ramp`` or ``stages`` of a recipe's ``[batch]`` that repeat the batch growth of a published run.
 
-    Stages begin, and a ramp ends, at the same share of the run as in the published run. Return None if the batch of
-    the published run did not grow, if too little is published, or if the ramp would not start below ``batch``.
+    Stages begin, and a ramp ends, at the same share of the run. Return None if this is not possible.
 
     Args:
         tokens: length of the new run.
@@ -88,10 +85,7 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> di
 
 
 def batch_evidence(at: RunSize) -> Evidence:
-    """Return the batch sizes that laws predict and that published runs used, in tokens.
-
-    The batch of a published run is converted to the run length ``at.tokens``.
-    """
+    """Return the batches in tokens that laws predict and that published runs used, converted to this run length."""
     return at.evidence(
         batches(at.laws, "optimal"),
         lambda run: (
@@ -104,11 +98,10 @@ def batch_evidence(at: RunSize) -> Evidence:
 
 
 def choose_batch(draft: StarterDraft, at: RunSize) -> int:
-    """Choose and return the batch in tokens.
+    """Choose and return the batch in tokens: the reference run's (``--from``), or one from laws and published runs.
 
-    The batch is that of the reference run (``--from``) if it publishes one. Otherwise it is the weighted geometric
-    mean of the batches that laws predict and that published runs used, but at most the critical batch, and small
-    enough for :data:`LEAST_STEPS` steps. It is a number of sequences that divides well among the GPUs.
+    A batch from laws and runs is at most the critical batch, and small enough for `LEAST_STEPS` steps. It is a number
+    of sequences that divides well among the GPUs.
 
     Raises:
         InputError: if the run is too short for the batch of the reference run.
@@ -146,12 +139,8 @@ def choose_batch(draft: StarterDraft, at: RunSize) -> int:
 def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
     """Choose whether and how the batch grows.
 
-    With a reference run (``--from``), the batch grows as in that run. Without a reference run, a batch above
-    `LARGEST_CONSTANT` grows. A smaller batch grows if the batch grew in most published model families (such as
-    Pythia) near this size. If too little is published about the reference run's growth, a usual ramp is chosen.
-
-    A ramp that is not copied from the reference run has 2 to `MOST_INCREMENTS` equal parts. If the batch cannot be
-    divided into such parts, it does not grow.
+    With a reference run (``--from``), the batch grows as in that run. Without one, batches above `LARGEST_CONSTANT`
+    grow. Smaller batches grow if they grew in most model families (such as Pythia) near this size.
     """
     near, run, seq_len = at.near, at.reference, at.model.seq_len
     starts, lengths = batch_ramps()
@@ -209,8 +198,7 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
 
 
 def _divisible(sequences: int, gpus: int) -> int:
-    """Round a number of sequences to a multiple of the largest power of two that divides ``gpus`` and is at most
-    ``sequences`` / 16. So the batch splits evenly over that many GPUs, and changes by at most 1/32."""
+    """Round a number of sequences, by at most 1/32, so that it splits evenly over as many of ``gpus`` as possible."""
     unit = math.gcd(gpus, 1 << max(sequences // 16, 1).bit_length() - 1)
     return max(round(sequences / unit), 1) * unit
 
@@ -218,8 +206,7 @@ def _divisible(sequences: int, gpus: int) -> int:
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
     """Return a batch in sequences: as near as possible to ``wanted`` tokens, and at most ``most`` tokens.
 
-    The result is 2^k or 3 x 2^k, so that it splits evenly over GPUs. If the number of GPUs has an odd factor, the
-    result is this factor times 2^k. If every such number is above ``most`` tokens, the result is the smallest.
+    The result is 2^k or 3 x 2^k. If the number of GPUs has an odd factor, the result is this factor times 2^k.
     """
     odd = gpus // (gpus & -gpus)  # without its factors of 2
     bases = (1, 3) if odd == 1 else (odd,)

@@ -51,11 +51,7 @@ class StarterRequest:
         return used_params(self.params, self.experts)
 
     def validate(self) -> None:
-        """Check that all counts are in range.
-
-        Raises:
-            InputError: if a count is out of range.
-        """
+        """Raise InputError if a count is out of range."""
         if not LEAST_PARAMS <= self.params <= MOST_PARAMS:
             largest = max(run.params_total for run in load_runs() if run.kind == "dense")
             beyond = (
@@ -82,8 +78,8 @@ class StarterRequest:
 def used_params(params: int, experts: tuple[int, int] | None) -> int:
     """Return about how many of ``params`` parameters a token uses, if all layers have experts.
 
-    In a block, attention has 4 d_model^2 parameters. The experts that a token uses, shared ones included, have 3 x
-    ratio x d_model^2 parameters. ratio is their total width / d_model in the nearest published mixtures of experts.
+    In a block, attention has 4 d_model^2 parameters, and the experts that a token uses have 3 x ratio x d_model^2.
+    ratio is that of :func:`widths_of_experts`.
     """
     if experts is None:
         return params
@@ -96,10 +92,7 @@ def used_params(params: int, experts: tuple[int, int] | None) -> int:
 
 
 def widths_of_experts(near: Neighbours) -> Votes:
-    """Return what the neighbours publish for w / d_model, and the median.
-
-    w is the total width of the experts that a token uses, shared ones included.
-    """
+    """Return the neighbours' w / d_model and the median; w is the total width of the experts that a token uses."""
     return near.middle(near.values(attrgetter("expert_ratio")))
 
 
@@ -107,8 +100,7 @@ def find_reference(id: str) -> PublishedRun:
     """Return the published run that ``--from`` names.
 
     Raises:
-        InputError: if there is no such run, or if it cannot be used. The run must be dense, with an lr for plain Adam
-            or AdamW and with known shape, batch and length. The message names runs that can be used.
+        InputError: if there is no such run, or if it cannot be used, for example because it is not dense.
     """
     run = find_run(id)
     lacks = _lacks(run)
@@ -241,11 +233,7 @@ class StarterDraft:
         return BatchSchedule(Batch.model_validate(self.document["batch"]).sizes)
 
     def decide(self, path: str, value: Any, message: str | None = None, **facts: Any) -> None:
-        """Set a value and its reason.
-
-        The reason is the message with the key ``message`` (by default ``path``) in ``messages.toml``, filled in with
-        ``facts``.
-        """
+        """Set a value and its reason: the message ``message`` (by default ``path``), filled in with ``facts``."""
         set_path(self.document, path, value)
         self._open[path] = {"value": value, "reference": self.reference} | facts
         self.why[path] = sentence("reasons", message or path, self._open[path])
@@ -259,8 +247,7 @@ class StarterDraft:
     def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
         """Finish a step, which contains the values that were decided since the previous step.
 
-        A field of the step's message is looked up in ``facts``, then in the facts given to :meth:`decide` since the
-        previous step, then in the recipe so far.
+        The fields of its message come from ``facts``, from the facts of these values, and from the recipe so far.
         """
         known: dict[str, Any] = dict(self.document)
         for decided in reversed(self._open.values()):
@@ -284,10 +271,7 @@ class StarterRecipes:
     source: Mapping[str, int | None] = field(default_factory=dict)
 
     def document(self, path: Path, proxy_path: Path, fit: TimeFit | None = None) -> NewRecipe:
-        """Return the document (typed result) that ``leaven new`` prints.
-
-        ``fit`` is given if the user chose a training time instead of a size.
-        """
+        """Return the document of ``leaven new``. ``fit`` is given if the user chose a training time."""
         return NewRecipe(
             path=str(path),
             proxy_path=str(proxy_path) if self.proxy else None,

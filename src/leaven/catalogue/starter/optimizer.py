@@ -38,19 +38,14 @@ ADAM = {
 def batch_factor(batch: int, published: int | None) -> float:
     """Return the factor that converts an lr for the batch ``published`` to ``batch``: sqrt(batch / published).
 
-    The factor is at most `MOST_BY_BATCH` and at least 1 / `MOST_BY_BATCH`, because published batches at one size
-    differ by up to a factor of a hundred. It is 1 if ``published`` is None.
+    It is limited to `MOST_BY_BATCH`, because published batches at one size differ by up to a factor of a hundred.
     """
     ratio = math.sqrt(batch / published) if published else 1.0
     return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)
 
 
 def lr_evidence(at: RunSize, batch: int) -> Evidence:
-    """Return the peak lrs that laws predict and that published runs used.
-
-    The lrs are for the model size of ``at`` and for a batch of ``batch`` tokens: published lrs are converted to this
-    size and batch. Only the lr of a reference run is not converted.
-    """
+    """Return the peak lrs that laws predict and that published runs used, converted to this size and batch."""
     run, params, critical = at.reference, at.model.params_active, critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws if law.law not in NO_VOTE}
     return at.evidence(
@@ -65,12 +60,7 @@ def lr_evidence(at: RunSize, batch: int) -> Evidence:
 
 
 def choose_lr(draft: StarterDraft, at: RunSize, batch: int, where: str) -> float:
-    """Choose and return the peak lr for a size and a batch. ``where`` names the size in the messages.
-
-    The lr is that of the reference run (``--from``) if there is one. If not, it is the weighted geometric mean of the
-    lrs that laws predict and that published runs used, but at most `LR_WIDENING` times the highest and at least
-    1 / `LR_WIDENING` times the lowest published lr.
-    """
+    """Choose and return the peak lr. ``where`` names the size in the messages."""
     run, evidence = at.reference, lr_evidence(at, batch)
     if run and run.peak_lr:
         message, lr = "lr of the reference", run.peak_lr

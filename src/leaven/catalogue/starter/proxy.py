@@ -1,12 +1,11 @@
 """Choose the proxy to tune before a run, estimate what tuning costs, and decide whether to tune at all.
 
-A proxy is a smaller model with the target's proportions, as many tokens per parameter and as many steps: its batch
-and its tokens are smaller by the same factor. The scaling rule's factors for batch and tokens then cancel, so the
-result does not depend on ``token_exponent``, the least certain exponent of the rule. Hyperparameters are written for
-the proxy, and the rule converts them to the target's width and depth.
+A proxy is a smaller model with the target's proportions, as many tokens per parameter and as many steps. The scaling
+rule's factors for batch and tokens then cancel, so the result does not depend on ``token_exponent``, the least
+certain exponent of the rule.
 
-The proxy of a mixture of experts has as many experts as the target, and each token uses as many of them. All sizes
-here count the parameters that a token uses, except the size that a user requests.
+The proxy of a mixture of experts has as many experts as the target, and each token uses as many of them. Sizes count
+the parameters that a token uses, except the size that a user requests.
 """
 
 import math
@@ -74,16 +73,13 @@ def choose_proxy(
 ) -> TuningAdvice:
     """Return the proxy to tune for a target, or the reason not to tune.
 
-    If ``size`` is given, the proxy has about this size, whatever it costs.
-
-    If ``size`` is None, several sizes are tried, from large to small. The first proxy for which all trials
-    (``TRIALS[0]``) cost at most `SHARE` of the run is chosen. If no proxy is so cheap, the smallest one is chosen,
-    with fewer trials. If even these cost more than `WORTH`, there is no proxy.
+    Without ``size``, the largest proxy whose trials cost at most `SHARE` of the run is chosen. If there is none, the
+    smallest proxy is chosen with fewer trials, if these cost at most `WORTH`.
 
     Args:
         model, batch_tokens, tokens: shape, batch and run length of the target.
         lineages: number of lineages (groups of published runs) near the target's size.
-        size: number of parameters that the user requests for the proxy. If None, leaven chooses it.
+        size: number of parameters that the user requests for the proxy, whatever it costs.
 
     Raises:
         InputError: if no smaller shape with the target's proportions has about ``size`` parameters.
@@ -127,11 +123,7 @@ def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
 
 
 def trials_worth(each: float) -> int:
-    """Return how many trials to run: the largest number in `TRIALS` that costs at most `SHARE` of the run.
-
-    If even the smallest number costs more, return the smallest. ``each`` is the cost of one trial as a share of the
-    run.
-    """
+    """Return how many trials to run. ``each`` is the cost of one trial as a share of the run."""
     return next((trials for trials in TRIALS if trials * each <= SHARE), TRIALS[-1])
 
 
@@ -153,14 +145,7 @@ def _nearest(model: ModelShape, shapes: Iterable[_Size], params: float) -> Model
 
 
 def _smaller(model: ModelShape, count: Callable[[ModelShape], int]) -> Iterator[_Size]:
-    """Yield the size of every possible proxy of ``model``, as (parameters, width, depth). ``count`` returns the
-    parameters of a shape.
-
-    A proxy has at most half the parameters, and is at most `NARROWER` times narrower and `SHALLOWER` times shallower.
-    Its width and depth are at least `LEAST_WIDTH` and `LEAST_DEPTH`. Its d_model / n_layers is between `THINNEST` and
-    `WIDEST`, or in a wider range if that of ``model`` is outside. The head dimension, the query heads per key-value
-    head and d_ff / d_model stay the same.
-    """
+    """Yield the size of every possible proxy of ``model``. ``count`` returns the parameters of a shape."""
     unit = model.d_head * (model.n_heads // model.n_kv_heads)
     half, aspect = count(model) / 2, model.d_model / model.n_layers
     thinnest, widest = min(THINNEST, aspect / 2), max(WIDEST, aspect)
@@ -214,6 +199,6 @@ def _no_shape(shapes: Iterable[_Size], size: float) -> str:
     if not near:
         return "this model is too small to have a proxy; leave --proxy out"
     return (
-        f"no shape of this family has that size; the nearest have {' and '.join(near)} (at most {NARROWER} times "
-        f"narrower and {SHALLOWER} times shallower)"
+        f"no proxy of this model has that size; the nearest possible: {' or '.join(near)} (a proxy is at most "
+        f"{NARROWER} times narrower and {SHALLOWER} times shallower than the target)"
     )

@@ -1,7 +1,5 @@
 """Choose the shape of a starter recipe from the proportions of the nearest published runs.
 
-Sizes are round: the width, for example, is a multiple of the head dimension.
-
 Symbols: d is d_model, L the number of layers, and f is d_ff, the width of the MLP.
 """
 
@@ -74,10 +72,7 @@ def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return the vocabulary size nearest to ``usual``, or a smaller one if the embedding would be too large.
-
-    The embedding may have at most `VOCABULARY_SHARE` of the parameters.
-    """
+    """Return the vocabulary size nearest to ``usual`` that keeps the embedding within `VOCABULARY_SHARE`."""
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])
@@ -92,10 +87,8 @@ def shape_of(
 ) -> ModelShape:
     """Return the shape with about ``params`` parameters whose proportions are nearest to ``proportions``.
 
-    If no shape is within `TOLERANCE` of ``params``, return the shape nearest in size. Otherwise return the shape with
-    the fewest penalty points. A deviation of 1% gives 1 point in d_model / n_layers, 3 points in the number of
-    parameters, and 5 points in d_ff / d_model. An odd number of layers gives 10 points, because such layers cannot be
-    halved for pipeline stages. A number of layers that is divisible by 2 but not by 4 gives 3 points.
+    Among shapes within `TOLERANCE` of ``params``, the one with the lowest cost is chosen. An odd number of layers
+    costs most, because such layers cannot be halved for pipeline stages.
 
     Args:
         usual: widths within a factor of 3 of this width are tried.
@@ -134,10 +127,7 @@ def shape_of(
 
 
 def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the fields ``d_ff`` and ``experts`` of a model shape with an MLP about ``width`` wide.
-
-    With experts, ``width`` is the total width of the experts that a token uses.
-    """
+    """Return ``d_ff`` and ``experts`` for an MLP, or the experts that a token uses together, about ``width`` wide."""
     if experts is None:
         return {"d_ff": width}
     used = experts["active"] + experts["shared"]
@@ -147,11 +137,7 @@ def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _experts_of(request: StarterRequest) -> dict[str, Any] | None:
-    """Return the fields of :class:`Experts` except d_expert, or None for a dense model.
-
-    The numbers of experts are as requested. Shared experts and dense layers are as in most of the nearest similar
-    mixtures of experts. If no published mixture is similar, no experts are shared and all layers have experts.
-    """
+    """Return the fields of :class:`Experts` except d_expert, completed from similar mixtures; None if dense."""
     if request.experts is None:
         return None
     number, active = request.experts
@@ -163,10 +149,7 @@ def _experts_of(request: StarterRequest) -> dict[str, Any] | None:
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
-    """Return the widths to try: round multiples of the head dimension within a factor of 3 of the width ``usual``.
-
-    The width of the reference run is tried even if it is not round.
-    """
+    """Return the widths to try: round multiples of the head dimension within a factor of 3 of ``usual``."""
     unit = proportions.d_head * (proportions.n_kv_heads or proportions.group)
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
     widths = [unit * step for step in steps if usual / 3 <= unit * step <= 3 * usual]
@@ -249,27 +232,18 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
 
 
 def _usual_aspect(near: Neighbours) -> float:
-    """Return d / L of the reference run or, without a reference run, the median of the neighbours.
-
-    The median is limited to `SMALL_ASPECT` if no published run is near in size.
-    """
+    """Return d / L: that of the reference run, or the median of the neighbours."""
     aspect = float(middle(near.values(lambda run: run.aspect)).value)
     return aspect if near.reference or near.close else min(aspect, SMALL_ASPECT)
 
 
 def _usual_width(request: StarterRequest, near: Neighbours) -> float:
-    """Return the width d at which 12 d^2 L, the size of the blocks, is the number of parameters that a token uses.
-
-    L follows from d / L, the proportion of the reference run or of the neighbours.
-    """
+    """Return the width d at which 12 d^2 L, the size of the blocks, is the number of parameters that a token uses."""
     return math.cbrt(request.params_active * _usual_aspect(near) / 12)
 
 
 def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> float:
-    """Return about which share of the parameters the embedding has, with a vocabulary of ``vocab``.
-
-    The parameters are those that a token uses. The width of the embedding is that of :func:`_usual_width`.
-    """
+    """Return the embedding's approximate share of the parameters that a token uses."""
     return vocab * _usual_width(request, near) / request.params_active
 
 
@@ -284,10 +258,7 @@ def _stack_of(run: PublishedRun) -> dict[str, Any]:
 
 
 def _theta_of_long() -> tuple[float, list[str]]:
-    """Return the most frequent rope_theta of published runs with long sequences, and the ids of the runs with it.
-
-    Sequences are long if they have more than `SHORT` tokens.
-    """
+    """Return the most frequent rope_theta of published runs with long sequences, and the ids of the runs with it."""
     by: dict[float, list[str]] = {}
     for run in load_runs():
         if run.arch.rope_theta and run.data and (run.data.seq_len or 0) > SHORT:
@@ -296,10 +267,7 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near the model's size, without runs before the year `RECENT`.
-
-    If no run is left, return the neighbours.
-    """
+    """Return the newest run of each lineage of this size from `RECENT` on, or the neighbours if there is none."""
     newest = first_of_each(reversed(sorted(near.of_size(), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 
@@ -322,11 +290,10 @@ def _lengths(near: Neighbours) -> Votes:
 
 
 def _seq_len(request: StarterRequest, near: Neighbours) -> int:
-    """Return the sequence length of the target: the requested one or, without a request, the reference run's.
+    """Return the sequence length of the target: the requested one, the reference run's, or that of recent runs.
 
-    Without both, start from the median length of recent published runs. If this is more than 1/`SEQUENCES_A_BATCH` of
-    the batch that laws predict, take that share of the batch, but at least `SHORTEST`. Then round to a power of two:
-    up if that is at most 19% more, else down. For example, 3,500 becomes 4,096, and 3,000 becomes 2,048.
+    A length from recent runs is shortened so that a batch has about `SEQUENCES_A_BATCH` sequences. Then it is rounded
+    to a power of two: 3,500 becomes 4,096, and 3,000 becomes 2,048.
     """
     if request.seq_len:
         return request.seq_len

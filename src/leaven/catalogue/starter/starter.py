@@ -106,10 +106,7 @@ def starter(request: StarterRequest) -> StarterRecipes:
 
 
 def untuned(recipe: Recipe) -> Recipe:
-    """Return ``recipe`` with the schedule and hyperparameters that `leaven new` would choose without tuning.
-
-    They are chosen for the recipe's shape, batch and length, as if there were no proxy and no tuned base.
-    """
+    """Return ``recipe`` with the schedule and hyperparameters that `leaven new` would choose without tuning."""
     model, tokens = recipe.model, recipe.data.tokens
     at = RunSize(neighbours(model.params_active, tokens, experts=bool(model.experts)), model, tokens)
     draft, batch = StarterDraft(), recipe.batch.tokens
@@ -197,8 +194,7 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
 def _choose_scaling(draft: StarterDraft, at: RunSize, base: StarterBase) -> None:
     """Choose the precision and ``scaling.base``, the scale for which the recipe's hyperparameters are written.
 
-    ``scaling.base`` is the scale of the first of these that exists: the reference run that the user names, the tuned
-    base, the proxy, the target.
+    It is the scale of the reference run, the tuned base, the proxy or the target: the first that exists.
     """
     model, run, shape = at.model, at.reference, base.size.model
     if model.params <= PROCESSOR_PARAMS:
