@@ -84,6 +84,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_wait_for_the_disk() -> Iterator[None]:
+    """Let os.fsync return at once: a test cannot lose power. Tests of when it is called patch it themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture
 def tiny_text(corpus: Path) -> str:
     return TINY.replace("SOURCE", f"{corpus}/*.txt")

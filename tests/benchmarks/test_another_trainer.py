@@ -17,6 +17,7 @@ def searched(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Co
     return prepared(tmp_path)
 
 
+@pytest.mark.slow
 def test_both_train_to_the_same_losses(searched: CommandSpace) -> None:
     values = {"lr": 2e-3, "weight_decay": 0.9, "beta2": 0.9, "init_std": 0.05}
     line = searched.file.filled(values | {"seed": 0})

@@ -13,6 +13,7 @@ from benchmarks.collapse import CHAINS, ORDER, SEQ_LEN, chain
 from leaven.data.sources import SHAKESPEARE
 
 
+@pytest.mark.slow
 def test_the_chain_has_the_conditional_frequencies_of_the_plays_and_their_entropy() -> None:
     drawn, lowest = chain(200 * CHAINS)
     with gzip.open(SHAKESPEARE, "rt") as lines:

@@ -160,7 +160,7 @@ CASES = {
     "pp2": layout(pp=2) | Z_LOSS,
     "pp2 interleaved": layout(pp=2, **INTERLEAVED) | TIED | FOUR_LAYERS,
     "pp2 zero-bubble": layout(pp=2, **ZERO_BUBBLE) | FOUR_LAYERS,
-    "dp2 pp2 zero2 gpipe": layout(dp=2, pp=2, zero=2, schedule="gpipe") | ONE,
+    "dp2 pp2 zero2 gpipe": layout(dp=2, pp=2, zero=2, schedule="gpipe") | ONE | Z_LOSS,
     "dp2 pp2 zero3 interleaved": layout(dp=2, pp=2, zero=3, **INTERLEAVED) | TIED | ONE | FOUR_LAYERS | AVERAGE,
     "dp2 tp2 pp2 zero1": layout(dp=2, tp=2, pp=2, zero=1) | TIED | PER_MODULE | ONE | Z_LOSS,
     "dp2 tp2 pp2 zero1 sandwich": layout(dp=2, tp=2, pp=2, zero=1) | SANDWICH | TIED | ONE,
@@ -179,7 +179,7 @@ CASES = {
     "experts tp2": layout(tp=2) | EXPERTS | FULL | {"model.parallel_branches": True},
     "experts pp2 interleaved": layout(pp=2, **INTERLEAVED) | BIASED | FOUR_LAYERS | ONE,
     "experts dp2 pp2": layout(dp=2, pp=2) | EXPERTS | ONE,
-    "experts dp2 ep2": layout(dp=2, ep=2) | EXPERTS,
+    "experts dp2 ep2": layout(dp=2, ep=2) | EXPERTS | AVERAGE,
     "experts dp2 ep2 zero2": layout(dp=2, ep=2, zero=2) | BIASED | FULL,
     "experts dp4 ep2 zero3": layout(dp=4, ep=2, zero=3) | SIX_EXPERTS | AVERAGE,
     "experts dp4 ep4 zero3 on two nodes": layout(dp=4, ep=4, zero=3, dp_replicate=2) | BIASED | ONE,
@@ -191,6 +191,7 @@ CASES = {
 SLOW = {"tp4", "pp4", "dp2 pp2 zero1 zero-bubble", "dp4 pp2 zero3 on two nodes"}
 SLOW |= {"experts dp4 ep4 zero3 on two nodes", "experts dp2 ep2 zero2", "experts muon dp2 tp2 zero3"}
 SLOW |= {"muon dp2", "muon dp4 zero3 on two nodes", "muon dp2 pp2 zero3 interleaved"}
+SLOW |= {"pp2", "pp2 interleaved", "experts dp2", "experts dp2 ep2 tp2 zero1"}
 SLOW |= {"muon dp2 tp2 pp2 zero2", "dp2 tp2 pp2 zero1 sandwich", "experts dp2 pp2"}
 """Cases for `make test-slow`: larger numbers of ranks, and products of features that the other cases have."""
 

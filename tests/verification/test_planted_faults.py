@@ -117,14 +117,18 @@ def right(name: str) -> CheckDocument:
     return of(**({"steps": 6} | options))
 
 
+RIGHT_SLOW = {
+    "coordinates, tied",
+    "gradients, tied",
+    "coordinates, gemma 2",
+    "gradients, gemma 2",
+    "coordinates, gpt-j",
+}
+RIGHT_SLOW |= {"coordinates, shared experts", "coordinates, adamw_rms"}
+
+
 @pytest.mark.xdist_group("right rules")  # one worker, because the next test uses what it caches
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(each, marks=[SLOW] * ("gemma" in each or "adamw" in each or each == "coordinates, tied"))
-        for each in RIGHT
-    ],
-)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[SLOW] * (each in RIGHT_SLOW)) for each in RIGHT])
 def test_a_right_rule_passes(name: str) -> None:
     assert right(name).passed, failed(right(name))
 
