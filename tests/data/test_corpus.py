@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -47,10 +48,10 @@ def zstandard(raw: bytes) -> bytes:
     return stream.getvalue().to_pybytes()
 
 
-def table(rows: int, column: str = "text") -> bytes:
+def table(rows: int, column: str = "text", **options: Any) -> bytes:
     stream = pa.BufferOutputStream()
     texts = [f"row {number} {number**9}" for number in range(rows)]
-    parquet.write_table(pa.table({column: texts}), stream, row_group_size=1_000, compression="none")
+    parquet.write_table(pa.table({column: texts}), stream, row_group_size=1_000, compression="none", **options)
     return stream.getvalue().to_pybytes()
 
 
@@ -225,6 +226,11 @@ BROKEN: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "truncated parquet": ("x.parquet", lambda: table(5_000)[:-10], "Parquet magic bytes not found"),
     "empty parquet": ("x.parquet", lambda: b"", "Parquet file size is 0 bytes); write it again or leave it out"),
     "flipped parquet": ("x.parquet", lambda: flipped(table(5_000))[:-8] + b"....PAR1", "cannot be read to its end ("),
+    "changed text in a parquet page": (
+        "x.parquet",
+        lambda: table(5_000, write_page_checksum=True, use_dictionary=False).replace(b"row 7 ", b"row 9 "),
+        "CRC checksum verification failed",
+    ),
     "no column": ("x.parquet", lambda: table(5, "body"), "has no column text, only body; name one: source = ["),
     "Latin-1": ("x.txt", lambda: b"caf\xe9", "is not UTF-8 ('utf-8' codec can't decode byte 0xe9 in position 3"),
 }

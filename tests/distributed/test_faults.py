@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -63,6 +64,19 @@ def loses_its_folder(recipe: Recipe, tokens: TokenSet, folder: Path) -> str:
     except (InputError, ProcessLost) as error:
         return f"{type(error).__name__}: {error}"
     return "nobody missed it"
+
+
+def given(recipe: Recipe, tokens: TokenSet, folder: Path, other: dict[str, Any]) -> str:
+    """The second process is given a recipe with ``other`` values, or other tokens."""
+    try:
+        with join_process_group(recipe.layout, torch.device("cpu")) as group:
+            if group.rank == 1:
+                tokens = replace(tokens, fingerprint=other.pop("text", tokens.fingerprint))
+                recipe = recipe.replace(other)
+            train(recipe, tokens, folder, group=group)
+    except InputError as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
 
 
 def hangs(recipe: Recipe, tokens: TokenSet, seconds: float) -> str:
@@ -122,6 +136,18 @@ def test_all_end_if_the_run_folder_is_deleted(two: Recipe, tokens: TokenSet, ran
     first, second = ranks(2, loses_its_folder, two, tokens, tmp_path / "run")
     assert first.startswith(f"InputError: run folder {tmp_path / 'run'} was deleted or moved while it was used")
     assert second.startswith("ProcessLost: rank 1 of 2 timed out or lost its connection")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("other", "named"), [({"hyperparameters.lr": 0.03}, "hyperparameters.lr"), ({"text": "b"}, "text or tokenizer")]
+)
+def test_all_processes_need_the_same_recipe_and_text(
+    two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path, other: dict[str, Any], named: str
+) -> None:
+    first, second = ranks(2, given, two, tokens, tmp_path / "run", other)
+    assert first == "Settled: the recipe, text or version of leaven of rank 1 is not that of rank 0"
+    assert second == f"InputError: rank 1 has another {named} than rank 0; give all ranks the same"
     assert not (tmp_path / "run").exists()
 
 

@@ -20,7 +20,7 @@ from tests.training.conftest import losses
 from leaven import storage
 from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
-from leaven.recipe.files import write_recipe
+from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training import checkpoint
 from leaven.training.checkpoint import Checkpoint, _fingerprint
@@ -286,6 +286,50 @@ def test_a_rewind_whose_event_is_lost_is_not_forgotten(run: RunFolder, recipe: R
     for folder in (run.path, whole):
         assert train(recipe, tokens, folder, rewind=back).finished
     assert losses(run.path) == losses(whole)
+
+
+def test_the_recipe_of_a_rewind_whose_event_is_lost_is_in_the_checkpoint(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet
+) -> None:
+    ManualRewind(6_144).go(run, recipe.replace({"hyperparameters.lr": 0.008}))  # an earlier event with a recipe
+    lower = recipe.replace({"hyperparameters.lr": 0.003})
+    older = (run.path / "events.jsonl").read_bytes()
+    back = ManualRewind(5_120)
+    train(lower, tokens, run.path, rewind=back, stop=lambda: run.metrics()[-1]["step"] >= 34)
+    (run.path / "events.jsonl").write_bytes(older)
+    assert RunFolder(run.path).recipe().hyperparameters.lr == 0.003
+    with pytest.raises(InputError, match=r"hyperparameters.lr was 0.003, is now 0.008"):
+        train(recipe.replace({"hyperparameters.lr": 0.008}), tokens, run.path)
+    assert train(lower, tokens, run.path).finished
+
+
+def test_a_rewind_of_a_version_that_counted_earlier_rewinds_is_read(run: RunFolder, recipe: Recipe) -> None:
+    ManualRewind(6_144).go(run, recipe)
+    before = rewinds_of(run)
+    rewrite(
+        run.path / "events.jsonl",
+        lambda lines: [each | ({"earlier_rewinds": 0} if each["event"] == "rewind" else {}) for each in lines],
+    )
+    assert rewinds_of(RunFolder(run.path)) == before
+
+
+def test_a_text_may_be_moved_after_a_rewind_that_changed_the_recipe(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet
+) -> None:
+    slower = recipe.replace({"hyperparameters.lr": 0.005})
+    ManualRewind(6_144).go(run, slower)
+    moved = slower.replace({"data.source": "/mnt/elsewhere/*.txt"})
+    write_recipe(moved, run.recipe_file)
+    assert train(moved, tokens, run.path).finished
+    assert read_recipe(run.recipe_file).data.source == "/mnt/elsewhere/*.txt"
+
+
+def test_a_rewind_that_saves_more_rarely_is_refused_if_checkpoints_stay_for_good(
+    run: RunFolder, recipe: Recipe
+) -> None:
+    change = {"stability.checkpoint_every_tokens": 10_240, "stability.keep_every_tokens": 5_120}
+    with pytest.raises(InputError, match=r"checkpoint_every_tokens cannot be more than the \d"):
+        ManualRewind(6_144).check(run, recipe.replace(change))
 
 
 def test_a_rewind_that_only_a_later_one_knows_is_not_forgotten(run: RunFolder, recipe: Recipe) -> None:

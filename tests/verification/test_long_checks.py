@@ -1,5 +1,6 @@
 """Test the verdicts of the checks transfer and equivalence on known losses, and how runs are saved and resumed."""
 
+import errno
 import math
 import random
 import shutil
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from tests.verification.families import SMALL, WIDE, pretend
 
+from leaven import storage
 from leaven.cli import error_message
 from leaven.data.tokens import prepare
 from leaven.documents.checks import CheckDocument
@@ -194,6 +196,40 @@ def test_finished_runs_are_not_repeated(tiny: Recipe, tmp_path: Path) -> None:
     assert (tmp_path / runs.LINES).read_text() == kept
     with RunStore(tmp_path, 1, stop=lambda: True) as store, pytest.raises(runs.ChecksStopped, match="3 of 4"):
         store.run([*seeds, RecipeTrial(short.replace({"data.seed": 9}))])
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_runs_on_another_text_are_refused(tiny: Recipe, tmp_path: Path) -> None:
+    tokens = prepare(tiny.data, tiny.model.vocab_size)
+    short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128})
+    with RunStore(tmp_path, 1) as store:
+        store.run([RecipeTrial(short, text=tokens.fingerprint)])
+    before = (tmp_path / runs.LINES).read_bytes()
+    with RunStore(tmp_path, 1) as store, pytest.raises(InputError, match="has runs on another text: the files of"):
+        store.run([RecipeTrial(short, text="other")])
+    with RunStore(tmp_path, 1) as store:
+        store.run([RecipeTrial(short, text=tokens.fingerprint)])
+    assert (tmp_path / runs.LINES).read_bytes() == before
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_finished_runs_wait_for_room_on_the_disk(
+    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128})
+    append, tries, notes = storage.append_json, list[int](), list[str]()
+
+    def full(path: Path, line: Any) -> None:
+        tries.append(1)
+        if 2 <= len(tries) <= 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(path, line)
+
+    monkeypatch.setattr(storage, "append_json", full)
+    with RunStore(tmp_path, 1, note=notes.append) as store:
+        store.run([RecipeTrial(short.replace({"data.seed": seed})) for seed in range(3)])
+    assert len((tmp_path / runs.LINES).read_text().splitlines()) == 3
+    assert notes == [f"caution: {tmp_path / runs.LINES}: No space left on device; finished runs wait for room"]
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -140,7 +140,7 @@ def _parquet_rows(path: Path, text: str) -> Iterator[TextRow]:
     _pyarrow(path)
     from pyarrow import parquet
 
-    with parquet.ParquetFile(path) as file:
+    with parquet.ParquetFile(path, page_checksum_verification=True) as file:
         require_text_column(file.schema_arrow, text)
         yield from column_rows(rows.column(0) for rows in file.iter_batches(batch_size=256, columns=[text]))
 

@@ -34,7 +34,7 @@ from leaven.training.run_folder import (
     checkpoint_name,
     checkpoints,
     describe_changes,
-    read_state,
+    newest_document,
     tokens_of,
 )
 
@@ -151,14 +151,6 @@ def _identities(run: RunFolder, state: Mapping[str, Any]) -> Iterator[tuple[Path
 def identity_of(run: RunFolder, state: Mapping[str, Any]) -> str | None:
     """Return the identifier of a run, or None if no file has one. ``state`` comes from a checkpoint, or is empty."""
     return next((identity for _, identity in _identities(run, state)), None)
-
-
-def newest_document(run: RunFolder) -> dict[str, Any]:
-    """Return the content of the state.json of the newest checkpoint in which it is undamaged, or an empty dict."""
-    for path in reversed(checkpoints(run.checkpoints)):
-        with suppress(OSError, *WRONG_TYPES):  # damage is reported when the checkpoint is loaded
-            return read_state(path)
-    return {}
 
 
 def newest_state(run: RunFolder) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
-from leaven.training.integrity import newest_document, require_own_files, require_run_of
+from leaven.training.integrity import require_own_files, require_run_of
 from leaven.training.run_folder import (
     DAMAGED_EVENTS,
     HYPERPARAMETERS,
@@ -26,9 +26,11 @@ from leaven.training.run_folder import (
     RunFolder,
     changeable,
     changes_of,
+    checkpoint_interval,
     checkpoints,
     describe_changes,
     locked_folder,
+    newest_document,
     recorded_changes,
     tokens_of,
 )
@@ -78,7 +80,8 @@ def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
     for position, event in enumerate(event for event in run.events() if event["event"] in RETURNS):
         earlier = event.get("earlier_rewinds")
         try:
-            whole = [*(rewinds[:position] if earlier is None else map(Rewind.of, earlier)), Rewind.of(event)]
+            before = map(Rewind.of, earlier) if isinstance(earlier, list) else rewinds[:position]
+            whole = [*before, Rewind.of(event)]
         except WRONG_TYPES:
             raise InputError(f"{run.events_file}: a {event['event']} is damaged; {DAMAGED_EVENTS}") from None
         if len(whole) > len(rewinds):
@@ -150,6 +153,12 @@ class ManualRewind:
             raise InputError(
                 f"--rewind-to: {describe_changes(refused)}; a run can change only [{'], ['.join(SECTIONS)}] and "
                 f"{', '.join(HYPERPARAMETERS)} with --rewind-to; for other changes, give a new folder with --run"
+            )
+        longest = checkpoint_interval(run.recipe())
+        if recipe.stability.keep_every_tokens is not None and checkpoint_interval(recipe) > longest:
+            raise InputError(
+                f"--rewind-to: stability.checkpoint_every_tokens cannot be more than the {longest:,} of before, because "
+                "checkpoints that stability.keep_every_tokens keeps would be removed"
             )
         require_run_of(run, run.recipe())
         self._target(run)

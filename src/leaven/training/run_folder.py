@@ -49,7 +49,7 @@ _VALUES_OF_EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
 _OPTIONAL_VALUES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("bits_per_byte", "averaged_loss", "peak_tflops"), _NUMBER),
     "mfu_convention": (str,),
-    "earlier_rewinds": (list,),
+    "earlier_rewinds": (list, int),  # a number in some commits of November 2026, which is not used
 }
 
 # The values that --rewind-to may change, because every step reads them from the recipe. Other keys define the model,
@@ -147,14 +147,25 @@ class RunFolder:
         """Return the run's current recipe. It is correct even if the process was killed after a manual rewind was
         recorded and before the recipe file was written."""
         change = self.last_change()
-        return read_recipe(self.recipe_file) if change is None else change[0]
+        if change is None:
+            return read_recipe(self.recipe_file)
+        data = change[0].data
+        if self.recipe_file.exists():  # the text may have been moved since
+            there = read_recipe(self.recipe_file).data
+            data = data.model_copy(update={"source": there.source, "tokenizer": there.tokenizer})
+        return change[0].model_copy(update={"data": data})
 
     def last_change(self) -> tuple[Recipe, dict[str, Any]] | None:
         """Return the recipe in the last event that has changed it, and the values before, by path. Return None if
-        there is no such event."""
-        changes = [event for event in self.read_events() if "recipe" in event]
+        there is no such event, or if a checkpoint has a rewind whose event is lost, and so a newer recipe."""
+        events = self.read_events()
+        changes = [event for event in events if "recipe" in event]
         if not changes:
             return None
+        returns = [event for event in events if event["event"] in RETURNS]
+        with suppress(*WRONG_TYPES):  # a damaged checkpoint is named when it is loaded
+            if len(newest_document(self)["rewinds"]) > len(returns):
+                return None
         try:
             recipe = Recipe.model_validate(changes[-1]["recipe"])
             return recipe, {each["path"]: each["before"] for each in changes[-1].get("changes", ())}
@@ -396,6 +407,14 @@ def _content(path: Path) -> bytes:
         return b""
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def newest_document(run: RunFolder) -> dict[str, Any]:
+    """Return the content of the state.json of the newest checkpoint in which it is undamaged, or an empty dict."""
+    for path in reversed(checkpoints(run.checkpoints)):
+        with suppress(OSError, *WRONG_TYPES):  # damage is reported when the checkpoint is loaded
+            return read_state(path)
+    return {}
 
 
 def _whole(digits: str) -> int:

@@ -66,12 +66,13 @@ from secrets import token_hex
 from statistics import median
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from leaven import __version__
 from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.documents.runs import TrainDocument
 from leaven.errors import InputError, Settled, out_of_memory
 from leaven.planning.flops import utilisation
-from leaven.recipe.recipe import Difference, Recipe, rearrangement
+from leaven.recipe.recipe import Difference, Recipe, differing, rearrangement
 from leaven.training.checkpoint import EVENTS, TEXT, Checkpoint, Checkpoints, Progress, read_checkpoint
 from leaven.training.device import (
     default_device,
@@ -155,6 +156,7 @@ def train(
         Diverged: if an anomaly occurs and ``on_spike`` is ``stop``, if rolling back does not help or is not possible,
             if too many steps in a row are skipped, or if the final validation loss is not finite.
     """
+    _require_one_recipe(recipe, tokens, rewind or back, group)
     run, recipe, rewind = check(recipe, folder, rewind or back)
     require_text(run, tokens.fingerprint)
     if tokens.tokenizer_path is not None:
@@ -187,6 +189,28 @@ def train(
             if choice is not None:
                 trainer.event("micro_batch", **asdict(choice))
             return trainer.train(lambda: group.any(stop()))
+
+
+def _require_one_recipe(recipe: Recipe, tokens: "TokenSet", rewind: ManualRewind | None, group: ProcessGroup) -> None:
+    """Check that every process has the recipe, text and rewind of the first one. Nodes may have their own copies.
+
+    Raises:
+        InputError: if a process has others. The first process raises it, too.
+    """
+    mine = {
+        "recipe": recipe.model_dump(exclude={"why"}) | {"data": recipe.data.model_dump(exclude={"source"})},
+        "text or tokenizer": tokens.fingerprint,
+        "--rewind-to": rewind and asdict(rewind),
+        "version of leaven": __version__,
+    }
+    first = group.broadcast(mine)
+    different = [path.removeprefix("recipe.") for path, *_ in differing(first, mine)]
+    flags = group.all_gather([float(bool(different))])
+    if different:
+        raise InputError(f"rank {group.rank} has another {', '.join(different)} than rank 0; give all ranks the same")
+    others = [str(rank) for rank, [flag] in enumerate(flags) if flag]
+    if others:
+        raise Settled(f"the recipe, text or version of leaven of rank {', '.join(others)} is not that of rank 0")
 
 
 def _built(

@@ -4,9 +4,12 @@ A result is saved under a hash of everything that determines the loss of the run
 folder, and a check that was stopped or killed resumes with the missing runs.
 """
 
+import errno
 import json
 import math
 import re
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -27,6 +30,7 @@ from leaven.verification.model_instance import RunSetting
 
 LINES, RESULT = "runs.jsonl", "check.json"
 DIGEST = "blake2b"  # key of the digest of a line, which lines of older versions do not have
+TEXT = "text"  # key of the fingerprint of the text, which lines of older versions and of foreign models do not have
 COUNT = "earlier_runs"  # key of the number of finished runs before a line, which lines of older versions do not have
 OTHERS = ("events.jsonl", "metrics.jsonl", "study.json", "centre.toml")  # files of a run or a study
 _KEY = re.compile(rb'\{"key": "(\w+)"')
@@ -63,7 +67,10 @@ class RunStore:
         self._resources = ExitStack()
         self._pool: WorkerPool | None = None
         self._ended: dict[str, Outcome] = {}
+        self._texts: dict[str, str] = {}  # fingerprints of the texts of finished runs, by key
+        self._unsaved: deque[dict[str, Any]] = deque()  # lines of finished runs for which the disk has no room
         self._lost = 0  # number of results that the folder has lost
+        self._waits = False  # whether the user was told that lines wait for room
 
     def __enter__(self) -> "RunStore":
         return self
@@ -75,11 +82,17 @@ class RunStore:
         """Run the trials that have no result yet, the longest first. Return a function from a trial to its outcome.
 
         Raises:
-            InputError: if the folder cannot be used, or if a run's process dies twice.
+            InputError: if the folder cannot be used or has runs on another text, or if a run's process dies twice.
             ChecksStopped: if ``stop`` returned True before all runs had ended.
         """
         wanted = {trial.key: trial for trial in trials}
         pool = self._open()
+        texts = {key: text for key, trial in wanted.items() if (text := getattr(trial, "text", None)) is not None}
+        if any(self._texts.get(key, text) != text for key, text in texts.items()):
+            raise InputError(
+                f"{self.folder / LINES} has runs on another text: the files of [data] source or the tokenizer have "
+                "changed since; use another --run"
+            )
         queue = sorted(wanted.keys() - self._ended.keys(), key=lambda key: (wanted[key].cost, key))
         if queue and self._lost:
             lost = "one finished run is" if self._lost == 1 else f"{self._lost} finished runs are"
@@ -105,12 +118,32 @@ class RunStore:
                     queue.append(key)
                     continue
                 line = {"key": key, COUNT: len(self._ended) - 1} | asdict(self._ended[key])
-                storage.append_json(self.folder / LINES, line | {DIGEST: _digest(line)})
+                line |= {TEXT: texts[key]} if key in texts else {}
+                self._unsaved.append(line | {DIGEST: _digest(line)})
                 self._on_run(len(wanted.keys() & self._ended.keys()), len(wanted))
+            self._save()
+        while not self._save() and not self._stop():
+            time.sleep(0.5)
         ended = len(wanted.keys() & self._ended.keys())
         if ended < len(wanted):
             raise ChecksStopped(f"{ended} of {len(wanted)} runs have ended")
         return lambda trial: self._ended[trial.key]
+
+    def _save(self) -> bool:
+        """Write the lines of finished runs, and return True. If the disk is full, keep the rest and return False."""
+        while self._unsaved:
+            try:
+                storage.append_json(self.folder / LINES, self._unsaved[0])
+            except OSError as error:
+                if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                    raise
+                if not self._waits:
+                    self._note(f"caution: {self.folder / LINES}: {error.strerror}; finished runs wait for room")
+                self._waits = True
+                return False
+            self._unsaved.popleft()
+        self._waits = False
+        return True
 
     def losses(self, family: ModelFamily, settings: Mapping[Key, RunSetting], seeds: int) -> dict[Key, list[float]]:
         """Train each setting with the seeds 0 to ``seeds - 1``, and return the losses under the setting's key."""
@@ -144,7 +177,10 @@ class RunStore:
                         raise ValueError("a changed line")
                     del entry["key"]
                     known = max(known, 1 + int(entry.pop(COUNT, -1)))
+                    text = entry.pop(TEXT, None)
                     self._ended[key] = Outcome.of(entry)
+                    if isinstance(text, str):
+                        self._texts[key] = text
                 except (KeyError, TypeError, ValueError, OverflowError):
                     bad.append(key)
             lost = sum(key not in self._ended for key in bad)  # the others were trained again
