@@ -157,7 +157,7 @@ class ManualRewind:
         longest = checkpoint_interval(run.recipe())
         if recipe.stability.keep_every_tokens is not None and checkpoint_interval(recipe) > longest:
             raise InputError(
-                f"--rewind-to: stability.checkpoint_every_tokens cannot be more than the {longest:,} of before, because "
+                f"--rewind-to: stability.checkpoint_every_tokens cannot be more than before ({longest:,}), because "
                 "checkpoints that stability.keep_every_tokens keeps would be removed"
             )
         require_run_of(run, run.recipe())
