@@ -171,8 +171,7 @@ def tokenizer_digest(run: RunFolder) -> str | None:
 
 
 def _tokenizer_digests(run: RunFolder) -> list[str]:
-    """Return the digest of tokenizer.json without its formatting, and the digest of older versions, with
-    formatting."""
+    """Return the digests of tokenizer.json without its formatting, and as it is (older versions saved this one)."""
     try:
         content = storage.read(run.tokenizer_file)
     except FileNotFoundError:

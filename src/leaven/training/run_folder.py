@@ -238,8 +238,7 @@ class RunFolder:
         return LinesDigest(len(lines), digest(lines).hexdigest())
 
     def lines_of(self, path: Path) -> list[bytes]:
-        """Return the lines of a file with their newlines. A last line without a newline counts if it is valid
-        JSON."""
+        """Return the lines of a file with their newlines. A last line without newline counts if it is whole JSON."""
         *lines, last = _content(path).split(b"\n")
         return [line + b"\n" for line in (lines if storage.json_object(last) is None else [*lines, last])]
 
@@ -314,8 +313,8 @@ class RunFolder:
         return finish_of(self.events())
 
     def record(self, line: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl, with null for numbers that are not finite. The first line has the
-        identifier."""
+        """Append a line to metrics.jsonl, with null for numbers that are not finite. The first line has the run's
+        identifier too."""
         first = not self._lines and self.identity
         written = _json_line({IDENTITY: self.identity} | line if first else line)
         self._lines += 1
