@@ -57,8 +57,8 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return the final runs: ``lr`` at the largest width, with both rules. The grid already has those with the
-        first seed."""
+        """Return the final runs: ``lr`` at the largest width, with both rules. The grid has those of the first
+        seed."""
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]

@@ -163,8 +163,7 @@ def place_folder(temporary: Path, final: Path) -> None:
 
 
 def require_plain_file(path: Path) -> None:
-    """Raise InputError if ``path``, in which a file is about to be written, is a link, a folder, a pipe or a
-    device."""
+    """Raise InputError if ``path``, where a file is about to be written, is a link, a folder, a pipe or a device."""
     with suppress(OSError):
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode):

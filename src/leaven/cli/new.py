@@ -1,4 +1,4 @@
-"""Define the command ``leaven new``."""
+"""Defines the command ``leaven new``."""
 
 from itertools import chain
 from pathlib import Path
@@ -184,7 +184,7 @@ def _mixture(context: typer.Context, experts: int | None, active: int | None) ->
 
 
 def _require_no_proxy(path: Path) -> None:
-    """Raise InputError if the file ``path`` exists, because leaven would mistake it for the new recipe's proxy."""
+    """Raise InputError if the file ``path`` exists, because leaven would take it for the new recipe's proxy."""
     if path.exists():
         raise InputError(f"{path} exists, but the new recipe has no proxy; remove that file, or give another name")
 

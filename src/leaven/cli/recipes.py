@@ -1,4 +1,4 @@
-"""Define the commands ``leaven recipes list``, ``show``, ``nearest``, ``diff`` and ``check``."""
+"""Defines the commands ``leaven recipes list``, ``show``, ``nearest``, ``diff`` and ``check``."""
 
 import csv
 import sys

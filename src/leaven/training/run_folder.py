@@ -313,8 +313,8 @@ class RunFolder:
         return finish_of(self.events())
 
     def record(self, line: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl, with null for numbers that are not finite. The first line has the
-        identifier."""
+        """Append a line to metrics.jsonl. Numbers that are not finite become null. The first line has the run's
+        id."""
         first = not self._lines and self.identity
         written = _json_line({IDENTITY: self.identity} | line if first else line)
         self._lines += 1
