@@ -132,11 +132,8 @@ def run_demo(
 
 
 def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument | None:
-    """Return the document that an earlier call wrote into this folder, or None if the demo is new.
-
-    Raises:
-        InputError: if the folder contains anything but this demo with its runs.
-    """
+    """Return the document that an earlier call wrote into this folder, or None if the demo is new. Raise InputError
+    if the folder contains anything but this demo with its runs."""
     if (folder / "demo.json").exists():
         before = read_demo(folder)
         for option, given, earlier in (("size", size, before.size), ("source", source, before.source)):

@@ -306,11 +306,7 @@ def make_folder(path: Path) -> None:
 
 
 def require_free(path: Path) -> None:
-    """Check that writing to ``path`` would overwrite nothing.
-
-    Raises:
-        InputError: if the path exists and is not an empty folder, or if it is a URL.
-    """
+    """Raise InputError if the path is a URL, or exists and is not an empty folder."""
     require_folder_name(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InputError(f"{path} exists already; give another name")

@@ -1,7 +1,7 @@
 """Finds files of a run that are missing, were changed, or belong to another run.
 
-Every start, the first line of the metrics, plan.json and every checkpoint have the random identifier of their run. A
-checkpoint also has the recipe of the run, and digests of the tokenizer, metrics and events. A value that an older
+The event of each start, the first line of the metrics, plan.json and every checkpoint have the random identifier of
+their run. A checkpoint also has the recipe, and digests of the tokenizer, metrics and events. A value that an older
 version did not write is not compared. This module does not import torch.
 """
 
@@ -162,11 +162,8 @@ def newest_state(run: RunFolder) -> dict[str, Any]:
 
 
 def tokenizer_digest(run: RunFolder) -> str | None:
-    """Return a digest of tokenizer.json that does not depend on its formatting, or None without this file.
-
-    Raises:
-        InputError: if the file cannot be read.
-    """
+    """Return a digest of tokenizer.json that does not depend on its formatting, or None without this file. Raise
+    InputError if it cannot be read."""
     return next(iter(_tokenizer_digests(run)), None)
 
 
@@ -346,10 +343,11 @@ def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | 
 
 
 def missing_checkpoint(saved: int | None, found: int) -> str | None:
-    """Return the name of the checkpoint that was ``saved`` last, or None if the one that was ``found`` is as new.
+    """Return the name of the checkpoint at ``saved`` tokens, or None if ``found``, the newest that was read, is not
+    older.
 
-    Both are token counts. Call :func:`newest_saved` before reading checkpoints, because the run may be writing a
-    newer one.
+    ``saved`` is the result of :func:`newest_saved`. Call that first, because the run may be writing a newer
+    checkpoint.
     """
     return None if saved is None or saved <= found else checkpoint_name(saved)
 

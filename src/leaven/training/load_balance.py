@@ -41,8 +41,8 @@ class LoadBalance:
         return balance
 
     def measure(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loads of the experts, (layers, experts), the balance loss, and the highest load over its layer's
-        mean.
+        """Return the loads of the experts, (layers, experts), the balance loss, and the highest load of an expert
+        divided by the mean load of its layer.
 
         The balance loss is summed over the targets and averaged over the layers with experts, without its
         coefficient. At an even load it equals the number of targets.

@@ -309,11 +309,8 @@ def _extrapolated(depths: tuple[int, ...], costs: list[StepCost], full: int) -> 
 def _measure_steps(
     recipe: Recipe, device: torch.device, memory_before: int, stop: Callable[[], bool], on_step: Callable[[], None]
 ) -> StepCost | None:
-    """Return the time and memory of a step on random tokens, or None if memory runs out.
-
-    Raises:
-        StopRequested: if ``stop()`` becomes true.
-    """
+    """Return the time and memory of a step on random tokens, or None if memory runs out. Raise StopRequested if
+    ``stop()`` becomes true."""
 
     def work() -> list[float]:
         training = Training(recipe, _random_tokens(recipe))

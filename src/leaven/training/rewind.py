@@ -148,7 +148,8 @@ class ManualRewind:
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record the rewind in the run folder, and ``recipe`` if it is new. Do nothing if this has just been done."""
+        """Record the rewind in the run folder, and ``recipe`` if it differs. Do nothing if this was done
+        meanwhile."""
         with locked_folder(run.path, "run folder"):
             if self.done(run, recipe):  # by another command, since this one has checked
                 return

@@ -163,7 +163,7 @@ class RunFolder:
             yield
 
     def begin(self, recipe: Recipe) -> None:
-        """Remove what an interrupted write has left, and write the recipe file if it is missing or old."""
+        """Remove what an interrupted write has left, and write the recipe file if it is missing or out of date."""
         for file in (self.recipe_file, self.plan_file):
             for torn in self.path.glob(f".{file.name}.*.tmp"):
                 if torn.is_file():

@@ -90,11 +90,8 @@ def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[t
 
 
 def _scalar(value: "Summary.Value") -> Any:
-    """Return the number in a value, or a text with the shape of a tensor that is no scalar.
-
-    Raises:
-        ValueError: if the type or shape of the tensor is invalid.
-    """
+    """Return the number in a value, or a text with the shape of a tensor that is no scalar. Raise ValueError if the
+    tensor is invalid."""
     from tensorboard.util.tensor_util import make_ndarray
 
     if value.WhichOneof("value") == "simple_value":
@@ -184,12 +181,8 @@ def log_records(log: bytes, name: str, cut: Callable[[str], object] = _ignore) -
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield (field number, content) for each field of a protobuf message
-    (https://protobuf.dev/programming-guides/encoding).
-
-    Raises:
-        ValueError: if the message is invalid.
-    """
+    """Yield (field number, content) for each field of a protobuf message. Raise ValueError if it is invalid. Source:
+    https://protobuf.dev/programming-guides/encoding."""
     at = 0
 
     def varint() -> int:

@@ -194,7 +194,8 @@ class SpikeDetector:
 
 
 def was_skipped(step: "Step") -> bool:
-    """Return whether the loss or gradient made a step skip. An fp16 loss scale that was too large does not count."""
+    """Return whether a step was skipped because of its loss or gradient. A skip that only an fp16 loss scale caused
+    does not count."""
     return step.skipped and (step.diverged or math.isfinite(step.grad_norm))
 
 
@@ -237,7 +238,7 @@ def oldest_checkpoint(
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
         """Return the checkpoints that exist when the metrics of ``step`` are read. ``there`` are those that existed
-        after the latest rewind before."""
+        after the rewind before this step."""
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]

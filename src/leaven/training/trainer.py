@@ -132,8 +132,8 @@ def train(
     Args:
         on_step: called with the metrics of each step.
         on_event: called with the name and values of each line of events.jsonl.
-        stop: polled between steps; a single process polls it within a step too, and then drops this step. When it
-            returns True, the state is saved and ``finished`` of the result is False.
+        stop: polled between steps. When it returns True, the state is saved and ``finished`` of the result is False.
+            A single process also polls it within a step, which is then dropped.
         log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
         rewind: a manual rewind to do before training. A repeated call does not rewind again.
         group: the processes of the run. All of them must make this call with the same arguments.
@@ -181,11 +181,8 @@ def train(
 def _built(
     recipe: Recipe, tokens: "TokenSet", group: ProcessGroup, stop: Callable[[], bool], resumes: bool
 ) -> tuple[Training, Choice | None]:
-    """Return the initial state of a run, and the choice of its micro-batch if it was made here.
-
-    Raises:
-        StopRequested: if ``stop`` returns True while micro-batches are timed.
-    """
+    """Return the initial state of a run, and the choice of its micro-batch if it was made here. Raise StopRequested
+    if ``stop`` returns True while micro-batches are timed."""
     if recipe.batch.micro_batch == "auto":
         require_memory(recipe)
         if group is not SINGLE_PROCESS:  # timing that ran out of memory on one device would block the others

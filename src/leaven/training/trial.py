@@ -210,8 +210,7 @@ class TrialCheckpoint(Callback):
     without.
 
     A checkpoint contains the name of its ``folder``, from :func:`checkpoint_folder`. One with another name belongs to
-    another trial and is not read. ``recipe`` has the parameters that a checkpoint must have; None if ``training``
-    compares them itself.
+    another trial and is not read. If ``recipe`` is given, a checkpoint must have its parameters.
     """
 
     def __init__(
@@ -227,8 +226,8 @@ class TrialCheckpoint(Callback):
         self._last = time.monotonic()
 
     def resume(self) -> None:
-        """Continue from the checkpoint of this trial, if there is one. Ignore damaged or other checkpoints with a
-        warning.
+        """Continue from the checkpoint of this trial, if there is one. Damaged checkpoints and those of other trials
+        are ignored with a warning.
 
         Raises:
             InputError: if a value in the checkpoint has a type or size that this trial does not write.
