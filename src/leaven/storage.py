@@ -167,7 +167,7 @@ def require_plain_file(path: Path) -> None:
     with suppress(OSError):
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode):
-            raise InputError(f"{path}: this is a link to {os.readlink(path)}; replace it by the file itself")
+            raise InputError(f"{path}: this is a link to {os.readlink(path)}; replace it with the file itself")
         if not stat.S_ISREG(mode):
             kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
             raise InputError(f"{path}: this is {kind}; move it away, because leaven writes a file there")
@@ -298,7 +298,7 @@ def make_folder(path: Path) -> None:
     except (FileExistsError, NotADirectoryError):
         if path.is_symlink():
             raise InputError(
-                f"{path}: a link to {os.readlink(path)}, which is no folder; is a disk missing?"
+                f"{path}: a link to {os.readlink(path)}, which is no folder; mount its disk, or use another folder"
             ) from None
         raise InputError(f"{path}: a file of this name exists where a folder is needed; use another name") from None
     except OSError as error:

@@ -105,9 +105,9 @@ def tune(
             _workers,
             "COUNT|auto",
             "Number of workers, each of which runs one trial at a time. For a recipe, a worker is a process with one "
-            "thread and, on a machine with GPUs, with its own GPU. auto: one worker for each GPU of this machine, "
-            "with this GPU in CUDA_VISIBLE_DEVICES; a worker then trains several trials at once, as with --stack, if "
-            "that was measured to be faster.",
+            "thread and, on a machine with GPUs, its own GPU. auto: one worker for each GPU of this machine. leaven "
+            "sets CUDA_VISIBLE_DEVICES to the worker's GPU. With auto, a worker trains several trials at once, as "
+            "with --stack, if that was measured to be faster.",
             "one per core, or 1 on a GPU or for a command",
         ),
     ] = None,
@@ -126,8 +126,8 @@ def tune(
         Any,
         list_option(
             count_above_0,
-            "Lengths in tokens: each trial gives a loss for each length, as branches of one run (only for the wsd "
-            "schedule).",
+            "Run lengths in tokens. Each trial gives a loss for each length: shorter runs branch off the longest. "
+            "Only for the wsd schedule.",
             metavar="COUNT,COUNT",
         ),
     ] = None,

@@ -20,8 +20,8 @@ class Exchange:
     """Exchanges values in rounds: every process sends a value to the first process, which sends one answer to all
     processes.
 
-    All processes must construct it at the same point of the program, in their main threads. In each round, all call
-    :meth:`gather`, if the first process needs values, and then :meth:`broadcast`.
+    All processes must construct it at the same point of the program, in their main threads. In each round, all of
+    them call :meth:`gather` and then :meth:`broadcast`. A round may leave out :meth:`gather`.
     """
 
     def __init__(self, group: ProcessGroup = SINGLE_PROCESS, timeout: timedelta = timedelta(minutes=30)) -> None:

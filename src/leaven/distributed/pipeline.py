@@ -146,8 +146,8 @@ class LeanStage(PipelineStage):
     reduce-scattered after each micro-batch. With ``zero`` 3, parameters are also resharded. The cost is a
     reduce-scatter for each micro-batch, and with ``zero`` 3 also an all-gather.
 
-    This class does not work with the zero-bubble schedule: the second half of its backward pass needs memory that is
-    freed in the first half. Such layouts with ``zero`` 2 or 3 are refused.
+    The zero-bubble schedule is refused with ``zero`` 2 or 3: the second half of its backward pass needs memory that
+    is freed in the first half.
     """
 
     def __init__(self, *arguments: Any, zero: int, **named: Any) -> None:

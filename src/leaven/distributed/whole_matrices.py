@@ -30,7 +30,8 @@ class SplitMatrix:
     blocks: Sequence[Block]  # the block of each rank of the group; several ranks may store the same block
 
     def senders(self, owner: int) -> dict[int, Block]:
-        """Return one rank that sends each block to the ``owner``, with the block. The owner sends its own block."""
+        """Return the ranks that send a block to the ``owner``, with their blocks: one rank for each block, the owner
+        for its own."""
         first: dict[Block, int] = {}
         for rank in (owner, *range(len(self.blocks))):
             first.setdefault(self.blocks[rank], rank)

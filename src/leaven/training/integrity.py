@@ -98,7 +98,7 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
     other = next((file for file, identity in found if identity != found[0][1]), None)
     if other is not None:
         where = f"{other} has lines of" if other == found[0][0] else f"{found[0][0]} and {other} belong to"
-        yield f"{where} different runs; bring back those of one run, or start again with another --run"
+        yield f"{where} different runs; restore the files of one run, or start again with another --run"
     try:
         there = _tokenizer_digests(run)
         if there and isinstance(saved := state.get(TOKENIZER), str) and saved not in there:

@@ -123,7 +123,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
     folder = RunFolder(storage.expanded(run))
     if not folder.recipe_file.is_file():
         problem = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"
-        raise InputError(f"{run}: {problem}; give the folder of a run, the DIR of leaven train RECIPE --run DIR")
+        raise InputError(f"{run}: {problem}; give the folder that leaven train --run has written")
     recipe = folder.recipe()
     require_own_files(folder, newest_state(folder), to_use=True)
     saved = newest_saved(folder) if tokens is None else None  # first, because a run may be writing another one
@@ -146,7 +146,8 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
             why = "the recipe has no [average]; leave out --averaged"
         else:
             begins = round((1 - recipe.average.last) * recipe.data.tokens)
-            why = f"at {checkpoint.progress.tokens:,} tokens the average has not begun; it begins after {begins:,}"
+            at = f"at {checkpoint.progress.tokens:,} tokens the average has not begun"
+            why = f"{at}; it begins after {begins:,}; leave out --averaged"
         raise InputError(f"{run}: no averaged weights: {why}")
     if not folder.tokenizer_file.is_file():
         raise InputError(
@@ -159,7 +160,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # tokenizers raises no narrower class
-        why = f"damaged ({error}); replace it by the tokenizer.json that the run was trained with"
+        why = f"damaged ({error}); replace it with the tokenizer.json that the run was trained with"
         raise InputError(f"{folder.tokenizer_file}: {why}") from None
     return LoadedRun(
         folder=folder,

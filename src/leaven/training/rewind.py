@@ -148,8 +148,7 @@ class ManualRewind:
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record the rewind in the run folder, and ``recipe`` if it differs. Do nothing if this was done
-        meanwhile."""
+        """Record the rewind in the run folder, with ``recipe`` if it differs. Do nothing if this was just done."""
         with locked_folder(run.path, "run folder"):
             if self.done(run, recipe):  # by another command, since this one has checked
                 return
@@ -175,8 +174,12 @@ class ManualRewind:
         if found is None:
             there = ", ".join(format_quantity(tokens_of(path)) for path in checkpoints(run.checkpoints))
             raise InputError(
-                f"--rewind-to {format_quantity(self.rewind_to)}: no whole checkpoint at or before this count; "
-                + (f"there are checkpoints at {there} tokens" if there else "the run folder has none")
+                f"--rewind-to {format_quantity(self.rewind_to)}: no undamaged checkpoint at or before this count; "
+                + (
+                    f"there are checkpoints at {there} tokens"
+                    if there
+                    else "the run folder has none, so leave out --rewind-to"
+                )
             )
         require_own_files(run, found.state)
         return found.progress.tokens

@@ -159,7 +159,9 @@ class SpikeDetector:
             return None
         onset = self.since
         assert onset is not None
-        moves = " and ".join(f"{TITLES[name]} {numbers[name]['deviations']:.1f} deviations up" for name in certain)
+        moves = " and ".join(
+            f"{TITLES[name]} {numbers[name]['deviations']:.1f} deviations above its median" for name in certain
+        )
         was = numbers["loss"]
         why = f"{moves}, loss {was['median']:.2f} -> {was['value']:.2f} within {step.step - onset + 1} steps"
         return Anomaly(onset, step.step, why, numbers)
