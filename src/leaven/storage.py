@@ -43,11 +43,8 @@ KEPT = ("events.jsonl", "metrics.jsonl", "state.json", "study.json", "centre.tom
 
 
 def expanded(path: Path | str) -> Path:
-    """Return a path with the home folder in place of ~ or ~NAME.
-
-    Raises:
-        InputError: if the home folder is not known, as in a container whose user has no name.
-    """
+    """Return a path with the home folder in place of ~ or ~NAME. Raise InputError if the home folder is not known, as
+    in a container whose user has no name."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -55,11 +52,7 @@ def expanded(path: Path | str) -> Path:
 
 
 def open_file(path: Path | str) -> BinaryIO:
-    """Open a regular file for reading.
-
-    Raises:
-        OSError: if the file cannot be opened, or is not a regular file.
-    """
+    """Open a regular file for reading. Raise OSError if the file cannot be opened, or is not a regular file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except ValueError:  # it contains NUL or half of a surrogate pair
@@ -74,11 +67,7 @@ def open_file(path: Path | str) -> BinaryIO:
 
 
 def read(path: Path | str, most: float = LARGEST) -> bytes:
-    """Return the content of a regular file.
-
-    Raises:
-        OSError: if it cannot be read, or has more than ``most`` bytes.
-    """
+    """Return the content of a regular file. Raise OSError if it cannot be read, or has more than ``most`` bytes."""
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EINVAL, f"larger than {most:,} bytes", str(path))
@@ -200,11 +189,8 @@ def open_to_write(path: Path, flags: int = 0, buffering: int = -1, *, separate: 
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Replace a file atomically: after a crash it contains the old text or the new text.
-
-    Raises:
-        InputError: if the file cannot be written, or if ``path`` is a folder or a link.
-    """
+    """Replace a file atomically: after a crash it contains the old text or the new text. Raise InputError if the file
+    cannot be written, or if ``path`` is a folder or a link."""
     path = Path(path)
     try:
         if path.is_dir() or not path.name:
@@ -225,11 +211,7 @@ def write_text(path: Path | str, text: str) -> None:
 
 def require_page(path: Path) -> None:
     """Check that an HTML page may be written to ``path``: it may overwrite a page or an empty file, but no other
-    file.
-
-    Raises:
-        InputError: if it may not. In the folder of a run, study, check or demo, the name must end in .html.
-    """
+    file. Raise InputError if it may not. In the folder of a run, study, check or demo, the name must end in .html."""
     if _is_device(path):
         return
     if path.is_file() and (begin := _begin(path)) and not begin.lower().startswith(PAGE):
@@ -249,11 +231,8 @@ def _begin(path: Path) -> bytes:
 
 
 def write_page(path: Path, html: str) -> None:
-    """Write an HTML page, or replace an older page, as :func:`write_text` does.
-
-    Raises:
-        InputError: if the page cannot be written, or :func:`require_page` refuses the path.
-    """
+    """Write an HTML page, or replace an older page, as :func:`write_text` does. Raise InputError if the page cannot
+    be written, or :func:`require_page` refuses the path."""
     require_page(path)
     write_text(path, html.encode(errors="backslashreplace").decode())  # others may have written half a surrogate pair
 
@@ -287,11 +266,8 @@ def require_writable(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents.
-
-    Raises:
-        InputError: if the path is a file or a URL, or if the folder cannot be created.
-    """
+    """Create a folder and its parents. Raise InputError if the path is a file or a URL, or if the folder cannot be
+    created."""
     require_folder_name(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -314,11 +290,8 @@ def require_free(path: Path) -> None:
 
 @contextmanager
 def written_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error.
-
-    Raises:
-        InputError: if the path exists and is not an empty folder, or cannot be written. Nothing is then written.
-    """
+    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error. Raise
+    InputError if the path exists and is not an empty folder, or cannot be written. Nothing is then written."""
     require_free(path)
     make_folder(path.absolute().parent)
     try:

@@ -96,11 +96,8 @@ class CheckOptions:
             require_page(self.output)  # before minutes of training
 
     def read(self) -> Recipe | str:
-        """Return the recipe, or the text ``module:factory``.
-
-        Raises:
-            InputError: if ``subject`` is a file with logs, or if an option does not apply to it.
-        """
+        """Return the recipe, or the text ``module:factory``. Raise InputError if ``subject`` is a file with logs, or
+        if an option does not apply to it."""
         if ":" in self.subject and not Path(self.subject).exists():
             if self.overrides:
                 raise InputError(f"--set applies only to recipes, not to {self.subject}; change the factory")
@@ -279,11 +276,8 @@ class LoggedRunOptions(RunOptions):
     ] = None  # type: ignore[assignment]  # :meth:`logs` requires it unless results are read
 
     def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
-        """Return the path of the user's logs (results of finished runs), or None if the check trains runs.
-
-        Raises:
-            InputError: if an option does not apply, such as one of ``only_logs`` without logs, or if one is missing.
-        """
+        """Return the path of the user's logs (results of finished runs), or None if the check trains runs. Raise
+        InputError if an option does not apply, such as one of ``only_logs`` without logs, or if one is missing."""
         path = Path(self.subject)
         if path.suffix.lower() in {".tsv", ".txt", ".json"} and path.is_file():
             raise InputError(f"{path}: logs end in {' or '.join(LOGS)}; write them in one of these formats")

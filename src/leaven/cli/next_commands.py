@@ -135,8 +135,8 @@ def after_budget(found: BudgetDocument) -> list[str]:
 
 
 def after_train(run: Path, recipe: Recipe) -> list[str]:
-    """Return the commands to suggest after a finished run: write a report, sample text and export the weights. The
-    last two need a tokenizer."""
+    """Return the commands to suggest after a finished run: write a report, sample text and export the weights.
+    Sampling and export need a tokenizer."""
     from leaven.interop.architectures import ARCHITECTURES
 
     commands = [_line("report", run, "-o", run / "report.html")]

@@ -59,7 +59,7 @@ def local_offset(tensor: DTensor) -> tuple[int, ...]:
 
 
 def blocks(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return (index of its first element, shape) of the block of each rank of the tensor's mesh, in rank order."""
+    """Return the block of each rank of the tensor's mesh: (index of its first element, shape)."""
     mesh, found = tensor.device_mesh, []
     for coordinate in product(*(range(size) for size in mesh.shape)):
         shape, offset = _compute_local_shape_and_global_offset(

@@ -54,11 +54,8 @@ class Exchange:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Return, on every process, the JSON value that the first process passed, and end the round.
-
-        Raises:
-            ProcessLost: if the first process does not answer within twice the timeout.
-        """
+        """Return, on every process, the JSON value that the first process passed, and end the round. Raise
+        ProcessLost if the first process does not answer within twice the timeout."""
         key = self._key("answer")
         if self.group.size > 1 and self.group.is_first:
             self._store.set(key, json.dumps(value))

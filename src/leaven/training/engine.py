@@ -161,11 +161,8 @@ class Training:
         self.sharded.train(True)
 
     def step(self) -> Step:
-        """Take one optimizer step and wait for it.
-
-        Raises:
-            Diverged: if the step has diverged and ``on_spike`` is not ``off``. The parameters are then unchanged.
-        """
+        """Take one optimizer step and wait for it. Raise Diverged if the step has diverged and ``on_spike`` is not
+        ``off``. The parameters are then unchanged."""
         step = self.issue()()
         if step.diverged and self.recipe.stability.on_spike != "off":
             raise Diverged(f"loss {step.loss:g}, gradient norm {step.grad_norm:g} at step {step.step}")

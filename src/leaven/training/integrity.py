@@ -311,7 +311,7 @@ def _plan(run: RunFolder) -> dict[str, Any]:
 
 def newest_saved(run: RunFolder) -> int | None:
     """Return the token count of the newest checkpoint since the last rewind, according to events.jsonl, or None. The
-    checkpoint to which the rewind returned counts."""
+    target of the rewind counts too."""
     for event in reversed(run.events()):
         if (tokens := _saved_tokens(event)) is not None:
             return tokens

@@ -47,8 +47,8 @@ class Step(StepResult):
     modules: dict[str, tuple[float, float]]  # by module: norms of (update, parameters) over all blocks
     noise_scale: float | None = None  # gradient noise scale, tokens; None if not measured or not positive
     z_loss: float | None = None  # z-loss in nats per token, which is not part of ``loss``; None without a z-loss
-    # Of models with experts, else None: the balance loss without its coefficient (mean over layers; 1 at an even
-    # load), and the highest load of an expert divided by the mean load of its layer.
+    # None without experts: the balance loss without its coefficient (mean over layers; 1 at an even load), and the
+    # highest load of an expert divided by the mean load of its layer.
     balance_loss: float | None = None
     max_load: float | None = None
 
@@ -300,11 +300,8 @@ class Validation(Callback):
 
 
 def writers(log_to: str | None) -> tuple[str, ...]:
-    """Return the names in the value of ``--log-to``. Without the option, return TensorBoard if it is installed.
-
-    Raises:
-        InputError: if a name is unknown or its package is not installed.
-    """
+    """Return the names in the value of ``--log-to``. Without the option, return TensorBoard if it is installed. Raise
+    InputError if a name is unknown or its package is not installed."""
     if log_to is None:
         return ("tensorboard",) if find_spec("tensorboard") else ()
     names = [] if log_to == "none" else log_to.split(",")

@@ -158,11 +158,7 @@ def require_memory(recipe: Recipe) -> None:
 
 def fitting(recipe: Recipe, device: torch.device, candidates: list[int], weights: float = 0.0) -> list[int]:
     """Return the candidates that fit into memory by the planner's formula, in the given order. ``weights`` are the
-    bytes of weights that are not allocated yet.
-
-    Raises:
-        InputError: if not even the smallest candidate fits.
-    """
+    bytes of weights that are not allocated yet. Raise InputError if not even the smallest candidate fits."""
     free, share = free_memory(device), SHARE[device.type]
     needed = {size: needed_memory(recipe, size, device.type) + weights for size in candidates}
     if min(needed.values()) > share * free:

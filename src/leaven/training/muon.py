@@ -88,11 +88,8 @@ class MuonWithAdamW(torch.optim.AdamW):
         self.param_groups = everything
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state of this optimizer.
-
-        Raises:
-            ValueError: if the state has Muon for other groups, or another number of groups.
-        """
+        """Restore a state of this optimizer. Raise ValueError if the state has Muon for other groups, or another
+        number of groups."""
         given, own = (
             ["match" in group for group in groups] for groups in (state_dict["param_groups"], self.param_groups)
         )

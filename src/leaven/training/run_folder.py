@@ -59,11 +59,8 @@ HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps", "g
 
 @contextmanager
 def locked_folder(folder: Path, kind: str) -> Iterator[None]:
-    """Create a folder if necessary, and lock it for this process. A kill releases the lock.
-
-    Raises:
-        InputError: if another process has locked the folder, or it cannot be created.
-    """
+    """Create a folder if necessary, and lock it for this process. A kill releases the lock. Raise InputError if
+    another process has locked the folder, or it cannot be created."""
     storage.make_folder(folder)
     with ExitStack() as held:
         try:
@@ -145,7 +142,7 @@ class RunFolder:
         return read_recipe(self.recipe_file) if change is None else change[0]
 
     def last_change(self) -> tuple[Recipe, dict[str, Any]] | None:
-        """Return the recipe in the last event that has changed it, and the values before by path, or None."""
+        """Return (recipe, {path: value before}) of the last event that changed the recipe, or None."""
         changes = [event for event in self.read_events() if "recipe" in event]
         if not changes:
             return None
@@ -269,11 +266,8 @@ class RunFolder:
         return storage.JsonLines([line for _, line in lines], sorted(damaged), [number for number, _ in lines])
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the lines of events.jsonl.
-
-        Raises:
-            InputError: if a value that a resume needs is missing or has a wrong type.
-        """
+        """Return the lines of events.jsonl. Raise InputError if a value that a resume needs is missing or has a wrong
+        type."""
         read = _read(self.events_file)
         for number, event in zip(read.numbers, read.documents, strict=True):
             if not isinstance(event.get("event"), str):
@@ -329,11 +323,8 @@ class RunFolder:
                 storage.sync_file(self.events_file)  # before the run rolls back
 
     def require_written(self) -> None:
-        """Write the lines that are still in memory.
-
-        Raises:
-            InputError: if a line cannot be written, for example because the disk is full.
-        """
+        """Write the lines that are still in memory. Raise InputError if a line cannot be written, for example because
+        the disk is full."""
         self._write()
         if self.unwritten is not None:
             raise InputError(

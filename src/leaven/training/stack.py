@@ -242,11 +242,8 @@ class TrialStack:
         return Checkpoint(self.progress, {"parameters": self.flat}, moments, state or {})
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the state from a checkpoint.
-
-        Raises:
-            ValueError: if a tensor has another shape or dtype, as in a checkpoint of other recipes.
-        """
+        """Restore the state from a checkpoint. Raise ValueError if a tensor has another shape or dtype, as in a
+        checkpoint of other recipes."""
         buffers = {"first": self.first, "second": self.second, "losses": self.record}
         saved = [(self.flat, checkpoint.model["parameters"])]
         saved += [(buffer, checkpoint.optimizer[name]) for name, buffer in buffers.items()]

@@ -126,11 +126,8 @@ def checkpoint_folder(folder: Path, recipes: Sequence[Recipe], tokens: TokenSet)
 
 
 def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> list[Recipe]:
-    """Return one copy of the recipe for each duration in tokens, shortest first.
-
-    Raises:
-        InputError: if the shorter durations cannot be branches of the run with the longest.
-    """
+    """Return one copy of the recipe for each duration in tokens, shortest first. Raise InputError if the shorter
+    durations cannot be branches of the run with the longest."""
     schedule, batches, found = recipe.schedule, recipe.batches, list[Recipe]()
     if durations and schedule.decay != "wsd":
         raise InputError(
