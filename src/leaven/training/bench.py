@@ -98,10 +98,7 @@ def bench(
 
 def choose(rows: Sequence[BenchSpeed], share: float, seq_len: int) -> BenchChoice | None:
     """Return the fastest micro-batch at the largest batch, and the start of a ramp. Return None if there are no rows.
-
-    The ramp starts at the smallest batch that reaches ``share`` of the highest speed. ``rows`` must be in ascending
-    order of the global batch.
-    """
+    ``rows`` must be in ascending order of the global batch."""
     fastest: dict[int, BenchSpeed] = {}  # by global batch
     for row in rows:
         if row.global_batch not in fastest or row.tokens_per_second > fastest[row.global_batch].tokens_per_second:

@@ -5,8 +5,6 @@ A checkpoint is written to a temporary folder, synced, and renamed. Each process
 file for the model and a file for the optimizer. The first process checks that the parts form whole tensors, and
 writes ``state.json`` with the digest of every file. If a digest does not match, the checkpoint is damaged, and the
 previous one is used.
-
-A :class:`CheckpointManager` saves in a thread while training continues, and chooses which checkpoints are kept.
 """
 
 import json
@@ -336,11 +334,11 @@ class Saved:
 
 
 class CheckpointManager:
-    """Writes checkpoints in a thread, one at a time, and removes checkpoints that are no longer needed.
+    """Writes checkpoints in a thread while training continues, and removes checkpoints that are no longer needed.
 
     The first checkpoint in each interval of ``every_tokens`` is scheduled. The newest ``keep`` scheduled checkpoints
-    are kept. The last checkpoint of a stopped run does not count, so that a stopped run can roll back as far as any
-    other.
+    are kept. The last checkpoint of a stopped run does not count, so a stop does not shorten how far a run can roll
+    back.
 
     Every process of a run has a manager and calls the same methods at the same steps, from its main thread.
     """
@@ -367,13 +365,8 @@ class CheckpointManager:
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
     def outcome(self, wait: bool) -> Saved | None:
-        """Return the result of the last save, once. Return None while the save is unfinished.
-
-        With ``wait``, all processes get the result in the same call.
-
-        Raises:
-            ProcessLost: if the first process does not report the result.
-        """
+        """Return the result of the last save, once. Return None while the save is unfinished. With ``wait``, all
+        processes get the result in the same call. Raise ProcessLost if the first process does not report it."""
         if self._writing is None or not (wait or self._writing.done()):
             return None
         saved, self._writing = self._writing.result(), None

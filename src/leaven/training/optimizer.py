@@ -267,18 +267,17 @@ class NoiseScale:
         self.first_norm = torch.linalg.vector_norm(self.model.gradient_norms())
 
     def after_all(self, targets: int, grad_norm: Tensor, loss_scale: Tensor | None) -> Tensor:
-        """Add the measurement of a step. Return the noise scale in tokens, as :meth:`add` does. ``targets`` is how
-        many targets of the batch count in the loss; ``grad_norm`` is the norm of their mean gradient."""
+        """Add the measurement of a step. Return the noise scale in tokens, as :meth:`add` does. ``targets`` of the
+        batch count in the loss, and ``grad_norm`` is the norm of their mean gradient."""
         share = (1 if loss_scale is None else loss_scale) / targets
         first = self.first_targets
         return self.add(first, self.first_norm / (share * first), targets, grad_norm)
 
     def add(self, small: Tensor, small_norm: Tensor, big: int, big_norm: Tensor) -> Tensor:
-        """Add a measurement, and return the noise scale in tokens, a scalar. It is nan while the estimate of |G|^2 is
-        not positive.
+        """Add a measurement: the norms of the mean gradients over ``small`` and over ``big`` tokens. Ignore it if it
+        is not finite.
 
-        ``small_norm`` and ``big_norm`` are the norms of the mean gradients over ``small`` and over ``big`` tokens. A
-        measurement that is not finite is ignored.
+        Return the noise scale in tokens, a scalar. It is nan while the estimate of |G|^2 is not positive.
         """
         small_squared, big_squared = widened(small_norm) ** 2, widened(big_norm) ** 2
         noise = gradient_noise(widened(small), small_squared, big, big_squared)

@@ -16,8 +16,6 @@ monitored because in a 32B run it doubled before loss and gradient changed (mari
 
 A value that is not finite is an anomaly immediately. Other anomalies are detected only after the first 2 x
 :data:`LEVEL` steps, which establish the usual level. docs/log.md has the rate of false alarms.
-
-With ``on_spike = "skip"``, outlier steps are not applied, and only many such steps in a row are an anomaly.
 """
 
 import math
@@ -110,8 +108,8 @@ class QuantityMonitor:
 class SpikeDetector:
     """Detects anomalies from the metrics of all steps, which must be passed to :meth:`observe` in order.
 
-    With ``skipping``, the trainer skips steps above :meth:`limits`, and :data:`PATIENCE` skipped steps in a row are
-    an anomaly. So is an update norm that is not finite, with and without ``skipping``.
+    With ``skipping`` (``on_spike = "skip"``), the trainer skips steps above :meth:`limits`. Only :data:`PATIENCE`
+    skipped steps in a row, or an update norm that is not finite, are then an anomaly.
     """
 
     def __init__(self, skipping: bool = False) -> None:

@@ -96,7 +96,6 @@ def train_stack(
     that diverges stays in the stack until the others are done.
 
     Args:
-        size: the number of places in the stack, at least the number of recipes.
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``. To resume from it, pass the same recipes
             in the same order, and the same size.
         text: the fingerprint that the tokens must have, as in ``train_trial``.

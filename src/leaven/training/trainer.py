@@ -254,12 +254,8 @@ class RunTrainer:
             self.checkpoints.save()
 
     def train(self, stop: Callable[[], bool]) -> TrainDocument:
-        """Train until the run is done or stopped. Return its result.
-
-        Raises:
-            InputError: if the last checkpoint or the finish event cannot be written.
-            Diverged: if the run diverges.
-        """
+        """Train until the run is done or stopped, and return its result. Raise InputError if the last checkpoint or
+        the finish event cannot be written, and Diverged if the run diverges."""
         try:
             if self.validation.owed:
                 self.validation.evaluate()
@@ -290,12 +286,8 @@ class RunTrainer:
         self.event("layout", **recorded_changes(changes, training.recipe))
 
     def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:
-        """Restore the newest checkpoint at or before the rewind's target, and record an event with ``values``.
-
-        Raises:
-            InputError: if all these checkpoints are damaged.
-            Diverged: if there are none.
-        """
+        """Restore the newest checkpoint at or before the rewind's target, and record an event with ``values``. Raise
+        InputError if all these checkpoints are damaged, and Diverged if there are none."""
         rewinds = (*self.training.rewinds, rewind)
         found = self._newest(rewinds)
         if found is None and self.damaged:  # the user may be able to repair one
@@ -402,12 +394,9 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 def check(
     recipe: Recipe, folder: Path, rewind: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
-    """Check that a folder can be used to train this recipe, after this rewind.
+    """Check that a folder can be used to train this recipe, after this rewind. Raise InputError if not.
 
     Return the run folder, the recipe with the run's micro-batch, and the rewind (None if it was done already).
-
-    Raises:
-        InputError: if the folder cannot be used, or the rewind is not possible.
     """
     run = RunFolder(folder)
     recipe = as_started(recipe, run)

@@ -1,8 +1,6 @@
 """Trains one trial: a recipe until it is done, diverges or is pruned (ended early because it cannot beat the best
 trial so far). :class:`WorkerPool` runs several trials at once in worker processes.
 
-A trial that takes longer than a minute writes checkpoints, from which another process can resume it bit for bit.
-
 A trial of several durations trains the run with the longest duration (the trunk), and for each shorter duration only
 the cooldown. With the wsd schedule (warm-up, stable lr, cooldown), runs of different durations are identical until
 the shortest starts its cooldown (Hägele et al. 2024, arXiv 2405.18392). So k durations cost one run of the longest
@@ -63,8 +61,8 @@ def train_trial(
 
     Args:
         baseline: the best trial so far, with the same schedule. Without it, the trial is not pruned.
-        checkpoint: a folder for a checkpoint every ``checkpoint_seconds``, from which the same trial can resume. The
-            caller removes it once the outcome is saved.
+        checkpoint: a folder for a checkpoint every ``checkpoint_seconds``, from which the same trial resumes bit for
+            bit. The caller removes it once the outcome is saved.
         durations: several durations to train, in tokens. The shorter ones are branches of the run with the longest.
         text: the fingerprint that the tokens must have, if it is known.
 
