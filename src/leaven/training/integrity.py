@@ -407,7 +407,7 @@ def _or_unreadable(compare: Callable[[], str | None]) -> str | None:
 
 
 def events_changed(run: RunFolder, written: LinesDigest | None) -> str | None:
-    """Return what has changed in the lines of events.jsonl that have the digest ``written``, or None. Without a
+    """Return what has changed in the lines of events.jsonl since their digest was ``written``, or None. Without a
     digest, return a message only if there are no lines."""
     lines = run.lines_of(run.events_file)
     if not lines:

@@ -64,7 +64,7 @@ class MuonWithAdamW(torch.optim.AdamW):
         on_whole: OnWhole = on_one_process,
         **how: Any,
     ) -> None:
-        """``dtype`` is the dtype in which matrices are orthogonalised; None: the dtype of the parameters. The keys
+        """``dtype`` is the dtype in which matrices are orthogonalised; None: that of the parameters. The keys
         ``nesterov`` and ``ns_steps`` of a Muon group, as :func:`leaven.parametrize` makes them, replace the
         arguments."""
         self.dtype, self.on_whole = dtype, on_whole
