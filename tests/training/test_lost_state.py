@@ -510,7 +510,7 @@ def test_checkpoints_of_another_run_are_refused(
             lambda: train(recipe, tokens, run.path, rewind=rewind),
             lambda: load_run(run.path),
         ):
-            with pytest.raises(InputError, match=rf"{name} and .*checkpoints belong to different runs; bring back"):
+            with pytest.raises(InputError, match=rf"{name} and .*checkpoints belong to different runs; restore"):
                 read()
         if name != "plan.json":
             assert "belong to different runs" in read_run(run.path).gaps
