@@ -1,8 +1,8 @@
 """leaven: tune a small model, train the big one.
 
 ``read_recipe`` reads a recipe, ``train`` trains it and ``load`` returns the model and tokenizer of a run.
-``parametrize`` applies a scaling rule to any torch model; ``fold`` and ``save_folded`` fold the rule's
-multipliers into the weights, so that the model works without leaven.
+``parametrize`` applies a scaling rule to any torch model; ``fold`` and ``save_folded`` fold its multipliers into the
+weights, so that the model works without leaven.
 """
 
 import sys

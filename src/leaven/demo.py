@@ -1,9 +1,8 @@
 """``leaven demo`` shows how the best learning rate (lr) changes when a model gets wider.
 
-The demo first trains the smallest model, called the base, with each learning rate of a grid. It then trains every
-wider model with the same grid in two ways: "copied" keeps all hyperparameters of the base, and "moved" scales them to
-the new width by a scaling rule. Finally it trains the widest model in both ways with the base's best lr and more
-seeds. The losses depend only on the recipe and the seeds, not on the speed of the machine.
+The demo trains the smallest model, called the base, with each lr of a grid. It then trains every wider model with the
+same grid in two ways: "copied" keeps all hyperparameters of the base, and "moved" scales them to the new width by a
+scaling rule. Finally it trains the widest model in both ways with the base's best lr and more seeds.
 """
 
 import json
@@ -42,7 +41,7 @@ MOST_SECONDS = 600.0  # by default, the size is quick if the full size is estima
 
 @dataclass(frozen=True)
 class Size:
-    """The widths, learning rates and seeds of a demo. `SIZES` has one entry for each value of ``--size``."""
+    """The widths, learning rates and seeds of a demo, for one value of ``--size``."""
 
     widths: tuple[int, ...]  # from the smallest (the base) to the largest
     lrs: tuple[float, ...]
@@ -58,10 +57,8 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return the final runs: ``lr`` at the largest width, with each of the two rules and each seed but the first.
-
-        The grid already has the runs with the first seed.
-        """
+        """Return the final runs: ``lr`` at the largest width, with both rules. The grid has those of the first
+        seed."""
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]
@@ -93,11 +90,9 @@ def run_demo(
 ) -> DemoDocument:
     """Run or resume the demo in a folder, and return its document.
 
-    The folder gets the demo's document as demo.json, the finished runs in runs/, three recipes and an HTML page.
-
     Args:
-        size: "full" or "quick". By default, a resumed demo keeps its size. A new demo is full, or quick if the full
-            demo is estimated to take more than ``MOST_SECONDS``.
+        size: "full" or "quick". By default, a resumed demo keeps its size. A new demo is full, or quick if full is
+            estimated to take more than ``MOST_SECONDS``.
         source: the training text, written as ``data.source`` in a recipe. By default, a resumed demo keeps its text,
             and a new demo trains on the text in demo.toml.
         workers: number of processes.
@@ -106,7 +101,7 @@ def run_demo(
     Raises:
         InputError: if the folder contains other files or another demo, is in use, or cannot be written; or if the
             source has no text.
-        ChecksStopped: if ``stop`` returned true. Finished runs are saved, and the same call resumes the demo.
+        ChecksStopped: if ``stop`` returned true. The same call resumes the demo.
     """
     require_writable(folder)
     began, before = time.monotonic(), _earlier(folder, size, source)
@@ -137,12 +132,8 @@ def run_demo(
 
 
 def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument | None:
-    """Return the document that an earlier call wrote into this folder, or None if the demo is new.
-
-    Raises:
-        InputError: if ``folder`` is a file, or contains other files, a demo with another size or text, or a demo
-            whose runs are missing.
-    """
+    """Return the document that an earlier call wrote into this folder, or None if the demo is new. Raise InputError
+    if the folder contains anything but this demo with its runs."""
     if (folder / "demo.json").exists():
         before = read_demo(folder)
         for option, given, earlier in (("size", size, before.size), ("source", source, before.source)):
@@ -200,10 +191,7 @@ def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, scre
 
 
 def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) -> DemoDocument:
-    """Train the runs that have not finished yet, and write the three recipes into the folder.
-
-    Return the document with all runs and the result.
-    """
+    """Train the runs that have not finished, and write the three recipes. Return the document with the result."""
     size = SIZES[document.size]
     document = document.model_copy(update={"runs": _runs(store, base, size.grid)})
     lr = best(curves(document)[MOVED, size.widths[0]])
@@ -218,11 +206,7 @@ def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) 
 
 
 def result_of(demo: DemoDocument) -> DemoResult:
-    """Return the result of a finished demo: the losses at the lr that is best for the base.
-
-    These are the losses of the base, of the widest model with each of the two rules, and the difference between the
-    two rules.
-    """
+    """Return the result of a finished demo: the losses at the lr that is best for the base."""
     base, widest = demo.models[0].width, demo.models[-1].width
     lr = best(curves(demo)[MOVED, base])
     copied, moved = (demo.losses(rule, widest)[lr] for rule in (COPIED, MOVED))
@@ -260,10 +244,8 @@ def trial_of(base: Recipe, point: DemoPoint) -> RecipeTrial:
 
 
 def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
-    """Train four steps, and estimate from their speed how many seconds a run takes in a worker process (one thread).
-
-    A validation token is assumed to take a third of the time of a training token.
-    """
+    """Estimate the seconds of a run in a worker process (one thread), from the speed of four steps. A validation
+    token is assumed to take a third of the time of a training token."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -275,10 +257,8 @@ def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
 
 
 def paired(first: list[float], second: list[float]) -> tuple[float, float]:
-    """Return the mean of ``first`` - ``second``, and half the width of the mean's 95% confidence interval.
-
-    ``first`` and ``second`` have one value for each seed, in the same order. The interval is from Student's t.
-    """
+    """Return the mean of ``first`` - ``second``, and half the width of its 95% confidence interval (Student's t). The
+    lists have one value for each seed, in the same order."""
     differences = [a - b for a, b in zip(first, second, strict=True)]
     spread = statistics.stdev(differences) / math.sqrt(len(differences))
     return statistics.fmean(differences), t95(len(differences) - 1) * spread

@@ -22,26 +22,18 @@ def _masked(found: re.Match[str]) -> str:
 
 
 def shown(text: str) -> str:
-    """Return text that is safe to print: without passwords (in URLs and logins of databases) and control characters.
-
-    A password becomes ``***``. A control character becomes its escape in TOML and JSON, such as ``\\u001b``.
-    """
+    """Return text that is safe to print: passwords (in URLs and logins of databases) become ``***``, and control
+    characters become escapes such as ``\\u001b``."""
     text = _PASSWORD.sub(_masked, text)
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class InputError(ValueError):
-    """An error in the user's input, with a message of one line: what is wrong and what to type.
-
-    The command line prints the message and exits with code 2.
-    """
+    """An error in the user's input. The message is one line: what is wrong and what to type. The exit code is 2."""
 
 
 class Settled(InputError):
-    """An input error on which all processes of a run have agreed: each raises it with the same message.
-
-    Only the first process prints the message.
-    """
+    """An input error that every process of a run raises with the same message. Only the first process prints it."""
 
 
 def out_of_memory(error: BaseException) -> bool:

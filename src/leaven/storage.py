@@ -1,11 +1,11 @@
-"""Write and lock files so that they survive kills, power cuts and full disks.
+"""Writes and locks files so that they survive kills, power cuts and full disks.
 
 leaven writes all its permanent files with this module. It never writes through a link to a file, because somebody
-else may have made the link, and it may lead to any file. If replacing a file raises OSError, the old file is
-unchanged.
-Files that a user or another program wrote are read with :func:`open_file` or :func:`read`. Both refuse pipes and
-devices, because reading them may never end. Functions for paths that a user has typed raise InputError instead of
-OSError: :func:`write_text`, :func:`write_page`, :func:`make_folder`, :func:`require_free` and :func:`written_folder`.
+else may have made the link. If replacing a file raises OSError, the old file is unchanged.
+
+Files of users and other programs are read with :func:`open_file` or :func:`read`, which refuse pipes and devices:
+reading them may never end. Functions for paths that a user has typed raise InputError instead of OSError:
+:func:`write_text`, :func:`write_page`, :func:`make_folder`, :func:`require_free` and :func:`written_folder`.
 """
 
 import errno
@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, cast
 from leaven.errors import InputError
 
 LARGEST = 2**30
-"""Limit on the bytes of a file that is read whole, such as a recipe, a tokenizer or a document of a study."""
+"""Limit on the bytes of a file that is read whole, such as a recipe or a tokenizer."""
 
 PAGE = b"<!doctype html"
 """How an HTML page of leaven begins."""
@@ -43,11 +43,8 @@ KEPT = ("events.jsonl", "metrics.jsonl", "state.json", "study.json", "centre.tom
 
 
 def expanded(path: Path | str) -> Path:
-    """Return a path with the home folder in place of ~ or ~NAME.
-
-    Raises:
-        InputError: if the home folder is not known, as in a container whose user has no name.
-    """
+    """Return a path with the home folder in place of ~ or ~NAME. Raise InputError if the home folder is not known, as
+    in a container whose user has no name."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -55,11 +52,7 @@ def expanded(path: Path | str) -> Path:
 
 
 def open_file(path: Path | str) -> BinaryIO:
-    """Open a regular file for reading.
-
-    Raises:
-        OSError: if the file cannot be opened, or is not a regular file. Reading a pipe, for example, may never end.
-    """
+    """Open a regular file for reading. Raise OSError if the file cannot be opened, or is not a regular file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except ValueError:  # it contains NUL or half of a surrogate pair
@@ -74,11 +67,7 @@ def open_file(path: Path | str) -> BinaryIO:
 
 
 def read(path: Path | str, most: float = LARGEST) -> bytes:
-    """Return the content of a regular file.
-
-    Raises:
-        OSError: if it cannot be read, or has more than ``most`` bytes.
-    """
+    """Return the content of a regular file. Raise OSError if it cannot be read, or has more than ``most`` bytes."""
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EINVAL, f"larger than {most:,} bytes", str(path))
@@ -92,10 +81,10 @@ def require_file(path: Path | str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file that replaces ``path`` when the ``with`` block ends, so ``path`` is never half written.
+    """Yield a temporary file that replaces ``path`` when the ``with`` block ends without an error.
 
-    If the block raises an error, ``path`` is unchanged. A device or a pipe, for example ``/dev/null``, is written to
-    directly. So is ``/dev/stdout``, although it may be a link to a file.
+    A device or a pipe, for example ``/dev/null``, is written to directly. So is ``/dev/stdout``, although it may be a
+    link to a file.
 
     Raises:
         OSError: if the file cannot be written, or if ``path`` is a pipe that nobody reads.
@@ -136,10 +125,8 @@ def write(path: Path, content: bytes) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to ``path`` when the ``with`` block ends.
-
-    ``path`` must be new or an empty folder. If the block raises an error, the temporary folder is removed.
-    """
+    """Yield a temporary folder that is renamed to ``path``, a new or empty folder, when the ``with`` block ends
+    without an error."""
     path = path.absolute()
     _remove_leftovers(path)
     temporary = _temporary(path)
@@ -156,10 +143,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def place_folder(temporary: Path, final: Path) -> None:
-    """Rename the folder ``temporary`` to ``final``, which must be new or an empty folder.
-
-    The caller must have synced the files in ``temporary`` (:func:`sync_file`).
-    """
+    """Rename the folder ``temporary``, whose files are synced, to ``final``, which must be new or empty."""
     sync_folder(temporary)
     if final.is_dir():
         final.rmdir()
@@ -168,25 +152,22 @@ def place_folder(temporary: Path, final: Path) -> None:
 
 
 def require_plain_file(path: Path) -> None:
-    """Raise InputError if ``path`` is a link, a folder, a pipe or a device. A missing path is allowed.
-
-    Call this before a file is written in place.
-    """
+    """Raise InputError if ``path``, where a file is about to be written, is a link, a folder, a pipe or a device."""
     with suppress(OSError):
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode):
-            raise InputError(f"{path}: this is a link to {os.readlink(path)}; replace it by the file itself")
+            raise InputError(f"{path}: this is a link to {os.readlink(path)}; replace it with the file itself")
         if not stat.S_ISREG(mode):
             kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
             raise InputError(f"{path}: this is {kind}; move it away, because leaven writes a file there")
 
 
 def open_to_write(path: Path, flags: int = 0, buffering: int = -1, *, separate: bool = True) -> BinaryIO:
-    """Open a file to read and write it in place, but never through a link.
+    """Open a file to read and write it in place, but never through a link. ``flags`` are more flags of
+    :func:`os.open`.
 
-    ``flags`` are more flags of :func:`os.open`. If the file has a second name (a hard link), as in some backups, it
-    is first replaced by a copy, so that the file under the other name stays as it is. Without ``separate``, it is not
-    replaced, because another process may have locked it.
+    A file with a second name (a hard link), as in some backups, is first replaced by a copy, so that the other name
+    keeps the old content. With ``separate`` false it is not, because another process may have locked it.
 
     Raises:
         InputError: if :func:`require_plain_file` refuses the path.
@@ -208,11 +189,8 @@ def open_to_write(path: Path, flags: int = 0, buffering: int = -1, *, separate: 
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Replace a file atomically: after a crash it contains the old text or the new text.
-
-    Raises:
-        InputError: if the file cannot be written, or if ``path`` is a folder or a link. The old file is unchanged.
-    """
+    """Replace a file atomically: after a crash it contains the old text or the new text. Raise InputError if the file
+    cannot be written, or if ``path`` is a folder or a link."""
     path = Path(path)
     try:
         if path.is_dir() or not path.name:
@@ -232,14 +210,8 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def require_page(path: Path) -> None:
-    """Check that an HTML page may be written to ``path``.
-
-    It may overwrite an HTML page or an empty file, but no other file. Devices and pipes are allowed.
-
-    Raises:
-        InputError: if another kind of file exists at the path; or if the path is inside the folder of a run, study,
-            check or demo (see ``KEPT``) and does not end in .html.
-    """
+    """Check that an HTML page may be written to ``path``: it may overwrite a page or an empty file, but no other
+    file. Raise InputError if it may not. In the folder of a run, study, check or demo, the name must end in .html."""
     if _is_device(path):
         return
     if path.is_file() and (begin := _begin(path)) and not begin.lower().startswith(PAGE):
@@ -259,20 +231,14 @@ def _begin(path: Path) -> bytes:
 
 
 def write_page(path: Path, html: str) -> None:
-    """Write an HTML page, or replace an older page, as :func:`write_text` does.
-
-    Raises:
-        InputError: if the page cannot be written, or :func:`require_page` refuses the path.
-    """
+    """Write an HTML page, or replace an older page, as :func:`write_text` does. Raise InputError if the page cannot
+    be written, or :func:`require_page` refuses the path."""
     require_page(path)
     write_text(path, html.encode(errors="backslashreplace").decode())  # others may have written half a surrogate pair
 
 
 def require_folder_name(path: Path) -> None:
-    """Raise InputError if the path of a new folder is a URL or contains the login of a database.
-
-    The name of the folder would show the password.
-    """
+    """Raise InputError if the path of a new folder is a URL or a database login. Its name would show the password."""
     if _ADDRESS.search(path.as_posix()):
         raise InputError(
             "the path of the folder is a URL or the login of a database; give the path of a folder on this machine"
@@ -280,10 +246,7 @@ def require_folder_name(path: Path) -> None:
 
 
 def is_full(folder: Path, size: int = 2**16) -> bool:
-    """Return whether the disk of a folder is full, or a quota is used up: ``size`` more bytes cannot be written.
-
-    Return False if the folder cannot be written for another reason, for example because it is missing.
-    """
+    """Return whether a disk or quota is too full for ``size`` more bytes in a folder. Other errors give False."""
     try:
         with TemporaryFile(dir=folder) as file:
             file.write(bytes(size))
@@ -303,18 +266,15 @@ def require_writable(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents.
-
-    Raises:
-        InputError: if the path is a file or a URL, or if the folder cannot be created.
-    """
+    """Create a folder and its parents. Raise InputError if the path is a file or a URL, or if the folder cannot be
+    created."""
     require_folder_name(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         if path.is_symlink():
             raise InputError(
-                f"{path}: a link to {os.readlink(path)}, which is no folder; is a disk missing?"
+                f"{path}: a link to {os.readlink(path)}, which is no folder; mount its disk, or use another folder"
             ) from None
         raise InputError(f"{path}: a file of this name exists where a folder is needed; use another name") from None
     except OSError as error:
@@ -322,11 +282,7 @@ def make_folder(path: Path) -> None:
 
 
 def require_free(path: Path) -> None:
-    """Check that writing to ``path`` would overwrite nothing.
-
-    Raises:
-        InputError: if the path exists and is not an empty folder, or if it is a URL.
-    """
+    """Raise InputError if the path is a URL, or exists and is not an empty folder."""
     require_folder_name(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InputError(f"{path} exists already; give another name")
@@ -334,11 +290,8 @@ def require_free(path: Path) -> None:
 
 @contextmanager
 def written_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error.
-
-    Raises:
-        InputError: if the path exists and is not an empty folder, or cannot be written. Nothing is then written.
-    """
+    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error. Raise
+    InputError if the path exists and is not an empty folder, or cannot be written. Nothing is then written."""
     require_free(path)
     make_folder(path.absolute().parent)
     try:
@@ -350,10 +303,7 @@ def written_folder(path: Path) -> Iterator[Path]:
 
 
 def share(path: Path) -> None:
-    """Give a file the permissions that a new file in its folder gets.
-
-    This is for files that a library has written so that only their owner can read them.
-    """
+    """Give a file, which a library may have made private, the permissions that a new file in its folder gets."""
     new = _temporary(path)
     with new.open("xb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -368,7 +318,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the file names in a folder to the disk, so that they survive a power cut. On Windows, do nothing."""
+    """Flush the file names in a folder to the disk, so that they survive a power cut. Does nothing on Windows."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -392,7 +342,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove temporary files and folders of processes on this machine that were killed while they wrote ``path``."""
+    """Remove temporary files and folders of killed processes of this machine that were writing ``path``."""
     for left in path.parent.glob(f".{escape(path.name)}.{_machine()}-*.tmp"):
         from psutil import pid_exists  # slow to import
 
@@ -406,14 +356,11 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True) -> None:
-    """Append complete lines to a file.
+    """Append complete lines to a file. The caller must hold a lock.
 
-    A crash may have left an incomplete last line. If only its newline is missing, the newline is added first.
-    Otherwise the incomplete line is removed first.
-
-    The caller must hold a lock, so that only one process appends at a time. After an error, the file may contain some
-    of the lines, but no incomplete line. With ``sync``, the lines survive a power cut. If ``create`` is false, the
-    file must exist.
+    If a crash has cut off the last line, it is removed. If the line lacks only its newline, the newline is added.
+    After an error, the file may contain some of the lines, but no incomplete line. With ``sync``, the lines survive a
+    power cut. If ``create`` is false, the file must exist.
     """
     with open_to_write(path, os.O_APPEND | (os.O_CREAT if create else 0), buffering=0) as opened:
         file = cast(FileIO, opened)
@@ -467,9 +414,8 @@ class JsonLines:
 def read_json_lines(path: Path, decode: Callable[[bytes], Any] = json.loads) -> JsonLines:
     """Return the content of a file with one JSON object per line. A missing file counts as an empty file.
 
-    A last line that lacks only its newline counts, and the next :func:`append` adds the newline. Any other incomplete
-    last line is ignored, and the next :func:`append` removes it. A line for which ``decode`` raises ValueError is
-    damaged.
+    A last line counts if it lacks only its newline. If it is incomplete, it is ignored. A line for which ``decode``
+    raises ValueError is damaged.
     """
     documents: list[dict[str, Any]] = []
     damaged: list[int] = []
@@ -500,9 +446,7 @@ def json_object(line: bytes, decode: Callable[[bytes], Any] = json.loads) -> dic
 
 @contextmanager
 def lock(path: Path, seconds: float = -1) -> Iterator[None]:
-    """Hold a lock file during the ``with`` block, so that other processes and threads wait for the lock.
-
-    If a process is killed, its locks are released.
+    """Hold a lock file during the ``with`` block, so that other processes and threads wait. A kill releases the lock.
 
     Raises:
         TimeoutError: if the lock is not free after ``seconds``. A negative number waits without a limit.

@@ -167,7 +167,7 @@ REFUSED = {
     "export weights RUN RUN": "exists already",
     "export weights RUN OUT --tokens 1k": "no checkpoint at 1,000 tokens; there are 5_120, 10_240",
     "export weights RUN RUN/recipe.toml/out": "a file of this name exists where a folder is needed",
-    "sample /absent Once": "leaven train RECIPE --run DIR",
+    "sample /absent Once": "leaven train --run has written",
     "sample RUN x --top-p 2": "--top-p",
     "sample RUN caf\udce9": "UTF-8",
 }

@@ -94,7 +94,7 @@ def test_a_run_does_not_write_through_a_link_or_over_other_text(
     write_recipe(recipe, run.recipe_file)
     thesis.write_text(text)
     (run.path / name).symlink_to(thesis)
-    with pytest.raises(InputError, match=rf"{name}: this is a link to .*thesis.txt; replace it by the file"):
+    with pytest.raises(InputError, match=rf"{name}: this is a link to .*thesis.txt; replace it with the file"):
         train(recipe, tokens, run.path)
     (run.path / name).unlink()
     shutil.copy(thesis, run.path / name)
@@ -554,7 +554,7 @@ def test_checkpoints_of_another_run_are_refused(
             lambda: train(recipe, tokens, run.path, rewind=rewind),
             lambda: load_run(run.path),
         ):
-            with pytest.raises(InputError, match=rf"{name} and .*checkpoints belong to different runs; bring back"):
+            with pytest.raises(InputError, match=rf"{name} and .*checkpoints belong to different runs; restore"):
                 read()
         if name != "plan.json":
             assert "belong to different runs" in read_run(run.path).gaps
@@ -586,7 +586,7 @@ def test_checkpoints_and_events_of_an_older_version_are_accepted(
     write_recipe(recipe.replace({"model.norm_eps": 0.01}), run.recipe_file)
     assert load_run(run.path).recipe.model.norm_eps == 0.01  # nothing to compare with
     run.tokenizer_file.write_text(tokenizer[:-7])
-    with pytest.raises(InputError, match=r"tokenizer.json: damaged \(.*\); replace it by the tokenizer.json that"):
+    with pytest.raises(InputError, match=r"tokenizer.json: damaged \(.*\); replace it with the tokenizer.json that"):
         load_run(run.path)
     run.tokenizer_file.write_text(tokenizer)
     write_recipe(recipe, run.recipe_file)

@@ -1,7 +1,5 @@
-"""Define the command line. Each command, such as ``leaven train``, has a file in this folder.
-
-The file parses the options, calls the library, and prints the document (typed result) that the library returns.
-"""
+"""Defines the command line. Each command has a file in this folder, which parses the options, calls the library, and
+prints the document (typed result) that the library returns."""
 
 import errno
 import os
@@ -53,10 +51,8 @@ class Verbs(TyperGroup):
 
 
 def command_of(verb: str) -> Any:
-    """Import the file of a verb such as ``train``, and return the verb's command.
-
-    The file defines ``app`` if the verb has subcommands, and otherwise a function with the name of the verb.
-    """
+    """Import the file of a verb such as ``train``, and return the verb's command: ``app`` of the file if the verb has
+    subcommands, or the function with the name of the verb."""
     module = import_module(f"leaven.cli.{'import_' if verb == 'import' else verb}")
     app = getattr(module, "app", None)
     if app is None:
@@ -132,7 +128,6 @@ def main() -> None:
     """Run the command line, and exit. Every error is one line on standard error.
 
     The exit code is 2 for wrong input, 70 for a bug, 75 if the user stopped the command, and 1 for other failures.
-    The line about a bug names a file with the traceback.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # its encoding may lack characters of a name or a sample
@@ -196,7 +191,7 @@ def error_message(error: BaseException) -> str | None:
 
 
 def _message_of_system(error: OSError) -> str | None:
-    """Return the message for a file error that the user can fix, such as a full disk, and None for other errors."""
+    """Return the message for a file error that the user can fix, such as a full disk, or None."""
     if error.errno in _DISK_FULL:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}; free some space and run the same command again; finished work is kept"
@@ -207,10 +202,7 @@ def _message_of_system(error: OSError) -> str | None:
 
 
 def bug_message(error: BaseException) -> str:
-    """Write a bug's traceback to a file that only this user can read, and return a message that names the file.
-
-    If the file cannot be written, the message says how to see the traceback.
-    """
+    """Write a bug's traceback to a file that only this user can read, and return a message that names the file."""
     what = f"a bug in leaven: {type(error).__name__}: {f'{error}'[:200]}"
     about = (
         f"leaven {__version__}, Python {platform.python_version()}, {platform.platform()}\n"
@@ -227,7 +219,7 @@ def bug_message(error: BaseException) -> str:
 
 
 def usage_message(error: Any) -> str | None:
-    """Return what is wrong with a command line and what to type, or None if ``error`` is not from typer or click."""
+    """Return what is wrong with a command line and what to type. Return None for errors not of typer or click."""
     # This does not test the class, because some versions of typer contain their own copy of click.
     if not hasattr(error, "format_message"):
         return None
@@ -249,6 +241,6 @@ def usage_message(error: Any) -> str | None:
 
 
 def parameter_name(param: Any) -> str:
-    """Return the name of an option as in ``--output/-o``, or the name of an argument as in ``RECIPE``."""
+    """Return the name of an option as in ``--output/-o``, or of an argument as in ``RECIPE``."""
     names = [*param.opts, *param.secondary_opts]
     return "/".join(names) if names[0].startswith("-") else str(param.metavar or param.name.upper())

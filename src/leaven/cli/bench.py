@@ -1,4 +1,4 @@
-"""Define the command ``leaven bench``."""
+"""Defines the command ``leaven bench``."""
 
 from pathlib import Path
 from typing import Annotated, Any

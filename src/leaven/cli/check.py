@@ -1,4 +1,4 @@
-"""Define the commands of ``leaven check``. The options that they share are in check_options.py."""
+"""Defines the commands of ``leaven check``. The options that they share are in check_options.py."""
 
 from dataclasses import replace
 from pathlib import Path

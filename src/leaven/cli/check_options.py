@@ -1,4 +1,4 @@
-"""Define the options that the commands of ``leaven check`` share, as data classes with methods that run a check."""
+"""Defines the options that the commands of ``leaven check`` share, as data classes with methods that run a check."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ def with_option_fields(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the first parameter of a command, a data class, by one option for each of its fields.
 
     typer does not support data classes. For ``init(options: RecipeRunOptions, stds=None)`` it sees the signature
-    ``init(*, subject, run, stds=None, seeds=3, ...)``, and ``options`` is made from the parsed fields.
+    ``init(*, subject, run, stds=None, seeds=3, ...)``.
     """
     shared, *own = inspect.signature(command).parameters.values()
     fields = inspect.signature(shared.annotation).parameters
@@ -96,13 +96,8 @@ class CheckOptions:
             require_page(self.output)  # before minutes of training
 
     def read(self) -> Recipe | str:
-        """Return the recipe, or the text ``module:factory``.
-
-        Raises:
-            InputError: if ``subject`` is a file with the results of runs, which this check cannot read; if it is a
-                factory, and an option applies only to recipes; or if it is a recipe, and an option applies only to
-                factories.
-        """
+        """Return the recipe, or the text ``module:factory``. Raise InputError if ``subject`` is a file with logs, or
+        if an option does not apply to it."""
         if ":" in self.subject and not Path(self.subject).exists():
             if self.overrides:
                 raise InputError(f"--set applies only to recipes, not to {self.subject}; change the factory")
@@ -120,11 +115,8 @@ class CheckOptions:
         return load_recipe(Path(self.subject), self.overrides)
 
     def finish(self, document: CheckDocument, *more: str, following: Sequence[str] = ()) -> None:
-        """Print a check's result and the lines ``more``. Exit with code 1 if the check failed.
-
-        With ``--output``, the HTML page is written first. ``following`` are the commands to suggest if the check
-        passed.
-        """
+        """Print a check's result and the lines ``more``, and write the page. Exit with code 1 if the check failed.
+        ``following`` are the commands to suggest if it passed."""
         from leaven.cli import next_commands
         from leaven.views.check_page import check_page
 
@@ -198,10 +190,7 @@ class RecipeRunOptions(CheckOptions):
     ] = None
 
     def models(self, scale: "RunScale | None") -> "tuple[ModelFamily, RunScale]":
-        """Return the recipe's model family, which makes the model at any size, and the base size.
-
-        The base size is ``scale``, or by default the size of the recipe's model.
-        """
+        """Return the recipe's model family, which makes the model at any size, and the base size."""
         from leaven.verification.model_instance import RunScale
         from leaven.verification.recipe_family import recipe_models
 
@@ -226,10 +215,7 @@ class RecipeRunOptions(CheckOptions):
         )
 
     def train(self, check: "Callable[[RunStore], CheckDocument]") -> CheckDocument:
-        """Run a check that keeps its runs in the folder ``run``, and return its document.
-
-        After Ctrl-C, the command exits with code 75.
-        """
+        """Run a check that keeps its runs in the folder ``run``. Return its document. Ctrl-C exits with code 75."""
         from leaven.verification.runs import ChecksStopped, RunStore
 
         with (
@@ -290,13 +276,8 @@ class LoggedRunOptions(RunOptions):
     ] = None  # type: ignore[assignment]  # :meth:`logs` requires it unless results are read
 
     def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
-        """Return the path of the user's logs (results of finished runs), or None if the check trains runs.
-
-        ``only_logs`` contains the names of the parameters that apply only to logs.
-
-        Raises:
-            InputError: if an option does not apply, or the check trains runs and --run or --scales is missing.
-        """
+        """Return the path of the user's logs (results of finished runs), or None if the check trains runs. Raise
+        InputError if an option does not apply, such as one of ``only_logs`` without logs, or if one is missing."""
         path = Path(self.subject)
         if path.suffix.lower() in {".tsv", ".txt", ".json"} and path.is_file():
             raise InputError(f"{path}: logs end in {' or '.join(LOGS)}; write them in one of these formats")

@@ -1,4 +1,4 @@
-"""Define what several commands share: options, reading a recipe, printing a document and stopping at Ctrl-C."""
+"""Defines what several commands share: options, reading a recipe, printing a document and stopping at Ctrl-C."""
 
 import codecs
 import json
@@ -53,7 +53,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 
 def device_option(default: str) -> Any:
-    """Return the option ``--device``, with the text of its default in ``--help``."""
+    """Return the option ``--device``. ``default`` is the text of its default in ``--help``."""
     return typer.Option(
         metavar="cuda|mps|cpu",
         envvar="LEAVEN_DEVICE",
@@ -119,8 +119,7 @@ TokensOption = Annotated[
 def require_alone(context: typer.Context, option: str, others: str) -> None:
     """Raise InputError if the user typed one of ``others``, which cannot be combined with ``option``.
 
-    ``option`` is something that the user has typed. ``others`` has the names of parameters, separated by spaces, for
-    example ``"params tokens"``.
+    ``others`` has the names of parameters, separated by spaces, for example ``"params tokens"``.
     """
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))
@@ -129,14 +128,8 @@ def require_alone(context: typer.Context, option: str, others: str) -> None:
 
 
 def require_new(path: Path, force: bool | None = None) -> None:
-    """Check that ``path`` can be written as a new file, or overwritten. Devices may be written to.
-
-    ``force`` is the value of ``--force``, or None for a command without this option.
-
-    Raises:
-        InputError: if ``path`` is a folder, if its parent folder is missing, or if it is a file and ``force`` is not
-            true.
-    """
+    """Raise InputError unless ``path`` can be written as a new file or a device. With ``force``, a file may be
+    overwritten. ``force`` is None for a command without the option ``--force``."""
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the name of a file")
     if not path.parent.exists():
@@ -147,15 +140,12 @@ def require_new(path: Path, force: bool | None = None) -> None:
 
 
 def recipe_name(file: Path, default: str) -> str:
-    """Return a name for the recipe in ``file``: the file name without its ending, and hyphens for special characters.
-
-    If nothing is left, return ``default``.
-    """
+    """Return a name for the recipe in a file: the file's, with hyphens for special characters, or ``default``."""
     return re.sub(r"^\W+|[^\w.\-]+", "-", file.stem).strip("-.") or default
 
 
 def group() -> typer.Typer:
-    """Return the typer app of a command with subcommands. Called without a subcommand, it prints its help."""
+    """Return the typer app of a command with subcommands. Without a subcommand, it prints its help."""
     return typer.Typer(add_completion=False, invoke_without_command=True, callback=_help)
 
 
@@ -165,7 +155,7 @@ def _help(context: typer.Context) -> None:
 
 
 def load_recipe(recipe: Path, overrides: list[str] | None) -> Recipe:
-    """Return the recipe in a file. ``overrides`` are the values of ``--set``, such as "data.tokens=1M", or None."""
+    """Return the recipe in a file. ``overrides`` are the values of ``--set``, such as "data.tokens=1M"."""
     if not recipe.exists() and (RUNS / f"{recipe}.toml").is_file():
         raise InputError(
             f"{recipe} is a published run, not a recipe file; to see it, type: leaven recipes show {recipe}"
@@ -179,7 +169,7 @@ def print_document(
     json_output: bool,
     following: Sequence[str] = (),
 ) -> None:
-    """Print a document as JSON, or as text: its ``screen``, and then ``following``, the commands to type next."""
+    """Print a document as JSON, or its ``screen`` as text. ``following`` are the commands to type next."""
     if json_output:
         data: Any = [each.dump() for each in document] if isinstance(document, Sequence) else document.dump()
         if following:
@@ -194,10 +184,7 @@ def print_document(
 
 @contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C or SIGTERM has arrived.
-
-    The first signal only changes the result of this function. A second signal raises KeyboardInterrupt at once.
-    """
+    """Yield a function that returns whether Ctrl-C or SIGTERM has arrived. The second one interrupts at once."""
     requested = False
 
     def request(number: int, frame: FrameType | None) -> None:

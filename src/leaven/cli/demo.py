@@ -1,4 +1,4 @@
-"""Define the command ``leaven demo``."""
+"""Defines the command ``leaven demo``."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""Define the commands ``leaven export weights`` and ``leaven export config``."""
+"""Defines the commands ``leaven export weights`` and ``leaven export config``."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""Define the command ``leaven hardware``."""
+"""Defines the command ``leaven hardware``."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Define the command ``leaven import config``."""
+"""Defines the command ``leaven import config``."""
 
 from pathlib import Path
 from typing import Annotated, Literal

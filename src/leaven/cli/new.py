@@ -1,4 +1,4 @@
-"""Define the command ``leaven new``."""
+"""Defines the command ``leaven new``."""
 
 from itertools import chain
 from pathlib import Path
@@ -169,11 +169,8 @@ def new(
 
 
 def _mixture(context: typer.Context, experts: int | None, active: int | None) -> tuple[int, int] | None:
-    """Return the numbers of --experts and --active, or None for a dense model.
-
-    Raises:
-        InputError: if only one of the two is given, or they cannot be combined with another option.
-    """
+    """Return the numbers of --experts and --active, or None for a dense model. Raise InputError if one of them is
+    missing, or cannot be combined with another option."""
     if experts is None and active is None:
         return None
     if experts is None or active is None:
@@ -184,7 +181,7 @@ def _mixture(context: typer.Context, experts: int | None, active: int | None) ->
 
 
 def _require_no_proxy(path: Path) -> None:
-    """Raise InputError if the file ``path`` exists, because leaven would mistake it for the new recipe's proxy."""
+    """Raise InputError if the file ``path`` exists, because leaven would take it for the new recipe's proxy."""
     if path.exists():
         raise InputError(f"{path} exists, but the new recipe has no proxy; remove that file, or give another name")
 

@@ -1,7 +1,7 @@
-"""Choose the commands that leaven suggests after the result of a command (with ``--json``, under the key ``next``).
+"""Chooses the commands that leaven suggests after the result of a command (with ``--json``, under the key ``next``).
 
-The order of the commands is new -> recipes check -> tune -> transfer -> recipes check -> check coordinates -> plan ->
-train -> report.
+The order is new -> recipes check -> tune -> transfer -> recipes check -> check coordinates -> plan -> train ->
+report.
 
 ``leaven new`` chooses the names of files. OUT.toml is the recipe of the large model (the target). OUT-proxy.toml is
 the recipe of a small model (the proxy), which is tuned instead. OUT-tuned.toml is the target with the tuned values.
@@ -29,19 +29,13 @@ PROXY, TUNED = "-proxy", "-tuned"
 
 
 def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands to suggest after ``recipes check`` passed.
-
-    For a tuned recipe, the first one is ``check coordinates``.
-    """
+    """Return the commands to suggest after ``recipes check`` passed. A tuned recipe gets a coordinate check first."""
     check = [_line("check", "coordinates", path, sets=overrides)] if path.stem.endswith(TUNED) else []
     return [*check, *after_coordinates(path, recipe, overrides)]
 
 
 def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands to suggest after ``check coordinates`` passed.
-
-    They tune the proxy. If the proxy is already tuned, or the recipe has none, they train the recipe.
-    """
+    """Return the commands to suggest after ``check coordinates`` passed: tune the proxy if that is left, or train."""
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
         return tune(path, recipe, read_recipe(target) if target.exists() else None, overrides)
@@ -51,10 +45,7 @@ def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> l
 
 
 def after_findings(changes: Mapping[str, Any]) -> list[str]:
-    """Return the command that checks a recipe again with ``changes`` as ``--set`` options.
-
-    Without changes, return no command.
-    """
+    """Return the command that checks a recipe again with ``changes`` as ``--set`` options, if there are any."""
     options = [word for path, to in changes.items() for word in ("--set", f"{path}={written(to)}")]
     return [again(*options)] if options else []
 
@@ -62,11 +53,9 @@ def after_findings(changes: Mapping[str, Any]) -> list[str]:
 def after_failed_check(check: CheckDocument, run: Path | None, page: Path | None) -> list[str]:
     """Return the command to suggest after a failed check. It is the first of these that applies:
 
-    - the same check with more runs, if no row failed clearly, because there are too few runs to decide;
-    - the same check with the rule complete-d-p, if a row failed and the recipe has another rule;
-    - a command that writes a page with charts, unless the page has been written.
-
-    ``run`` is the folder of the check's runs, or None. ``page`` is the HTML page that was written, or None.
+    - the same check with more runs, if there are too few to decide;
+    - the same check with the rule complete-d-p, if a row failed with another rule;
+    - a command that writes a page with charts, unless ``page`` was written.
     """
     failed = [row for row in check.rows if row.passed is False and not row.undecided]
     if not failed and check.options:
@@ -83,11 +72,8 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
-    """Return the commands to suggest after a study.
-
-    They transfer the best values to the target. Without a target, they train with the best values. If the study ran a
-    shell command of the user instead of leaven's trainer, ``command`` is this command with the best values.
-    """
+    """Return the commands to suggest after a study: transfer the best values to the target or, without a target,
+    train with them. ``command`` is the user's own command with the best values, if the study ran one."""
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
     report = _line("report", study, "-o", study / "report.html")
@@ -101,8 +87,7 @@ def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
 def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
     """Return the commands to suggest after ``transfer`` and ``import config``: check the new recipe, and train it.
 
-    ``output`` is the recipe file, or None if no file was written. In this case, return the same command with ``-o``,
-    which writes the recipe to the file ``name``.
+    If no file was written (``output`` is None), return the same command with ``-o name``.
     """
     if output is None:
         return [again("-o", str(_free(name)))]
@@ -110,12 +95,11 @@ def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
 
 
 def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Sequence[str]) -> list[str]:
-    """Return the commands to suggest after the plan of a recipe.
+    """Return the commands to suggest after the plan of a recipe: tune its proxy if that is left to do, and train in
+    the planned layout.
 
-    They train the recipe in the planned layout. If the recipe is a proxy, they tune it. If the recipe has a proxy
-    that is not tuned yet, the commands that tune the proxy come first. With ``overrides`` these are left out, because
-    the proxy was made for the recipe without ``overrides``. There are no commands if the layout does not fit in
-    memory, or has context parallelism.
+    With ``overrides``, no proxy is tuned, because the proxy was made for the recipe without them. There are no
+    commands if the layout does not fit in memory or has context parallelism, which leaven cannot train.
     """
     if not found.memory.fits or found.layout["cp"] > 1:
         return []
@@ -135,7 +119,7 @@ def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Seque
 
 
 def plan_of_new(path: Path, cluster: Cluster | None) -> str:
-    """Return the command that plans a new recipe on ``cluster`` or, without one, on this machine's CPU."""
+    """Return the command that plans a new recipe on ``cluster``, by default this machine's CPU."""
     return _line("plan", path, "--gpus", *((cluster,) if cluster else ("cpu", "--measure")))
 
 
@@ -152,10 +136,7 @@ def after_budget(found: BudgetDocument) -> list[str]:
 
 def after_train(run: Path, recipe: Recipe) -> list[str]:
     """Return the commands to suggest after a finished run: write a report, sample text and export the weights.
-
-    The last two need a tokenizer, and are left out for a run on token ids that has none. The export is also left out
-    if no export format supports the run's architecture.
-    """
+    Sampling and export need a tokenizer."""
     from leaven.interop.architectures import ARCHITECTURES
 
     commands = [_line("report", run, "-o", run / "report.html")]
@@ -176,8 +157,7 @@ def after_export_weights(folder: Path) -> list[str]:
 def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
     """Return the commands to suggest after ``export config``: import the configuration, if leaven can read it.
 
-    leaven does not run torchtitan's Python file. It reads the JSON file that torchtitan saves when it trains, so for
-    torchtitan the first command trains.
+    leaven reads the JSON file that torchtitan saves when it trains. So for torchtitan, the first command trains.
     """
     if to not in ("transformers", "megatron", "torchtitan"):
         return []
@@ -199,11 +179,8 @@ def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """Return the command that tunes the proxy in the file ``path``.
-
-    With a target, the command has the largest number of trials that is worth its cost for the target. If a trial is
-    too large for this machine, a command that plans the proxy on a cluster comes first.
-    """
+    """Return the command that tunes the proxy in the file ``path``, with as many trials as are worth their cost for
+    the target. If a trial is too large for this machine, a command that plans the proxy comes first."""
     trials: tuple[object, ...] = ()
     name = proxy.name.removesuffix(PROXY)
     if target is not None:
@@ -217,10 +194,7 @@ def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] =
 
 
 def after_new(path: Path, proxy: Recipe | None, target: Recipe, cluster: Cluster | None = None) -> list[str]:
-    """Return the commands to suggest after ``leaven new``.
-
-    They tune the proxy, if there is one. Then they train the target, or plan it if it is too large for this machine.
-    """
+    """Return the commands to suggest after ``leaven new``: tune the proxy, if any, and train or plan the target."""
     if proxy is None:
         return [_line("recipes", "check", path), *train(path, target, cluster=cluster)]
     tuned = beside(path, TUNED)
@@ -234,7 +208,7 @@ def after_new(path: Path, proxy: Recipe | None, target: Recipe, cluster: Cluster
 
 
 def _proxy_to_tune(path: Path) -> Recipe | None:
-    """Return the proxy of the target at ``path``, or None if there is no proxy or it has been tuned already."""
+    """Return the proxy of the target at ``path``, or None if there is none or it has been tuned."""
     proxy = beside(path, PROXY)
     return read_recipe(proxy) if proxy.exists() and not beside(path, TUNED).exists() else None
 
@@ -254,11 +228,8 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
 
 
 def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
-    """Return the cluster on which to plan a recipe.
-
-    It is the cluster for which the recipe was made. If that is unknown and ``recipe`` is the proxy of ``target``, it
-    is a cluster of the target's GPUs. If these are unknown too, it is a cluster of H100s, as an example.
-    """
+    """Return the cluster on which to plan a recipe: the one it was made for, or one of the target's GPUs, or as an
+    example one of H100s."""
     if known := known_cluster(recipe):
         return known.cluster
     known = known_cluster(target) if target is not None else None
@@ -268,10 +239,7 @@ def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
 
 
 def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
-    """Return a line that says why the first ``leaven plan`` among the commands ``following`` has its cluster.
-
-    Return [] if there is no such command, or if the reason is not known.
-    """
+    """Return why the first ``leaven plan`` in ``following`` has its cluster: one line, or [] if that is not known."""
     plans = [command for command in following if command.startswith("leaven plan ")]
     known = known_cluster(recipe) if plans else None
     return [f"{'hardware':<{LABEL}}{known.reason}"] if known and f" --gpus {known.cluster}" in plans[0] else []
@@ -297,11 +265,7 @@ def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) 
 
 
 def _run_name(recipe: Path) -> str:
-    """Return the name of a recipe's run folder.
-
-    It is the file name of the recipe without its ending, or the name of the study if the file is a study's best.toml
-    or fewest.toml.
-    """
+    """Return the name of a recipe's run folder: its file name without ending, or the name of the study it is from."""
     best = recipe.name in {"best.toml", "fewest.toml"} and (recipe.parent / "study.json").exists()
     return recipe.resolve().parent.name if best else recipe.stem
 

@@ -1,4 +1,4 @@
-"""Define the command ``leaven plan``."""
+"""Defines the command ``leaven plan``."""
 
 from itertools import chain
 from pathlib import Path
@@ -152,10 +152,7 @@ def plan(
 
 
 def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> ClusterPlan:
-    """Return a plan with times calibrated by steps on this machine (``measure``) or by earlier runs (``history``).
-
-    If both are false, or if no earlier run can be used, the times are not calibrated.
-    """
+    """Return a plan with times calibrated by steps on this machine (``measure``) or by earlier runs (``history``)."""
     if not measure:
         return plan.calibrated(past_runs() if history else [], recipe.precision.compute)
 

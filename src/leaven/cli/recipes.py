@@ -1,4 +1,4 @@
-"""Define the commands ``leaven recipes list``, ``show``, ``nearest``, ``diff`` and ``check``."""
+"""Defines the commands ``leaven recipes list``, ``show``, ``nearest``, ``diff`` and ``check``."""
 
 import csv
 import sys
@@ -109,8 +109,8 @@ def nearest_runs(
     kind: Annotated[
         Kind,
         typer.Option(
-            help="Only runs of models of this kind. The size of a recipe with experts is the number of all "
-            "parameters for moe, and the number of parameters that a token uses for dense and vlm."
+            help="Only runs of models of this kind. For a --like recipe with experts, moe compares all its "
+            "parameters, and dense and vlm compare only those that a token uses."
         ),
     ] = "dense",
     factor: Annotated[

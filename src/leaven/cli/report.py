@@ -1,4 +1,4 @@
-"""Define the command ``leaven report``."""
+"""Defines the command ``leaven report``."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Define the command ``leaven sample``."""
+"""Defines the command ``leaven sample``."""
 
 import sys
 import time

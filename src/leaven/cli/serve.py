@@ -1,4 +1,4 @@
-"""Define the command ``leaven serve``."""
+"""Defines the command ``leaven serve``."""
 
 import os
 import secrets

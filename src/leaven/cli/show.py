@@ -1,4 +1,4 @@
-"""Define the command ``leaven show``."""
+"""Defines the command ``leaven show``."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Define the command ``leaven train``."""
+"""Defines the command ``leaven train``."""
 
 import os
 from pathlib import Path
@@ -132,10 +132,8 @@ def train(
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
-    """Exit if the run's last event is a stop: it was interrupted or has diverged.
-
-    torchrun restarts a command that has failed. Only the user may start such a run again.
-    """
+    """Exit if the run's last event is a stop. torchrun restarts a command that has failed, but only the user may
+    restart such a run."""
     last = (run.events() or [{"event": None}])[-1]
     if last["event"] == "stop":
         errors.print(

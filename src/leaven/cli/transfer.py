@@ -1,4 +1,4 @@
-"""Define the command ``leaven transfer``."""
+"""Defines the command ``leaven transfer``."""
 
 from itertools import chain
 from pathlib import Path

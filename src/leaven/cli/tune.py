@@ -1,4 +1,4 @@
-"""Define the command ``leaven tune``."""
+"""Defines the command ``leaven tune``."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -105,9 +105,9 @@ def tune(
             _workers,
             "COUNT|auto",
             "Number of workers, each of which runs one trial at a time. For a recipe, a worker is a process with one "
-            "thread and, on a machine with GPUs, with its own GPU. auto: one worker for each GPU of this machine, "
-            "with this GPU in CUDA_VISIBLE_DEVICES; a worker then trains several trials at once, as with --stack, if "
-            "that was measured to be faster.",
+            "thread and, on a machine with GPUs, its own GPU. auto: one worker for each GPU of this machine. leaven "
+            "sets CUDA_VISIBLE_DEVICES to the worker's GPU. With auto, a worker trains several trials at once, as "
+            "with --stack, if that was measured to be faster.",
             "one per core, or 1 on a GPU or for a command",
         ),
     ] = None,
@@ -126,8 +126,8 @@ def tune(
         Any,
         list_option(
             count_above_0,
-            "Lengths in tokens: each trial gives a loss for each length, as branches of one run (only for the wsd "
-            "schedule).",
+            "Run lengths in tokens. Each trial gives a loss for each length: shorter runs branch off the longest. "
+            "Only for the wsd schedule.",
             metavar="COUNT,COUNT",
         ),
     ] = None,
@@ -223,10 +223,7 @@ def tune(
 def _command(
     context: typer.Context, path: Path, command: str | None, loss: str | None, overrides: list[str] | None
 ) -> "tuple[Command | None, CommandSpace | None]":
-    """Return the user's command that trains, and the search space if ``path`` is a command file.
-
-    The space is None if ``path`` is a recipe. Both are None if leaven's own trainer trains.
-    """
+    """Return the user's command that trains, and the search space if ``path`` is a command file. Both may be None."""
     from leaven.recipe.files import validated
     from leaven.tuning.command import Command, command_space, is_command_file
 
@@ -245,10 +242,8 @@ def _command(
 
 
 def _space(recipe: "Recipe", which: str | None, prior: str | None) -> "Space":
-    """Return the search space around a recipe.
-
-    With ``prior``, the space also has the best values that scaling laws predict, and these are printed.
-    """
+    """Return the search space around a recipe. With ``prior``, also print the best values according to scaling
+    laws."""
     from leaven.tuning.space import space as space_of
 
     if prior is None:
@@ -259,7 +254,7 @@ def _space(recipe: "Recipe", which: str | None, prior: str | None) -> "Space":
 
 
 def _devices(workers: int | None, command: "Command | None") -> tuple[str, ...]:
-    """Return the GPUs of each worker. Return () if leaven assigns no GPUs; every worker may then use all GPUs."""
+    """Return the GPUs of each worker, or () if every worker may use all GPUs."""
     from leaven.planning.this_machine import devices_here, devices_of_workers
 
     if command is not None and command.devices:
@@ -291,11 +286,10 @@ def _study_of_recipe(
     gpus: int,
     given: dict[str, Any],
 ) -> "Study":
-    """Return the study in which leaven's own trainer trains a recipe.
+    """Return the study in which leaven's own trainer trains a recipe. Tokenise its text first.
 
-    If ``gpus`` is not 0, leaven chooses how many trials each of these GPUs trains at once. Otherwise each worker
-    trains ``stack`` trials at once, or one if this search cannot be stacked. The recipe's text is tokenised first, if
-    its tokens are not in the cache.
+    With ``gpus``, leaven chooses how many trials each of these GPUs trains at once. Without, each worker trains
+    ``stack`` trials at once, or one if this search cannot be stacked.
     """
     from leaven.training.device import default_device, free_memory
     from leaven.tuning.service.recipe_study import Study, check_request, stack_size, stackable

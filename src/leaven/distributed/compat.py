@@ -27,7 +27,7 @@ stage_backward = _backward.stage_backward  # unlike PipelineStage's method, this
 
 
 def all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the tensors of all ranks, each (N, ...), in rank order, and return the result, (ranks x N, ...)."""
+    """Return the tensors of all ranks, each (N, ...), concatenated in rank order: (ranks x N, ...)."""
     everything = mine.new_empty((dist.get_world_size(group) * len(mine), *mine.shape[1:]))
     _gather(everything, mine.contiguous(), group=group)
     return everything
@@ -41,16 +41,14 @@ def reduce_scatter(everything: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_with_backward(stage: FSDPModule, each: bool) -> None:
-    """If ``each`` is true, make FSDP reduce the gradients of a pipeline stage in every backward pass. Otherwise, a
-    separate call at the end of the step starts the reduction."""
+    """Make FSDP reduce a stage's gradients in ``each`` backward pass, or only in a call at the end of the step."""
     if hasattr(stage, "set_manual_backward_finalization"):  # from torch 2.15 on
         stage.set_manual_backward_finalization(not each)
     stage.set_is_last_backward(each)
 
 
 def quiet_about_views() -> None:
-    """Silence FSDP's warning about in-place operations on views. Outputs of tensor-parallel modules are views, but
-    the warning is not needed, because the model has no in-place operations."""
+    """Silence FSDP's warning about in-place operations on views. The model has no in-place operations."""
     warnings.filterwarnings("ignore", message=".*FSDP2-wrapped module .* returned a view tensor")
 
 
@@ -61,8 +59,7 @@ def local_offset(tensor: DTensor) -> tuple[int, ...]:
 
 
 def blocks(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the block that each rank of the tensor's mesh stores, in the order of the ranks. A block is given as
-    (index of its first element, shape)."""
+    """Return the block of each rank of the tensor's mesh: (index of its first element, shape)."""
     mesh, found = tensor.device_mesh, []
     for coordinate in product(*(range(size) for size in mesh.shape)):
         shape, offset = _compute_local_shape_and_global_offset(
@@ -73,10 +70,7 @@ def blocks(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 def pretend(rank: int, size: int) -> None:
-    """Initialise torch.distributed as if this process were ``rank`` of ``size`` processes, although no other exists.
-
-    Collectives then do nothing.
-    """
+    """Initialise torch.distributed as ``rank`` of ``size`` processes that do not exist. Collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # part of torch's tests
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -84,10 +78,8 @@ def pretend(rank: int, size: int) -> None:
 
 @contextmanager
 def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Return a context manager in which ``on_resize`` is called with every storage that is resized.
-
-    FSDP frees and reallocates gathered parameters by resizing their storage.
-    """
+    """Call ``on_resize`` with every storage that is resized in the block. FSDP frees and reallocates gathered
+    parameters by resizing."""
     resize = torch.UntypedStorage.resize_
 
     def seen(self: torch.UntypedStorage, size: int) -> Any:
@@ -104,10 +96,9 @@ def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[
 
 @contextmanager
 def shapes_apart(apart: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Return a context manager that makes DTensor run every shape inference inside the context ``apart()``.
+    """Make DTensor run every shape inference inside the context ``apart()``.
 
-    To infer the shape of a result, DTensor runs the operation on fake tensors of the unsharded shapes. A measurement
-    of memory must not count these fake tensors, so it passes an ``apart`` that stops the counting.
+    DTensor infers a shape with fake tensors of the unsharded shapes, which a measurement of memory must not count.
     """
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 

@@ -1,5 +1,5 @@
-"""Exchanges values between the processes of a run through torch's key-value store. Unlike a collective, an exchange
-works from any thread."""
+"""Exchanges values between the processes of a run through torch's key-value store. Unlike a collective, this works
+from any thread."""
 
 import json
 import time
@@ -17,12 +17,11 @@ _LONGEST_PAUSE = 0.5  # s between two polls of the store
 
 
 class Exchange:
-    """Exchanges values in rounds: every process sends a value to the first process, which then sends one answer to
-    all processes.
+    """Exchanges values in rounds: every process sends a value to the first process, which sends one answer to all
+    processes.
 
-    All processes must construct the exchange at the same point of the program, in their main threads. In each round,
-    every process calls first :meth:`gather` and then :meth:`broadcast`. If the first process needs no values, all
-    processes leave out :meth:`gather`.
+    All processes must construct it at the same point of the program, in their main threads. In each round, all of
+    them call :meth:`gather` and then :meth:`broadcast`. A round may leave out :meth:`gather`.
     """
 
     def __init__(self, group: ProcessGroup = SINGLE_PROCESS, timeout: timedelta = timedelta(minutes=30)) -> None:
@@ -34,13 +33,12 @@ class Exchange:
 
     @property
     def name(self) -> str:
-        """The name of the current round. It is the same on all processes. No other round has this name: it contains a
-        random word of this exchange, and a restarted run draws new words."""
+        """The name of the current round, the same on all processes. A restarted run has other names."""
         return f"{self._nonce}-{self._round}"
 
     def gather(self, value: Any) -> list[Any]:
-        """Send a JSON value to the first process. On the first process, return the values of all processes by rank,
-        with None for a value that did not arrive in time. On the other processes, return an empty list."""
+        """Send a JSON value to the first process. There, return the values of all processes by rank, with None for
+        one that did not arrive in time. On other processes, return []."""
         if self.group.size == 1:
             return [value]
         if not self.group.is_first:
@@ -56,11 +54,8 @@ class Exchange:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Return, on every process, the JSON value that the first process passed, and end the round.
-
-        Raises:
-            ProcessLost: if the first process does not answer within twice the timeout.
-        """
+        """Return, on every process, the JSON value that the first process passed, and end the round. Raise
+        ProcessLost if the first process does not answer within twice the timeout."""
         key = self._key("answer")
         if self.group.size > 1 and self.group.is_first:
             self._store.set(key, json.dumps(value))
@@ -76,11 +71,8 @@ class Exchange:
         self._until = time.monotonic() + seconds
 
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
-        """Wait until the store has all keys, and return whether it has them. The wait ends after ``timeouts`` times
-        the timeout of this exchange, or at the time that :meth:`shorten_timeout` has set.
-
-        This method polls the store, because :meth:`shorten_timeout` could not interrupt a waiting call of the store.
-        """
+        """Wait until the store has all keys. Return False after ``timeouts`` timeouts of this exchange. Polls the
+        store, because :meth:`shorten_timeout` could not interrupt a waiting call."""
         until, pause = time.monotonic() + timeouts * self._timeout, 0.002
         while not self._store.check(keys):
             if time.monotonic() > min(until, self._until):
@@ -94,10 +86,9 @@ class Exchange:
 
 
 def rank_zero_first(group: ProcessGroup, work: Callable[[], T]) -> T:
-    """Run ``work`` on the first process, and then on all other processes in parallel. Return the result of ``work``.
+    """Run ``work`` on the first process, and then on all others in parallel. Return its result.
 
-    The other processes wait without a time limit. When they run ``work``, they find the files that the first process
-    has written.
+    The others wait without a time limit. They find the files that the first process has written.
 
     Raises:
         InputError: on all processes, if the first process raises it.

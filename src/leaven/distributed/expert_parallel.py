@@ -1,9 +1,8 @@
 """Distributes the experts of a layer over the data-parallel ranks: tokens are sent to the ranks that store their
 experts, and the outputs are sent back (Lepikhin et al. 2020, arXiv 2006.16668).
 
-Tensor parallelism splits each expert as it splits an MLP. All tensor-parallel ranks route the same tokens.
-Tensor-parallel rank i stores part i of each of its experts, and sends tokens only to ranks that are also
-tensor-parallel rank i.
+Tensor parallelism splits each expert as it splits an MLP. Tensor-parallel rank i stores part i of each of its
+experts, and sends tokens only to ranks that are also tensor-parallel rank i.
 
 Shape suffixes: P expert-parallel ranks, E experts of this rank, R rows, D d_model.
 """
@@ -25,7 +24,7 @@ from leaven.model.transformer import Stage
 
 
 def distribute_experts(stage: Stage, group: ProcessGroup) -> None:
-    """Distribute the routed experts of a stage over the expert-parallel ranks, and split each expert over the
+    """Distribute the routed experts of a stage over the expert-parallel ranks, and split each over the
     tensor-parallel ranks. The stage must be on the meta device."""
     axes = [axis for axis in ("ep", "tp") if group.degree(axis) > 1]
     mesh = group.expert_mesh or group.mesh
@@ -46,7 +45,7 @@ class ExpertExchange:
     """Computes the experts of this rank for the rows of all expert-parallel ranks.
 
     Args:
-        experts: computes the outputs of this rank's experts; see :meth:`leaven.model.experts.RoutedExperts.forward`.
+        experts: as :meth:`leaven.model.experts.RoutedExperts.forward`, for the experts of this rank.
         group: the expert-parallel ranks. Rank r has the r-th part of the experts.
     """
 
@@ -54,8 +53,8 @@ class ExpertExchange:
         self.experts, self.group = experts, group
 
     def __call__(self, x_RD: Tensor, load: Tensor) -> Tensor:
-        """Return the outputs of the experts, (R, D), in the order of the rows. The rows must be sorted by expert.
-        ``load`` is the number of rows for each expert, including experts of other ranks."""
+        """Return the outputs of the experts, (R, D), for rows that are sorted by expert. ``load`` is the number of
+        rows for each expert, including experts of other ranks."""
         to_PE = load.view(dist.get_world_size(self.group), -1)
         from_PE = torch.empty_like(to_PE)
         dist.all_to_all_single(from_PE, to_PE, group=self.group)
@@ -73,8 +72,7 @@ class ExpertExchange:
 
 
 def exchanged(x_RD: Tensor, of: list[int], to: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send consecutive rows to the ranks of a group, ``to[r]`` rows to rank r, and return the rows that arrive,
-    ``of[r]`` rows from rank r."""
+    """Send ``to[r]`` consecutive rows to each rank r. Return the rows that arrive, ``of[r]`` from rank r."""
     y_RD: Tensor = _Exchange.apply(x_RD, of, to, group)  # type: ignore[no-untyped-call]
     return y_RD
 

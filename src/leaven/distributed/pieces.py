@@ -1,7 +1,7 @@
 """Describes a piece: the block of a tensor that a process stores.
 
-Several processes may store the same element, but exactly one of them owns it. Norms sum only over owned elements, and
-a process writes only the elements that it owns to a checkpoint. So no element is counted or written twice.
+Several processes may store the same element, but exactly one owns it. Norms and checkpoints use only owned elements,
+so no element is counted or written twice.
 """
 
 from dataclasses import dataclass
@@ -42,11 +42,8 @@ class Piece:
 
 
 def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
-    """Return the block of a tensor that this process stores.
-
-    If several processes store the same block, only one owns it: the first along each axis of the mesh. With ``owned``
-    false, this process does not own the block in any case.
-    """
+    """Return the block of a tensor that this process stores. Of the processes with the same block, the first along
+    each axis of the mesh owns it. With ``owned`` false, this process does not own it in any case."""
     if not isinstance(tensor, DTensor):
         return Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), owned)
     mesh, placements = tensor.device_mesh, tensor.placements

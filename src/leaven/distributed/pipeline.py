@@ -1,8 +1,7 @@
 """Runs batches through the stages of a pipeline with torch's schedules.
 
 Every process reads the samples of its data-parallel rank itself. Only activations and their gradients are sent
-between stages. The first stage uses the tokens, and the last stage uses the targets. All stages use the document
-numbers, which keep attention within a document.
+between stages.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,8 +30,7 @@ SCHEDULES = {
 }
 
 MicroBatch = tuple[Tensor, Tensor, Tensor | None]
-"""The inputs, the targets and, if documents are isolated, the document number of each input. Each is (sequences,
-seq_len)."""
+"""Inputs, targets, and document numbers (None if documents are not isolated), each (sequences, seq_len)."""
 
 
 def stage_numbers(layout: Layout, rank: int) -> list[int]:
@@ -62,7 +60,7 @@ class Pipeline:
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Run all micro-batches forward and backward, and accumulate gradients. Return the sum of the losses, a
-        scalar: 0 if this process does not have the last stage."""
+        scalar: 0 without the last stage."""
         inputs, targets, documents = (
             None if parts[0] is None else torch.cat(parts) for parts in zip(*micro_batches, strict=True)
         )
@@ -80,10 +78,8 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Return the sum of the losses, as :meth:`forward_backward` does, but compute no gradients.
-
-        The ``eval`` method of torch's schedules is not used: it changes the state that they keep for training.
-        """
+        """Return the sum of the losses, as :meth:`forward_backward` does, but compute no gradients. The ``eval``
+        method of torch's schedules is not used: it changes the state that they keep for training."""
         total = self._nothing().double()
         for inputs, targets, documents in micro_batches:
             x = inputs
@@ -102,8 +98,8 @@ class Pipeline:
         return total
 
     def _schedule_for(self, count: int, shape: torch.Size) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        """Return the schedule for ``count`` micro-batches of this shape. Only one schedule exists at a time: two
-        schedules with the same stages would silently lose gradients, because stages have state."""
+        """Return the schedule for ``count`` micro-batches of this shape. Only one exists at a time: two schedules
+        with the same stages would silently lose gradients."""
         if self._built_for != (count, shape):
             passed_on = torch.empty(self._passed_on(shape), device="meta")
             tokens, loss = torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
@@ -143,17 +139,15 @@ class Pipeline:
 class LeanStage(PipelineStage):
     """A :class:`PipelineStage` that frees buffers, gradients and parameters after each micro-batch.
 
-    torch's PipelineStage keeps parameters gathered and gradients unsharded until the end of a step. With it, ZeRO 2
-    and 3 therefore need the same memory as ZeRO 1. Before torch 2.15, torch's PipelineStage also allocates receive
-    buffers for all micro-batches at the start.
+    torch's PipelineStage keeps parameters gathered and gradients unsharded until the end of a step, so ZeRO 2 and 3
+    need the same memory as ZeRO 1. Before torch 2.15, it also allocates all receive buffers at the start.
 
     Here a receive buffer is freed at the end of its micro-batch's backward pass. With ``zero`` 2, gradients are
-    reduce-scattered after each micro-batch. With ``zero`` 3, parameters are also resharded after each micro-batch.
-    The cost is an additional reduce-scatter for each micro-batch, and with ``zero`` 3 also an additional all-gather.
+    reduce-scattered after each micro-batch. With ``zero`` 3, parameters are also resharded. The cost is a
+    reduce-scatter for each micro-batch, and with ``zero`` 3 also an all-gather.
 
-    This class does not work with the zero-bubble schedule, because the second half of that schedule's backward pass
-    needs memory that this class frees in the first half. Layouts with the zero-bubble schedule and ``zero`` 2 or 3
-    are refused.
+    The zero-bubble schedule is refused with ``zero`` 2 or 3: the second half of its backward pass needs memory that
+    is freed in the first half.
     """
 
     def __init__(self, *arguments: Any, zero: int, **named: Any) -> None:
@@ -209,8 +203,7 @@ class LeanStage(PipelineStage):
 
 
 def received(infos: Iterable[Any]) -> list[Any]:
-    """Return the entries of torch's receive infos that have a buffer. The entries of the first stage have none,
-    because it receives no input."""
+    """Return the entries of torch's receive infos that have a buffer. Those of the first stage have none."""
     return [info for info in infos if getattr(info, "buffer", None) is not None]
 
 

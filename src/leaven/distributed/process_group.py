@@ -24,11 +24,11 @@ from leaven.recipe.layout import Layout
 
 AXES = ("pp", "replicate", "shard", "tp")
 """The axes of the device mesh, from the slowest link to the fastest. Data parallelism has two axes: ranks along
-"replicate" have the same pieces of parameters and optimizer states, ranks along "shard" have different pieces."""
+"replicate" have the same pieces of parameters and optimizer states, and ranks along "shard" different ones."""
 
 EXPERT_AXES = ("pp", "replicate", "shard", "ep", "tp")
-"""The axes of the device mesh of routed experts. The data-parallel ranks are divided again: ranks along "ep" have
-different experts, and ranks along "replicate" and "shard" have the same experts."""
+"""The axes of the device mesh of routed experts. Ranks along "ep" have different experts, and ranks along "replicate"
+and "shard" have the same."""
 
 STORE_POLL_SECONDS = 0.02  # pause between two polls of the store
 
@@ -91,7 +91,7 @@ class ProcessGroup:
         return self.rank_along("pp") == 0 and self.rank_along("tp") == 0
 
     def all_reduce_(self, values: Tensor) -> Tensor:
-        """Sum ``values`` over all processes in place, and return the sum. It is bit-identical on all processes."""
+        """Sum ``values`` over all processes in place, and return them, bit-identical on all processes."""
         if self.mesh is not None:
             dist.all_reduce(values)
         return values
@@ -132,8 +132,7 @@ SINGLE_PROCESS = ProcessGroup()
 
 @contextmanager
 def join_process_group(layout: Layout, device: torch.device) -> Iterator[ProcessGroup]:
-    """Yield the group of all processes that torchrun started, arranged by the recipe's layout. For a layout of one
-    rank, yield the group of this process alone.
+    """Yield the group of all processes that torchrun started, arranged by the recipe's layout.
 
     Raises:
         InputError: if the device cannot be used by several processes.
@@ -179,19 +178,17 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
 
 
 def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return ``store`` with a random prefix before every key. Only the ``size`` processes of this start know the
-    prefix.
+    """Return ``store`` with a random prefix before every key, which only the ``size`` processes of this start know.
 
     When torchrun restarts a run, the key-value store still has the entries of the dead processes. Without a prefix,
-    the new processes would read these entries, for example addresses, and would hang or fail to connect.
+    the new processes would read them, and would hang or fail to connect.
 
     The processes agree on the prefix as follows:
 
     1. Each process writes a random word under the key of its rank. This replaces the word of a dead process.
-    2. Rank 0 reads the words of all ranks, and writes a proposal: a prefix, and the words. When a word changes, rank
-       0 writes a new proposal.
-    3. Each other rank agrees to a proposal that contains its own word. So no rank agrees to a proposal with a word
-       that its dead predecessor wrote.
+    2. Rank 0 reads the words of all ranks, and proposes a prefix together with the words. When a word changes, rank 0
+       writes a new proposal.
+    3. Each other rank agrees to a proposal that contains its own word, not that of its dead predecessor.
     4. When all other ranks have agreed to the last proposal of rank 0, rank 0 confirms it.
 
     Raises:
@@ -250,7 +247,7 @@ def _is_connection_error(error: BaseException | None) -> bool:
 
 
 def _describe_loss(group: ProcessGroup, error: RuntimeError) -> str:
-    """Return a message that says what this process was waiting for and which process has the oldest heartbeat."""
+    """Return a message that says what this process waited for and which process has the oldest heartbeat."""
     frames, library = traceback.extract_tb(error.__traceback__), os.path.join("torch", "distributed")
     collective = next((frame.name for frame in reversed(frames) if library in frame.filename), "a collective")
     heartbeats = {}

@@ -1,8 +1,7 @@
 """Distributes a model over the processes of a run, with the same interface for every layout.
 
-The optimizer, clipping and norms use plain tensors: the blocks of the parameters that this process stores. A norm
-covers the blocks of all processes, and a replicated element counts once. Norms are bit-identical on all processes, so
-all processes make the same decisions from them.
+The optimizer, clipping and norms use plain tensors: the blocks of the parameters that this process stores. Norms
+cover the blocks of all processes and are bit-identical on all of them, so all processes make the same decisions.
 
 The layers of a rank are built first. Tensor parallelism, recomputation, compilation and sharding are then applied to
 them, in this order. :mod:`leaven.distributed.pipeline` decides which layers a rank has. The table in
@@ -52,8 +51,7 @@ class StoredParameter:
 
 
 class ShardedModel:
-    """The part of a model that this process runs: its stages, and their parameters in the order of the parameter
-    table."""
+    """The part of a model that this process runs: its stages and parameters."""
 
     def __init__(
         self,
@@ -123,10 +121,9 @@ class ShardedModel:
         after_first: Callable[[], None] | None = None,
     ) -> Tensor:
         """Run all micro-batches forward and backward, and accumulate their gradients. Return ``factor`` times the sum
-        of this process's losses, a scalar. :meth:`total` sums the result over all processes.
+        of this process's losses, a scalar.
 
-        ``after_first`` is called once, after the first micro-batch: the gradients are then those of this micro-batch
-        alone. With pipeline parallelism, it is never called.
+        ``after_first`` is called once, after the first micro-batch. With pipeline parallelism, it is never called.
         """
         for stage in self.stages:
             stage.factor = factor
@@ -164,40 +161,33 @@ class ShardedModel:
         return loss
 
     def total(self, loss: Tensor) -> Tensor:
-        """Return the sum of all processes' losses, a scalar. Each process passes the loss of its own samples."""
+        """Return the sum of all processes' losses, a scalar."""
         if self.group is SINGLE_PROCESS:
             return loss
         return self.group.all_reduce_(loss if self._counts_loss else torch.zeros_like(loss))
 
     def total_z_loss(self) -> Tensor | None:
-        """Return the z-loss of the last step, summed over the tokens of all processes, or None without a z-loss."""
+        """Return the z-loss of the last step, summed over the tokens of all processes, or None."""
         return self.total(torch.as_tensor(self._z_loss.total, device=self.device)) if self._z_loss else None
 
     @property
     def mixtures(self) -> dict[int, MixtureOfExperts]:
-        """The mixtures of experts of this process. The key is the number of the layer in the whole model."""
+        """The mixtures of experts of this process, by the number of the layer in the whole model."""
         layers = (pair for stage in self.stages for pair in enumerate(stage.model.layers))
         mlps = ((layer, getattr(block, "mlp", None)) for layer, block in layers)
         return {layer: mlp for layer, mlp in mlps if isinstance(mlp, MixtureOfExperts)}
 
     def total_tally(self, tally: Tensor) -> Tensor:
-        """Return the expert loads and balance losses of this step, summed over the tokens of all processes.
-
-        ``tally`` contains zeros, and is overwritten with the result. It has a row for each layer of the model. Its
-        columns are the loads of the experts, and last the balance loss.
-        """
+        """Overwrite ``tally``, which has zeros, with the loads and balance losses of this step over all processes. It
+        has a row for each layer of the model, a column for each expert, and a last column for the balance loss."""
         for layer, mixture in self.mixtures.items():
             tally[layer, :-1] += mixture.tally.load_E
             tally[layer, -1] += mixture.tally.balance
         return tally if self.group is SINGLE_PROCESS else self.group.all_reduce_(tally)
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return a tensor of 2-norms for each of ``groups``: one norm for each parameter, in the order of the
-        parameter table. Each norm covers the blocks of all processes.
-
-        A group has one tensor (for example the gradient) for each parameter of this process, in the order of
-        ``local_parameters``.
-        """
+        """Return a tensor of 2-norms for each of ``groups``: one norm for each row of the parameter table, over all
+        processes. A group has one tensor, such as the gradient, for each of ``local_parameters``."""
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine
@@ -206,16 +196,12 @@ class ShardedModel:
         return list(self.group.all_reduce_(by_row).sqrt().to(mine[0].dtype))
 
     def gradient_norms(self) -> Tensor:
-        """Return the 2-norms of the current gradients of all parameters, in the order of the parameter table.
-
-        Call this method after the gradients have been exchanged.
-        """
+        """Return the 2-norms of the current gradients, after their exchange, in the order of the parameter table."""
         gradients = [each.parameter.grad for each in self.parameters]
         return self.norms([g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None])[0]
 
     def whole_matrices(self) -> WholeMatrices | None:
-        """Return a callable that applies a function to whole matrices of this model, or None with a single process,
-        which stores whole matrices."""
+        """Return a callable that applies a function to whole matrices, or None in a run with a single process."""
         if self.group is SINGLE_PROCESS:
             return None
         return WholeMatrices({each.row.name: each.parameter for each in self.parameters}, self.group)
@@ -231,11 +217,11 @@ class ShardedModel:
             each.parameter.grad = each.local.grad = None
 
     def _set_communication(self, last: bool) -> None:
-        """Set what FSDP does after the next micro-batch; ``last`` says whether this is the step's last micro-batch.
+        """Set what FSDP does after the next micro-batch, which is the step's last one if ``last``.
 
         With ZeRO 2 and 3, gradients are reduce-scattered after every micro-batch. With ZeRO 0 and 1, and between
-        replicas, gradients are reduced only after the last micro-batch. With ZeRO 0 to 2, parameters stay gathered
-        until the end of the step.
+        replicas, gradients are reduced only after the last. With ZeRO 0 to 2, parameters stay gathered until the end
+        of the step.
         """
         zero, stage = self.layout.zero, self.stages[0]
         if units(stage):
@@ -244,10 +230,7 @@ class ShardedModel:
             stage.set_reshard_after_backward(last or zero == 3)  # type: ignore[operator]
 
     def _gather_gradients(self) -> None:
-        """Move the gradients of sharded parameters to ``local_parameters``, which the optimizer updates.
-
-        If the input and output embeddings are tied, sum the embedding's gradients on the first and the last stage.
-        """
+        """Move the gradients of sharded parameters to ``local_parameters``. Sum the gradients of a tied embedding."""
         for each in self.parameters:
             if each.local is not each.parameter:
                 grad = each.parameter.grad
@@ -259,7 +242,7 @@ class ShardedModel:
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
-    """Yield (whether this is the last item, item). The next item is read before an item is yielded."""
+    """Yield (whether this is the last item, item)."""
     items = iter(items)
     for ahead in items:
         item = ahead
@@ -270,8 +253,7 @@ def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
 
 
 def _both_ends(group: ProcessGroup) -> dist.ProcessGroup | None:
-    """Return the group of the first and the last rank of this process's pipeline, or None if this process is
-    neither."""
+    """Return the group of the first and the last rank of this process's pipeline, or None for other ranks."""
     assert group.mesh is not None
     ranks = group.mesh.mesh
     pairs = torch.stack((ranks[0].flatten(), ranks[-1].flatten()), dim=1)
@@ -295,8 +277,7 @@ def build_stage(
     device: torch.device,
     group: ProcessGroup = SINGLE_PROCESS,
 ) -> Stage:
-    """Build the stage with the layers ``layers[0]`` to ``layers[1] - 1``, distributed over the ranks. Its parameters
-    have no values yet."""
+    """Build the stage with the layers ``layers[0]`` to ``layers[1] - 1``, without values of its parameters."""
     first, last = layers
     with torch.device("meta"):
         model = Transformer(shape, table.multipliers, table.attention_scale, table.router_losses)
@@ -332,9 +313,8 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
     """Shard parameters, gradients and optimizer states over the data-parallel ranks, as the ZeRO stage requires
     (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-    Matrices are communicated in the compute dtype. Norms, embeddings and all gradients are communicated in fp32. The
-    loss is divided by the total number of tokens on all ranks before the backward pass, so gradients are summed and
-    never averaged.
+    Matrices are communicated in the compute dtype; norms, embeddings and gradients in fp32. Gradients are summed and
+    never averaged, because the loss is divided by the tokens of all ranks before the backward pass.
     """
     assert group.mesh is not None
     mesh = replicas(group.mesh)
@@ -367,7 +347,7 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
 
 
 def replicas(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes of a mesh over which data parallelism replicates or shards parameters, as a smaller mesh."""
+    """Return the part of a mesh over which data parallelism replicates or shards parameters."""
     return mesh["replicate", "shard"] if mesh.size(AXES.index("replicate")) > 1 else mesh["shard"]
 
 
@@ -377,8 +357,7 @@ def units(stage: nn.Module) -> list[FSDPModule]:
 
 
 def initialise_pieces(pieces: list[Piece], table: ParameterTable, seed: int) -> None:
-    """Fill the blocks of this process with initial values. The values are the same as in a run with a single
-    process."""
+    """Fill the blocks of this process with the initial values of a run with a single process."""
     for piece in pieces:
         row = table[piece.name]
         fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)

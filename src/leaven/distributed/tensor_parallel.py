@@ -1,11 +1,10 @@
 """Defines in a table how each module is split over tensor-parallel ranks.
 
 This is tensor parallelism with sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022,
-arXiv 2205.05198). Projections into heads and into d_ff are split by columns. Projections out of heads and out of d_ff
-are split by rows, and so are both vocabulary matrices. Outside attention and MLP, every rank has a part of the
-sequence. The forward pass of a layer has two all-gathers (into attention and into the MLP) and two reduce-scatters
-(out of them). The backward pass has reduce-scatters in place of the all-gathers, and all-gathers in place of the
-reduce-scatters.
+arXiv 2205.05198). Projections into heads and into d_ff are split by columns. Projections out of them, and both
+vocabulary matrices, are split by rows. Outside attention and MLP, every rank has a part of the sequence. The forward
+pass of a layer has two all-gathers (into attention and into the MLP) and two reduce-scatters (out of them). The
+backward pass exchanges the two.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,8 +45,7 @@ SEQUENCE = 1  # the dimension T of (B, T, D)
 
 
 class PositionTable(ParallelStyle):
-    """The parallel style of a table of learned positions. Every rank has the whole table, and returns the rows of its
-    part of the sequence."""
+    """The parallel style of learned positions. Every rank has the whole table, and returns its part of the tokens."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def whole(_: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Any:
@@ -61,10 +59,7 @@ class PositionTable(ParallelStyle):
 
 class VocabularySlice(ParallelStyle):
     """The parallel style of an embedding. Each rank has a slice of the vocabulary and returns its part of the
-    sequence.
-
-    torch's own parallel style for embeddings would allocate a gradient of the whole vocabulary on every rank.
-    """
+    sequence. torch's own style would allocate a gradient of the whole vocabulary on every rank."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
@@ -85,14 +80,12 @@ class VocabularySlice(ParallelStyle):
 
 
 class Local(ParallelStyle):
-    """The parallel style of a module that each rank computes with plain tensors (no DTensors): the parts of the
-    parameters that the rank stores.
+    """The parallel style of a module that each rank computes with plain tensors: the parts of the parameters that it
+    stores.
 
     ``placements`` has the placements of each parameter, by name. The gradients of replicated parameters are summed
-    over the ranks.
-
-    torch's own parallel style for norms computes on DTensors. On a CPU, a norm of a DTensor is decomposed into small
-    operations, whose results are all kept for the backward pass.
+    over the ranks. torch's own style for norms needs much memory on a CPU: it decomposes a norm into small operations
+    and keeps all their results.
     """
 
     def __init__(self, placements: Mapping[str, Sequence[Placement]]) -> None:
@@ -119,15 +112,14 @@ class Local(ParallelStyle):
 
 
 REPLICATED = Local({"weight": [Replicate()], "bias": [Replicate()]})
-"""The style of a module whose parameters are the same on all ranks. Each rank computes another part of the result."""
+"""The style of a module with the same parameters on all ranks. Each rank computes another part of the result."""
 
 
 class LocalBranch(ParallelStyle):
     """The parallel style of a branch that computes on plain tensors.
 
-    The input is gathered over the sequence. The outputs of all ranks are summed, and each rank gets the part of the
-    sum that belongs to its positions. In the backward pass, the gradients of the input are also summed over all
-    ranks, and each rank gets the part that belongs to its positions.
+    The input is gathered over the sequence. The outputs of all ranks are summed, and each rank gets its positions of
+    the sum. The backward pass does the same with the gradients.
     """
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -146,7 +138,7 @@ class LocalBranch(ParallelStyle):
 
 
 def _gathered_first(arguments: int) -> ParallelStyle:
-    """Return the style of a module with ``arguments`` arguments. The first argument is gathered over the sequence."""
+    """Return the style of a module whose first of ``arguments`` arguments is gathered over the sequence."""
     rest = (None,) * (arguments - 1)
     return PrepareModuleInput(
         input_layouts=(Shard(SEQUENCE), *rest),
@@ -189,8 +181,7 @@ ENDS: dict[str, ParallelStyle] = {
 
 
 def shard_tensors(stage: Stage, mesh: DeviceMesh) -> None:
-    """Split the modules of a stage over tensor-parallel ranks, as the tables ``BLOCK``, ``MIXTURE`` and ``ENDS``
-    define. The stage must be on the meta device."""
+    """Split the modules of a stage over tensor-parallel ranks. The stage must be on the meta device."""
     quiet_about_views()
     model = stage.model
     per_head = Local({"weight": [Shard(0)]})
@@ -231,13 +222,12 @@ def _slice_bias(block: nn.Module, mesh: DeviceMesh) -> None:
 def sharded_cross_entropy(
     hidden_BtD: Tensor, weight: DTensor, targets_BT: Tensor, *, group: dist.ProcessGroup, **how: Any
 ) -> Tensor:
-    """Return the loss of :func:`leaven.model.loss.cross_entropy` over the tokens of all ranks. It is the same on
-    every rank.
+    """Return the loss of :func:`leaven.model.loss.cross_entropy` over the tokens of all ranks, the same on every
+    rank.
 
-    ``hidden_BtD`` contains the positions of this rank, and ``targets_BT`` contains all positions. ``weight`` is
-    sharded by its rows, the vocabulary. ``how`` is passed to :func:`leaven.model.loss.cross_entropy`, which works on
-    chunks of n tokens. So a rank stores the logits of one chunk at a time, and only for its V vocabulary entries.
-    From the logits, ranks exchange only three numbers for each token.
+    ``hidden_BtD`` has the positions of this rank, and ``targets_BT`` all positions. ``weight`` is sharded by its
+    rows, the vocabulary. A rank stores the logits of one chunk of n tokens at a time, only for its V vocabulary
+    entries. Ranks exchange only three numbers for each token.
     """
     # Each rank has consecutive positions, so the gathered order is (rank, B, t).
     targets_BRt = targets_BT.view(len(targets_BT), dist.get_world_size(group), -1)

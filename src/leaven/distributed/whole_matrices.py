@@ -1,8 +1,8 @@
 """Applies a function to whole matrices that are sharded: each process stores only a block of each.
 
 Each matrix has an owner: a process that receives the whole matrix, applies the function, and sends the blocks of the
-result back. The processes that share the matrices take turns as owners, so no matrix is computed twice, and a process
-holds one whole matrix at a time. The result is exact: the owner computes what a single process would compute.
+result back. The processes take turns as owners, and each holds one whole matrix at a time. The owner computes what a
+single process would compute, so the result is exact.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,8 +30,8 @@ class SplitMatrix:
     blocks: Sequence[Block]  # the block of each rank of the group; several ranks may store the same block
 
     def senders(self, owner: int) -> dict[int, Block]:
-        """Return the ranks that send their block to the ``owner``, each with its block. Every block has one sender:
-        the owner itself if it stores the block, otherwise the first rank that stores it."""
+        """Return the ranks that send a block to the ``owner``, with their blocks: one rank for each block, the owner
+        for its own."""
         first: dict[Block, int] = {}
         for rank in (owner, *range(len(self.blocks))):
             first.setdefault(self.blocks[rank], rank)
@@ -39,12 +39,10 @@ class SplitMatrix:
 
 
 class WholeMatrices:
-    """Applies functions to whole matrices, which are selected by name. :meth:`map` is a collective call: all
-    processes that share the matrices must make it."""
+    """Applies functions to whole matrices, which are selected by name. :meth:`map` is a collective call."""
 
     def __init__(self, parameters: dict[str, Tensor], group: ProcessGroup) -> None:
-        """``parameters`` are the matrices of this process's pipeline stages, sharded over all processes that have
-        these stages."""
+        """``parameters`` are the matrices of this process's pipeline stages."""
         assert group.mesh is not None
         ranks = group.mesh.mesh.flatten(1)  # by pipeline rank
         self._group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
@@ -60,10 +58,8 @@ class WholeMatrices:
     def map(
         self, function: Callable[[Tensor], Tensor], names: Iterable[str], mine: Iterable[Tensor]
     ) -> Iterator[Tensor]:
-        """Apply ``function`` to each matrix, and yield this process's block of each result.
-
-        ``mine`` are this process's blocks of the matrices. ``function`` keeps the shape and dtype of a matrix.
-        """
+        """Apply ``function``, which keeps shape and dtype, to each matrix, and yield this process's block of each
+        result. ``mine`` are this process's blocks of the matrices."""
         pairs = zip(names, mine, strict=True)
         while some := list(islice(pairs, self._size)):
             yield from self._round(function, [self._matrices[name] for name, _ in some], [block for _, block in some])
@@ -71,8 +67,7 @@ class WholeMatrices:
     def _round(
         self, function: Callable[[Tensor], Tensor], matrices: Sequence[SplitMatrix], mine: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Apply the function to at most one matrix for each rank, and return this process's blocks of the results.
-        Rank r of the group owns matrix r."""
+        """Apply the function to at most one matrix for each rank. Rank r owns matrix r."""
         rank, size = self._rank, self._size
         sent = [
             block if rank in matrix.senders(r) else block[:0]
@@ -89,8 +84,8 @@ class WholeMatrices:
         return iter(self._exchange(back, [tuple(block.shape) for block in mine])[: len(mine)])
 
     def _exchange(self, sent: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Send ``sent[r]`` to each rank r, and return the matrix from each rank r, of shape ``shapes[r]``. Ranks
-        beyond the end of ``sent`` get nothing, and ranks beyond the end of ``shapes`` send nothing."""
+        """Send ``sent[r]`` to each rank r, and return the matrix from each rank r, of shape ``shapes[r]``. A list may
+        be shorter than the group; the remaining ranks get or send nothing."""
 
         def sizes(elements: Iterable[int]) -> list[int]:
             found = list(elements)

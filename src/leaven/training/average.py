@@ -14,8 +14,7 @@ AVERAGE = "average"
 
 
 class WeightAverage:
-    """The average of the weights. Each process keeps the average of the blocks of parameters that it updates, so
-    nothing is gathered."""
+    """The average of the weights. Each process averages the blocks that it updates, so nothing is gathered."""
 
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
@@ -27,8 +26,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def add(self, share: float) -> None:
-        """Update the average to (1 - ``share``) x average + ``share`` x current weights. After the first call, the
-        average is a copy of the current weights."""
+        """Update the average to (1 - ``share``) x average + ``share`` x weights. The first call copies them."""
         weights = [parameter.detach() for parameter in self._model.local_parameters]
         if self._average:
             lerp_(self._average, weights, share)

@@ -24,19 +24,17 @@ if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
 
 STEPS = 3
-"""A measurement takes this many optimizer steps. The first of them is a warm-up, and its speed is ignored."""
+"""A measurement takes this many optimizer steps. The first is a warm-up and is not measured."""
 
 
 def batches_of(recipe: Recipe) -> list[int]:
-    """Return the global batches to measure, in sequences: the recipe's batch, and 1/2, 1/4, ... 1/64 of it, rounded
-    up."""
+    """Return the global batches to measure, in sequences: the recipe's batch and 1/2 to 1/64 of it, rounded up."""
     sequences = recipe.batch.tokens // recipe.model.seq_len
     return sorted({-(-sequences // 2**n) for n in range(7)})
 
 
 def micro_batches_of(recipe: Recipe) -> list[int]:
-    """Return the micro-batches to measure, in sequences: all powers of two below the size of the recipe's batch, and
-    that size itself."""
+    """Return the micro-batches to measure, in sequences: powers of two below the recipe's batch, and this batch."""
     sequences = recipe.batch.tokens // recipe.model.seq_len
     return sorted({min(2**n, sequences) for n in range(sequences.bit_length() + 1)})
 
@@ -52,15 +50,14 @@ def bench(
     on_row: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> BenchDocument:
-    """Measure the speed of training steps for every pair of a global batch and a micro-batch that is not larger than
-    the global batch. Micro-batches that do not fit into memory are left out. No file is written.
+    """Measure the speed of training steps for every pair of a global batch and a micro-batch that fits into memory.
 
     Args:
         micro_batches: in sequences, like ``global_batches``.
-        limit_seconds: after this time no further pair is measured, but at least one pair is measured.
-        share: the suggested first batch of a ramp is the smallest that reaches this fraction of the highest speed.
-        on_row: called before each pair and at the end, with the number of pairs done and the number of all pairs.
-        stop: polled before each pair; no further pair is measured once this returns True.
+        limit_seconds: after this time no further pair is measured. At least one pair is measured.
+        share: the suggested ramp starts at the smallest batch that reaches this fraction of the highest speed.
+        on_row: called before each pair and at the end, with the number of pairs done and of all pairs.
+        stop: polled before each pair. No further pair is measured once it returns True.
 
     Raises:
         InputError: if not even the smallest micro-batch fits.
@@ -100,11 +97,8 @@ def bench(
 
 
 def choose(rows: Sequence[BenchSpeed], share: float, seq_len: int) -> BenchChoice | None:
-    """Choose a micro-batch and the first batch of a ramp from measured speeds. Return None if there are no rows.
-
-    The micro-batch is the fastest one at the largest batch. The ramp starts at the smallest batch that reaches the
-    fraction ``share`` of the highest speed. ``rows`` must be in ascending order of the global batch.
-    """
+    """Return the fastest micro-batch at the largest batch, and the start of a ramp. Return None if there are no rows.
+    ``rows`` must be in ascending order of the global batch."""
     fastest: dict[int, BenchSpeed] = {}  # by global batch
     for row in rows:
         if row.global_batch not in fastest or row.tokens_per_second > fastest[row.global_batch].tokens_per_second:
@@ -123,7 +117,7 @@ def choose(rows: Sequence[BenchSpeed], share: float, seq_len: int) -> BenchChoic
 
 
 def _measure(training: Training, micro_batch: int, batch: int) -> BenchSpeed | None:
-    """Take a few steps. Return the speed of the fastest step after the first one, or None if memory runs out."""
+    """Return the speed of the fastest step after the warm-up, or None if memory runs out."""
     tokens = batch * training.recipe.model.seq_len
     training.recipe = training.recipe.replace({"batch.tokens": tokens, "batch.micro_batch": micro_batch})
     training.progress = Progress()

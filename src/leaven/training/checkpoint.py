@@ -1,14 +1,10 @@
 """Writes and reads checkpoints. A checkpoint is a folder that is either complete or absent. Any number of processes
 can read it.
 
-A checkpoint is written to a temporary folder, synced, and renamed. ``state.json`` is written last. It contains the
-length and digest of every other file and its own digest, so that a damaged checkpoint is detected and the previous
-checkpoint is used instead. Each process writes one file for the model and one for the optimizer, with the tensors or
-parts of tensors that this process has to save. The first process checks that the parts form whole tensors, and
-completes the checkpoint.
-
-A :class:`CheckpointManager` saves the checkpoints of a run in a thread while training continues, and chooses which of
-them are kept.
+A checkpoint is written to a temporary folder, synced, and renamed. Each process writes its parts of the tensors: a
+file for the model and a file for the optimizer. The first process checks that the parts form whole tensors, and
+writes ``state.json`` with the digest of every file. If a digest does not match, the checkpoint is damaged, and the
+previous one is used.
 """
 
 import json
@@ -57,8 +53,7 @@ if TYPE_CHECKING:
 
 
 FORMAT, FORMAT_OF_MANY = 2, 3
-"""The format number in ``state.json`` if one process wrote the checkpoint, and if several processes wrote it. The
-second format also lists the parts of each tensor."""
+"""The format number in ``state.json``, for one process and for several. The second lists the parts of each tensor."""
 _KINDS = ("model", "optimizer")
 _ADAM, _MUON = ("step", "exp_avg", "exp_avg_sq"), "momentum_buffer"
 # Keys of the state of a run's checkpoint:
@@ -78,8 +73,7 @@ class Progress:
 @dataclass(frozen=True)
 class Checkpoint:
     """The state of a run after a step. Each process saves its own share of the tensors, and the first process saves
-    everything else. In a checkpoint that was read, ``model`` and ``optimizer`` are :class:`Tensors`: any part of a
-    whole tensor can be read on demand, no matter how the tensor was split when it was saved."""
+    everything else. After reading, ``model`` and ``optimizer`` are :class:`Tensors`, which read tensors on demand."""
 
     progress: Progress
     model: Mapping[str, Tensor]  # the parameters, or parts of them, that this process saves
@@ -111,9 +105,8 @@ def write_checkpoint(
 ) -> Path:
     """Save a checkpoint as ``folder/tokens-NNN``, replacing an existing checkpoint there. Return its path.
 
-    ``exchange`` connects the processes of the run. All of them must call this function, from any thread, and all get
-    the same result. When the checkpoint is complete, the first process calls ``tidy``, for example to remove older
-    checkpoints. Only then do the other processes return.
+    All processes of ``exchange`` must call this, from any thread, and get the same result. The first process calls
+    ``tidy`` when the checkpoint is complete, for example to remove older ones. The other processes return after that.
 
     Raises:
         NotSaved: if a process cannot write or does not answer, or the parts do not form whole tensors.
@@ -143,11 +136,8 @@ def write_checkpoint(
 
 
 def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
-    """Write this process's share of the tensors, and return a record of it.
-
-    The record contains the length and digest of each file, and the position of each block in its whole tensor. It
-    also names the tensors of which this process stores a block, but another process has to save it (``of_others``).
-    """
+    """Write this process's share of the tensors. Return the digest of each file, the position of each block, and the
+    names of the tensors of which another process must save a block (``of_others``)."""
     folder.parent.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted is not made again
     folder.mkdir(exist_ok=True)
     part: dict[str, Any] = {"files": {}}
@@ -222,14 +212,14 @@ def read_checkpoint(
     group: ProcessGroup = SINGLE_PROCESS,
     recipe: Recipe | None = None,
 ) -> tuple[Checkpoint | None, list[Path]]:
-    """Find the newest undamaged checkpoint. Return it, or None if there is none. Also return the paths of the damaged
-    checkpoints that are newer. With ``tokens``, consider only the checkpoint at that token count. With ``recipe``, a
-    checkpoint without exactly the parameters of this recipe is damaged.
+    """Return the newest undamaged checkpoint, or None, and the paths of the damaged checkpoints that are newer.
 
-    ``rewinds`` are the run's returns to earlier checkpoints. Checkpoints that a rewind has undone are ignored: they
-    were saved before the rewind, at a higher token count than the one to which it returned. All processes of a group
-    must call this function with the same ``rewinds``. Each process verifies a share of the files, and all processes
-    get the same result.
+    Each process of ``group`` verifies a share of the files. All get the same result.
+
+    Args:
+        rewinds: the run's rewinds, the same on all processes. A checkpoint that one of them has undone is ignored.
+        tokens: if given, consider only the checkpoint at this token count.
+        recipe: if given, a checkpoint must have exactly the parameters of this recipe, or it counts as damaged.
 
     Raises:
         InputError: if reading fails for a reason other than damage, for example missing permissions.
@@ -282,8 +272,8 @@ def _read(folder: Path, group: ProcessGroup, recipe: Recipe | None) -> Checkpoin
 
 
 def _require_parameters(model: Tensors, optimizer: Tensors, recipe: Recipe) -> None:
-    """Raise ValueError unless ``model`` has exactly the parameters of a recipe, and ``optimizer`` has the moments and
-    averages of all of them or of none."""
+    """Raise ValueError unless ``model`` has exactly the parameters of a recipe. ``optimizer`` must have the moments
+    and averages of all of them or of none."""
     shapes = {parameter.name: parameter.shape for parameter in recipe.model.parameters()}
     model.require(shapes)
     if len(model) != len(shapes):
@@ -311,7 +301,7 @@ def _require_types(progress: Progress, state: Any) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint. It is renamed first: if the process is killed meanwhile, the rest is no damaged one."""
+    """Remove a checkpoint. It is renamed first, so that a kill does not leave a damaged checkpoint."""
     with suppress(OSError):
         checkpoint = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.tmp"))
     shutil.rmtree(checkpoint, ignore_errors=True)
@@ -331,8 +321,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 GIVE_UP = 5.0
-""":meth:`CheckpointManager.close` waits this many seconds for other processes. If a checkpoint is still being written
-then, the training has failed, and the other processes may be gone."""
+""":meth:`CheckpointManager.close` waits this many seconds for other processes. After a failure they may be gone."""
 
 
 @dataclass(frozen=True)
@@ -345,14 +334,13 @@ class Saved:
 
 
 class CheckpointManager:
-    """Writes checkpoints in a thread, one at a time, and removes checkpoints that are no longer needed.
+    """Writes checkpoints in a thread while training continues, and removes checkpoints that are no longer needed.
 
-    The first checkpoint in each interval of ``every_tokens`` is a scheduled checkpoint. The newest ``keep`` scheduled
-    checkpoints are kept. A stopped run writes an additional checkpoint, which is not scheduled and not counted. So a
-    stopped run can roll back as far as an uninterrupted run.
+    The first checkpoint in each interval of ``every_tokens`` is scheduled. The newest ``keep`` scheduled checkpoints
+    are kept. The last checkpoint of a stopped run does not count, so a stop does not shorten how far a run can roll
+    back.
 
-    Every process of a run has a manager and calls the same methods at the same steps, from its main thread. All
-    processes take part in the constructor and in :meth:`clear`. Only the first process moves and removes folders.
+    Every process of a run has a manager and calls the same methods at the same steps, from its main thread.
     """
 
     def __init__(
@@ -371,22 +359,14 @@ class CheckpointManager:
         self._writing: Future[Saved] | None = None
 
     def save(self, checkpoint: Checkpoint, good_tokens: int) -> None:
-        """Start writing a copy of the checkpoint.
-
-        ``good_tokens`` is the token count up to which the run shows no loss spike. The newest scheduled checkpoint at
-        or before this count is always kept, so that the run can return to it.
-        """
+        """Start writing a copy of the checkpoint. Up to ``good_tokens``, the run shows no loss spike: the newest
+        scheduled checkpoint at or before this token count is kept."""
         assert self._writing is None, "call outcome() first"
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
     def outcome(self, wait: bool) -> Saved | None:
-        """Return the result of the last save. Return None if the save is unfinished or its result was already
-        returned. With ``wait``, all processes get the result in the same call; otherwise some processes may get it
-        earlier than others.
-
-        Raises:
-            ProcessLost: if the first process does not report the result.
-        """
+        """Return the result of the last save, once. Return None while the save is unfinished. With ``wait``, all
+        processes get the result in the same call. Raise ProcessLost if the first process does not report it."""
         if self._writing is None or not (wait or self._writing.done()):
             return None
         saved, self._writing = self._writing.result(), None
@@ -398,11 +378,11 @@ class CheckpointManager:
         self._thread.shutdown()
 
     def clear(self, after_tokens: int, damaged: Sequence[Path] = ()) -> None:
-        """Prepare the folder for a run that continues from ``after_tokens`` trained tokens: rename damaged
-        checkpoints, and remove unfinished checkpoints and checkpoints after ``after_tokens``.
+        """Prepare the folder for a run that continues from ``after_tokens``: rename damaged checkpoints, and remove
+        unfinished and later ones.
 
-        Call :meth:`outcome` first. All processes wait for each other before and after, so that no process reads or
-        writes a checkpoint in the meantime.
+        Call :meth:`outcome` first. The processes wait for each other, so that no process reads or writes a checkpoint
+        meanwhile.
         """
         self._group.barrier()
         if self._group.is_first:
@@ -433,9 +413,8 @@ class CheckpointManager:
 
 
 def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
-    """Return the token counts of the checkpoints to keep, in ascending order.
-
-    ``due`` are the token counts of all scheduled checkpoints, in ascending order. These are kept:
+    """Return the token counts of the checkpoints to keep, in ascending order. ``due`` are those of all scheduled
+    checkpoints, in ascending order. These are kept:
 
     - the newest ``keep``;
     - the last one at or before ``good_tokens``;
@@ -448,8 +427,8 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
 
 
 def first_in_each_interval(there: Sequence[int], every_tokens: int) -> list[int]:
-    """Return the lowest of the ascending token counts ``there`` in each interval of ``every_tokens`` tokens. For
-    example, of 0, 2, 3 and 5 with intervals of 2 tokens, return 0, 2 and 5."""
+    """Return the lowest of the ascending token counts ``there`` in each interval of ``every_tokens`` tokens. With
+    intervals of 2 tokens, 0, 2, 3 and 5 become 0, 2 and 5."""
     return sorted({tokens // every_tokens: tokens for tokens in reversed(there)}.values())
 
 
@@ -501,11 +480,8 @@ class Checkpoints(Callback):
         return self.log_outcome(wait=True)
 
     def log_outcome(self, wait: bool) -> str | None:
-        """Log the result of the last save, if it is not logged yet. Return the error of this save, or None.
-
-        If the save is unfinished, wait for it. Without ``wait``, return None instead; a later call will log the
-        result.
-        """
+        """Log the result of the last save, if it is not logged yet. Return its error, or None. Without ``wait``, an
+        unfinished save is logged by a later call."""
         saved = self._manager.outcome(wait)
         if saved is None:
             return None

@@ -50,12 +50,12 @@ class SavedTensor:
 
 
 def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
-    """Return where the blocks of every whole tensor are stored, by tensor name. ``parts`` has a record for each
-    process, which lists the blocks that this process has written.
+    """Return where the blocks of every whole tensor are stored. ``parts`` has the blocks that each process has
+    written.
 
     Raises:
-        ValueError: if an element of a tensor is missing or stored twice, if a block extends beyond the tensor, or if
-            the blocks of a tensor disagree about its dtype or shape.
+        ValueError: if an element is missing, stored twice or outside its tensor, or if blocks differ in dtype or
+            shape.
     """
     found: dict[str, list[SavedTensor]] = {}
     for part in parts:
@@ -78,8 +78,8 @@ def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
 
 @lru_cache(1024)  # many tensors are split the same way
 def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str | None:
-    """Return why the blocks do not form a whole tensor, or None if they do form one. The edges of all blocks cut the
-    tensor into a grid of cells; every cell must belong to exactly one block."""
+    """Return why the blocks do not form a whole tensor, or None. The edges of all blocks cut the tensor into a grid
+    of cells; every cell must belong to exactly one block."""
     for block in blocks:
         if len(block) != len(shape) or not all(
             0 <= a <= b <= most for (a, b), most in zip(block, shape, strict=True)
@@ -97,7 +97,7 @@ def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str 
 
 class Tensors(Mapping[str, Tensor]):
     """A mapping from names to tensors, which are read on access. A tensor may be a view of a file: copy it before you
-    write to it. A file is opened when it is checked or first read, and stays readable even if it is deleted."""
+    write to it. An opened file stays readable even if it is deleted."""
 
     def __init__(self, folder: Path, saved: Mapping[str, SavedTensor]) -> None:
         self._folder, self._saved = folder, saved
@@ -116,9 +116,8 @@ class Tensors(Mapping[str, Tensor]):
         return tensors
 
     def require_whole(self, files: Sequence[str], headers: Sequence[str]) -> None:
-        """Check the list of blocks of every tensor. All blocks must be in ``files``, and each element of the tensor
-        must be in exactly one block. A file that is also in ``headers`` is opened: its blocks must have the dtype and
-        the shape that the list states.
+        """Check that the blocks of every tensor are in ``files`` and form the whole tensor. The blocks in ``headers``
+        must also have the dtype and shape that the list of blocks states.
 
         Raises:
             ValueError: if a check fails; the message names the tensor.
@@ -142,7 +141,7 @@ class Tensors(Mapping[str, Tensor]):
                         raise ValueError(f"{name}: {block.file} holds another dtype or shape of this tensor")
 
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ValueError unless the tensors of these names are here in fp32 or wider and have these shapes."""
+        """Raise ValueError unless these tensors are here, in fp32 or fp64, with these shapes."""
         for name, shape in shapes.items():
             saved = self._saved.get(name)
             if saved is None or saved.dtype not in {"float32", "float64"} or saved.shape != shape:
@@ -167,8 +166,7 @@ class Tensors(Mapping[str, Tensor]):
         return self._saved[name].shape
 
     def piece(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return the block of ``shape`` at ``offset`` of the tensor ``name``, without reading the rest of the
-        tensor."""
+        """Return the block of ``shape`` at ``offset`` of a tensor, without reading the rest."""
         saved, wanted = self._saved[name], _spans(offset, shape)
         assert len(wanted) == len(saved.shape), f"{name} is {saved.shape}, not {tuple(shape)}"
         assert all(0 <= start <= end <= length for (start, end), length in zip(wanted, saved.shape, strict=True))
@@ -200,8 +198,7 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def part(tensors: Mapping[str, Tensor], name: str, piece: Piece) -> Tensor:
-    """Return the block of the saved tensor ``name`` that this process stores. ``piece`` gives the offset and shape of
-    the block. A scalar tensor is returned whole."""
+    """Return the block of a saved tensor that this process stores (``piece``). A scalar tensor is returned whole."""
     if isinstance(tensors, Tensors):
         if not tensors.shape(name):
             return tensors[name]

@@ -1,8 +1,8 @@
 """Describes the device and the machine: names, peak speed (for the MFU), used and free memory, cores and versions.
 
 The MFU is the model FLOPs per second divided by the device's dense peak for the dtype. A token costs 6 FLOPs for each
-weight in a matmul, plus 12 x layers x heads x d_head x seq_len for full attention (:mod:`leaven.planning.flops`). The
-weights include the unembedding, but not the embedding.
+weight in a matmul (also of the unembedding, but not of the embedding), plus 12 x layers x heads x d_head x seq_len
+for full attention (:mod:`leaven.planning.flops`).
 """
 
 import ctypes
@@ -62,11 +62,10 @@ def mfu_convention(peak: Peak) -> str:
 
 
 def known_peak(device: torch.device, compute: str) -> Peak | None:
-    """Return the dense peak speed of a device from its data sheet, or None if this peak is unknown.
+    """Return the dense peak speed of a device from its data sheet, or None if it is unknown.
 
-    It is unknown for CPUs. It also counts as unknown for fp32: a GPU may run fp32 as TF32, which has another peak. A
-    wrong peak is worse than no peak: a trainer that treated unknown devices as an A100 printed an MFU three times too
-    high.
+    It counts as unknown for fp32, because a GPU may run fp32 as TF32, which has another peak. A wrong peak is worse
+    than none: a trainer that treated unknown devices as an A100 printed an MFU three times too high.
     """
     name = device_name(device)
     known = known_device(name)
@@ -75,12 +74,8 @@ def known_peak(device: torch.device, compute: str) -> Peak | None:
 
 
 def default_device() -> torch.device:
-    """Return the device that ``--device`` or LEAVEN_DEVICE names. If neither is given, return the best device of this
-    machine.
-
-    Raises:
-        InputError: if this machine or this build of torch lacks the chosen device.
-    """
+    """Return the device that ``--device`` or LEAVEN_DEVICE names, or the best device of this machine. Raise
+    InputError if this machine or this build of torch lacks the chosen device."""
     there = [name for name in DEVICES if _lacking(name) is None]
     name = os.environ.get("LEAVEN_DEVICE") or there[0]
     if name not in DEVICES:
@@ -106,7 +101,7 @@ def _lacking(name: str) -> str | None:
 
 
 def require_device(recipe: Recipe, device: torch.device) -> None:
-    """Raise InputError if the device does not support the dtype or the compilation that the recipe asks for."""
+    """Raise InputError if the device does not support the recipe's dtype or compilation."""
     if device.type != "mps":
         return
     if recipe.precision.compute == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
@@ -133,11 +128,10 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
-    """Return the peak speed of a device from its data sheet. If the data sheet is unknown, measure the peak.
+    """Return the peak speed of a device: from its data sheet if that is known, or measured.
 
-    A measured peak is the higher of the speeds with ``compute`` and with fp32, because a device that only emulates
-    ``compute`` may be slower with ``compute``. When only ``compute`` was measured, a CPU without fp16 showed MFUs of
-    up to 227%.
+    A measured peak is the higher of the speeds with ``compute`` and with fp32, because a device may only emulate
+    ``compute``. When only ``compute`` was measured, a CPU without fp16 showed MFUs of up to 227%.
     """
     known = known_peak(device, compute)
     if known is not None:
@@ -153,8 +147,8 @@ def device_peak(device: torch.device, compute: str) -> Peak:
 def times_fp32(device: torch.device, compute: str, threads: int) -> float:
     """Return the time of a matmul in ``compute`` divided by its time in fp32.
 
-    A number below 0.8 or above 2 is stored in leaven's cache folder, so that later runs measure only the speed of the
-    faster dtype. A number in between may be an effect of other work on the machine.
+    A ratio below 0.8 or above 2 is stored in leaven's cache folder. A ratio in between may be an effect of other work
+    on the machine.
     """
     if compute == "fp32":
         return 1.0
@@ -175,10 +169,8 @@ def times_fp32(device: torch.device, compute: str, threads: int) -> float:
 
 @cache
 def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-    """Return the FLOP/s of the fastest square matmul, measured in about half a second.
-
-    It is measured once per process for each device, dtype and ``threads``, torch's current number of threads.
-    """
+    """Return the FLOP/s of the fastest square matmul, measured in about half a second. ``threads``, torch's current
+    number of threads, is only a key of the cache."""
     began, best, size, seconds = time.perf_counter(), 0.0, 256, 0.0
     # The next size takes eight times as long, and is multiplied three times.
     while size <= 16_384 and time.perf_counter() - began + 3 * 8 * seconds < MEASURING_SECONDS:
@@ -196,8 +188,7 @@ def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float
 
 
 def time_fixed_work(device: torch.device) -> float:
-    """Return the seconds that a matmul of fixed size takes: the fastest of five. These times show which of several
-    devices is the slowest."""
+    """Return the seconds of a matmul of fixed size, the fastest of five, which shows a slow device."""
     a, times = torch.ones(FIXED_WORK_SIZE[device.type], FIXED_WORK_SIZE[device.type], device=device), []
     for _ in range(5):
         wait(device)
@@ -219,8 +210,7 @@ def wait(device: torch.device) -> None:
 def unless_out_of_memory(
     work: Callable[[], T], device: torch.device, cleanup: Callable[[], None] = lambda: None
 ) -> T | None:
-    """Return the result of ``work()``, or None if it runs out of memory. Call ``cleanup`` in any case, also after
-    another error, which is raised."""
+    """Return the result of ``work()``, or None if it runs out of memory. ``cleanup`` is called in any case."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
@@ -259,7 +249,7 @@ def held_memory(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset the result of :func:`peak_memory` to the memory in use now. For a CPU, this works only on Linux."""
+    """Reset the result of :func:`peak_memory` to the memory in use now. On a CPU, this works only on Linux."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -271,8 +261,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that a run can still allocate on this device. On a CPU, these are the available bytes of the
-    machine, or fewer if its container has a lower limit."""
+    """Return the bytes that a run can still allocate on this device. A container may limit them on a CPU."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + (
             torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -287,8 +276,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
-    """Return the bytes that a Linux control group may still use, or None if it has no limit. Its page cache counts as
-    free."""
+    """Return the bytes that a Linux control group may still use, with its page cache, or None if it has no limit."""
     try:
         cached = re.search(r"^inactive_file (\d+)", (_CGROUP / f"{folder}memory.stat").read_text(), re.MULTILINE)
         room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())
@@ -311,11 +299,10 @@ def machine() -> dict[str, Any]:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep freed memory for the next step: up to 2 GiB, in blocks of up to 128 MiB.
+    """Let glibc keep freed memory for the next step: up to 2 GiB, in blocks of up to 128 MiB.
 
-    By default, the C library returns a large block to the system immediately when it is freed. The system then has to
-    clear the pages of the block again in every step. On a CPU, this clearing takes 5 to 37% of a step (measured:
-    docs/log.md). Keeping blocks of more than 128 MiB would fragment memory. Without glibc this function does nothing.
+    By default, glibc returns a large block to the system, which must then clear its pages again in every step. On a
+    CPU, this takes 5 to 37% of a step (measured: docs/log.md). Keeping larger blocks would fragment memory.
     """
     if platform.libc_ver()[0] == "glibc":
         trim_threshold, mmap_threshold = -1, -3  # constants of malloc.h

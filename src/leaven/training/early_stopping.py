@@ -1,11 +1,9 @@
-"""Ends trials early if they diverge, or if they cannot reach the best trial (pruning). This module does not import
-torch.
+"""Ends trials early if they diverge, or if they cannot reach the best trial (pruning). Does not import torch.
 
-A trial is compared with the baseline, the best trial so far, at equal token counts and only if both have the same
-schedule. A trial with a high learning rate starts behind and may still win. So a trial may be behind the baseline by
-a margin: the amount by which the baseline's own loss falls from this token count to the end of the baseline's run, or
-:data:`LEAST` standard deviations between seeds if that is more. The margin is wide while the learning rate is high,
-and narrows as the learning rate decays. The constants were chosen on the curves of one set of trials and tested on
+A trial is compared with the baseline, the best trial so far, at equal token counts and only with the same schedule. A
+trial with a high learning rate starts behind and may still win. So a trial may be behind by a margin: the amount by
+which the baseline's own loss still falls, and at least :data:`LEAST` standard deviations between seeds. The margin
+narrows as the learning rate decays. The constants were chosen on the curves of one set of trials and tested on
 another set (benchmarks/early_stopping.py, docs/log.md).
 """
 
@@ -25,8 +23,8 @@ POINTS = 32
 
 
 LEARNT = 0.01
-"""Every run that has not diverged ends with a loss at least this many nats below the loss of a uniform guess, which
-is log(vocabulary size). Learning the token frequencies alone gains tenths of a nat."""
+"""Every run that has not diverged ends at least this many nats below a uniform guess, log(vocabulary size). Learning
+the token frequencies alone gains tenths of a nat."""
 
 
 def divergence_limit(vocab_size: int) -> float:
@@ -40,11 +38,9 @@ class DivergenceMonitor(Callback):
 
     - The loss of a step is not finite. With ``at_once``, the same holds for the gradient.
     - After a quarter of the run, the running mean of the loss is above :func:`divergence_limit`. The mean covers
-      about 1/32 of the run (:data:`POINTS`), because a single batch does not show divergence: unusual text may have a
-      higher loss than a uniform guess, and so may the first batches of a run with a large init.
-    - The loss was above that limit at a point of the curve, and at the end of the run the running mean is less than
-      :data:`LEARNT` below the loss of a uniform guess. The softmax of such a run is saturated, and all such runs end
-      with the same loss.
+      about 1/32 of the run, because a single batch of unusual text may be above the limit.
+    - A point of the curve was above that limit, and the run ends less than :data:`LEARNT` below a uniform guess. The
+      softmax of such a run is saturated.
     """
 
     vocab_size: int
@@ -60,8 +56,7 @@ class DivergenceMonitor(Callback):
             raise Diverged(f"mean loss {self.mean:g} at step {step.step}")
 
     def has_diverged(self, loss: float, batch_tokens: int) -> bool:
-        """Add the mean loss of the next step, in nats per token, to the running mean. Return whether the run has
-        diverged."""
+        """Add the mean loss of the next step, in nats per token. Return whether the run has diverged."""
         before, self.done = self.done, self.done + batch_tokens
         if not math.isfinite(loss):
             return True
@@ -93,8 +88,7 @@ class Pruned(Exception):
 
 @dataclass
 class Pruning(Callback):
-    """Ends a trial that cannot reach its baseline. This is checked after the warm-up, at each new point of the
-    trial's loss curve."""
+    """Ends a trial that cannot reach its baseline. Checked after the warm-up, at each new point of the loss curve."""
 
     monitor: DivergenceMonitor  # records the loss curve; must come earlier in the list of callbacks
     baseline: Baseline  # the best trial so far
@@ -115,19 +109,15 @@ SMOOTH = 4
 FIRST = 0.25
 """No trial is pruned before this share of the run is done."""
 MARGIN = 1.0
-"""A trial is not pruned while it is behind the baseline by at most this share of the amount by which the baseline's
-loss still falls."""
+"""A trial may be behind the baseline by this share of the amount by which the baseline's loss still falls."""
 LEAST = 8.0
-"""A trial is not pruned while it is behind the baseline by at most this many standard deviations of the loss between
-seeds."""
+"""A trial may be behind the baseline by this many standard deviations of the loss between seeds."""
 CATCHES_UP = 1.5
-"""If a trial is behind the baseline by this many times the amount by which the baseline's loss still falls, the trial
-is expected to close half of its gap by the end."""
+"""A trial whose gap is this many times the amount by which the baseline's loss still falls closes half of its gap."""
 
 
 def should_prune(curve: Curve, baseline: Baseline) -> bool:
-    """Return whether a trial with this curve so far is so far behind the baseline that it is pruned. The constants
-    above define how far."""
+    """Return whether a trial with this curve so far is too far behind the baseline, by the constants above."""
     tokens, end = curve[-1][0], baseline.curve[-1][0]
     if len(curve) < SMOOTH or tokens < FIRST * end or tokens >= end:
         return False
@@ -135,18 +125,14 @@ def should_prune(curve: Curve, baseline: Baseline) -> bool:
 
 
 def expected(curve: Curve, baseline: Baseline) -> float:
-    """Estimate the validation loss that a pruned trial would have reached.
-
-    The estimate assumes that a trial closes a part of its gap to the baseline by the end of the run. The larger the
-    gap, the smaller is this part.
-    """
+    """Estimate the validation loss that a pruned trial would have reached. The larger its gap to the baseline, the
+    smaller the part of the gap that it closes."""
     behind = gap(curve, baseline)
     return baseline.loss + behind**2 / (behind + CATCHES_UP * _remaining_gain(curve, baseline))
 
 
 def gap(curve: Curve, baseline: Baseline) -> float:
-    """Return how far a trial is behind the baseline, in nats per token: the mean loss at the last points of
-    ``curve`` minus the baseline's mean loss at the same token counts."""
+    """Return how far a trial is behind the baseline at its last points, in nats per token."""
     last = curve[-SMOOTH:]
     return fmean(loss for _, loss in last) - _mean(baseline.curve, last)
 
@@ -162,6 +148,6 @@ def comparable(baseline: Baseline, tokens: int) -> bool:
 
 
 def _mean(curve: Curve, at: Curve) -> float:
-    """Interpolate a curve at the token counts of the curve ``at``, and return the mean of the interpolated losses."""
+    """Return the mean of a curve at the token counts of the curve ``at``, interpolated."""
     tokens, losses = zip(*curve, strict=True)
     return float(np.interp([there for there, _ in at], tokens, losses).mean())

@@ -1,7 +1,5 @@
 """Defines the state of a run (model, optimizer, position in the data) and its optimizer step, :meth:`Training.issue`.
-
-A step depends only on the recipe, the tokens and the state.
-"""
+A step depends only on the recipe, the tokens and the state."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class StopRequested(Exception):
-    """Raised when the user requests a stop during a step or an evaluation. That step or evaluation is abandoned."""
+    """Raised within a step or an evaluation when the user requests a stop."""
 
 
 @dataclass
@@ -70,8 +68,7 @@ class Training:
         *,
         resumes: bool = False,
     ) -> None:
-        """With ``resumes``, a checkpoint will be restored, so the weights of [start], which may be gone, are not
-        read."""
+        """With ``resumes``, the weights of [start] are not read: they may be gone, and a checkpoint replaces them."""
         start = None if resumes else recipe.start.folder
         check_trainable(recipe, tokens, group, resumes)
         self.recipe, self.resumes = recipe, resumes
@@ -120,8 +117,7 @@ class Training:
         self.limits = Limits()  # on loss and gradient norm, set by the spike guard for the next step
 
     def _muon(self) -> dict[str, Any]:
-        """Return the arguments for Muon, by name: its dtype, and the function that applies it to whole matrices.
-        Return an empty dict if the run does not use Muon."""
+        """Return the arguments for Muon by name, or {} without Muon."""
         if not self.recipe.hyperparameters.ns_steps:
             return {}
         whole = self.sharded.whole_matrices()
@@ -154,8 +150,8 @@ class Training:
         return rule_of_thumb(self.recipe, self.device.type)
 
     def check_stop(self) -> None:
-        """In a run with a single process, raise StopRequested if ``stop()`` returns true. Several processes have to
-        stop at the same step, so they check for a stop between steps instead."""
+        """Raise StopRequested if ``stop()`` is true. Several processes check between steps instead: all must stop at
+        the same step."""
         if self.group is SINGLE_PROCESS and self.stop():
             raise StopRequested
 
@@ -165,23 +161,18 @@ class Training:
         self.sharded.train(True)
 
     def step(self) -> Step:
-        """Take one optimizer step and wait for it.
-
-        Raises:
-            Diverged: if the loss or the gradient is not finite. The parameters are then unchanged. The exception is
-                not raised if the cause is an fp16 loss scale that was too large, or if ``on_spike`` is ``off``.
-        """
+        """Take one optimizer step and wait for it. Raise Diverged if the step has diverged and ``on_spike`` is not
+        ``off``. The parameters are then unchanged."""
         step = self.issue()()
         if step.diverged and self.recipe.stability.on_spike != "off":
             raise Diverged(f"loss {step.loss:g}, gradient norm {step.grad_norm:g} at step {step.step}")
         return step
 
     def issue(self) -> Callable[[], Step]:
-        """Start one optimizer step on the device, without waiting for it. Return a function that waits for the step
-        and returns its metrics. Call each of these functions once, in the order of the steps.
+        """Start one optimizer step on the device. Return a function that waits for the step and returns its metrics.
 
-        The device applies the step only if the loss and the gradient norm are finite and below the limits that the
-        spike guard has set. Otherwise the device skips the step: parameters and moments stay unchanged.
+        Call these functions in the order of the steps. The device does not apply a step whose loss or gradient norm
+        is not finite, or above :attr:`limits`.
         """
         self.telemetry.begin()
         recipe, start, scale = self.recipe, self.progress, self.loss_scale.value if self.loss_scale else None
@@ -226,16 +217,15 @@ class Training:
         return result
 
     def _forward_backward(self, batch: TrainingBatch, scale: Tensor | None, noise: NoiseScale | None) -> Tensor:
-        """Compute the gradient of the mean loss of a batch, times the loss scale, and store it in ``grad`` of the
-        parameters. Return the mean loss, without the loss scale, a scalar."""
+        """Add the gradient of the mean loss of a batch, times the loss scale, to ``grad``. Return the unscaled mean
+        loss, a scalar."""
         factor = (1 if scale is None else scale) / batch.targets
         losses = self.sharded.forward_backward(batch.micro_batches, factor, noise.after_first if noise else None)
         loss = self.sharded.total(losses)
         return loss if scale is None else loss / scale
 
     def _noise_of(self, batch: TrainingBatch) -> NoiseScale | None:
-        """If a measurement of the gradient noise scale is due in the next step, prepare it and return the object that
-        measures. Otherwise return None."""
+        """Return the noise scale, prepared for the next step, or None if no measurement is due."""
         if self.noise is None or not passes(self.noise.every, self.tokens, self.tokens + batch.tokens):
             return None
         self.noise.first_targets = self._first_targets(batch)
@@ -248,8 +238,7 @@ class Training:
             torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *ranks))
 
     def _first_targets(self, batch: TrainingBatch) -> Tensor:
-        """Return how many targets of the first micro-batch count in the loss, a scalar. The first micro-batches of
-        all processes are counted together."""
+        """Return how many targets count in the loss in the first micro-batches of all processes, a scalar."""
         first = next(batch.micro_batches)
         batch.micro_batches = chain([first], batch.micro_batches)
         targets = widened((first[1] != IGNORED).sum())
@@ -258,8 +247,7 @@ class Training:
         return self.group.all_reduce_(targets if self.group.is_first_reader else torch.zeros_like(targets))
 
     def evaluate(self, averaged: bool = False) -> float:
-        """Return the mean validation loss in nats per token, of the weights or of their average. Every call uses the
-        same validation tokens."""
+        """Return the mean validation loss of the weights, or of their average, in nats per token."""
         began = time.perf_counter()
         windows = torch.from_numpy(self.validation)
         start, count = self._own_sequences(len(windows))
@@ -283,9 +271,8 @@ class Training:
         return self._batch(windows, count, sequences)
 
     def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:
-        """Return a batch that has ``sequences`` sequences in all processes together. The sequences of this process
-        are the first ``count`` of ``windows``, of seq_len + 1 tokens each. If documents are isolated, the first token
-        of each document does not count in the loss."""
+        """Return a batch of ``sequences`` sequences over all processes. This process has the first ``count`` of
+        ``windows``, each of seq_len + 1 tokens."""
         tokens = targets = sequences * self.recipe.model.seq_len
         if self._end_of_text is not None:
             mine = (windows[:count, :-1] != self._end_of_text).sum().double()
@@ -293,16 +280,15 @@ class Training:
         return TrainingBatch(tokens, targets, self._micro_batches(windows, count, sequences))
 
     def _own_sequences(self, sequences: int) -> tuple[int, int]:
-        """Return which of the batch's ``sequences`` this process reads: the index of the first, and their number. For
-        example, four processes share ten sequences as (0, 3), (3, 3), (6, 3) and (9, 1)."""
+        """Return which of ``sequences`` this process reads: (first, number). For example, four processes share ten
+        sequences as (0, 3), (3, 3), (6, 3) and (9, 1)."""
         each = -(-sequences // self.group.dp)
         start = min(self.group.dp_rank * each, sequences)
         return start, min(each, sequences - start)
 
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
-        """Yield the first ``count`` windows as micro-batches. Their size and number are the same in all processes. If
-        there are too few windows, other sequences fill the micro-batches. The targets of these sequences do not count
-        in the loss."""
+        """Yield the first ``count`` windows as micro-batches. All processes have the same number and size of
+        micro-batches, so some are filled with copies that do not count in the loss."""
         size, micro_batches = self.split(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * micro_batches - count, -1)))
         for number, chunk in enumerate(torch.split(filled, size)):
@@ -310,8 +296,8 @@ class Training:
             yield self.micro_batch_of(chunk, min(max(count - number * size, 0), size))
 
     def micro_batch_of(self, windows: Tensor, count: int) -> MicroBatch:
-        """Return a micro-batch of windows (sequences, seq_len + 1) on the device. Only the targets of the first
-        ``count`` windows contribute to the loss."""
+        """Return windows (sequences, seq_len + 1) as a micro-batch on the device. Only the first ``count`` windows
+        count in the loss."""
         inputs, targets, documents = windows[:, :-1], windows[:, 1:].clone(), None
         if self._end_of_text is not None:
             documents, targets = isolated(windows, self._end_of_text)
@@ -320,9 +306,8 @@ class Training:
         return self._on_device(inputs), self._on_device(targets), documents
 
     def split(self, sequences: int) -> tuple[int, int]:
-        """Return how to split a batch of ``sequences`` sequences: (sequences in a micro-batch, micro-batches in each
-        process). A compiled model gets micro-batches of the same size wherever possible, because compiling for a new
-        size costs more than padding."""
+        """Return (sequences in a micro-batch, micro-batches in each process) for a batch of ``sequences`` sequences.
+        A compiled model gets equal sizes, because compiling for a new size costs more than padding."""
         each = -(-sequences // self.group.dp)
         size = min(self.micro_batch, each) if self.recipe.layout.compile else even(each, self.micro_batch)
         return size, self.sharded.schedulable(-(-each // size))
@@ -333,11 +318,7 @@ class Training:
         return tokens.to(self.device)
 
     def checkpoint(self, state: Mapping[str, Any] | None = None) -> Checkpoint:
-        """Return what this process saves in a checkpoint. ``state`` contains the values that the callbacks save.
-
-        The process that saves the first element of a parameter also saves the parameter's step count. The first
-        process also saves what belongs to no parameter, such as the loss scale.
-        """
+        """Return what this process saves in a checkpoint. ``state`` contains the values of the callbacks."""
         model: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}
         places: dict[str, Place] = {}
@@ -384,8 +365,7 @@ class Training:
 def check_trainable(
     recipe: Recipe, tokens: "TokenSet", group: ProcessGroup = SINGLE_PROCESS, resumes: bool = False
 ) -> None:
-    """Raise InputError if the processes of ``group`` cannot train ``recipe`` on ``tokens``, the training text. A run
-    that ``resumes`` needs no start weights."""
+    """Raise InputError if the processes of ``group`` cannot train ``recipe`` on ``tokens``."""
     require_trainable(recipe, group.size)
     if recipe.start.folder is not None and not resumes:
         require_start(recipe.model, recipe.start.folder)

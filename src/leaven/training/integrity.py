@@ -1,9 +1,8 @@
-"""Find files of a run that are missing, were changed, or belong to another run.
+"""Finds files of a run that are missing, were changed, or belong to another run.
 
-The events, the first line of the metrics, plan.json and every checkpoint have the random identifier of their run. A
-checkpoint also has the recipe of the run, and the digests of the tokenizer and of the lines of metrics and events up
-to it. Older versions of leaven wrote less; a value that a file does not have is not compared. This module does not
-import torch.
+The event of each start, the first line of the metrics, plan.json and every checkpoint have the random identifier of
+their run. A checkpoint also has the recipe, and digests of the tokenizer, metrics and events. A value that an older
+version did not write is not compared. This module does not import torch.
 """
 
 import json
@@ -45,11 +44,7 @@ _FIRST_LINE = 2**20  # bytes; the first line of the metrics is shorter
 
 
 def require_run_of(run: RunFolder, recipe: Recipe) -> None:
-    """Check that the folder of a run does not exist, is empty, or contains a run of this recipe with all its files.
-
-    Raises:
-        InputError: if the folder contains anything else. Nothing is written.
-    """
+    """Raise InputError unless a run folder is missing, is empty, or has a run of this recipe with all its files."""
     storage.require_folder_name(run.path)
     if run.path.exists() and not run.path.is_dir():
         raise InputError(f"{run.path} is a file; --run needs a folder")
@@ -88,23 +83,22 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
 
 
 def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> None:
-    """Raise InputError if :func:`foreign_files` finds a file.
-
-    If ``to_use`` is true, the weights are only used, so values of the recipe on which no weight depends
-    (:func:`unused_changes`) may differ.
-    """
+    """Raise InputError if :func:`foreign_files` finds a file."""
     if (fault := next(foreign_files(run, state, to_use=to_use), None)) is not None:
         raise InputError(fault)
 
 
 def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> Iterator[str]:
-    """Yield a sentence for each file that belongs to another run, is not as it was at a checkpoint, or is unreadable.
-    ``state`` is the state of the callbacks in the checkpoint. ``to_use`` is as in :func:`require_own_files`."""
+    """Yield a sentence for each file that belongs to another run, was changed after the checkpoint, or is unreadable.
+
+    ``state`` is the state of the callbacks in the checkpoint. With ``to_use``, the run is not trained further, so
+    values of the recipe on which no weight depends may differ.
+    """
     found = list(_identities(run, state))
     other = next((file for file, identity in found if identity != found[0][1]), None)
     if other is not None:
         where = f"{other} has lines of" if other == found[0][0] else f"{found[0][0]} and {other} belong to"
-        yield f"{where} different runs; bring back those of one run, or start again with another --run"
+        yield f"{where} different runs; restore the files of one run, or start again with another --run"
     try:
         there = _tokenizer_digests(run)
         if there and isinstance(saved := state.get(TOKENIZER), str) and saved not in there:
@@ -122,8 +116,8 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
 
 
 def unused_changes(run: RunFolder, state: Mapping[str, Any]) -> str | None:
-    """Return a sentence that names the values of recipe.toml which were changed after the checkpoint with this
-    ``state``, but do not affect its weights: those of [evaluation] and [stability]. None if there are none."""
+    """Return a sentence that names the values of recipe.toml that were changed after the checkpoint and do not affect
+    its weights, or None."""
     changes = [each for each in _changes_of_recipe(run, state) if _without_weights(each)]
     return f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}" if changes else None
 
@@ -133,7 +127,7 @@ def _without_weights(change: Difference) -> bool:
 
 
 def _identities(run: RunFolder, state: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Yield each file that has the identifier of a run, and this identifier. ``state`` comes from a checkpoint."""
+    """Yield (file, identifier) for each file that has the identifier of a run. ``state`` comes from a checkpoint."""
     first = b""
     with suppress(OSError), storage.open_file(run.metrics_file) as file:
         first = file.readline(_FIRST_LINE)
@@ -149,28 +143,24 @@ def _identities(run: RunFolder, state: Mapping[str, Any]) -> Iterator[tuple[Path
 
 
 def identity_of(run: RunFolder, state: Mapping[str, Any]) -> str | None:
-    """Return the identifier of a run, or None if no file has one. ``state`` comes from a checkpoint, or is empty."""
+    """Return the identifier of a run, or None if no file has one. ``state`` comes from a checkpoint."""
     return next((identity for _, identity in _identities(run, state)), None)
 
 
 def newest_state(run: RunFolder) -> dict[str, Any]:
-    """Return the state of the callbacks in :func:`newest_document`, or an empty dict."""
+    """Return the state of the callbacks in :func:`newest_document`, or {}."""
     state = newest_document(run).get("state")
     return state if isinstance(state, dict) else {}
 
 
 def tokenizer_digest(run: RunFolder) -> str | None:
-    """Return a digest of tokenizer.json that does not depend on its formatting, or None if there is no such file.
-
-    Raises:
-        InputError: if the file cannot be read.
-    """
+    """Return a digest of tokenizer.json that does not depend on its formatting, or None without this file. Raise
+    InputError if it cannot be read."""
     return next(iter(_tokenizer_digests(run)), None)
 
 
 def _tokenizer_digests(run: RunFolder) -> list[str]:
-    """Return the digest of tokenizer.json and the one that older versions made, which depends on the formatting.
-    Return nothing if there is no such file."""
+    """Return the digests of tokenizer.json without its formatting, and as it is (older versions saved this one)."""
     try:
         content = storage.read(run.tokenizer_file)
     except FileNotFoundError:
@@ -181,7 +171,7 @@ def _tokenizer_digests(run: RunFolder) -> list[str]:
 
 
 def _canonical(tokenizer: bytes) -> bytes:
-    """Return the content of a tokenizer.json without its formatting, or as it is if it is no JSON."""
+    """Return the content of a tokenizer.json without its formatting, or unchanged if it is no JSON."""
     try:
         return json.dumps(json.loads(tokenizer), sort_keys=True).encode()
     except (ValueError, RecursionError):
@@ -189,8 +179,7 @@ def _canonical(tokenizer: bytes) -> bytes:
 
 
 def require_tokenizer(run: RunFolder, path: Path) -> None:
-    """Raise InputError if the folder has another tokenizer.json than the one at ``path``, which made the token
-    ids."""
+    """Raise InputError if the folder has another tokenizer.json than ``path``, which made the token ids."""
     from tokenizers import Tokenizer
 
     with suppress(FileNotFoundError):
@@ -212,8 +201,7 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences between recipe.toml and the recipe that the run has according to its last rewind or, if
-    no rewind has changed it, its checkpoint. Another place of the data is no difference.
+    """Return how recipe.toml differs from the recipe in the last event that changed it, or in the checkpoint.
 
     If a process was killed after it had recorded a rewind, recipe.toml may still have the values of before.
     """
@@ -229,8 +217,8 @@ def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Differe
 
 
 def _trained_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of a recipe that stay the same during a run. The text may be moved, because it has a
-    fingerprint of its own (:func:`require_text`)."""
+    """Return the values of a recipe that stay the same during a run. The text may be moved: :func:`require_text`
+    compares its content."""
     values = recipe.model_dump(exclude=NOT_NUMBERS | {"start"})
     values["data"] |= {"source": recipe.data.proportions, "tokenizer": None}
     values["batch"]["micro_batch"] = None
@@ -238,11 +226,8 @@ def _trained_values(recipe: Recipe) -> dict[str, Any]:
 
 
 def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> None:
-    """Raise InputError if the run was started on another text, that is, on one with another ``fingerprint``.
-
-    The fingerprint of the run's own text is in events.jsonl. If it is not there, the fingerprint in a checkpoint of
-    the run, ``saved``, is used. If both are missing, nothing is compared.
-    """
+    """Raise InputError if the run was started on a text with another ``fingerprint``. ``saved`` is the fingerprint in
+    a checkpoint, which is used if events.jsonl has none."""
     before = next((event["text"] for event in run.events() if "text" in event), saved or fingerprint)
     if before != fingerprint:
         raise InputError(
@@ -255,11 +240,11 @@ def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> 
 
 
 def progress(run: RunFolder, recipe: Recipe) -> str | None:
-    """If a file shows that the run has trained, return a sentence with the name of the file and what it says.
+    """Return a sentence that proves that the run has trained, such as "events.jsonl says that it has trained 1,024
+    tokens".
 
-    An example is "events.jsonl says that it has trained 1,024 tokens". A run that was killed before the end of its
-    first save, or whose first save failed, has nothing to resume from. So what it trained until the second save does
-    not count: after any kill, as much is trained again. The second save follows the step that completes the interval.
+    Return None if there is no proof. If the first save was interrupted or failed, training before the second save
+    does not count, because there is nothing to resume from.
     """
     events = run.events()
     saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]
@@ -285,8 +270,8 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
 
 
 def _is_other_text(file: Path, *keys: str) -> bool:
-    """Return whether a file begins with something else than a line of ours, whole or cut off, whose first key is one
-    of ``keys``. A power cut may leave zeros."""
+    """Return whether a file begins with something else than a line of ours, whose first key is in ``keys``. Zeros,
+    which a power cut may leave, are ignored."""
     with suppress(FileNotFoundError), storage.open_file(file) as opened:
         begin = opened.read(_EMPTY_CURVES).strip(b"\0\n")
         ours = [f'{{"{key}": '.encode() for key in keys]
@@ -295,9 +280,8 @@ def _is_other_text(file: Path, *keys: str) -> bool:
 
 
 def _trained_file(run: RunFolder, begun: bool) -> Path | None:
-    """Return plan.json or a TensorBoard file that shows that the run has trained, or None. ``begun`` says whether
-    events.jsonl has a line. Then only a plan.json with measured steps counts, because the first one is written before
-    the first step."""
+    """Return plan.json or a TensorBoard file that shows that the run has trained, or None. If the run has ``begun``
+    (has events), plan.json needs measured steps, because the first one is written before the first step."""
     try:
         measured = any(row["steps"] > 0 for row in _plan(run)["rows"])
     except WRONG_TYPES:  # damaged or of an older version
@@ -318,8 +302,8 @@ def _plan(run: RunFolder) -> dict[str, Any]:
 
 
 def newest_saved(run: RunFolder) -> int | None:
-    """Return the number of trained tokens at the newest checkpoint according to events.jsonl, or None if no event
-    says it. Only checkpoints since the last rewind count, and the one to which it returned."""
+    """Return the token count of the newest checkpoint since the last rewind, according to events.jsonl, or None. The
+    target of the rewind counts too."""
     for event in reversed(run.events()):
         if (tokens := _saved_tokens(event)) is not None:
             return tokens
@@ -332,15 +316,14 @@ _SAVED_TOKENS = {"checkpoint": "tokens", "resume": "tokens", "rewind": "to_token
 
 
 def _saved_tokens(event: Mapping[str, Any]) -> int | None:
-    """Return the number of trained tokens at the checkpoint that the event mentions, or None if it mentions none."""
+    """Return the token count of the checkpoint that an event mentions, or None."""
     tokens = event.get(_SAVED_TOKENS.get(event["event"], ""))
     return tokens if isinstance(tokens, int) else None
 
 
 def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | None = None) -> str | None:
-    """Return a sentence that says why none of the checkpoints that are there can be used, or None if there are none.
-    ``damaged`` are those that are damaged; a rewind has undone the others. With ``tokens``, consider only the
-    checkpoint at that token count."""
+    """Return a sentence that says why no checkpoint can be used, or None if there are none. With ``tokens``, consider
+    only the checkpoint at that token count."""
     there = (path for path in checkpoints(run.checkpoints) if tokens is None or tokens_of(path) == tokens)
     undone = [path for path in there if path not in damaged]
     found = [
@@ -352,19 +335,17 @@ def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | 
 
 
 def missing_checkpoint(saved: int | None, found: int) -> str | None:
-    """Return the name of the newest checkpoint that was saved, if only older checkpoints were found. Otherwise return
-    None.
+    """Return the name of the checkpoint at ``saved`` tokens, or None if ``found``, the newest that was read, is not
+    older.
 
-    ``saved`` and ``found`` are numbers of trained tokens: at the newest checkpoint that was saved (None: no
-    checkpoint was saved), and at the newest one that was found. ``saved`` is the result of :func:`newest_saved`. Call
-    that function before reading checkpoints, because the run may be writing a newer one.
+    ``saved`` is the result of :func:`newest_saved`. Call that first, because the run may be writing a newer
+    checkpoint.
     """
     return None if saved is None or saved <= found else checkpoint_name(saved)
 
 
 def mark_trained(run: RunFolder) -> None:
-    """Tell later restarts of this process by torchrun that the run has saved a checkpoint. Without torchrun, do
-    nothing."""
+    """Tell later restarts by torchrun that the run has saved a checkpoint. Without torchrun, do nothing."""
     mark = _torchrun_mark()
     if mark is not None:
         with suppress(OSError):
@@ -381,11 +362,8 @@ def _torchrun_has_trained(run: RunFolder) -> bool:
 
 
 def _torchrun_mark() -> Path | None:
-    """Return the path of a file that shows to later processes of the same torchrun that the run has trained.
-
-    The file is in a log folder that torchrun makes at its start, and keeps when it restarts its processes. Return
-    None without torchrun, or if it has no log folder.
-    """
+    """Return the path of the file that :func:`mark_trained` writes, or None without torchrun. It is in a log folder
+    that torchrun keeps when it restarts its processes."""
     attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     return attempt.parent / "leaven-run" if attempt.name.startswith("attempt_") else None
 
@@ -394,9 +372,10 @@ def _torchrun_mark() -> Path | None:
 
 
 def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
-    """Compare metrics.jsonl and events.jsonl with their digests in the ``finish`` event, and look for the checkpoint
-    at the end. Return the names of what differs or cannot be read, each with a sentence that says how. An event of an
-    older version has no digests. If all checkpoints are gone, they were removed to save space."""
+    """Return the files that do not match the ``finish`` event or cannot be read, each with a sentence that says how.
+
+    An event of an older version has no digests. If all checkpoints are gone, they were removed to save space.
+    """
     metrics, events = (lines_digest(finish.get(key)) for key in ("metrics", "events"))
     found: dict[str, str | None] = {}
     if metrics is not None and isinstance(step := finish.get("step"), int):
@@ -412,7 +391,7 @@ def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _or_unreadable(compare: Callable[[], str | None]) -> str | None:
-    """Return the result of ``compare``, or a sentence if the file cannot be read."""
+    """Return ``compare()``, or the error message if the file cannot be read."""
     try:
         return compare()
     except InputError as error:
@@ -420,8 +399,8 @@ def _or_unreadable(compare: Callable[[], str | None]) -> str | None:
 
 
 def events_changed(run: RunFolder, written: LinesDigest | None) -> str | None:
-    """Return a message if the first lines of events.jsonl do not have the digest ``written``, and None if they do.
-    Without a digest, return a message only if the file is empty or missing."""
+    """Return what has changed in the lines of events.jsonl since their digest was ``written``, or None. Without a
+    digest, return a message only if there are no lines."""
     lines = run.lines_of(run.events_file)
     if not lines:
         return "its lines are missing"

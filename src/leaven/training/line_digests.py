@@ -14,8 +14,7 @@ MOST_RANGES = 3  # ranges of missing steps that a message lists
 
 @dataclass(frozen=True)
 class LinesDigest:
-    """The number and the digest of the lines that metrics.jsonl or events.jsonl has at a checkpoint or at the finish
-    event."""
+    """The number and the digest of the lines of metrics.jsonl or events.jsonl at a checkpoint or the finish event."""
 
     lines: int  # number of lines
     blake2b: str  # digest of the lines
@@ -30,7 +29,7 @@ def lines_digest(document: Any) -> LinesDigest | None:
 
 
 def digest(lines: Iterable[bytes]) -> "blake2b":
-    """Return the digest object of some lines. Its ``update`` method can add more lines."""
+    """Return a hash object of some lines. Its ``update`` method adds more."""
     made = blake2b(digest_size=16)
     for line in lines:
         made.update(line)
@@ -38,11 +37,10 @@ def digest(lines: Iterable[bytes]) -> "blake2b":
 
 
 def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None) -> tuple[int, str | None]:
-    """Return how many lines of metrics.jsonl belong to the steps up to ``step``, and what is wrong with these lines:
-    a sentence such as "steps 3 to 5 are missing", or None.
+    """Return how many lines of metrics.jsonl belong to the steps up to ``step``, and what is wrong with them, such as
+    "steps 3 to 5 are missing", or None.
 
-    ``written`` is the digest of these lines when they were written. Without ``written``, missing steps are found, but
-    not changed values.
+    ``written`` is the digest of these lines when they were written. Without it, only missing steps are found.
     """
     if written is not None and digest(lines[: written.lines]).hexdigest() == written.blake2b:
         return written.lines, None

@@ -80,8 +80,8 @@ class LoadedRun:
 
 
 def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Tokenizer]":
-    """Return the model and the tokenizer of a run. The weights come from the checkpoint at ``tokens`` trained tokens,
-    or by default from the newest undamaged checkpoint.
+    """Return the model and the tokenizer of a run, from its newest undamaged checkpoint or from the one at ``tokens``
+    trained tokens.
 
     The model is on the CPU, in fp32 and in evaluation mode; ``model(token_ids)`` maps (batch, time) to logits (batch,
     time, vocabulary). A warning names newer checkpoints that are damaged or missing.
@@ -114,16 +114,16 @@ class _Averages(Mapping[str, Tensor]):
 
 
 def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = False) -> LoadedRun:
-    """Return a run with the weights of a checkpoint or, if ``averaged`` is true, with the averaged weights of that
-    checkpoint. The checkpoint is chosen as in :func:`load`.
+    """Return a run with the weights of a checkpoint, or with their averages if ``averaged``. ``tokens`` is as in
+    :func:`load`.
 
     Raises:
-        InputError: in the cases of :func:`load`, or if the checkpoint has no averaged weights.
+        InputError: as in :func:`load`, or if the checkpoint has no averaged weights.
     """
     folder = RunFolder(storage.expanded(run))
     if not folder.recipe_file.is_file():
         problem = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"
-        raise InputError(f"{run}: {problem}; give the folder of a run, the DIR of leaven train RECIPE --run DIR")
+        raise InputError(f"{run}: {problem}; give the folder that leaven train --run has written")
     recipe = folder.recipe()
     require_own_files(folder, newest_state(folder), to_use=True)
     saved = newest_saved(folder) if tokens is None else None  # first, because a run may be writing another one
@@ -146,7 +146,8 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
             why = "the recipe has no [average]; leave out --averaged"
         else:
             begins = round((1 - recipe.average.last) * recipe.data.tokens)
-            why = f"at {checkpoint.progress.tokens:,} tokens the average has not begun; it begins after {begins:,}"
+            at = f"at {checkpoint.progress.tokens:,} tokens the average has not begun"
+            why = f"{at}; it begins after {begins:,}; leave out --averaged"
         raise InputError(f"{run}: no averaged weights: {why}")
     if not folder.tokenizer_file.is_file():
         raise InputError(
@@ -159,7 +160,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # tokenizers raises no narrower class
-        why = f"damaged ({error}); replace it by the tokenizer.json that the run was trained with"
+        why = f"damaged ({error}); replace it with the tokenizer.json that the run was trained with"
         raise InputError(f"{folder.tokenizer_file}: {why}") from None
     return LoadedRun(
         folder=folder,
@@ -185,8 +186,8 @@ def sample(
     number: int = 0,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> SampleRow:
-    """Generate a text that continues the prompt, which is the beginning of a document. ``seed`` and the ``number`` of
-    the sample together determine the random numbers, so a sample does not depend on other samples.
+    """Generate a text that continues the prompt, which is the beginning of a document. ``seed`` and ``number``
+    together determine the random numbers, so a sample does not depend on other samples.
 
     ``on_text`` is called with each new piece of text. Only the last piece may end in the middle of a character.
     """
@@ -217,8 +218,7 @@ def sample(
 
 
 def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: str | None = None) -> Architecture:
-    """Write the model, the tokenizer and the model card of a run into a new folder. Return the Hugging Face
-    architecture of the model.
+    """Write the model, the tokenizer and the model card of a run into a new folder. Return the model's architecture.
 
     Args:
         folder: must be new or empty.
@@ -227,7 +227,7 @@ def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: st
 
     Raises:
         InputError: if no Hugging Face architecture can represent the model, or if the folder is not empty or cannot
-            be written. In these cases nothing is written.
+            be written. Nothing is then written.
     """
     shape = run.recipe.model
     architecture = holding(shape)

@@ -16,12 +16,11 @@ BIASES = "router.bias"
 
 @dataclass
 class LoadBalance:
-    """Measures the load of each expert in a step. With ``balance = "bias"``, also adapts the biases that are added to
-    the scores of the experts.
+    """Measures the load of each expert in a step. With ``balance = "bias"``, also adapts the biases of the routers.
 
-    Every process has the biases of all layers. If a step is applied, the biases change by ``bias_step`` after it. The
-    bias rises for an expert with less than the mean load of its layer, and falls for an expert with more (Wang et al.
-    2024, arXiv 2408.15664). The load is always that of the whole batch, over all processes.
+    After an applied step, the bias of an expert rises by ``bias_step`` if its load is below the mean of its layer,
+    and falls if its load is above (Wang et al. 2024, arXiv 2408.15664). Loads cover the whole batch, over all
+    processes.
     """
 
     model: ShardedModel
@@ -42,11 +41,11 @@ class LoadBalance:
         return balance
 
     def measure(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the routers did in this step: the loads of the experts, (layers, experts), the balance loss,
-        and the largest load of an expert divided by the mean load of its layer.
+        """Return the loads of the experts, (layers, experts), the balance loss, and the highest load of an expert
+        divided by the mean load of its layer.
 
-        The balance loss is summed over the targets of the step and averaged over the layers with experts, without its
-        coefficient. If the load is even, the balance loss is equal to the number of targets.
+        The balance loss is summed over the targets and averaged over the layers with experts, without its
+        coefficient. At an even load it equals the number of targets.
         """
         layers, experts = self.bias_LE.shape
         device = self.model.device

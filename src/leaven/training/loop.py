@@ -1,5 +1,4 @@
-"""Runs the training loop: optimizer steps with callbacks around them. Runs, trials of a study and the models of
-verification checks use the same loop."""
+"""Runs optimizer steps with callbacks around them: the one loop of runs, trials of a study and checks."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -33,47 +32,41 @@ class Diverged(RuntimeError):
 
 
 def passes(every_tokens: int, before: int, after: int) -> bool:
-    """Return whether a multiple of ``every_tokens`` is above ``before`` and not above ``after``. Both are numbers of
-    trained tokens. For example, with ``every_tokens`` 50, a run that goes from 90 to 110 tokens passes a multiple:
-    100."""
+    """Return whether a multiple of ``every_tokens`` is above ``before`` and not above ``after``, such as 100 in (90,
+    110]."""
     return after // every_tokens > before // every_tokens
 
 
 class Callback:
-    """The base class of callbacks. The loop calls the methods of its callbacks in the order of its list; by default a
-    method does nothing. A callback may raise an exception to end the run."""
+    """The base class of callbacks. The loop calls them in the order of its list. To end the run, raise an
+    exception."""
 
     every_tokens: int | None = None  # how often to call :meth:`on_due`; None for never
 
     def before_step(self) -> None:
-        """Called before each step. At this time, the result of the previous step may not have been read yet."""
+        """Called before each step. The result of the previous step may not have been read yet."""
 
     def after_step(self, step: Any) -> None:
-        """Called when the result of a step has been read. ``step`` is the result: a :class:`StepResult`, or a
-        :class:`leaven.training.metrics.Step` if a recipe is trained."""
+        """Called with the result of each step. A recipe's result is a :class:`leaven.training.metrics.Step`."""
 
     def on_due(self) -> None:
-        """Called between two steps, each time the run has reached a multiple of :attr:`every_tokens`. The results of
-        all started steps have been read by then. Not called after the last step, or after a result that has led to a
-        rewind."""
+        """Called between two steps when the run has reached a multiple of :attr:`every_tokens`. All results have been
+        read by then. Not called after the last step or after a rewind."""
 
     def state(self) -> dict[str, Any]:
         """Return the JSON values that this callback saves in a checkpoint. No two callbacks may use the same key."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Prepare to continue from the current position of the training. ``state`` contains the values that all
-        callbacks saved at this position; it is empty at the start of a run."""
+        """Prepare to continue from a checkpoint. ``state`` has the values that all callbacks saved in it."""
 
     def close(self) -> None:
         """Release resources. Called when training ends or stops, also after an error."""
 
 
 class Loop:
-    """Trains until the end of the run, and calls the callbacks.
-
-    With ``lookahead``, the next step is started before the result of a step is read, so that the device never waits.
-    """
+    """Trains until the end of the run, and calls the callbacks. With ``lookahead``, the next step is started before
+    the result of a step is read, so that the device never waits."""
 
     def __init__(
         self, training: "Training | PlainTraining", callbacks: Sequence[Callback], *, lookahead: bool = False
@@ -98,20 +91,20 @@ class Loop:
         return training.finished
 
     def _call_due(self, before: int, after: int) -> None:
-        """Call ``on_due`` of each callback whose multiple of tokens the run has reached with the last step."""
+        """Call ``on_due`` of each callback that is due between these token counts."""
         due = [each for each in self._callbacks if each.every_tokens and passes(each.every_tokens, before, after)]
         if due and not self.read():
             for callback in due:
                 callback.on_due()
 
     def read(self) -> bool:
-        """If a step has been started but its result has not been read, wait for the result and pass it to the
-        callbacks. Return whether one of them has rewound the run."""
+        """Wait for the step that is not read yet, if any, and call ``after_step``. Return whether the run was
+        rewound."""
         started, self._unread = self._unread, None
         return self._pass_on(started)
 
     def rewound(self) -> None:
-        """Tell the loop that a callback has rewound the run. A step whose loss has not been read yet is dropped."""
+        """Tell the loop that a callback has rewound the run. A step that is not read yet is dropped."""
         self._unread, self._rewound = None, True
 
     def _pass_on(self, started: Callable[[], StepResult] | None) -> bool:

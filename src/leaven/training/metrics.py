@@ -1,5 +1,5 @@
-"""Measures the metrics of each step and the validation loss, and logs them: a line of metrics.jsonl for each step, an
-event for each validation, and the curves of TensorBoard, W&B or trackio."""
+"""Measures steps and the validation loss, and logs them: metrics.jsonl, events.jsonl and curves (TensorBoard, W&B,
+trackio)."""
 
 import math
 import time
@@ -47,8 +47,8 @@ class Step(StepResult):
     modules: dict[str, tuple[float, float]]  # by module: norms of (update, parameters) over all blocks
     noise_scale: float | None = None  # gradient noise scale, tokens; None if not measured or not positive
     z_loss: float | None = None  # z-loss in nats per token, which is not part of ``loss``; None without a z-loss
-    # Of models with experts, else None: the balance loss without its coefficient (mean over layers; 1 at an even
-    # load), and the highest load of an expert divided by the mean load of its layer.
+    # None without experts: the balance loss without its coefficient (mean over layers; 1 at an even load), and the
+    # highest load of an expert divided by the mean load of its layer.
     balance_loss: float | None = None
     max_load: float | None = None
 
@@ -59,14 +59,14 @@ class Step(StepResult):
 
     @property
     def diverged(self) -> bool:
-        """Whether the step was skipped because its loss or gradient is not finite. An overflow of the gradient does
-        not count if its cause was an fp16 loss scale that was too large."""
+        """Whether the step was skipped because its loss or gradient is not finite. In fp16, a gradient that overflows
+        counts only at loss scale 1, because a lower scale may prevent the overflow."""
         overflow = not math.isfinite(self.grad_norm) and self.loss_scale in {None, 1.0}
         return self.skipped and (not math.isfinite(self.loss) or overflow)
 
 
 class Telemetry:
-    """Measures steps without making the device wait for the host. In each step, the trainer calls :meth:`begin`,
+    """Measures steps without making the device wait for the host. In each step, call :meth:`begin`,
     :meth:`remember_parameters` and :meth:`measure_later`, in this order."""
 
     def __init__(self, recipe: Recipe, table: ParameterTable, model: ShardedModel) -> None:
@@ -97,9 +97,12 @@ class Telemetry:
         lr_factor: float,
         measured: Sequence[Tensor | None],
     ) -> Callable[[], Step]:
-        """Start copying the measurements of a step to the host: the norms of parameters and updates, and the scalars
-        in ``measured`` (loss, gradient norm, whether the step was applied, loss scale, noise scale, z-loss, balance
-        loss, highest load). Return a function that waits for them and returns the metrics."""
+        """Start copying the measurements of a step to the host. Return a function that waits for them and returns the
+        metrics.
+
+        ``measured`` has scalars: loss, gradient norm, whether the step was applied, loss scale, noise scale, z-loss,
+        balance loss and highest load.
+        """
         subtract_(self._before, self._model.local_parameters)
         updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.local_parameters))
         self._before = []
@@ -147,8 +150,8 @@ class Telemetry:
         return sizes.new_zeros(len(self._modules)).index_add_(0, self._owners, sizes**2).sqrt()
 
     def _to_host(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start copying ``values`` to the host. Return the copy and, on CUDA, an event that marks the end of the
-        copying. Unlike a wait for the device, a wait for this event does not include later steps."""
+        """Start copying ``values`` to the host. Return the copy and, on CUDA, an event after it. A wait for this
+        event does not include later steps."""
         if not values.is_cuda:
             return values.cpu(), None  # on mps this waits for the step
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -168,13 +171,8 @@ WRITERS = ("tensorboard", "wandb", "trackio")
 
 
 class StepLog(Callback):
-    """Logs the steps of a run.
-
-    Before each step, it records which step this process has reached (a heartbeat for the other processes), and logs
-    an event if the batch size has changed. After each step, it writes a line to metrics.jsonl, adds a point to each
-    curve, and calls ``on_step``. If a writer of curves such as W&B fails (full disk, service down), the run continues
-    without it.
-    """
+    """Logs the steps of a run: lines of metrics.jsonl, points of the curves, and events when the batch size changes.
+    If a writer of curves such as W&B fails, the run continues without it."""
 
     def __init__(self, trainer: "RunTrainer", writers: Sequence[str], on_step: Callable[[Step], None]) -> None:
         self.trainer, self.training, self._on_step = trainer, trainer.training, on_step
@@ -205,7 +203,7 @@ class StepLog(Callback):
         self._on_step(step)
 
     def batch(self) -> dict[str, int]:
-        """Return the batch size in tokens and the number of sequences in each forward pass, for the log."""
+        """Return the batch size in tokens and the micro-batch in sequences, for the log."""
         size, _ = self.training.split(self.batch_tokens // self.training.recipe.model.seq_len)
         return {"batch_tokens": self.batch_tokens, "micro_batch": size}
 
@@ -251,8 +249,8 @@ class StepLog(Callback):
 
 
 class Validation(Callback):
-    """Computes the validation loss at a fixed interval in tokens. In a run with several processes, the speed and
-    memory use of the processes are compared after each validation, which shows a slow process."""
+    """Computes the validation loss at a fixed interval in tokens. With several processes, it then compares their
+    speed and memory use, which shows a slow process."""
 
     def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
         self.trainer, self.training = trainer, trainer.training
@@ -267,9 +265,9 @@ class Validation(Callback):
     def evaluate(self) -> dict[str, Any]:
         """Compute and log the validation loss. Return a dict with these values:
 
-        - ``loss``: the loss in nats per token.
+        - ``loss``: in nats per token.
         - ``bits_per_byte``: the same loss in bits per byte, or None if the bytes of the text are not known.
-        - ``averaged_loss``: the loss of the averaged weights, in nats per token. Missing until the average has begun.
+        - ``averaged_loss``: the loss of the averaged weights. Missing until the average has begun.
         """
         trainer, training, factor = self.trainer, self.training, self._bits_per_byte_factor
         trainer.group.heartbeat(f"in the validation after step {training.progress.step}")
@@ -302,12 +300,8 @@ class Validation(Callback):
 
 
 def writers(log_to: str | None) -> tuple[str, ...]:
-    """Return the names of the writers in ``log_to``, the value of ``--log-to``: names separated by commas, or "none".
-    If ``log_to`` is None, the result is TensorBoard, or no writer if it is not installed.
-
-    Raises:
-        InputError: if a name is unknown or its package is not installed.
-    """
+    """Return the names in the value of ``--log-to``. Without the option, return TensorBoard if it is installed. Raise
+    InputError if a name is unknown or its package is not installed."""
     if log_to is None:
         return ("tensorboard",) if find_spec("tensorboard") else ()
     names = [] if log_to == "none" else log_to.split(",")
@@ -320,8 +314,8 @@ def writers(log_to: str | None) -> tuple[str, ...]:
 
 
 class TensorBoard:
-    """Writes scalars to TensorBoard, with tokens on the x axis. torch's SummaryWriter is not used because it writes
-    in a thread, and errors in that thread (a full disk) cannot be caught."""
+    """Writes scalars to TensorBoard, with tokens on the x axis. torch's SummaryWriter is not used: it writes in a
+    thread, whose errors (a full disk) cannot be caught."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -351,8 +345,7 @@ class TensorBoard:
 
 
 class Tracker:
-    """Writes scalars to W&B or trackio, which have the same interface. The settings of these services (WANDB_MODE,
-    TRACKIO_DIR, ...) apply. A resumed run continues its curves."""
+    """Writes scalars to W&B or trackio, which have the same interface. A resumed run continues its curves."""
 
     def __init__(self, module: Any, folder: Path, recipe: Recipe) -> None:
         self._module = module

@@ -1,9 +1,8 @@
-"""Chooses the micro-batch, which is the number of sequences in one forward pass. For a long run in a single process,
-real passes are timed to find the fastest size that fits into memory. Other runs use a rule of thumb.
+"""Chooses the micro-batch: the number of sequences in one forward pass. A long run in a single process times real
+passes. Other runs use a rule of thumb.
 
-A micro-batch is an upper limit. If the batch is not a multiple of it, the batch is split evenly: with a micro-batch
-of 8, 12 sequences are split into 6 and 6. So during a batch ramp, the size of the forward passes can change with the
-batch.
+A micro-batch is an upper limit. With a micro-batch of 8, a batch of 12 sequences is split into 6 and 6. So during a
+batch ramp, the size of the forward passes can change.
 """
 
 import time
@@ -36,27 +35,25 @@ if TYPE_CHECKING:
 
 RULE_TOKENS = {"cpu": 2_048, "cuda": 16_384}
 """By rule of thumb, a forward pass has about this many tokens. On a CPU, the activations of small models then stay in
-the cache (measured: docs/log.md). On an accelerator, this many tokens keep the device busy."""
+the cache (measured: docs/log.md). An accelerator stays busy."""
 
 TIMED_STEPS = 1_000
-"""Runs of fewer steps are not timed, because timing costs about eight steps. They use the rule of thumb, so their
-micro-batch does not depend on how fast the machine was when they were started."""
+"""Runs of fewer steps are not timed, because timing costs about eight steps."""
 
 ROUNDS = 3
 LIMIT_SECONDS = 60.0
 WORTH = 0.02
-"""A larger micro-batch is chosen only if it is faster by more than this share. A smaller difference is noise, and a
-smaller micro-batch saves memory."""
+"""A larger micro-batch must be faster by more than this share. A smaller difference is noise, and a smaller
+micro-batch saves memory."""
 
 ACTIVATION_BYTES = {"fp32": 8, "bf16": 6, "fp16": 6}
-"""The uncompiled forward pass keeps this many bytes for each value that the planner's formula counts. They include
-copies, and with autocast also a residual stream and norms in fp32. Measured on a CPU over four shapes (docs/log.md),
-rounded up."""
+"""The uncompiled forward pass keeps this many bytes for each value that the planner's formula counts: also copies
+and, with autocast, a residual stream and norms in fp32. Measured on a CPU over four shapes (docs/log.md), rounded
+up."""
 
 SHARE = {"cpu": 0.8, "cuda": 1.5, "mps": 0.8}
-"""A micro-batch is tried if by the planner's formula it needs at most this share of the free memory. On a CPU the
-system would kill a process that takes too much, and mps shares the system's memory. CUDA only raises an error, so
-sizes that are slightly too large by the formula are tried too."""
+"""A micro-batch may need this share of the free memory by the planner's formula. On a CPU the system kills a process
+that takes too much, and mps shares the system's memory. CUDA only raises an error, so larger sizes are tried too."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,7 @@ class Choice:
 
 
 def even(sequences: int, micro_batch: int) -> int:
-    """Split a batch into as few forward passes of equal size as possible, with at most ``micro_batch`` sequences
-    each. Return the number of sequences in each pass.
+    """Return the number of sequences in each pass if a batch is split into as few equal passes as possible.
 
     >>> even(12, 8), even(7, 4), even(5, 8)
     (6, 4, 5)
@@ -91,7 +87,7 @@ def even(sequences: int, micro_batch: int) -> int:
 
 
 def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
-    """Return the recipe's micro-batch. If it is "auto", choose one by a rule of thumb, which needs no measurement."""
+    """Return the recipe's micro-batch. If it is "auto", choose one without a measurement."""
     if recipe.batch.micro_batch != "auto":
         return recipe.batch.micro_batch
     tokens = RULE_TOKENS.get(device_type, RULE_TOKENS["cuda"])
@@ -99,8 +95,8 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 
 def _most(recipe: Recipe) -> int:
-    """Return the largest micro-batch with which each data-parallel rank has at least ``layout.pp`` micro-batches, or
-    twice as many if the noise scale is measured."""
+    """Return the largest micro-batch that leaves each data-parallel rank ``layout.pp`` micro-batches (2 x
+    ``layout.pp`` with the noise scale)."""
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # also at the smallest batch
         batch = recipe.batch.smallest_tokens // layout.pp
@@ -110,12 +106,8 @@ def _most(recipe: Recipe) -> int:
 
 
 def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
-    """If the recipe's micro-batch is "auto" and the run folder already has a recipe, return the recipe with the
-    micro-batch of the run. Otherwise return the recipe unchanged.
-
-    A run keeps its micro-batch on every machine where it is resumed, because another micro-batch changes the order of
-    summation and so the last bits of the loss.
-    """
+    """Return the recipe with the run's micro-batch in place of "auto". Another micro-batch would change the order of
+    summation, and so the last bits of the loss."""
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
         return recipe
     begun = run.recipe()
@@ -160,21 +152,13 @@ def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
 
 
 def require_memory(recipe: Recipe) -> None:
-    """Check that training fits into memory, before the model is built.
-
-    Raises:
-        InputError: if by the planner's formula not even one sequence per forward pass fits into memory.
-    """
+    """Raise InputError if by the planner's formula not even one sequence fits into memory."""
     fitting(recipe, default_device(), [1], weights=LEAVEN_BF16.weights * recipe.model.params)
 
 
 def fitting(recipe: Recipe, device: torch.device, candidates: list[int], weights: float = 0.0) -> list[int]:
-    """Return the candidates that fit into memory by the planner's formula (:data:`SHARE`), in the given order.
-    ``weights`` is the size of the weights in bytes, if the weights are not allocated yet.
-
-    Raises:
-        InputError: if not even the smallest candidate fits.
-    """
+    """Return the candidates that fit into memory by the planner's formula, in the given order. ``weights`` are the
+    bytes of weights that are not allocated yet. Raise InputError if not even the smallest candidate fits."""
     free, share = free_memory(device), SHARE[device.type]
     needed = {size: needed_memory(recipe, size, device.type) + weights for size in candidates}
     if min(needed.values()) > share * free:
@@ -187,10 +171,8 @@ def fitting(recipe: Recipe, device: torch.device, candidates: list[int], weights
 
 
 def choose_micro_batch(training: "Training") -> Choice:
-    """Choose the micro-batch of a new run by timing, or by a rule of thumb if the run is short.
-
-    The model, the optimizer, the random state and the position in the data do not change. So the losses are the same
-    as if the recipe had contained this micro-batch from the start.
+    """Choose the micro-batch of a new run by timing, or by a rule of thumb if the run is short. The state of the run
+    does not change.
 
     Raises:
         InputError: if no micro-batch fits into memory.
@@ -232,8 +214,8 @@ def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | 
 
 
 def _fastest(training: "Training", candidates: list[int]) -> Choice | None:
-    """Time the candidates from small to large until memory or time runs out. Return the smallest micro-batch that is
-    about as fast as the fastest, or None if not even one sequence fits."""
+    """Time the candidates from small to large. Return the smallest that is about as fast as the fastest, or None if
+    none fits."""
     began, recipe = time.perf_counter(), training.recipe
     sequences = recipe.batch.tokens // recipe.model.seq_len
     timings: list[Timing] = []
@@ -266,11 +248,8 @@ def _fastest(training: "Training", candidates: list[int]) -> Choice | None:
 
 
 def time_passes(training: "Training", size: int) -> float | None:
-    """Time a forward and a backward pass over a micro-batch of the run's data. Return the seconds, or None if memory
-    runs out.
-
-    Memory is allocated as in a real step. If a batch takes several forward passes, this includes the gradients that
-    earlier forward passes of the batch have left. The state of the run does not change.
+    """Return the seconds of a forward and a backward pass over the run's data, or None if memory runs out. Memory is
+    allocated as in a real step. The state of the run does not change.
 
     Raises:
         StopRequested: if the training was asked to stop.
@@ -301,8 +280,8 @@ def time_passes(training: "Training", size: int) -> float | None:
 
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
-    """On CUDA, allocate memory for ``copies`` copies of the parameters, as a real step does, and return it. On other
-    devices, return None. (On a CPU, allocated memory takes no space until it is written to.)"""
+    """On CUDA, allocate memory for ``copies`` copies of the parameters. On a CPU, memory takes no space until it is
+    written to."""
     if training.device.type != "cuda":
         return None
     n_parameters = sum(parameter.numel() for parameter in training.sharded.local_parameters)

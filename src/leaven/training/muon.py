@@ -17,16 +17,13 @@ SMALLEST_NORM = 1e-7
 """The smallest divisor when a matrix is divided by its Frobenius norm, as in torch.optim.Muon."""
 
 OnWhole = Callable[[Callable[[Tensor], Tensor], Iterable[str], Iterable[Tensor]], Iterator[Tensor]]
-"""A callable that applies a function to whole matrices. Its arguments are the function, the names of the matrices,
-and the block of each matrix that this process stores. It yields the same block of each result."""
+"""A callable that applies a function to whole matrices, given their names and the block of each that this process
+stores. It yields the same block of each result."""
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """Return approximately U V^T, where U S V^T is the singular value decomposition of ``matrix``, (out, in), or
-    of each matrix of experts, (experts, out, in).
-
-    The computation runs in the dtype of ``matrix``.
-    """
+    """Return approximately U V^T, where U S V^T is the singular value decomposition of ``matrix``, (out, in), or of
+    each matrix of experts, (experts, out, in). Computes in the dtype of ``matrix``."""
     a, b, c = COEFFICIENTS
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.mT if tall else matrix
@@ -41,7 +38,7 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 def on_one_process(
     function: Callable[[Tensor], Tensor], names: Iterable[str], matrices: Iterable[Tensor]
 ) -> Iterator[Tensor]:
-    """Apply ``function`` to each matrix and yield the results. This is for a process that stores whole matrices."""
+    """Apply ``function`` to each matrix, in a process that stores whole matrices (:data:`OnWhole`)."""
     return map(function, matrices)
 
 
@@ -53,8 +50,8 @@ class MuonWithAdamW(torch.optim.AdamW):
     """AdamW, with Muon for the parameters of groups that have the keys ``momentum`` and ``match`` (a factor on Muon's
     update: :meth:`leaven.recipe.hyperparameters.Muon.matching`).
 
-    The state of a parameter that Muon updates is ``momentum_buffer``, in the shape of the parameter. A step with
-    ``found_inf`` = 1 (:func:`leaven.model.kernels.gate`) changes neither parameters nor state.
+    Muon's state is ``momentum_buffer``, in the shape of the parameter. A step with ``found_inf`` = 1
+    (:func:`leaven.model.kernels.gate`) changes neither parameters nor state.
     """
 
     def __init__(
@@ -67,11 +64,9 @@ class MuonWithAdamW(torch.optim.AdamW):
         on_whole: OnWhole = on_one_process,
         **how: Any,
     ) -> None:
-        """``dtype`` is the dtype in which matrices are orthogonalised; None: the dtype of the parameters.
-
-        If the first Muon group has the keys ``nesterov`` and ``ns_steps``, these replace the arguments. The groups of
-        :func:`leaven.parametrize` have these keys.
-        """
+        """``dtype`` is the dtype in which matrices are orthogonalised; None: that of the parameters. The keys
+        ``nesterov`` and ``ns_steps`` of a Muon group, as :func:`leaven.parametrize` makes them, replace the
+        arguments."""
         self.dtype, self.on_whole = dtype, on_whole
         super().__init__(groups, **how)
         for group in self._of_muon:  # torch has added the defaults of AdamW
@@ -79,25 +74,20 @@ class MuonWithAdamW(torch.optim.AdamW):
         self.nesterov, self.ns_steps = nesterov, ns_steps
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle needs: the state of AdamW, and the attributes that this class adds."""
+        """Return the state for a copy or a pickle, with the attributes that this class adds."""
         added = ("dtype", "on_whole", "nesterov", "ns_steps")
         return super().__getstate__() | {name: getattr(self, name) for name in added}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of a checkpoint or of a copy. AdamW's own method gets only the groups without Muon, because
-        it expects a step count for every parameter, and Muon counts no steps."""
+        """Take the state of a checkpoint or a copy. AdamW's method expects a step count, which Muon does not have."""
         everything = state["param_groups"]
         of_adam = [group for group in everything if "match" not in group]
         super().__setstate__(state | {"param_groups": of_adam})  # type: ignore[no-untyped-call]
         self.param_groups = everything
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state of this optimizer.
-
-        Raises:
-            ValueError: if the state is of an optimizer that does not have Muon for the same groups, or has another
-                number of groups (torch's own message).
-        """
+        """Restore a state of this optimizer. Raise ValueError if the state has Muon for other groups, or another
+        number of groups."""
         given, own = (
             ["match" in group for group in groups] for groups in (state_dict["param_groups"], self.param_groups)
         )

@@ -1,13 +1,9 @@
 """Clips the gradients (:class:`Clipper`) and updates the parameters (:class:`Optimizer`). Also adjusts the fp16 loss
 scale (:class:`LossScale`), and measures the gradient noise scale (:class:`NoiseScale`).
 
-Adam's parameter groups are built from the parameter table: parameters of one module share a group if their lr, betas,
-eps and weight decay are equal. No scaling rule changes the norm at which gradients are clipped; ``leaven show``
-explains why. Weights, gradients, moments, loss and sums over micro-batches are always fp32: mixed precision with a
-master copy (Micikevicius et al. 2018, arXiv 1710.03740).
-
-The classes in this module keep their state on the device. They do not wait for the device, except the optimizer on
-mps. ``state_dict`` returns the tensors that a checkpoint saves.
+Parameters of one module share a group of Adam if their lr, betas, eps and weight decay are equal. Weights, gradients,
+moments, loss and sums over micro-batches are always fp32: mixed precision with a master copy (Micikevicius et al.
+2018, arXiv 1710.03740). State stays on the device, and only the optimizer on mps waits for it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,18 +22,18 @@ from leaven.scaling.table import ParameterRow, ParameterTable, optimizer_groups
 from leaven.training.muon import MuonWithAdamW
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
-"""The names of the optimizer's state for a parameter. Adam has a step count (a scalar) and two moments, Muon has a
-momentum. Moments and momentum have the shape of the parameter."""
+"""The names of the optimizer's state for a parameter: Adam's step count (a scalar) and moments, and Muon's momentum.
+Moments and momentum have the shape of the parameter."""
 
 Moments = Mapping[tuple[str, str], Tensor]
 
 
 def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow]) -> list[dict[str, Any]]:
     """Return groups for ``torch.optim``, with the keys module, param_names, params, peak_lr, lr, betas, eps and
-    weight_decay; groups of Muon have momentum and match in place of betas and eps.
+    weight_decay. Groups of Muon have momentum and match in place of betas and eps.
 
     Raises:
-        ValueError: if a parameter has no row or two rows in the parameter table, or a row has no parameter.
+        ValueError: if a parameter does not have exactly one row in the parameter table, or a row has no parameter.
     """
     names = {row.name for row in rows}
     if len(names) != len(rows):
@@ -54,14 +50,12 @@ def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterR
 
 @dataclass
 class Optimizer:
-    """Adam, AdamW, or AdamW with Muon, with the groups of the parameter table. The schedule multiplies each group's
-    peak learning rate.
+    """Adam, AdamW, or AdamW with Muon, with the groups of the parameter table.
 
-    If a batch ramp scales the betas, step i uses beta ** (1 / h_i). Here beta is the value at the full batch, and h_i
-    is the half-life of the moment at step i divided by its half-life at the full batch. Adam's bias correction must
-    then divide by 1 minus the product of the betas of all steps so far. But torch divides by 1 - beta_now ** n, where
-    n is torch's step count and beta_now = beta ** (1 / h_now) is the beta of the current step. The two divisors are
-    equal if n is h_now x sum(1 / h_i). When the batch changes, :meth:`recount` sets torch's step count to this n.
+    If a batch ramp scales the betas, step i uses beta ** (1 / h_i), where h_i is the half-life of the moment divided
+    by its half-life at the full batch. Adam's bias correction must then divide by 1 minus the product of the betas of
+    all steps. But torch divides by 1 - beta_now ** n, where n is its step count. The two divisors are equal if n is
+    h_now x sum(1 / h_i). When the batch changes, :meth:`recount` sets torch's step count to this n.
     """
 
     adam: torch.optim.Adam
@@ -70,9 +64,9 @@ class Optimizer:
     def build(
         cls, parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow], tuned: Hyperparameters, **of_muon: Any
     ) -> "Optimizer":
-        """Return the optimizer ``tuned.optimizer``: ``adamw`` has decoupled weight decay; ``adam`` adds weight decay
-        to the gradient (L2); ``muon`` is AdamW with Muon for matrices inside the blocks. ``of_muon`` are more
-        arguments of :class:`MuonWithAdamW`."""
+        """Return the optimizer that ``tuned.optimizer`` names: ``adamw`` has decoupled weight decay, ``adam`` adds
+        weight decay to the gradient (L2), ``muon`` is AdamW with Muon for matrices inside the blocks. ``of_muon`` are
+        more arguments of :class:`MuonWithAdamW`."""
         groups = parameter_groups(parameters, rows)
         if tuned.muon:
             how = {"nesterov": tuned.muon.nesterov, "ns_steps": tuned.muon.ns_steps} | of_muon
@@ -81,9 +75,11 @@ class Optimizer:
         return cls(algorithm(groups, fused=True))
 
     def step(self, multiplier: float, skip: Tensor | None = None, ramp: Factors = AT_BASE) -> None:
-        """Update the parameters with ``multiplier`` times the peak lr of each group, and drop the gradients. If
-        ``skip``, a tensor on the device, is true, the parameters do not change. During a batch ramp, ``ramp``
-        converts lr, betas, eps and weight decay from the full batch to the current batch."""
+        """Update the parameters with ``multiplier`` times the peak lr of each group, and drop the gradients.
+
+        If ``skip``, a tensor on the device, is true, the parameters do not change. ``ramp`` converts lr, betas, eps
+        and weight decay from the full batch to the current batch.
+        """
         for group in self.adam.param_groups:
             keys = ("weight_decay",) if "match" in group else ("betas", "eps", "weight_decay")
             full = group.setdefault("full", {key: group[key] for key in keys})
@@ -100,8 +96,7 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply Adam's step counts by ``factor`` after a change of the batch size. ``factor`` is the new half-life
-        of the moments divided by the old half-life, both in steps."""
+        """Multiply Adam's step counts by ``factor``: the new half-life of the moments over the old one, in steps."""
         for state in self.adam.state.values():
             if "step" in state:
                 state["step"] *= factor
@@ -111,8 +106,7 @@ class Optimizer:
             yield from zip(group["param_names"], group["params"], strict=True)
 
     def state_dict(self) -> dict[tuple[str, str], Tensor]:
-        """Return the optimizer's state by (kind, parameter name). The kinds are those of :data:`MOMENTS`. The keys do
-        not depend on the order of the groups."""
+        """Return the optimizer's state by (kind, parameter name). The kinds are those of :data:`MOMENTS`."""
         return {
             (kind, name): value
             for name, parameter in self._named()
@@ -132,9 +126,8 @@ class Clipper:
     """Clips gradients in place, without waiting for the device.
 
     Mode ``global`` limits the norm of all gradients together, and mode ``per-module`` the norm of each module in each
-    block. In mode ``running``, the limit of the global norm is a multiple of the running norm. The running norm is
-    the root of an exponential average of the squared norms of earlier steps, after clipping, with a bias correction
-    as in Adam. When the batch size changes, the step count of this average is converted as in :class:`Optimizer`.
+    block. In mode ``running``, the limit is a multiple of the running norm: the root of an exponential average of the
+    squared, clipped norms of earlier steps, with a bias correction as in Adam.
     """
 
     limit: float  # largest norm that is not clipped; in mode ``running`` in units of the running norm
@@ -155,11 +148,8 @@ class Clipper:
         return cls(clip.limit or torch.inf, model, parts, running, table.beta2)
 
     def unscale_and_clip(self, scale: Tensor | None = None, ramp: Factors = AT_BASE) -> Tensor:
-        """Divide the gradients by ``scale`` and clip them. Return their global norm before clipping, a scalar.
-
-        ``ramp`` converts the beta of the running norm from the full batch to the current batch of a ramp. As in
-        torch, gradients above the limit are multiplied by limit / (norm + 1e-6).
-        """
+        """Divide the gradients by ``scale`` and clip them. Return their global norm before clipping, a scalar. As in
+        torch, gradients above the limit are multiplied by limit / (norm + 1e-6)."""
         parameters = self.model.local_parameters
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         assert len(gradients) == len(parameters)
@@ -185,8 +175,7 @@ class Clipper:
         return norm
 
     def running_norm(self, ramp: Factors = AT_BASE) -> Tensor:
-        """Return the running norm, a scalar. It is infinite until the first nonzero gradient, so that nothing is
-        clipped until then."""
+        """Return the running norm, a scalar. It is infinite until the first nonzero gradient: nothing is clipped."""
         assert self.running is not None
         mean_square, steps = self.running.unbind()
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
@@ -198,7 +187,7 @@ class Clipper:
         self.running = torch.where(norm.isfinite(), added, running)
 
     def recount(self, factor: float) -> None:
-        """Multiply the step count of the running norm by ``factor``, as :meth:`Optimizer.recount` does for Adam."""
+        """Multiply the step count of the running norm by ``factor``, as in :meth:`Optimizer.recount`."""
         if self.running is not None:
             self.running = self.running * self.running.new_tensor([1.0, factor])
 
@@ -217,11 +206,10 @@ GROW_AFTER = 2_000
 
 @dataclass
 class LossScale:
-    """The factor that multiplies the loss before the backward pass, so that small gradients do not vanish in fp16.
+    """The factor on the loss in the backward pass, so that small gradients do not vanish in fp16.
 
-    If the loss or the gradient of a step overflows, the step is skipped and the scale is halved, but not below 1.
-    After :data:`GROW_AFTER` steps without overflow the scale is doubled. The scale is a power of two, so it changes
-    only the exponents of gradients.
+    An overflow of the loss or the gradient halves the factor, but not below 1. :data:`GROW_AFTER` steps without
+    overflow double it. A power of two changes only the exponents of gradients.
     """
 
     value: Tensor  # a scalar on the device
@@ -232,8 +220,7 @@ class LossScale:
         return cls(torch.tensor(FIRST_SCALE, device=device), torch.tensor(0.0, device=device))
 
     def update(self, finite: Tensor) -> None:
-        """Adjust the scale after a step. ``finite`` is a boolean scalar: whether both the loss and the gradient were
-        finite."""
+        """Adjust the scale after a step. ``finite`` (a boolean scalar) says whether loss and gradient were finite."""
         # masked_fill with a number does not wait for the device; torch.where would copy the number from the host.
         good_steps = (self.good_steps + 1).masked_fill(~finite, 0)
         grows = good_steps >= GROW_AFTER
@@ -249,18 +236,18 @@ class LossScale:
 
 
 KEEP = 0.95
-"""Each measurement of the noise scale multiplies the previous averages by this weight, so about the last twenty
-measurements count. A single measurement would not be enough: its error is as large as its value."""
+"""Each measurement multiplies the previous averages by this weight, so about the last twenty count. The error of a
+single measurement is as large as its value."""
 
 
 @dataclass
 class NoiseScale:
-    """Measures the gradient noise scale of a run every ``every`` tokens, by comparing two gradients of one step: the
-    gradient after the first micro-batch and the gradient after all micro-batches.
+    """Measures the gradient noise scale every ``every`` tokens, from two gradients of one step: after the first
+    micro-batch, and after all micro-batches.
 
     The estimates of the noise, tr(Sigma), and of the squared gradient norm, |G|^2,
-    (:mod:`leaven.catalogue.noise_scale`) are averaged separately, with exponential weights, and then divided. Both
-    averages are too small at first, because they start at 0, but this bias cancels in their ratio.
+    (:mod:`leaven.catalogue.noise_scale`) are averaged separately and then divided. Both averages start at 0, but this
+    bias cancels in their ratio.
     """
 
     every: int  # tokens between measurements
@@ -280,21 +267,17 @@ class NoiseScale:
         self.first_norm = torch.linalg.vector_norm(self.model.gradient_norms())
 
     def after_all(self, targets: int, grad_norm: Tensor, loss_scale: Tensor | None) -> Tensor:
-        """Add the measurement of a step to the averages. Return the noise scale in tokens, as :meth:`add` does.
-
-        ``targets`` is the number of targets that count in the loss of the whole batch. ``grad_norm`` is the norm of
-        the mean gradient of the batch.
-        """
+        """Add the measurement of a step. Return the noise scale in tokens, as :meth:`add` does. ``targets`` of the
+        batch count in the loss, and ``grad_norm`` is the norm of their mean gradient."""
         share = (1 if loss_scale is None else loss_scale) / targets
         first = self.first_targets
         return self.add(first, self.first_norm / (share * first), targets, grad_norm)
 
     def add(self, small: Tensor, small_norm: Tensor, big: int, big_norm: Tensor) -> Tensor:
-        """Add a measurement to the averages: ``small_norm`` is the norm of the mean gradient over ``small`` tokens,
-        and ``big_norm`` is the norm of the mean gradient over ``big`` tokens. Ignore the measurement if it is not
-        finite.
+        """Add a measurement: the norms of the mean gradients over ``small`` and over ``big`` tokens. Ignore it if it
+        is not finite.
 
-        Return the noise scale in tokens, a scalar. It is nan as long as the estimate of |G|^2 is not positive.
+        Return the noise scale in tokens, a scalar. It is nan while the estimate of |G|^2 is not positive.
         """
         small_squared, big_squared = widened(small_norm) ** 2, widened(big_norm) ** 2
         noise = gradient_noise(widened(small), small_squared, big, big_squared)
@@ -307,6 +290,6 @@ class NoiseScale:
         return {"noise_scale.averages": self.averages}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the averages from a checkpoint. If the checkpoint contains no averages, reset them to 0."""
+        """Restore the averages from a checkpoint, or reset them to 0 if it has none."""
         saved = state["noise_scale.averages"] if "noise_scale.averages" in state else torch.zeros_like(self.averages)
         self.averages = saved.to(self.averages, copy=True)

@@ -1,5 +1,4 @@
-"""Defines the result of a trial: the object that worker processes and users' objectives return to a search. This
-module does not import torch."""
+"""Defines the result of a trial, which worker processes and users' objectives return. Does not import torch."""
 
 import math
 import os
@@ -13,7 +12,7 @@ Curve = tuple[tuple[int, float], ...]
 
 
 def curve_of(points: Iterable[Sequence[float]]) -> Curve:
-    """Return a list of (tokens, loss) points, from JSON or from a user's objective, as a tuple of tuples."""
+    """Return (tokens, loss) points, from JSON or from a user's objective, as a tuple of tuples."""
     return tuple((int(tokens), float(loss)) for tokens, loss in points)
 
 
@@ -40,7 +39,7 @@ class Outcome:
         """Return the outcome that a JSON document contains.
 
         Raises:
-            TypeError, ValueError, OverflowError: if the document was changed: a value is missing or has a wrong type.
+            TypeError, ValueError, OverflowError: if a value is missing or has a wrong type.
         """
         made = cls(**{**document, **{key: curve_of(document.get(key, ())) for key in ("curve", "branches")}})
         if not all(isinstance(each, int | float) for each in (made.loss, made.tokens, made.flops, made.seconds)):

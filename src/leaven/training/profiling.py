@@ -1,7 +1,6 @@
-"""Measures the time and memory of training steps. :class:`RunProfile` measures the steps of a run, for its
-``plan.json``. :func:`measure` takes a few steps on random tokens, for ``leaven plan --measure``. Both compare their
-measurements with the planner's predictions, and add them to the calibration history
-(:mod:`leaven.planning.calibration`)."""
+"""Measures the time and memory of training steps: of a run, for its ``plan.json`` (:class:`RunProfile`), and of a few
+steps on random tokens, for ``leaven plan --measure`` (:func:`measure`). Both compare them with the planner's
+predictions, and add them to the calibration history (:mod:`leaven.planning.calibration`)."""
 
 import json
 import time
@@ -51,21 +50,20 @@ from leaven.training.micro_batch import SHARE, needed_memory, rule_of_thumb
 from leaven.training.run_folder import IDENTITY, RunFolder
 
 WARM_UP = 3
-"""After each start of a run, this many first steps of each batch size are not measured: they compile, fill caches and
-allocate memory."""
+"""This many first steps of each batch size are not measured: they compile, fill caches and allocate memory."""
 
 KEPT = 1_000
-"""The median step time covers at most this many of the latest steps of a batch size."""
+"""The median step time covers at most this many of the latest steps."""
 
 ENOUGH = 10
-"""A measurement is added to the calibration history if it covers at least this many steps."""
+"""A measurement needs at least this many steps to be added to the calibration history."""
 
 
 class RunProfile(Callback):
-    """Measures the step time and peak memory of a run, from a start (or resumption) of the run to its next stop.
+    """Measures the step time and peak memory of a run, from a start or resumption to the next stop.
 
-    ``plan.json`` gets a row for each batch size. A new row replaces the row that an earlier start has written for the
-    same settings (:func:`_key`), but only if the new row covers at least as many steps.
+    ``plan.json`` gets a row for each batch size. An earlier row of the same settings (:func:`_key`) is replaced if it
+    does not cover more steps.
     """
 
     def __init__(self, run: RunFolder, training: Training, memory_before: int, keep_history: bool) -> None:
@@ -86,12 +84,8 @@ class RunProfile(Callback):
             self._memory[size] = step.memory_gib
 
     def write(self) -> list[CalibrationRecord]:
-        """Write the rows of this and all earlier starts to ``plan.json``. Return the records of this start: one for
-        each batch size that was trained, and one for the batch size of the next step if that size is new.
-
-        If the file cannot be written, the run continues without it. A process that does not write to the folder
-        returns an empty list.
-        """
+        """Write the rows of all starts to ``plan.json``. Return the records of this start, one for each batch size.
+        If the file cannot be written, the run continues without it."""
         if not (self._run.writes and self._run.identity):  # without an identifier, the start was refused
             return []
         sizes = dict.fromkeys((*self._seen, self._training.next_batch_tokens))
@@ -106,8 +100,7 @@ class RunProfile(Callback):
         return records
 
     def close(self) -> None:
-        """Write the rows. Add the record of the last batch size to the calibration history if it covers at least
-        :data:`ENOUGH` steps."""
+        """Write the rows, and add the last batch size to the calibration history if enough steps were measured."""
         for record in self.write():
             if self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH:
                 remember(record)
@@ -131,8 +124,7 @@ def record_of(
     by: Literal["run", "measurement"],
     steps: int,
 ) -> CalibrationRecord:
-    """Return a record of the predicted and the measured cost of a step. The ``measured`` time is the median over
-    ``steps`` steps."""
+    """Return a record of the predicted and measured cost of a step: the median over ``steps`` steps."""
     accelerator, shape, compute = accelerator_of(device), recipe.model, recipe.precision.compute
     ns_steps, averages = recipe.hyperparameters.ns_steps, recipe.average is not None
     planned = None
@@ -177,7 +169,7 @@ def _row(record: CalibrationRecord) -> dict[str, Any]:
 
 
 def _rows(run: RunFolder) -> list[CalibrationRecord]:
-    """Return the records of earlier starts in ``plan.json``, or an empty list if the file is missing or damaged."""
+    """Return the records of earlier starts in ``plan.json``, or [] if the file is missing or damaged."""
     try:
         return [
             CalibrationRecord.model_validate_json(json.dumps(row))
@@ -190,15 +182,13 @@ def _rows(run: RunFolder) -> list[CalibrationRecord]:
 UNTIMED_STEPS, TIMED_STEPS = 2, 3
 """A measurement takes first the untimed and then the timed steps."""
 FORWARDS = 2
-"""A measured step has at most this many forward passes. With only one, the optimizer would take too large a share of
-the time."""
+"""A measured step has at most this many forward passes. With one, the optimizer has too large a share of the time."""
 
 SHORT_SECONDS = 10.0
 """If a step is estimated to take more seconds than this, the model is measured with fewer layers."""
 
 USUAL_SHARE = 0.5
-"""A step is assumed to reach this share of the best matmul speed. This gives an estimate of its time before anything
-is measured."""
+"""Before anything is measured, a step is assumed to reach this share of the best matmul speed."""
 
 
 @dataclass(frozen=True)
@@ -217,11 +207,12 @@ def measure(
     on_step: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Measurement | None:
-    """Take a few steps with a recipe's model on random tokens, and add the result to the calibration history.
+    """Take a few steps with a recipe's model on random tokens, and add the result to the calibration history. Return
+    None if stopped.
 
     ``gpus`` is the cluster of the plan; this machine must have an accelerator of the same type. A model that is too
-    large or too slow for this machine is measured at two smaller depths, and its time and memory are extrapolated:
-    both are linear in the number of layers. Return None if stopped; in that case nothing is written.
+    large or too slow is measured at two smaller depths. Time and memory are extrapolated: both are linear in the
+    number of layers.
 
     Raises:
         InputError: if this machine does not have that type of accelerator, or not even two layers fit.
@@ -237,7 +228,7 @@ def measure(
         deepest -= 1
 
     def at_depths(depths: tuple[int, ...]) -> list[StepCost]:
-        """Return the cost of a step at each depth, without the depths at which memory runs out."""
+        """Return the cost of a step at each depth that fits into memory."""
         done, total = count(1), len(depths) * (UNTIMED_STEPS + TIMED_STEPS)
         shallow = [recipe.replace({"model.n_layers": depth}) for depth in depths]
         found = [
@@ -299,7 +290,7 @@ def _seconds(recipe: Recipe, sequences: int, flops: float) -> float:
 
 
 def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) -> bool:
-    """Return whether a step probably fits into memory and takes at most :data:`SHORT_SECONDS`. A model with only two
+    """Return whether a step probably fits into memory and takes at most :data:`SHORT_SECONDS`. A model with two
     layers may take longer, because its depth is not reduced further."""
     needed = needed_memory(recipe, how.micro_batch, device.type) + LEAVEN_BF16.weights * recipe.model.params
     quick = _seconds(recipe, how.micro_batch * how.grad_accumulation, flops) <= SHORT_SECONDS

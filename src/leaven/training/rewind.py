@@ -1,10 +1,9 @@
-"""Defines rewinds. A rewind takes a run back to an earlier state: automatically after a spike
-(:mod:`leaven.training.spikes`), or on request (:class:`ManualRewind`, ``leaven train --rewind-to``). This module does
-not import torch.
+"""Defines rewinds, which take a run back to an earlier state: automatically after a spike
+(:mod:`leaven.training.spikes`), or on request (:class:`ManualRewind`, ``leaven train --rewind-to``). Does not import
+torch.
 
-The list of rewinds and the number of trained tokens determine which data are skipped, how far the lr is lowered, and
-which checkpoints no longer count. If the checkpoint at the rewind's target is missing, the run starts from an older
-checkpoint and trains up to the target again, with the same result.
+The rewinds and the number of trained tokens determine the data to skip, the lr, and which checkpoints no longer
+count. So if the checkpoint at the target is missing, the run can start from an older one with the same result.
 """
 
 import math
@@ -69,11 +68,8 @@ class Rewind:
 
 
 def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
-    """Return the automatic and manual rewinds of a run, in order.
-
-    They are in the newest checkpoint, and those after it in events.jsonl. An event also has the rewinds before it,
-    because their lines may be lost, for example because the file is an older copy.
-    """
+    """Return the automatic and manual rewinds of a run, in order: those in the newest checkpoint, and later ones in
+    events.jsonl. An event also has the rewinds before it, because lines of the file may be lost."""
     rewinds: list[Rewind] = []
     with suppress(*WRONG_TYPES):  # such a checkpoint is damaged, and is named when it is loaded
         rewinds = [Rewind.of(each) for each in newest_document(run)["rewinds"]]
@@ -101,8 +97,8 @@ def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
 
 
 def position(rewinds: Sequence[Rewind], tokens: int) -> int:
-    """Return the position in the token stream of the next token after ``tokens`` trained tokens. The position also
-    counts skipped tokens: if tokens 50 to 60 are skipped, it is 90 after 80 trained tokens."""
+    """Return the position in the token stream after ``tokens`` trained tokens. Skipped tokens count: if 50 to 60 are
+    skipped, it is 90 after 80 trained tokens."""
     for start, end in skipped(rewinds):
         if tokens >= start:
             tokens += end - start
@@ -120,8 +116,8 @@ def lr_factor(rewinds: Sequence[Rewind], tokens: int) -> float:
 
 
 def undone(tokens: int, later: Sequence[Rewind]) -> bool:
-    """Return whether one of the ``later`` rewinds has undone a state that was saved at ``tokens`` trained tokens. For
-    example, a rewind to 80 tokens undoes a checkpoint at 100 tokens that was saved before it, but not one at 80."""
+    """Return whether one of the ``later`` rewinds has undone a state that was saved at ``tokens``. A rewind to 80
+    tokens undoes a state at 100, but not one at 80."""
     return any(rewind.to_tokens < tokens for rewind in later)
 
 
@@ -133,19 +129,16 @@ class ManualRewind:
     skip_tokens: int = 0  # tokens of data to skip after the checkpoint, rounded up to whole sequences
 
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
-        """Return whether this rewind has been done already. If so, the run is resumed without another rewind.
-
-        It has been done if the run's last manual rewind had the same arguments as this one, and ``recipe`` is still
-        the recipe of the run.
-        """
+        """Return whether this rewind was done already: the run's last manual rewind had the same arguments, and
+        ``recipe`` is still the recipe of the run."""
         asked = [event["asked"] for event in run.events() if event["event"] == "rewind"]
         # Older checkpoints do not know what was asked. Newer ones do, and the event may be lost.
         asked += [rewind.asked for rewind in rewinds_of(run) if rewind.asked]
         return bool(asked) and asked[-1] == asdict(self) and not changes_of(run.recipe(), recipe)
 
     def check(self, run: RunFolder, recipe: Recipe) -> None:
-        """Raise InputError if the folder has no run that can be trained or no suitable checkpoint, or if the recipe
-        changes a value that must stay the same during a run."""
+        """Raise InputError if the folder has no run or no suitable checkpoint, or if the recipe changes a value that
+        must stay the same during a run."""
         if not run.recipe_file.exists():
             raise InputError(f"--rewind-to: there is no run in {run.path}; give the folder of a run with --run")
         refused = [change for change in changes_of(run.recipe(), recipe) if not changeable(change[0])]
@@ -164,10 +157,7 @@ class ManualRewind:
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record the rewind in the run folder, and also ``recipe`` if it differs from the recipe of the run.
-
-        Do nothing if another command has done the same rewind meanwhile.
-        """
+        """Record the rewind in the run folder, with ``recipe`` if it differs. Do nothing if this was just done."""
         with locked_folder(run.path, "run folder"):
             if self.done(run, recipe):  # by another command, since this one has checked
                 return
@@ -193,8 +183,12 @@ class ManualRewind:
         if found is None:
             there = ", ".join(format_quantity(tokens_of(path)) for path in checkpoints(run.checkpoints))
             raise InputError(
-                f"--rewind-to {format_quantity(self.rewind_to)}: no whole checkpoint at or before this count; "
-                + (f"there are checkpoints at {there} tokens" if there else "the run folder has none")
+                f"--rewind-to {format_quantity(self.rewind_to)}: no undamaged checkpoint at or before this count; "
+                + (
+                    f"there are checkpoints at {there} tokens"
+                    if there
+                    else "the run folder has none, so leave out --rewind-to"
+                )
             )
         require_own_files(run, found.state)
         return found.progress.tokens

@@ -1,5 +1,4 @@
-"""Reads and writes the folder of a run: recipe, metrics (one line per step), events and checkpoints. This module does
-not import torch."""
+"""Reads and writes the folder of a run: recipe, metrics, events and checkpoints. Does not import torch."""
 
 import json
 import math
@@ -60,12 +59,8 @@ HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps", "g
 
 @contextmanager
 def locked_folder(folder: Path, kind: str) -> Iterator[None]:
-    """Create a folder if necessary, and lock it for this process. The lock is released when the process ends, even if
-    it is killed.
-
-    Raises:
-        InputError: if another process has locked the folder, or it cannot be created.
-    """
+    """Create a folder if necessary, and lock it for this process. A kill releases the lock. Raise InputError if
+    another process has locked the folder, or it cannot be created."""
     storage.make_folder(folder)
     with ExitStack() as held:
         try:
@@ -78,8 +73,7 @@ def locked_folder(folder: Path, kind: str) -> Iterator[None]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the paths of the checkpoints in a folder, fewest tokens first. Damaged checkpoints are included until
-    they are found and renamed to ``damaged-NAME``. Other names, such as those of a user's copies, are ignored."""
+    """Return the paths of the checkpoints in a folder, fewest tokens first. Damaged ones are included."""
     return sorted((path for path in folder.glob("tokens-*") if _CHECKPOINT.fullmatch(path.name)), key=tokens_of)
 
 
@@ -115,17 +109,16 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def state_digest(state: Mapping[str, Any]) -> str:
-    """Return the digest of ``state``. The file state.json contains these values and this digest."""
+    """Return the digest of ``state``, which state.json contains beside it."""
     return blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 class RunFolder:
     """The folder of a run on disk.
 
-    If a line of metrics.jsonl or events.jsonl cannot be written, for example because the disk is full, it is kept in
-    memory and written later. Meanwhile ``unwritten`` is the error message.
-
-    ``writes`` is true in only one process of a run. In the other processes, lines and recipes are not written.
+    A line that cannot be written, for example to a full disk, is kept in memory and written later. Meanwhile
+    ``unwritten`` is the error message. ``writes`` is true in only one process of a run; the others write no lines and
+    no recipe.
     """
 
     def __init__(self, path: Path) -> None:
@@ -144,8 +137,7 @@ class RunFolder:
         self._lines, self._digest = 0, digest(())  # number and digest of the lines of metrics.jsonl
 
     def recipe(self) -> Recipe:
-        """Return the run's current recipe. It is correct even if the process was killed after a manual rewind was
-        recorded and before the recipe file was written."""
+        """Return the run's current recipe. It is right even if recipe.toml was not written after a manual rewind."""
         change = self.last_change()
         if change is None:
             return read_recipe(self.recipe_file)
@@ -156,8 +148,10 @@ class RunFolder:
         return change[0].model_copy(update={"data": data})
 
     def last_change(self) -> tuple[Recipe, dict[str, Any]] | None:
-        """Return the recipe in the last event that has changed it, and the values before, by path. Return None if
-        there is no such event, or if a checkpoint has a rewind whose event is lost, and so a newer recipe."""
+        """Return (recipe, {path: value before}) of the last event that changed the recipe.
+
+        Return None without such an event, or if a checkpoint has a newer recipe: that of a rewind whose event is lost.
+        """
         events = self.read_events()
         changes = [event for event in events if "recipe" in event]
         if not changes:
@@ -180,7 +174,7 @@ class RunFolder:
             yield
 
     def begin(self, recipe: Recipe) -> None:
-        """Remove what an interrupted write has left. If the folder has no recipe file, write ``recipe``."""
+        """Remove what an interrupted write has left, and write the recipe file if it is missing or out of date."""
         for file in (self.recipe_file, self.plan_file):
             for torn in self.path.glob(f".{file.name}.*.tmp"):
                 if torn.is_file():
@@ -191,8 +185,7 @@ class RunFolder:
             write_recipe(current, self.recipe_file)
 
     def require_there(self) -> None:
-        """Raise InputError if the folder that :meth:`locked` has locked was deleted or moved, even if another process
-        has made a folder of the same name since."""
+        """Raise InputError if the locked folder was deleted, moved or replaced by another one of the same name."""
         if self._lock is None:
             return
         try:
@@ -210,8 +203,8 @@ class RunFolder:
         )
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
-        """Write ``recipe`` as the run's recipe, and return it. For each change, the ``why`` of the recipe gets a
-        reason, such as "since 1,000 tokens; before: 0.01"."""
+        """Write ``recipe`` as the run's recipe, and return it. Each change gets a ``why``, such as "since 1,000
+        tokens; before: 0.01"."""
         why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
@@ -224,11 +217,11 @@ class RunFolder:
             storage.write_text(self.tokenizer_file, read_text(path))
 
     def truncate_metrics(self, step: int, written: LinesDigest | None = None) -> str | None:
-        """Remove the lines of metrics.jsonl for steps after ``step``, because these steps will be repeated. Remove an
-        incomplete last line, too. The file is truncated in place, which works even on a full disk.
+        """Remove the lines of metrics.jsonl for steps after ``step``, which will be repeated, and an incomplete last
+        line.
 
-        ``written`` is the :meth:`metrics_digest` that was saved at this step. If the remaining lines do not have this
-        digest, return a sentence that says what has changed. Otherwise return None.
+        The file is truncated in place, which works even on a full disk. ``written`` is the :meth:`metrics_digest` at
+        this step. Return a sentence that says how the remaining lines differ from it, or None.
         """
         waiting = [line for path, line in self._waiting if path == self.metrics_file]
         self._waiting = deque((path, line) for path, line in self._waiting if path != self.metrics_file)
@@ -246,19 +239,17 @@ class RunFolder:
         return difference
 
     def metrics_digest(self) -> LinesDigest:
-        """Return the number and the digest of all lines of metrics.jsonl, including lines that are still in
-        memory."""
+        """Return the number and the digest of the lines of metrics.jsonl, also of those still in memory."""
         return LinesDigest(self._lines, self._digest.hexdigest())
 
     def events_digest(self) -> LinesDigest:
-        """Return the number and the digest of all lines of events.jsonl, including lines that are still in memory."""
+        """Return the number and the digest of the lines of events.jsonl, also of those still in memory."""
         waiting = (line for path, line in self._waiting if path == self.events_file)
         lines = [*self.lines_of(self.events_file), *waiting]
         return LinesDigest(len(lines), digest(lines).hexdigest())
 
     def lines_of(self, path: Path) -> list[bytes]:
-        """Return the lines of a file with their newlines. A last line that lacks only its newline counts; the next
-        append adds the newline. Any other incomplete last line does not count; the next append removes it."""
+        """Return the lines of a file with their newlines. A last line without newline counts if it is whole JSON."""
         *lines, last = _content(path).split(b"\n")
         return [line + b"\n" for line in (lines if storage.json_object(last) is None else [*lines, last])]
 
@@ -267,8 +258,8 @@ class RunFolder:
         return self.read_metrics().documents
 
     def read_metrics(self) -> storage.JsonLines:
-        """Return the lines of :meth:`metrics`, and the line numbers of damaged lines. A line also counts as damaged
-        if its step is not between the steps of the lines around it."""
+        """Return the lines of :meth:`metrics`, and the numbers of damaged lines. A line whose step does not fit
+        between its neighbours is damaged."""
         read = _read(self.metrics_file)
         numbered = [
             (number, line)
@@ -289,11 +280,8 @@ class RunFolder:
         return storage.JsonLines([line for _, line in lines], sorted(damaged), [number for number, _ in lines])
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the lines of events.jsonl.
-
-        Raises:
-            InputError: if an event lacks a value that is needed to resume a run, or has a wrong value in its place.
-        """
+        """Return the lines of events.jsonl. Raise InputError if a value that a resume needs is missing or has a wrong
+        type."""
         read = _read(self.events_file)
         for number, event in zip(read.numbers, read.documents, strict=True):
             if not isinstance(event.get("event"), str):
@@ -329,13 +317,12 @@ class RunFolder:
         return bool(checkpoints(self.checkpoints)) or self.finish() is not None
 
     def finish(self) -> dict[str, Any] | None:
-        """Return the ``finish`` event of the run. Return None if the run has not finished, or was rewound after it
-        finished."""
+        """Return the ``finish`` event of the run, or None if it has not finished or was rewound since."""
         return finish_of(self.events())
 
     def record(self, line: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl. Numbers that are not finite are written as null. The first line also has
-        the identifier of the run."""
+        """Append a line to metrics.jsonl. Numbers that are not finite become null. The first line has the run's
+        id."""
         first = not self._lines and self.identity
         written = _json_line({IDENTITY: self.identity} | line if first else line)
         self._lines += 1
@@ -350,11 +337,8 @@ class RunFolder:
                 storage.sync_file(self.events_file)  # before the run rolls back
 
     def require_written(self) -> None:
-        """Write the lines that are still in memory, and check that none is left.
-
-        Raises:
-            InputError: if some lines cannot be written, for example because the disk is full.
-        """
+        """Write the lines that are still in memory. Raise InputError if a line cannot be written, for example because
+        the disk is full."""
         self._write()
         if self.unwritten is not None:
             raise InputError(
@@ -386,7 +370,7 @@ def _json_line(document: dict[str, Any]) -> bytes:
 
 
 def finish_of(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the last ``finish`` event. Return None if there is no such event, or if the run was rewound after it."""
+    """Return the last ``finish`` event, or None if there is none or a rewind follows it."""
     for event in reversed(events):
         if event["event"] == "finish":
             return dict(event)
@@ -410,7 +394,7 @@ def _content(path: Path) -> bytes:
 
 
 def newest_document(run: RunFolder) -> dict[str, Any]:
-    """Return the content of the state.json of the newest checkpoint in which it is undamaged, or an empty dict."""
+    """Return the newest state.json of a checkpoint that is undamaged, or {}."""
     for path in reversed(checkpoints(run.checkpoints)):
         with suppress(OSError, *WRONG_TYPES):  # damage is reported when the checkpoint is loaded
             return read_state(path)
@@ -418,7 +402,7 @@ def newest_document(run: RunFolder) -> dict[str, Any]:
 
 
 def _whole(digits: str) -> int:
-    """Return a whole number in a line of a run. A line with a number that is too large for a float is damaged."""
+    """Return a whole number in a line of a run. A line with a number too large for a float is damaged."""
     if len(digits) > 300:
         raise ValueError("a number is too large")
     return int(digits)
@@ -435,8 +419,8 @@ def _read(path: Path) -> storage.JsonLines:
 
 
 def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
-    """Return the differences between two recipes that prevent a run of the recipe ``there`` from being resumed with
-    the recipe ``here``. Differences in layout and micro-batch do not prevent it."""
+    """Return the differences that keep a run of the recipe ``there`` from resuming with ``here``. Layout and
+    micro-batch may differ."""
     free = rearrangement(there, here)
     return [change for change in differences(there, here) if change not in free]
 
@@ -455,8 +439,7 @@ def describe_changes(changes: list[Difference]) -> str:
 
 
 def recorded_changes(changes: list[Difference], recipe: Recipe) -> dict[str, Any]:
-    """Return the values that an event records when it changes the recipe of a run: ``changes``, and the new
-    ``recipe``."""
+    """Return the values of an event that changes the recipe of a run. ``recipe`` is the new recipe."""
     listed = [{"path": path, "before": before, "after": after} for path, before, after in changes]
     return {"changes": listed, "recipe": recipe.model_dump(mode="json", exclude_none=True)}
 

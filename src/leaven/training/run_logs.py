@@ -1,7 +1,7 @@
 """Readers of the logs of other programs: TensorBoard event files, and offline runs of W&B (Weights & Biases).
 
-An incomplete last record is left out, because another program may be writing the file. The argument ``cut`` of the
-readers is then called with a text that says so.
+Another program may be writing the file, so an incomplete last record is left out. The argument ``cut`` of the readers
+is then called with a text that says so.
 """
 
 import json
@@ -37,10 +37,8 @@ def _ignore(_: str) -> None:
 def tensorboard_rows(
     file: Path, tag: str, cut: Callable[[str], object] = _ignore
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, {tag of the value: value}) for each number or tensor in a TensorBoard event file.
-
-    If the tag of a value is not ``tag``, yield None in place of the value. In place of a tensor that is no scalar,
-    yield a text that states its shape.
+    """Yield (step, {tag: value}) for each number or tensor in a TensorBoard event file. The value of another tag than
+    ``tag`` is None. A tensor that is no scalar becomes a text with its shape.
 
     Raises:
         LogDamaged: if the file is damaged.
@@ -65,8 +63,7 @@ def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[t
     """Yield (first byte, content) for each record of a TensorBoard event file.
 
     A record is the length of its content in 8 bytes, the checksum of the length in 4 bytes, the content, and its
-    checksum in 4 bytes. A crash may leave zeros at the end of a file, also from the middle of a record on. Such a
-    record counts as incomplete, not as damaged.
+    checksum in 4 bytes. A crash may leave zeros at the end of a file. Such a record is incomplete, not damaged.
     """
     from tensorboard.summary.writer.record_writer import masked_crc32c
 
@@ -93,11 +90,8 @@ def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[t
 
 
 def _scalar(value: "Summary.Value") -> Any:
-    """Return the number in a value. If the value is a tensor that is no scalar, return a text that states its shape.
-
-    Raises:
-        ValueError: if the type or shape of the tensor is invalid.
-    """
+    """Return the number in a value, or a text with the shape of a tensor that is no scalar. Raise ValueError if the
+    tensor is invalid."""
     from tensorboard.util.tensor_util import make_ndarray
 
     if value.WhichOneof("value") == "simple_value":
@@ -118,11 +112,8 @@ def _scalar(value: "Summary.Value") -> Any:
 
 
 def wandb_rows(file: Path, cut: Callable[[str], object] = _ignore) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield (step, values by name) for each row of the history in the file of an offline run of W&B.
-
-    Raises:
-        LogDamaged: if the file is damaged.
-    """
+    """Yield (step, values by name) for each row of the history in the file of an offline run of W&B. Raise LogDamaged
+    if the file is damaged."""
     for at, record in log_records(storage.read(file), str(file), cut):
         try:
             histories = [_row(content) for field, content in _fields(record) if field == 2]  # Record.history
@@ -152,11 +143,11 @@ def _item(item: memoryview) -> tuple[str, Any]:
 
 
 def log_records(log: bytes, name: str, cut: Callable[[str], object] = _ignore) -> Iterator[tuple[int, memoryview]]:
-    """Yield (first byte, content) for each record of a log in LevelDB's format, which W&B uses.
+    """Yield (first byte, content) for each record of a log in LevelDB's format, which W&B uses. ``name`` is for
+    messages.
 
-    ``name`` is the file name, for messages. Source:
-    https://github.com/google/leveldb/blob/main/doc/log_format.md. W&B differs in two points: the file begins with a
-    header of 7 bytes, and the checksums are plain CRC-32.
+    Source: https://github.com/google/leveldb/blob/main/doc/log_format.md. W&B differs in two points: the file begins
+    with a header of 7 bytes, and the checksums are plain CRC-32.
 
     Raises:
         LogDamaged: if a checksum is wrong.
@@ -187,13 +178,8 @@ def log_records(log: bytes, name: str, cut: Callable[[str], object] = _ignore) -
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield (field number, content) for each field of a protobuf message.
-
-    Source: https://protobuf.dev/programming-guides/encoding.
-
-    Raises:
-        ValueError: if the message is invalid.
-    """
+    """Yield (field number, content) for each field of a protobuf message. Raise ValueError if it is invalid. Source:
+    https://protobuf.dev/programming-guides/encoding."""
     at = 0
 
     def varint() -> int:

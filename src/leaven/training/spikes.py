@@ -10,16 +10,12 @@ At each step, the detector does the following for each of the three quantities:
 4. When the sum reaches :data:`LIMIT`, the run has an anomaly. The anomaly began when the sum last rose above 0. All
    steps since then are suspicious; they do not change the usual level.
 
-Three steps with a large deviation are an anomaly, and so are a dozen steps with a small deviation. A single batch of
-unusual text is not. The logarithms of the two norms are used, and the update norm is divided by the learning rate
-first. The update norm is monitored because in a 32B run it doubled before loss and gradient changed
-(marin-community/marin#1368).
+Three steps with a large deviation are an anomaly, and so are a dozen steps with a small one. A single batch of
+unusual text is not. The logarithms of the norms are used, and the update norm is divided by the lr first. It is
+monitored because in a 32B run it doubled before loss and gradient changed (marin-community/marin#1368).
 
-A loss, gradient or update that is not finite is an anomaly immediately. Other anomalies are detected only after the
-first 2 x :data:`LEVEL` steps, which establish the usual level. docs/log.md has the rate of false alarms.
-
-The setting ``on_spike = "skip"`` works differently: outlier steps are not applied, and only many such steps in a row
-are an anomaly (:class:`SpikeDetector`).
+A value that is not finite is an anomaly immediately. Other anomalies are detected only after the first 2 x
+:data:`LEVEL` steps, which establish the usual level. docs/log.md has the rate of false alarms.
 """
 
 import math
@@ -42,7 +38,7 @@ LEVEL = 32
 WINDOW = 128
 ALLOWANCE = 4.0
 CAP = 12.0
-"""The number of deviations of a step is limited to this value. So a step adds at most CAP - ALLOWANCE to the sum."""
+"""The largest number of deviations that counts. So a step adds at most CAP - ALLOWANCE to the sum."""
 LIMIT = 24.0
 OUTSTANDING = 6.0
 """``on_spike = "skip"`` skips a step whose loss or gradient norm is at least this many deviations above its median,
@@ -58,8 +54,7 @@ TITLES = {"loss": "loss", "grad_norm": "gradient norm", "update_norm": "update n
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper limits for the loss and the gradient norm of a step. The step is skipped unless both are below their
-    limits."""
+    """Upper limits for the loss and the gradient norm. A step is skipped unless both are below their limits."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -94,8 +89,8 @@ class QuantityMonitor:
         return median(self.values), max(1.4826 * median(self.distances), self.floor)
 
     def add(self, step: int, value: float) -> tuple[float, float]:
-        """Add the value of a step. Return the usual level before this step, and the number of standard deviations by
-        which the value exceeds this level. The number is 0 until enough steps have established the level."""
+        """Add the value of a step. Return the usual level before this step, and the number of standard deviations
+        above it (0 until enough steps have established the level)."""
         middle = median(self.values) if self.values else value
         deviations = 0.0
         if self.ready:
@@ -113,9 +108,8 @@ class QuantityMonitor:
 class SpikeDetector:
     """Detects anomalies from the metrics of all steps, which must be passed to :meth:`observe` in order.
 
-    With ``skipping``, :meth:`limits` returns the limits above which the trainer skips a step, and only
-    :data:`PATIENCE` skipped steps in a row are an anomaly. An update norm that is not finite is an anomaly with and
-    without ``skipping``.
+    With ``skipping`` (``on_spike = "skip"``), the trainer skips steps above :meth:`limits`. Only :data:`PATIENCE`
+    skipped steps in a row, or an update norm that is not finite, are then an anomaly.
     """
 
     def __init__(self, skipping: bool = False) -> None:
@@ -163,7 +157,9 @@ class SpikeDetector:
             return None
         onset = self.since
         assert onset is not None
-        moves = " and ".join(f"{TITLES[name]} {numbers[name]['deviations']:.1f} deviations up" for name in certain)
+        moves = " and ".join(
+            f"{TITLES[name]} {numbers[name]['deviations']:.1f} deviations above its median" for name in certain
+        )
         was = numbers["loss"]
         why = f"{moves}, loss {was['median']:.2f} -> {was['value']:.2f} within {step.step - onset + 1} steps"
         return Anomaly(onset, step.step, why, numbers)
@@ -180,8 +176,8 @@ class SpikeDetector:
         return Anomaly(min(self.since or onset, onset), step.step, why, numbers)
 
     def limits(self, step: int) -> Limits:
-        """Return the upper limits for a step. They depend only on steps before the previous one, because the metrics
-        of the previous step may not have been read yet."""
+        """Return the upper limits for a step. They do not depend on the previous step, whose metrics may not have
+        been read yet."""
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,8 +194,8 @@ class SpikeDetector:
 
 
 def was_skipped(step: "Step") -> bool:
-    """Return whether a step was skipped because its loss or gradient was not finite, or above the spike guard's
-    limits. A step that was skipped only because the fp16 loss scale was too large does not count."""
+    """Return whether a step was skipped because of its loss or gradient. A skip that only an fp16 loss scale caused
+    does not count."""
     return step.skipped and (step.diverged or math.isfinite(step.grad_norm))
 
 
@@ -208,12 +204,10 @@ def rollback(
 ) -> Rewind:
     """Return the rewind with which to respond to an anomaly. ``rewinds`` are the earlier rewinds of the run.
 
-    The first attempt for an anomaly goes back to the state before the first suspicious step. It skips the data of the
-    suspicious steps, and the same amount of data after them. If the anomaly comes again, the bad data may extend
-    beyond the suspicious steps on both sides. So each further attempt skips four times as much data after the
-    suspicious steps as the attempt before. It also goes back further, and skips about the same amount of data before
-    the suspicious steps as after them. A rewind does not go back beyond the oldest checkpoint, which has
-    ``oldest_tokens`` trained tokens.
+    The first attempt goes back to the state before the first suspicious step. It skips the data of the suspicious
+    steps, and the same amount after them. If the anomaly comes again, the bad data may extend further on both sides.
+    So each attempt skips four times as much data after the suspicious steps as the attempt before, and about as much
+    before them. A rewind does not go back beyond ``oldest_tokens``, the oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
     # It is the same anomaly if it begins within WINDOW steps after the last anomaly was found.
@@ -239,14 +233,12 @@ def oldest_checkpoint(
 ) -> int:
     """Return the token count of the oldest scheduled checkpoint that is still kept when an anomaly is found.
 
-    The count follows from the schedule of checkpoints, not from the disk. The disk may also have damaged checkpoints,
-    and checkpoints that were saved because the run was stopped.
+    It follows from the schedule, not from the disk, which may have damaged and unscheduled checkpoints.
     """
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
-        """Return the token counts of the checkpoints that exist when the metrics of ``step`` are read. ``there`` are
-        the token counts of those that exist right after the latest rewind before this step, or [0] without a
-        rewind."""
+        """Return the checkpoints that exist when the metrics of ``step`` are read. ``there`` are those that existed
+        after the rewind before this step."""
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]
@@ -286,8 +278,7 @@ class SpikeGuard(Callback):
 
     @property
     def good_tokens(self) -> int:
-        """The number of tokens trained before the first step that may belong to an anomaly. If there is no such step,
-        the number of tokens trained so far."""
+        """The number of tokens trained before the first suspicious step, or so far if there is none."""
         since = self.detector.since if self.detector else None
         return self.training.tokens if since is None else self.training.recipe.batches.tokens_at_step(since - 1)
 
@@ -301,8 +292,7 @@ class SpikeGuard(Callback):
             self.detector.load_state_dict(state["guard"])
 
     def _respond(self, anomaly: Anomaly) -> None:
-        """Roll back, or end the run. End it if ``on_spike`` is not ``rollback``, or if ``max_rollbacks`` rollbacks
-        did not help."""
+        """Roll back. End the run if ``on_spike`` does not allow this, or after ``max_rollbacks`` attempts."""
         trainer, recipe, rewinds = self.trainer, self.training.recipe, self.training.rewinds
         stability = recipe.stability
         trainer.checkpoints.log_outcome(wait=True)

@@ -1,13 +1,12 @@
 """A stack of trials: trains many recipes of one shape at once, as one batched model on one device.
 
-Every tensor has a leading dimension K with one entry for each recipe, and every matrix product is batched. So models
-that are too small to fill a GPU fill it together. On CUDA, the forward and backward passes are compiled, and a step
-is one CUDA graph. The recipes have the same shape, batch and number of tokens. They may differ in hyperparameters,
-schedule and seed.
+Every tensor has a leading dimension K with one entry for each recipe, so models that are too small to fill a GPU fill
+it together. On CUDA, the passes are compiled, and a step is one CUDA graph. The recipes have the same shape, batch
+and number of tokens. They may differ in hyperparameters, schedule and seed.
 
-The stack is a second trainer besides the engine. The reason is its speed: a stack of 48 small models on a GPU was 36
-times as fast as eight processes (docs/log.md). On a CPU a stack is not faster. tests/training/test_stack.py compares
-the losses of a stack with those of the engine. Sizes in comments: K recipes, B sequences, T tokens, P parameters.
+A stack is a second trainer besides the engine, because it is fast: 48 small models on a GPU were 36 times as fast as
+with eight processes (docs/log.md). On a CPU it is not faster. tests/training/test_stack.py compares its losses with
+those of the engine. Sizes in comments: K recipes, B sequences, T tokens, P parameters.
 """
 
 import json
@@ -65,8 +64,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 def refusal(recipe: Recipe) -> str | None:
-    """Return why a stack cannot train a recipe, or None if it can: the first setting or table of the recipe that a
-    stack does not support, such as ``model.bias = True``."""
+    """Return the first setting of a recipe that a stack cannot train, such as ``model.bias = True``, or None."""
     found = {path: attrgetter(path)(recipe) for path in SETTINGS}
     refused = {path: value for path, value in found.items() if value not in SETTINGS[path]}
     said = (path if isinstance(value, Part) else f"{path} = {value}" for path, value in refused.items())
@@ -74,8 +72,7 @@ def refusal(recipe: Recipe) -> str | None:
 
 
 def most_trials(recipe: Recipe, free: float) -> int:
-    """Return how many trials a stack may have on a GPU with ``free`` bytes: at most ``MOST``, and no more than fit
-    into the share ``MEMORY`` of these bytes by the planner's formula."""
+    """Return how many trials a stack may have on a GPU with ``free`` bytes, by the planner's formula."""
     shape, tokens = recipe.model, recipe.batch.tokens
     windows = _integer(shape).itemsize * recipe.steps * tokens * (1 + 1 / shape.seq_len)
     states = 4 * 3 * shape.params  # copies of weights and gradients that the planner does not count
@@ -96,10 +93,9 @@ def train_stack(
     """Train up to ``size`` recipes at once, and return their outcomes in the same order.
 
     The process keeps the compiled stack for the next call, because compiling takes longer than many trials. A trial
-    that diverges stays in the stack until the other trials are done. If all trials diverge, training ends early.
+    that diverges stays in the stack until the others are done.
 
     Args:
-        size: the number of places in the stack, at least the number of recipes.
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``. To resume from it, pass the same recipes
             in the same order, and the same size.
         text: the fingerprint that the tokens must have, as in ``train_trial``.
@@ -164,8 +160,7 @@ def _stack(like: Recipe, size: int, tokens: TokenSet) -> "TrialStack":
 
 
 class TrialStack:
-    """The buffers and the compiled step for K recipes with the shape and batch of ``like``. :meth:`train` can be
-    called any number of times."""
+    """The buffers and the compiled step for K recipes with the shape and batch of ``like``."""
 
     def __init__(self, like: Recipe, size: int, tokens: TokenSet, device: str) -> None:
         assert refusal(like) is None, refusal(like)
@@ -205,8 +200,7 @@ class TrialStack:
         self.progress = Progress()  # its tokens are those of one recipe; its seconds exclude the filling of buffers
 
     def train(self, recipes: Sequence[Recipe]) -> list[float]:
-        """Train the recipes, and return the validation loss of each in nats per token. The loss of a trial that
-        diverged is not finite."""
+        """Train the recipes, and return the validation loss of each in nats per token, not finite if it diverged."""
         self.begin(recipes)
         self.advance(len(self.schedule))
         return self.evaluate(recipes[0])[: len(recipes)]
@@ -247,11 +241,8 @@ class TrialStack:
         return Checkpoint(self.progress, {"parameters": self.flat}, moments, state or {})
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the state from a checkpoint of the same recipes.
-
-        Raises:
-            ValueError: if a tensor of the checkpoint has another shape or type: then it belongs to other recipes.
-        """
+        """Restore the state from a checkpoint. Raise ValueError if a tensor has another shape or dtype, as in a
+        checkpoint of other recipes."""
         buffers = {"first": self.first, "second": self.second, "losses": self.record}
         saved = [(self.flat, checkpoint.model["parameters"])]
         saved += [(buffer, checkpoint.optimizer[name]) for name, buffer in buffers.items()]
@@ -325,8 +316,8 @@ class TrialStack:
 
     @torch.no_grad()
     def _update(self, gradient: Tensor, factor: Tensor) -> None:
-        """Clip the gradient of each recipe by its norm, and take a step of AdamW with torch's formulas. ``gradient``
-        has the shape (K, P). ``factor`` (K,) is the schedule's factor on the lr."""
+        """Clip the gradient (K, P) of each recipe by its norm, and take a step of AdamW with torch's formulas.
+        ``factor`` (K,) is the schedule's factor on the lr."""
         norm = gradient.square().sum(1).sqrt()
         g = gradient * (self.clip / (norm + 1e-6)).clamp(max=1.0)[:, None]
         count = (self.step + 1).double()
@@ -385,10 +376,8 @@ class TrialStack:
         return losses.view(k, b * t).mean(1)
 
     def evaluate(self, recipe: Recipe) -> list[float]:
-        """Return the validation loss of each recipe in nats per token.
-
-        As in training, a batch has B sequences and the parameters require gradients: the pass is compiled for this.
-        """
+        """Return the validation loss of each recipe in nats per token. Batches have B sequences and parameters
+        require gradients, because the pass is compiled for this."""
         found = self.tokens.validation_windows(self.shape.seq_len, recipe.evaluation.tokens)
         windows = torch.from_numpy(found).to(self.device)
         leaves = {name: value.detach().requires_grad_() for name, value in self.parameters.items()}

@@ -4,36 +4,28 @@ What ``leaven train recipe.toml`` does, in order. Every run goes through the ten
 these. Each other file answers the question beside it.
 
 1. **cli/train.py** reads the recipe. ``--set a.b=value`` replaces a value of the TOML document, and pydantic
-   validates the result: types and ranges, whole sequences in a batch, a warm-up shorter than the run. The first
-   mistake becomes one line that says what to type (How? ``recipe/files.py``; which rules? ``recipe/recipe.py``).
-   Before the text is tokenised, the command also checks that the processes and devices can train the recipe, and that
+   validates the result. The first mistake becomes one line that says what to type (How? ``recipe/files.py``; which
+   rules? ``recipe/recipe.py``). The command also checks that the processes and devices can train the recipe, and that
    the folder is new or has a run of this recipe. (Where does an error become a line and an exit code?
    ``cli/__init__.py``. What do commands share, such as Ctrl-C? ``cli/common.py``.)
-2. The text becomes token ids in shards, in a cache whose folders are named after the content, so it is tokenised once
-   (How? ``data/tokens.py``). About 5% of the text is held out for validation (Which documents? ``data/corpus.py``).
-   **data/stream.py** numbers the training samples. Sample n depends only on the seed and n, so a run resumes at
-   sample n without a stored state of the data.
-3. **trainer.py**, this file. :func:`train` compares the recipe and the text with those in the folder. If the run has
-   finished, :func:`train` returns the result. Otherwise it builds the state
-   (:class:`~leaven.training.engine.Training`). If ``micro_batch`` is "auto", which is the default, a new run chooses
-   its micro-batch: in a single process, a run of 1,000 or more steps first times micro-batches for up to a minute
-   (How? ``micro_batch.py``). Then :func:`train` locks the folder and restores the newest undamaged checkpoint. A new
-   run saves a checkpoint before its first step, so that it can always roll back.
+2. The text becomes token ids in shards, in a cache, so it is tokenised once (How? ``data/tokens.py``). About 5% of
+   the text is held out for validation (Which documents? ``data/corpus.py``). **data/stream.py** numbers the training
+   samples. Sample n depends only on the seed and n, so a run resumes at sample n without a stored state of the data.
+3. **trainer.py**, this file. :func:`train` compares the recipe and the text with those in the folder. It builds the
+   state (:class:`~leaven.training.engine.Training`), and chooses the micro-batch if the recipe says "auto" (How?
+   ``micro_batch.py``). Then it locks the folder and restores the newest undamaged checkpoint. A new run saves a
+   checkpoint before its first step, so that it can always roll back.
 4. **loop.py** starts a step, and reads its result only after it has started the next one, so that the device does not
    wait between steps. Callbacks act around the steps, in this order: metrics, profile, validation, checkpoints, spike
    guard.
 5. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes, clipping, update.
-   The device skips the update if the loss or the gradient norm is not finite or, with ``on_spike = "skip"``, above
-   the limits of the spike guard.
+   The device skips the update if the loss or the gradient norm is not finite, or above the limits of the spike guard.
 6. **distributed/sharded_model.py** runs the passes, a micro-batch at a time: loss, ``backward()``, and in a run of
    several processes the exchange between them (Where are the model and its loss? ``model/transformer.py`` and
    ``model/loss.py``. Which layers has a process? ``distributed/pipeline.py``).
 7. **optimizer.py** clips the gradients and updates the parameters with Adam. The lr of a parameter is the base lr x
-   multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). For
-   example, complete-d-p gives a hidden weight the factor I^-1 L^(alpha-1) B^(1/2) D^-t, where I, L, B and D are the
-   ratios of its fan in, the depth, the batch and the tokens to those of the base model. Each step multiplies
-   this by the lr schedule at the end of the step. After a rewind, one more factor lowers the lr for a while. During a
-   batch ramp, another factor changes it.
+   multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). Each step
+   multiplies this by the lr schedule. A rewind lowers the lr for a while, and a batch ramp changes it.
 8. **metrics.py** has three parts. ``Telemetry``, which the engine calls, measures the step. The callback ``StepLog``
    appends a line to metrics.jsonl and points to the curves. The callback ``Validation`` computes the validation loss,
    by default ten times in a run. When a run resumes or rolls back, the lines of the steps after its checkpoint are
@@ -43,9 +35,8 @@ these. Each other file answers the question beside it.
    checkpoints (by default) are kept, and the last one before a possible anomaly. (How does one process read a tensor
    that several processes saved? ``checkpoint_tensors.py``.)
 10. **spikes.py** is the spike guard. It compares loss, gradient norm and update norm with their usual levels. At an
-    anomaly, :meth:`RunTrainer.roll_back` restores a checkpoint before it, and the state of all callbacks. The run
-    then skips the data of the anomaly (Which data, and how is the lr lowered? ``rewind.py``). After three attempts
-    (by default), or if no checkpoint is left to return to, the run stops.
+    anomaly, :meth:`RunTrainer.roll_back` restores a checkpoint before it. The run then skips the data of the anomaly
+    (Which data, and how is the lr lowered? ``rewind.py``). After three attempts (by default) the run stops.
 11. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. After Ctrl-C it drops
     the step that is under way and saves the state before it. It returns a ``TrainDocument``, which the command prints
     with the commands to type next (``views/terminal/training.py``).
@@ -134,27 +125,25 @@ def train(
     history: bool = True,
     back: ManualRewind | None = None,
 ) -> TrainDocument:
-    """Train a recipe in a run folder, and return the result. If the folder has undamaged checkpoints, continue from
-    the newest one. If the run has finished already, only return its result.
+    """Train a recipe in a run folder, and return the result.
 
-    On a CPU, a run that was stopped or killed resumes with the same bits (docs/concepts/promises.md). Every process
-    of a ``group`` must call this with the same arguments.
+    A run in the folder resumes from its newest undamaged checkpoint. A finished run only returns its result. On a
+    CPU, a resumed run has the same bits as one that was never stopped (docs/concepts/promises.md).
 
     Args:
-        on_step: called with the metrics of each step, after the step.
+        on_step: called with the metrics of each step.
         on_event: called with the name and values of each line of events.jsonl.
-        stop: when it returns True, training stops, the state is saved, and ``finished`` of the result is False. It is
-            polled between steps. A single process also polls it before every forward pass, and then abandons the
-            current step and saves the state before that step.
+        stop: polled between steps. When it returns True, the state is saved and ``finished`` of the result is False.
+            A single process also polls it within a step, which is then dropped.
         log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
-        rewind: a manual rewind to do before training. It is done only once: a repeated call resumes the rewound run.
+        rewind: a manual rewind to do before training. A repeated call does not rewind again.
+        group: the processes of the run. All of them must make this call with the same arguments.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
         back: the old name of ``rewind``.
 
     Raises:
         InputError: if the folder contains a run of another recipe, is in use, or cannot be written.
-        Diverged: if an anomaly occurs and ``on_spike`` is ``stop``, if rolling back does not help or is not possible,
-            if too many steps in a row are skipped, or if the final validation loss is not finite.
+        Diverged: if the run diverges, and rolling back is off or does not help.
     """
     _require_one_recipe(recipe, tokens, rewind or back, group)
     run, recipe, rewind = check(recipe, folder, rewind or back)
@@ -216,12 +205,8 @@ def _require_one_recipe(recipe: Recipe, tokens: "TokenSet", rewind: ManualRewind
 def _built(
     recipe: Recipe, tokens: "TokenSet", group: ProcessGroup, stop: Callable[[], bool], resumes: bool
 ) -> tuple[Training, Choice | None]:
-    """Return the initial state of a run, and how its micro-batch was chosen. The choice is None if the recipe states
-    the micro-batch, or if there are several processes. ``resumes`` says whether a checkpoint will be restored.
-
-    Raises:
-        StopRequested: if ``stop`` returns True while micro-batches are timed.
-    """
+    """Return the initial state of a run, and the choice of its micro-batch if it was made here. Raise StopRequested
+    if ``stop`` returns True while micro-batches are timed."""
     if recipe.batch.micro_batch == "auto":
         require_memory(recipe)
         if group is not SINGLE_PROCESS:  # timing that ran out of memory on one device would block the others
@@ -263,8 +248,7 @@ class RunTrainer:
         self.loop = Loop(training, self.callbacks, lookahead=True)
 
     def start(self, **about: Any) -> None:
-        """Restore the newest checkpoint, or start a new run. Log this as an event that contains the values ``about``.
-        A new run saves a checkpoint before its first step, so that it can always roll back."""
+        """Restore the newest checkpoint, or start a new run. Log this as an event with the values ``about``."""
         rewinds, saved = rewinds_of(self.run), newest_saved(self.run)
         changed: str | None = None
         found = self._newest(rewinds)
@@ -294,12 +278,8 @@ class RunTrainer:
             self.checkpoints.save()
 
     def train(self, stop: Callable[[], bool]) -> TrainDocument:
-        """Train until the run is done or stopped. Return its result.
-
-        Raises:
-            InputError: if the run is done, but its last checkpoint or the finish event cannot be written.
-            Diverged: in the cases of :func:`train`.
-        """
+        """Train until the run is done or stopped, and return its result. Raise InputError if the last checkpoint or
+        the finish event cannot be written, and Diverged if the run diverges."""
         try:
             if self.validation.owed:
                 self.validation.evaluate()
@@ -330,12 +310,8 @@ class RunTrainer:
         self.event("layout", **recorded_changes(changes, training.recipe))
 
     def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:
-        """Restore the newest checkpoint that the rewind does not undo, and record an event with ``values``.
-
-        Raises:
-            InputError: if all these checkpoints are damaged; the user may be able to repair one.
-            Diverged: if there are none.
-        """
+        """Restore the newest checkpoint at or before the rewind's target, and record an event with ``values``. Raise
+        InputError if all these checkpoints are damaged, and Diverged if there are none."""
         rewinds = (*self.training.rewinds, rewind)
         found = self._newest(rewinds)
         if found is None and self.damaged:  # the user may be able to repair one
@@ -368,8 +344,8 @@ class RunTrainer:
                 self._on_event("unwritten", values | {"why": self._unwritten})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
-        """Return the newest undamaged checkpoint that these rewinds have not undone, or None. Store the damaged
-        checkpoints that are newer in ``self.damaged``."""
+        """Return the newest undamaged checkpoint that no rewind has undone. Store newer, damaged ones in
+        ``self.damaged``."""
         found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group, recipe=self.training.recipe)
         if found is not None:
             require_own_files(self.run, found.state)
@@ -407,8 +383,7 @@ def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, rewind: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Open the run folder for training, once every process of ``group`` has read it. Only the first process locks it,
-    rewinds it and writes to it."""
+    """Open the run folder for training. Only the first process locks it, rewinds it and writes to it."""
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:
@@ -443,11 +418,9 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 def check(
     recipe: Recipe, folder: Path, rewind: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
-    """Check a recipe and a rewind against a folder. Return the run folder, the recipe to train (with the run's
-    micro-batch), and the rewind if it is still to do, otherwise None.
+    """Check that a folder can be used to train this recipe, after this rewind. Raise InputError if not.
 
-    Raises:
-        InputError: if the folder cannot be used for this run, or the rewind is not possible.
+    Return the run folder, the recipe with the run's micro-batch, and the rewind (None if it was done already).
     """
     run = RunFolder(folder)
     recipe = as_started(recipe, run)
@@ -461,8 +434,7 @@ def check(
 def _summary(
     run: RunFolder, progress: Progress, finish: dict[str, Any] | None, unsaved: str | None = None
 ) -> TrainDocument:
-    """Return the result of a run over all its starts. ``finish`` is its ``finish`` event, or None if the run is not
-    finished. ``unsaved`` says why the last state could not be saved, if it could not."""
+    """Return the result of a run over all its starts. ``unsaved`` says why the last state could not be saved."""
     # Each start may have measured another peak; the speed of all steps is divided by the latest.
     starts = [event for event in run.events() if _positive(event.get("peak_tflops"))]
     metrics = run.metrics()
@@ -491,5 +463,5 @@ def _summary(
 
 
 def _positive(value: Any) -> bool:
-    """Return whether a value of metrics.jsonl or events.jsonl, which may be damaged, is a positive number."""
+    """Return whether a value from a file, which may be damaged, is a positive number."""
     return isinstance(value, int | float) and value > 0

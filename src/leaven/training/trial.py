@@ -1,13 +1,10 @@
 """Trains one trial: a recipe until it is done, diverges or is pruned (ended early because it cannot beat the best
 trial so far). :class:`WorkerPool` runs several trials at once in worker processes.
 
-A trial that takes longer than a minute writes checkpoints, from which another process can resume it bit for bit.
-
 A trial of several durations trains the run with the longest duration (the trunk), and for each shorter duration only
-the cooldown. This is enough because with the wsd schedule (warm-up, stable lr, cooldown), runs of different durations
-are identical until the shortest of them starts its cooldown (Hägele et al. 2024, arXiv 2405.18392). When the trunk
-reaches the cooldown of a shorter duration, the state is copied, this cooldown is trained and evaluated, and the trunk
-continues from the copy. So k durations cost one run of the longest duration and k - 1 cooldowns.
+the cooldown. With the wsd schedule (warm-up, stable lr, cooldown), runs of different durations are identical until
+the shortest starts its cooldown (Hägele et al. 2024, arXiv 2405.18392). So k durations cost one run of the longest
+duration and k - 1 cooldowns.
 """
 
 import json
@@ -63,16 +60,14 @@ def train_trial(
     outcome.
 
     Args:
-        baseline: the best trial so far, with the same schedule. A baseline of another duration is ignored. Without a
-            baseline, the trial is not pruned.
-        checkpoint: a folder for a checkpoint every ``checkpoint_seconds``, from which the same trial can resume. The
-            caller removes the folder once the outcome is saved.
+        baseline: the best trial so far, with the same schedule. Without it, the trial is not pruned.
+        checkpoint: a folder for a checkpoint every ``checkpoint_seconds``, from which the same trial resumes bit for
+            bit. The caller removes it once the outcome is saved.
         durations: several durations to train, in tokens. The shorter ones are branches of the run with the longest.
         text: the fingerprint that the tokens must have, if it is known.
 
     Raises:
-        InputError: if the recipe cannot be trained, the shorter durations cannot be branches of the longest, or the
-            text has changed.
+        InputError: if the recipe or the durations cannot be trained, or the text has changed.
     """
     tokens = same_tokens(recipe, text)
     *branches, trunk = branches_of(recipe, durations, tokens) or [recipe]
@@ -111,8 +106,7 @@ def train_trial(
 
 
 def same_tokens(recipe: Recipe, text: str | None) -> TokenSet:
-    """Return the tokens of a recipe. Raise InputError if they have another fingerprint than ``text``, if it is
-    given."""
+    """Return the tokens of a recipe. Raise InputError if ``text`` is given and is not their fingerprint."""
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     if text is not None and tokens.fingerprint != text:
         raise InputError(
@@ -130,11 +124,8 @@ def checkpoint_folder(folder: Path, recipes: Sequence[Recipe], tokens: TokenSet)
 
 
 def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> list[Recipe]:
-    """Return one copy of the recipe for each duration in tokens, shortest first.
-
-    Raises:
-        InputError: if the shorter durations cannot be branches of the run with the longest.
-    """
+    """Return one copy of the recipe for each duration in tokens, shortest first. Raise InputError if the shorter
+    durations cannot be branches of the run with the longest."""
     schedule, batches, found = recipe.schedule, recipe.batches, list[Recipe]()
     if durations and schedule.decay != "wsd":
         raise InputError(
@@ -166,15 +157,14 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
 
 
 def cooldown_start(recipe: Recipe) -> float:
-    """Return the token count at which a run with the wsd schedule starts its cooldown. A step that ends after this
-    count has a lower lr."""
+    """Return the token count at which a wsd schedule starts its cooldown. A step that ends later has a lower lr."""
     duration, schedule = recipe.data.tokens, recipe.schedule
     return duration - min(schedule.decay_ratio * duration, duration - schedule.warmup_tokens)
 
 
 class Cooldowns(Callback):
-    """Trains the cooldown of each shorter duration. When the trunk reaches the start of a cooldown, its state is
-    copied, the cooldown is trained, and the trunk continues from the copy."""
+    """Trains the cooldown of each shorter duration when the trunk reaches its start. The trunk then continues from a
+    copy of its state."""
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
         self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet
@@ -211,12 +201,11 @@ class Cooldowns(Callback):
 
 
 class TrialCheckpoint(Callback):
-    """Writes a checkpoint of a trial at a fixed interval in seconds. If the disk is full, the trial continues without
-    a new checkpoint. Each checkpoint contains the name of its ``folder``, which :func:`checkpoint_folder` computes
-    from recipes and text. A checkpoint with another name belongs to another trial and is not read. Checkpoints of
-    older versions have no name and are read.
+    """Writes a checkpoint of a trial at a fixed interval in seconds. If the disk is full, the trial continues
+    without.
 
-    ``recipe`` is the recipe whose parameters a checkpoint must have, or None if ``training`` compares them itself.
+    A checkpoint contains the name of its ``folder``, from :func:`checkpoint_folder`. One with another name belongs to
+    another trial and is not read. If ``recipe`` is given, a checkpoint must have its parameters.
     """
 
     def __init__(
@@ -232,8 +221,8 @@ class TrialCheckpoint(Callback):
         self._last = time.monotonic()
 
     def resume(self) -> None:
-        """Continue from the checkpoint of this trial, if there is one. Checkpoints that are damaged or belong to
-        another trial are ignored with a warning.
+        """Continue from the checkpoint of this trial, if there is one. Damaged checkpoints and those of other trials
+        are ignored with a warning.
 
         Raises:
             InputError: if a value in the checkpoint has a type or size that this trial does not write.
@@ -279,11 +268,8 @@ def initialise_worker(device: str | None = None) -> None:
 
 
 class WorkerPool:
-    """A pool of worker processes. If a worker dies, the next :meth:`submit` starts new workers.
-
-    The end of the ``with`` block terminates the workers. ``device`` is the GPU that the workers use, as in
-    ``CUDA_VISIBLE_DEVICES``.
-    """
+    """A pool of worker processes. If a worker dies, the next :meth:`submit` starts new workers. The end of the
+    ``with`` block terminates them. ``device`` is their GPU, as in ``CUDA_VISIBLE_DEVICES``."""
 
     def __init__(self, workers: int, device: str | None = None) -> None:
         self._workers, self._device = workers, device
