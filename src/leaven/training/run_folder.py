@@ -150,7 +150,7 @@ class RunFolder:
     def last_change(self) -> tuple[Recipe, dict[str, Any]] | None:
         """Return (recipe, {path: value before}) of the last event that changed the recipe.
 
-        Return None without such an event, or if a checkpoint has a newer recipe: that of a rewind whose event is lost.
+        Return None without such an event, or if a checkpoint has a newer recipe, from a rewind whose event is lost.
         """
         events = self.read_events()
         changes = [event for event in events if "recipe" in event]
