@@ -74,8 +74,8 @@ def coordinates(
         int,
         typer.Option(
             min=1,
-            help="Number of training steps on the same batch. After more than 3 steps, a module passes even if its "
-            "activations change a little more with width or depth.",
+            help="Number of training steps on the same batch. With more than 3, the limits on changes of activations "
+            "with width and depth are a little wider.",
         ),
     ] = 3,
     lr_factor: FactorOption = "1",

@@ -166,7 +166,7 @@ def _holds_lists(schema: Any, column: str, *tests: str) -> bool:
 def fetch_tokenizer(tokenizer: str) -> Path:
     """Return the path of the tokenizer.json of ``hf://org/model?revision=NAME`` or of ``hf:///folder``.
 
-    A file on the Hub is downloaded, unless an earlier download exists. The file in a folder may not exist.
+    A file on the Hub is downloaded, unless an earlier download exists. Whether a folder has the file is not checked.
 
     Raises:
         InputError: if the file cannot be downloaded, or ``tokenizer`` is not such an address.
