@@ -10,8 +10,8 @@ these. Each other file answers the question beside it.
    ``cli/__init__.py``. What do commands share, such as Ctrl-C? ``cli/common.py``.)
 2. By default a BPE of ``model.vocab_size`` tokens is trained on the text. The text then becomes token ids in shards.
    Both stay in a cache for the next run (How? ``data/tokens.py``). About 5% of the text is held out for validation
-   (Which documents? ``data/corpus.py``). **data/stream.py** numbers the training samples. Sample n depends only on the
-   seed and n, so a run resumes at sample n without a stored state of the data.
+   (Which documents? ``data/corpus.py``). **data/stream.py** numbers the training samples. Sample n depends only on
+   the seed and n, so a run resumes at sample n without a stored state of the data.
 3. **trainer.py**, this file. :func:`train` compares the recipe and the text with those in the folder. It builds the
    state (:class:`~leaven.training.engine.Training`), and chooses the micro-batch if the recipe says "auto" (How?
    ``micro_batch.py``). Then it locks the folder and restores the newest undamaged checkpoint. A new run saves a
