@@ -26,7 +26,7 @@ LEAST_STEPS = 200
 number of steps: with 64, the loss under the correct rule changed by 1.8 nats at 1/4 of the batch."""
 
 TOLERANCE = 0.02
-"""The allowed difference of the loss, as a share of log(vocabulary) - loss: the improvement over a uniform guess.
+"""The difference of the loss that is always allowed, as a share of log(vocabulary) - loss.
 
 The stochastic differential equation (top of this file) holds only in the limit of small lrs, so the difference need
 not be 0. In a toy model with 1/4 to 8 times the batch, the excess loss changes by at most 5% with the rule, and by

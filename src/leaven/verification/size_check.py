@@ -128,7 +128,7 @@ class SizeCheck(ABC, Generic[Measured]):
 
     @abstractmethod
     def record(self, instance: ModelInstance) -> Mapping[str, Measured]:
-        """Train a model and return the measurements of its modules, by the labels of the modules."""
+        """Train a model and return the measurements of its modules or parameters, by their labels."""
 
     @abstractmethod
     def judge(
@@ -142,7 +142,7 @@ class SizeCheck(ABC, Generic[Measured]):
         return value
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes of the check: all widths at the smallest depth, and all depths at the smallest width."""
+        """Return the axes of two or more sizes: widths at the smallest depth, and depths at the smallest width."""
         least = RunScale(min(self.widths), min(self.depths))
         width = SizeAxis("width", tuple(RunScale(size, least.depth) for size in sorted(set(self.widths))))
         depth = SizeAxis("depth", tuple(RunScale(least.width, size) for size in sorted(set(self.depths))))
