@@ -55,7 +55,7 @@ class LossGrid:
 
     @property
     def noise(self) -> float | None:
-        """The standard deviation of the loss between seeds near the best value, or None with one run for each value."""
+        """The standard deviation of the loss between seeds near the best value, or None with one run for each."""
         near = [list(self.runs[place].values()) for place in self._points(self.means.argmin(-1))]
         freedom = [len(losses) - 1 for losses in near]
         if not any(freedom):
