@@ -20,14 +20,15 @@ from leaven.model.kernels import causal_attention
 from leaven.recipe.shape import BRANCH_ENDS
 
 POSITIONS = 256
-"""The largest number of rows that are kept of an output other than attention. A row is a vector along the last
-dimension, such as that of one token. The RMS of the kept rows differs by a few percent from that of all rows."""
+"""The largest number of rows that are kept of an output; attention logits and probabilities keep more. A row is a
+vector along the last dimension, such as that of one token. The RMS of the rows differs by a few percent from that of
+all rows."""
 
 LOGITS = "logits"
 
 
 def tensor_of(output: Any) -> Tensor | None:
-    """Return the output if it is a tensor, or its first item, ``logits`` or ``last_hidden_state``; else None."""
+    """Return the first tensor among the output, its first item, its logits and its last_hidden_state, or None."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):

@@ -194,7 +194,7 @@ def collapse_of_family(
 
 
 def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
-    """Return the sizes with batch and tokens in proportion to their parameters, in whole sequences of the batch."""
+    """Return the sizes with batch and tokens in proportion to their parameters, rounded to whole sequences."""
     base, sequences = family.params(sizes[0]), family.sequences
     ratios = [max(round(family.params(size) / base * sequences), 1) / sequences for size in sizes]
     return [replace(size, batch=ratio, tokens=ratio) for size, ratio in zip(sizes, ratios, strict=True)]

@@ -1,10 +1,10 @@
 """The coordinate check: do activations, and their changes in training, keep their size as the model grows?
 
 Yang et al. 2022 (Tensor Programs V, arXiv 2203.03466, appendix D.1) and the ``mup`` package train models of several
-widths for a few steps on one batch. They record the size of every module's output (here its RMS), which should not
-depend on the width. Dey et al. 2025 (CompleteP, arXiv 2505.01618) do the same over depth. This check also judges the
-*change* of the output since the first step. A wrong lr shows in the change at once. It
-shows later in the output, which at first is mostly its initial value.
+widths for a few steps on one batch. They record the RMS, or a similar mean, of every module's output, which should
+not depend on the width. Dey et al. 2025 (CompleteP, arXiv 2505.01618) do the same over depth. This check also judges
+the *change* of the output since the first step. A wrong lr shows in the change at once. It shows later in the output,
+which at first is mostly its initial value.
 
 Below, N is the width, L is the depth (the number of blocks) and d is the head dimension. The scaling rule multiplies
 each residual branch by L^-alpha. Under a correct rule, only these outputs may fall with the size of the model:
@@ -114,9 +114,9 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     and of these, three quarters come before the middle block's MLP at depth 2, but about one half at depth 16."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes of every size check. If there are two, add two widths at the largest depth.
+        """Return the axes of every size check and, if there are two, a third: two widths at the largest depth.
 
-        Some errors of a rule show only if width and depth both grow.
+        Some errors of a rule show only if width and depth both grow. The two are the smallest and the largest width.
         """
         axes = super().axes()
         if len(axes) < 2:

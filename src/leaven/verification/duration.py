@@ -48,7 +48,7 @@ def duration(
     """Run or resume the duration check.
 
     Args:
-        ratios: run lengths, as multiples of the family's own, to which 1 is added.
+        ratios: run lengths, as multiples of the family's own; 1 is always among them.
         lrs: the lrs to try; None for the default grid.
 
     Raises:

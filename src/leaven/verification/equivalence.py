@@ -2,9 +2,10 @@
 
 With the batch rule of Adam (Malladi et al. 2022, arXiv 2205.10287; with weight decay Mlodozeniec et al. 2025),
 training at another batch follows the same stochastic differential equation. If the batch is kappa times larger, the
-lr is sqrt(kappa) times higher, the betas are raised to the power kappa, and so on. So the final loss stays the same
-as long as gradients are mostly noise. The check compares final losses; they need not be the lowest possible. Control
-runs change only the batch. If their loss stays the same, too, the check shows nothing and does not pass.
+lr is sqrt(kappa) times higher, the betas are raised to the power kappa, and eps and decay change, too. So the final
+loss stays the same as long as gradients are mostly noise. The check compares final losses; they need not be the
+lowest possible. Control runs change only the batch. If their loss stays the same, too, the check shows nothing and
+does not pass.
 """
 
 import math

@@ -195,7 +195,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
 
 def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the RMS over all tensors of each label. ``values``: the tensors by parameter name, or None."""
+    """Return the RMS over all tensors of each label. ``values``: by parameter name, tensors or None."""
     sums: dict[str, tuple[float, int]] = {}
     for name, tensor in values.items():
         label = instance.label(name)

@@ -151,7 +151,7 @@ def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[Scal
 def _exponents(
     column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
-    """Return a combination's exponent by layer (first and last, if depths differ), without layers where it is 0."""
+    """Return the exponents of a combination in the layers (if depths differ: first and last) where it is not 0."""
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]
     found = []

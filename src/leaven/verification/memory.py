@@ -72,7 +72,7 @@ def arrangement(recipe: Recipe) -> Arrangement:
 
 
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
-    """Return ``ranks``, or by default the first rank of the first, the second and the last (or all) pipeline stages.
+    """Return ``ranks``, or by default the first rank of the first, the second and the last (or every) pipeline stage.
 
     Raises:
         InputError: if one of the ``ranks`` is not in the layout.

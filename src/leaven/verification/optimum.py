@@ -55,7 +55,7 @@ class LossGrid:
 
     @property
     def noise(self) -> float | None:
-        """The standard deviation of the loss between seeds near the best value, or None with one run for each."""
+        """The standard deviation of the loss between seeds near the best value, or None if all have one run."""
         near = [list(self.runs[place].values()) for place in self._points(self.means.argmin(-1))]
         freedom = [len(losses) - 1 for losses in near]
         if not any(freedom):
@@ -204,7 +204,7 @@ def estimate(
 
 
 def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
-    """Return the shift in octaves and the regret in nats from ``base`` to ``target``; sweep.py defines them."""
+    """Return the shift of the best value in octaves, and the nats that the base's best value costs at the target."""
 
     def regret(grids: Sequence[LossGrid]) -> Array:
         best = grids[0].optimum()
