@@ -171,7 +171,7 @@ class WarnOfMultipliers:
 
 
 def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale]) -> None:
-    """Install the hooks, set the attention scales, and make the first call of ``state_dict`` give a warning."""
+    """Install the hooks and set the attention scales. If there are any, the first call of ``state_dict`` warns."""
     for module, hook in hooks:
         if isinstance(hook, ScaleInput):
             module.register_forward_pre_hook(hook)

@@ -21,8 +21,7 @@ from leaven.recipe.shape import BRANCH_ENDS
 
 POSITIONS = 256
 """The largest number of rows that are kept of an output; attention logits and probabilities keep more. A row is a
-vector along the last dimension, such as that of one token. The RMS of the rows differs by a few percent from that of
-all rows."""
+vector along the last dimension, such as that of one token. Their RMS is that of all rows up to a few percent."""
 
 LOGITS = "logits"
 

@@ -25,8 +25,8 @@ band that contains the true deviations at all x with 95% probability. If a size 
 from the noise within its curve. The band then is too narrow, because it lacks the variation between seeds.
 
 The check passes if the band of every size is within :data:`LIMIT` everywhere. It fails if the whole band is beyond
-the limit at some x, a run diverged, or a loss does not fall after the first quarter of the run. In all other cases it
-is undecided.
+the limit at some x, a run diverged, or a loss does not fall after the first quarter. In all other cases it is
+undecided.
 """
 
 import math

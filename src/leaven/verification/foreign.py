@@ -235,7 +235,7 @@ def foreign(
             ``batch_tokens`` out if the factory returns batches.
 
     Raises:
-        InputError: if the factory or its result cannot be used, or if its vocabulary is too small for the text.
+        InputError: if the factory, its result or an argument cannot be used, or the vocabulary is too small for text.
     """
     model, optimizer, own = _made(entry, scale, 0)
     tokens, alpha = tokens or TOKENS, alpha or 1.0

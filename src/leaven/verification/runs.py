@@ -38,7 +38,7 @@ Key = TypeVar("Key")
 
 
 class ChecksStopped(Exception):
-    """The runs were stopped before all had finished. The finished runs are saved."""
+    """The runs were stopped before all had finished. The finished runs are saved, unless the disk is full."""
 
 
 class RunStore:

@@ -98,7 +98,7 @@ class SizeCheck(ABC, Generic[Measured]):
         the recipe, from about 64 to about 512.
 
         Raises:
-            InputError: if there are fewer than two sizes, or a size does not fit the recipe or factory.
+            InputError: if there are fewer than two sizes, or a size or option does not fit the recipe or factory.
         """
         experts = not isinstance(subject, str) and subject.model.experts is not None
         wide, deep = widths or [WIDTH * times for times in TIMES], depths or (EXPERT_DEPTHS if experts else DEPTHS)
