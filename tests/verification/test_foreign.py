@@ -184,7 +184,7 @@ def test_checks_of_the_llama_example(
         (("no_such_module:factory", *SIZES), "no_such_module:factory: module no_such_module not found"),
         (("their_model:factory", "--widths", "32", "--depths", "2"), "a slope needs at least two sizes"),
         (("their_model:factory", "--widths", "32,x"), "'x' is not a quantity"),
-        (("their_model:unlike", *SIZES), "parts: the members of this nn.ModuleList"),
+        (("their_model:unlike", *SIZES), "parts: the members of an nn.ModuleList"),
     ],
 )
 def test_invalid_arguments_are_refused(here: Path, leaven: Verb, arguments: Sequence[str], message: str) -> None:

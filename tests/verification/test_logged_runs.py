@@ -166,10 +166,10 @@ REFUSED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "two values": (lambda runs: [run for run in runs if float(run["lr"]) > 0.02], "width 64 has 2 values of lr"),
     "text": (changed(loss="high"), "row 1: loss is 'high', which is not a number; the loss of a diverged run is nan"),
     "empty": (changed(loss=""), "row 1 has no loss; write a number, or remove the row"),
-    "lr 0": (changed(lr=0), "row 1: lr is 0; give a number above 0"),
+    "lr 0": (changed(lr=0), "row 1: lr is 0; give a finite number above 0"),
     "a huge lr": (changed(lr=1e300), "row 1: lr is 1e+300; give a number from 1e-100 to 1e+100"),
     "a huge width": (changed(width="1" + "0" * 20), "row 1: width is 1e+20; give a number of at most 1,000,000,000,"),
-    "a width beyond a float": (changed(width="1" + "0" * 400), "row 1: width is inf; give a number above 0"),
+    "a width beyond a float": (changed(width="1" + "0" * 400), "row 1: width is inf; give a finite number above 0"),
     "half a width": (changed(width=64.5), "row 1: width is 64.5; give a whole number"),
     "twice": (changed(seed=1), "row 2 repeats the size, lr and seed of an earlier row; remove one"),
     "all diverged": (
@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "0 and 0.0": (lambda runs: [*runs, runs[0] | {"seed": "0.0"}], "row 37 repeats the size, lr and seed"),
     "two columns": (lambda runs: [run | {" LR": 1} for run in runs], "has two columns lr; rename or remove one"),
     "a cell too many": (changed(loss="3,1"), "row 1 has more cells than the header; quote cells"),
-    "no rows": (lambda runs: [], "has no rows; give one row a run"),
+    "no rows": (lambda runs: [], "has no rows; write a row for each run"),
 }
 
 

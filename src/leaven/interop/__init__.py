@@ -1,2 +1,1 @@
-"""Connects leaven with other software: scaling rules for any torch model, and conversion of weights and
-configurations."""
+"""Connects leaven with other software: scaling rules for users' torch models, conversion of weights and configs."""

@@ -159,7 +159,7 @@ class Architecture:
         return {"architectures": [self.name], "model_type": self.model_type} | written | self.required
 
     def factors(self, shape: ModelShape, config: Config) -> dict[str, float]:
-        """Return a factor for each weight by leaven's name: leaven's weight = factor x (stored weight + offset).
+        """Return factors on weights, by leaven's names: leaven's weight = factor x (stored weight + offset).
 
         Some architectures multiply the embedding's output or the logits by a constant. leaven's weights contain the
         constant. With tied embeddings, the final norm gets the constant of the logits / the constant of the
@@ -314,7 +314,7 @@ def module_names() -> Mapping[str, set[str]]:
 
 
 def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
-    """Return the architecture that represents a shape with the fewest changes, and the changes by key.
+    """Return the architecture with the fewest changes to a shape, weighted by `_LARGE`, and the changes by key.
 
     Biases of 0 can represent a model without biases. If the stored model will be ``trained``, they count as a change.
     """

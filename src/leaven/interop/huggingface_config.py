@@ -190,7 +190,7 @@ def _rotary(architecture: Architecture, given: Config) -> dict[str, float]:
 
 
 def _set_global_layers(values: dict[str, Any]) -> None:
-    """Replace the list of layer types under ``global_every`` by n: every n-th layer has no sliding window."""
+    """Replace the layer types in ``global_every`` by n > 1 (every n-th has no window), or drop unused keys."""
     layers = values["n_layers"]
     types = values.pop("global_every", None) or layer_types(layers, 2)  # the default of Gemma 2
     every = next((n for n in range(layers + 1) if types[:layers] == layer_types(layers, n)), None)

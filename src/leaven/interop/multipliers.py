@@ -1,13 +1,13 @@
 """Installs the forward multipliers of a user's model as hooks, or folds them into the weights.
 
-A forward multiplier is a constant factor on the output of a residual branch or on the logits. Hooks work with FSDP2,
-and with torch.compile if they are installed before the first forward pass. The state dict does not contain the
-multipliers, so fold a model before you save it for use without leaven.
+A forward multiplier is a constant factor on the output of a residual branch, on the logits or on the attention logits
+(there not a hook, but an attribute of the module). Hooks work with FSDP2, and with torch.compile if installed before
+the first forward pass. The state dict lacks multipliers, so fold a model before you save it for use without leaven.
 
 Where each multiplier is folded:
 
 - of a branch: into the norm on its output. Without such a norm, into the last matrix of the branch.
-- of the logits: into the final norm. Without a final norm, into the readout.
+- of the logits: into the final norm. Without exactly one final norm, into the unembedding.
 - of the attention logits: into the query norm. Without a query norm, into the query matrix.
 """
 
@@ -73,12 +73,12 @@ def multipliers(
 ) -> list[Hook]:
     """Return the hooks for all multipliers other than 1, without installing them.
 
-    The multiplier of a branch scales the output of the branch's last matrix. A norm on the branch's output would undo
-    it, so then the multiplier scales the output of this norm. ``output_norms`` maps the labels of such norms to
-    ``attention`` or ``mlp``.
+    The multiplier of a branch scales the output of the branch's last matrix, or of ``experts`` if all experts are one
+    tensor. A norm on the branch's output would undo it, so then it scales the output of this norm. ``output_norms``
+    maps the labels of such norms to ``attention`` or ``mlp``.
 
     The multiplier of the logits scales the output of the final norm, because fused losses use the weight of the
-    unembedding without calling its module.
+    unembedding without calling its module. Without exactly one final norm, it scales the input of the unembedding.
 
     Raises:
         InputError: if no hook can apply a multiplier, or branches with different multipliers end in the same norm.
@@ -128,7 +128,7 @@ def multipliers(
 def rescale_attention(
     model: nn.Module, base: nn.Module, structure: ModelStructure, head: float, factor: float
 ) -> list[LogitScale]:
-    """Return the new scale of query . key of each attention module, as (module, attribute, new value).
+    """Return the new scales of query . key, as (attention module, attribute, new value); none if ``factor`` is 1.
 
     The new scale is ``factor`` x (scale of the base) / sqrt(``head``), where ``head`` is the head dimension of the
     model / that of the base. The model's own scale is not used, because it may be a constant (Gemma 2). If scales
@@ -143,7 +143,8 @@ def rescale_attention(
     if len(found) != blocks:
         raise InputError(
             f"the head dimension grows, but {len(found)} of {blocks} blocks have the scale of the attention logits "
-            f"in an attribute `scaling` or `scale`; multiply the scale by {factor:g} yourself and pass head_ratio=1.0"
+            f"in an attribute `scaling`, `scale` or `softmax_scale`; multiply it by {factor:g} yourself and pass "
+            "head_ratio=1.0"
         )
     present, of_base = ({getattr(*scale) for scale in scales} for scales in (found, logit_scales(base)))
     if len(present) == len(of_base) == 1:
@@ -170,7 +171,7 @@ class WarnOfMultipliers:
 
 
 def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale]) -> None:
-    """Install the hooks, set the attention scales, and make the first call of ``state_dict`` give a warning."""
+    """Install the hooks and set the attention scales. If there are any, the first call of ``state_dict`` warns."""
     for module, hook in hooks:
         if isinstance(hook, ScaleInput):
             module.register_forward_pre_hook(hook)
@@ -312,9 +313,9 @@ def _factors(target: nn.Module) -> Factors:
 
 
 def _require_scalable(module: nn.Module, offset: set[nn.Parameter]) -> None:
-    """Raise InputError if doubling a module's parameters does not double its output.
+    """Raise InputError if a module has no parameters, or doubling them does not double its output.
 
-    The test runs the module, so modules on the meta device or sharded over processes are not tested.
+    The test runs the module. Linear modules, gains of 1 + w, meta and sharded modules are not tested.
     """
     parameters = list(module.parameters(recurse=False))
     if not parameters:
@@ -344,7 +345,7 @@ def _require_scalable(module: nn.Module, offset: set[nn.Parameter]) -> None:
 def _queries(
     attention: nn.Module, path: str, modules: Mapping[nn.Parameter, str], factor: float
 ) -> Iterator[tuple[nn.Module, nn.Parameter, float | Tensor]]:
-    """Yield (module, parameter, factor) for the parameters that compute the queries.
+    """Yield (module, parameter, factor) for the parameters of the query norm or, without one, of the query matrix.
 
     If query, key and value are one matrix, the factor is a vector: ``factor`` for queries, 1 for keys and values.
     """

@@ -109,7 +109,8 @@ def parametrize(
     - The coefficient of a balance loss is not scaled. If the rule scales with depth, multiply the coefficient by
       depth^-alpha yourself.
     - Remove factors that the model's own code derives from its width, such as 1 / width on the logits: they are not
-      detected. Only a factor on the embedding may stay, if it is an attribute of the embedding's module, as in Gemma.
+      detected. Only a factor on the embedding may stay, if it is in ``embed_scale`` or ``scalar_embed_scale`` of the
+      embedding's module.
     - A multiplier acts when a module is called: the last matrix of a branch, or the norm on the branch's output. A
       fused kernel that reads the weight without calling the module skips the multiplier.
     - If you initialise the model yourself: the variance of hidden weights should be proportional to 1 / fan in, and
@@ -133,7 +134,7 @@ def parametrize(
             ``attention.out`` and ``mlp.out`` end a branch.
         initialise: Whether to draw initial values. By default they are drawn if ``hyperparameters`` has ``init_std``
             or ``init``, or is a ``leaven.Hyperparameters``.
-        seed: Seed of the initial values. They depend only on the seed and on the parameter's name.
+        seed: Seed of the initial values. The random numbers depend only on the seed and on the parameter's name.
 
     Returns:
         Parameter groups with the keys module, param_names, params, peak_lr, lr, betas, eps and weight_decay. With
@@ -306,8 +307,8 @@ def _positive(name: str, size: str, value: Any) -> float:
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
         raise InputError(
-            f"parametrize: {name} is {value!r}; give a number above 0: the {size} of the model divided by that of "
-            "the base"
+            f"parametrize: {name} is {value!r}; give a finite number above 0: the {size} of the model, divided by "
+            "that of the base"
         )
     return number
 

@@ -1,7 +1,7 @@
 """Classifies each parameter of a user's model.
 
 A classification is a role in a scaling rule, such as ``hidden_weight``, and the module name under which the parameter
-is tuned, such as ``attention.query``. It follows from the torch module that contains the parameter, and from the
+is tuned, such as ``attention.query``. It follows from the parameter's name, the type of its torch module, and the
 dimensions that grow between a smaller model and this model. If the result is ambiguous, an error asks the user to
 give ``roles`` or ``modules``.
 """
@@ -150,7 +150,7 @@ class Classifier:
         """Return the role of a matrix of a linear module, of a router or of experts."""
         if site.layer is None:
             if not self._is_readout(site):
-                why = "it is a matrix outside the blocks, but its fan out is not the vocabulary"
+                why = "it is a matrix outside the blocks, but not the readout (after them, fan out = vocabulary)"
                 self._refuse(site, why if self.model.stacks else f"{why}, as {NO_BLOCKS}")
             self._require_width(site)
             return Role.UNEMBEDDING
@@ -266,7 +266,7 @@ class Classifier:
     def _trace(self, classified: Mapping[str, Parameter]) -> None:
         """Set ``output_norms`` by running the base; the user's ``modules`` take precedence.
 
-        ``classified`` has the matrices of the model. If the base cannot be run, warn the user.
+        ``classified`` has the matrices of the model. If the base cannot be run and norms have no names, warn.
         """
         ends = {site.label: classified[site.name].module for site in self.model.sites if site.name in classified}
         paths: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))

@@ -39,13 +39,13 @@ class ParameterSite:
 
     @property
     def embedding_scale(self) -> float:
-        """The factor that the module of an embedding applies to its output, read from an attribute of the module."""
+        """The factor on the output of an embedding, read from an attribute of its module; 1 if it has none."""
         found = _first(self.owner, _EMBEDDING_SCALE, float)
         return float(getattr(*found)) if found else 1.0
 
     @property
     def stack(self) -> str:
-        """The path of the list of blocks that contains the parameter."""
+        """The path of the list of blocks that contains the parameter. Read it only if ``layer`` is not None."""
         return self.label.partition(".*.")[0]
 
     @property
@@ -236,7 +236,7 @@ def _plain(name: str) -> str:
 def _stacks(model: nn.Module) -> dict[str, list[str]]:
     """Return the keys of the blocks in each outermost list of blocks, by the path of the list.
 
-    A list of blocks is an ``nn.ModuleList``, or an ``nn.Sequential`` whose members are of one type.
+    A list of blocks is an ``nn.ModuleList`` or ``nn.Sequential`` (of one type) whose members all have submodules.
     """
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():

@@ -16,10 +16,10 @@ TOKENS = 4  # number of tokens in the sequence on which a model is run
 def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, str]:
     """Return the paths of modules that normalise the output of a residual branch, each with the name of the branch.
 
-    A multiplier before such a module would have no effect. To find these modules, a copy of the model is run twice.
-    The outputs of the branch's last matrices are replaced by random values, in the second run by four times these
-    values. A norm on the branch's output then gets exactly four times the input, and returns the same output. The
-    input of other norms also contains the embedding, so it does not grow by exactly four.
+    A multiplier before such a module would have no effect. To find these modules, a copy of the model with random
+    weights is run twice for each branch. The outputs of the branch's last matrices are replaced by random values, in
+    the second run by four times these values. A norm on the branch's output then gets exactly four times the input,
+    and returns the same output. The input of other norms also contains the embedding, so it does not grow by four.
 
     Args:
         model: a small model of the family.
@@ -68,7 +68,7 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) 
 
 
 def _run(model: nn.Module, ends: Sequence[str], scale: float) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the first input and the output of each module, by path.
+    """Return the first input and the output of each module with floating-point inputs, by path.
 
     The modules ``ends`` return random values of RMS ``scale`` in place of their outputs.
     """

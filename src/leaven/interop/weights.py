@@ -3,7 +3,7 @@
 leaven's models multiply branches and logits by constant factors (forward multipliers); the Hugging Face models here
 do not. So weights are multiplied by these factors when they are written, and divided when they are read
 (:func:`leaven.scaling.table.folding`). Constant factors of an architecture, such as sqrt(d_model) on Gemma's
-embedding, are treated the same way (:meth:`leaven.interop.architectures.Architecture.factors`).
+embedding, are divided out of written weights (:meth:`leaven.interop.architectures.Architecture.factors`).
 """
 
 import json
@@ -72,8 +72,8 @@ def write_huggingface(
         weights: leaven's tensors by name.
         tokenizer: the text of a tokenizer.json.
         end_of_text: the token that ends a document, and its id.
-        router_bias_LE: the biases on the scores of experts, (layers, experts). They stay in fp32.
-        card: the text of README.md.
+        router_bias_LE: the biases on the scores of experts, (layers, experts), 0 if None. They stay in fp32.
+        card: the text of README.md; without one, there is no README.md.
         shard_bytes: the largest size of a file of weights.
 
     Raises:
@@ -142,7 +142,7 @@ def write_huggingface(
 def _factors(
     architecture: Architecture, shape: ModelShape, table: ParameterTable, config: Config
 ) -> dict[str, float]:
-    """Return a factor for each weight by leaven's name: stored weight = factor x leaven's weight - offset."""
+    """Return factors on weights, by leaven's names: stored weight = factor x leaven's weight - offset."""
     factors = dict(folding(shape, table))
     for name, factor in architecture.factors(shape, config).items():
         factors[name] = factors.get(name, 1.0) / factor
@@ -260,7 +260,7 @@ def _cell(value: object) -> str:
 
 
 def read_huggingface(folder: Path) -> HuggingFaceModel:
-    """Return a description of the model in a folder. Names and shapes of the weights are checked.
+    """Return a description of the model in a folder. Names, shapes and dtypes of the weights are checked.
 
     Raises:
         InputError: if files are missing or damaged, or leaven's transformer does not support the model.
@@ -301,7 +301,7 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
     """Return a description of the model in a folder, from which a run with this shape can start.
 
     Raises:
-        InputError: if the model cannot be read, or its shape differs.
+        InputError: if the model cannot be read, or its shape differs in a key on which tensors depend.
     """
     plain = read_huggingface(folder)
     free = _FREE - {"seq_len"} if shape.positions == "learned" else _FREE

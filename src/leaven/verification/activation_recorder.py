@@ -1,4 +1,4 @@
-"""Record the output of every module in a forward pass, and the attention logits.
+"""Record the outputs of modules in a forward pass, and the attention logits.
 
 A wrong power of the head dimension shows first in the attention logits. They are not the output of a module, so calls
 of ``torch.nn.functional.scaled_dot_product_attention`` are intercepted.
@@ -20,14 +20,14 @@ from leaven.model.kernels import causal_attention
 from leaven.recipe.shape import BRANCH_ENDS
 
 POSITIONS = 256
-"""The largest number of rows of an output that are kept. A row is a vector along the last dimension, such as that of
-one token. The RMS over the kept rows differs by a few percent from the RMS over all rows."""
+"""The largest number of rows that are kept of an output; attention logits and probabilities keep more. A row is a
+vector along the last dimension, such as that of one token. Their RMS is that of all rows up to a few percent."""
 
 LOGITS = "logits"
 
 
 def tensor_of(output: Any) -> Tensor | None:
-    """Return the tensor in a module's output, or None if there is none."""
+    """Return the first tensor among the output, its first item, its logits and its last_hidden_state, or None."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
@@ -40,7 +40,7 @@ def tensor_of(output: Any) -> Tensor | None:
 
 
 class ActivationRecorder(TorchFunctionMode):
-    """A context manager that records samples of every module's output; :meth:`take` returns them.
+    """A context manager that records outputs of modules, and the attention logits; :meth:`take` returns them.
 
     ``label`` maps the name of a module to the label of its output, or to None (not recorded). Outputs with the same
     label are stacked in the order in which they were computed. An output that a container returns unchanged is
@@ -55,8 +55,8 @@ class ActivationRecorder(TorchFunctionMode):
     After a forward pass, the recorder has these attributes:
 
     - ``containers``: labels of modules that computed a new output from the outputs of their children
-    - ``matrices``: labels of attention logits, of modules with a matrix of their own, and of modules that read the
-      output of such a matrix, such as a norm on queries. Reading the output of an embedding does not count.
+    - ``matrices``: labels of attention logits, of modules with a matrix of their own, and of modules whose first
+      argument is the output of such a module, such as a norm on queries; an embedding does not count here
     - ``trained``: labels of outputs that require a gradient
     - ``head_sizes``: the head dimension of attention logits, by label
     """
@@ -107,8 +107,8 @@ class ActivationRecorder(TorchFunctionMode):
             shapes = {f"{tuple(sample.shape)}" for sample in samples}
             if len(shapes) > 1:
                 raise InputError(
-                    f"{name}: the members of this nn.ModuleList are compared as blocks, but their outputs have the "
-                    f"shapes {' and '.join(sorted(shapes))}; make each member an attribute of its own"
+                    f"{name}: the members of an nn.ModuleList or nn.Sequential are compared as blocks, but their "
+                    f"outputs have the shapes {' and '.join(sorted(shapes))}; make each an attribute of its own"
                 )
         return {name: torch.stack(samples) for name, samples in found.items()}
 
@@ -162,7 +162,7 @@ class ActivationRecorder(TorchFunctionMode):
 
 
 def _branches(model: nn.Module) -> set[nn.Module]:
-    """Return the modules inside blocks that contain the last matrix of a branch."""
+    """Return the modules inside blocks around the last matrix of a residual branch, such as ``layers.3.mlp``."""
     ends = [row.name.split(".")[:-1] for row in getattr(model, ROWS, ()) if row.module in BRANCH_ENDS]
     around = {".".join(end[:n]) for end in ends for n in range(1, len(end)) if any(map(str.isdigit, end[: n - 1]))}
     return {module for name, module in model.named_modules() if name in around}

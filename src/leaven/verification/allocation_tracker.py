@@ -37,10 +37,10 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context manager that records the memory of tensors that are created inside it, by part.
 
     Only parameters and tensors of the class ``of`` are recorded. :meth:`within` sets the part of new tensors, and
-    :meth:`mark` the part of existing ones. Gathered weights and some buffers are recognised by the operation that
-    creates them. All other tensors count as activations.
+    :meth:`mark` the part of existing ones. Gathered weights, gradients that FSDP exchanges and some buffers are
+    recognised by the operations on them. All other tensors count as activations.
 
-    A fake tensor has no data, so a number that is read from it is 1.
+    A fake tensor has no data, so its ``item()`` is 1.
     """
 
     def __init__(self, of: type[Tensor] = FakeTensor) -> None:
@@ -73,7 +73,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._part = before
 
     def mark(self, tensors: Iterable[Tensor], part: str) -> None:
-        """Count the memory of these tensors as ``part`` from now on."""
+        """Count the memory of these tensors as ``part``; in :meth:`peak`, also at moments before this call."""
         for tensor in tensors:
             self._allocation(tensor).part = part
 

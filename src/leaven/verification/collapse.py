@@ -14,10 +14,10 @@ The first size is the base. If the normalised curve of another size is equal to 
     L(x T) - L(T) = r (L_base(x T) - L_base(T)),    r = (L(T) - L0) / (L_base(T) - L0)
 
 The deviation at x is the left side minus the right side, divided by L(:data:`FROM` T) - L(T), by which the loss falls
-after the first part of the run. The check judges the largest deviation after this part. Unless the user gives L0, it
-is the value from 0 to the lowest final loss with the least sum of squared deviations. (Qiu et al. fit L0 to the final
-losses of many sizes; two or three do not determine it.) On three of four families of the curves of Qiu et al., this
-L0 is within 2% of theirs (docs/log.md). If the lengths of the runs are not compute-optimal, curves may be equal with
+after the first quarter of the run. The check judges the largest deviation after this quarter. Unless the user gives
+L0, it is the value from 0 to the lowest final loss with the least sum of squared deviations. (Qiu et al. fit L0 to
+the final losses of many sizes; two or three do not determine it.) On three of four families of their curves, this L0
+is within 2% of theirs (docs/log.md). If the lengths of the runs are not compute-optimal, curves may be equal with
 a fitted L0 that is not the irreducible loss.
 
 Curves are averaged over intervals of the run, because the loss of one step is noisy. A bootstrap over seeds gives a
@@ -25,7 +25,7 @@ band that contains the true deviations at all x with 95% probability. If a size 
 from the noise within its curve. The band then is too narrow, because it lacks the variation between seeds.
 
 The check passes if the band of every size is within :data:`LIMIT` everywhere. It fails if the whole band is beyond
-the limit at some x, a run diverged, or a loss does not fall after the first part of the run. In all other cases it is
+the limit at some x, a run diverged, or a loss does not fall after the first quarter. In all other cases it is
 undecided.
 """
 
@@ -169,7 +169,7 @@ def collapse_of_family(
     All sizes have the same number of steps. The batch and the tokens grow with the number of parameters.
 
     Raises:
-        InputError: if there are fewer than two sizes, the family has no model of a size, or the folder is in use.
+        InputError: if there are fewer than two sizes, a size or the folder cannot be used, or a curve is too short.
         ChecksStopped: if the runs were stopped; finished runs are saved.
     """
     sizes = list(dict.fromkeys(sizes))
@@ -194,14 +194,14 @@ def collapse_of_family(
 
 
 def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
-    """Return each size with a batch and tokens in proportion to its parameters. The batch has whole sequences."""
+    """Return the sizes with batch and tokens in proportion to their parameters, rounded to whole sequences."""
     base, sequences = family.params(sizes[0]), family.sequences
     ratios = [max(round(family.params(size) / base * sequences), 1) / sequences for size in sizes]
     return [replace(size, batch=ratio, tokens=ratio) for size, ratio in zip(sizes, ratios, strict=True)]
 
 
 def deviations(curves: Array, irreducible: Array) -> Array:
-    """Return how far the curves of all sizes but the first deviate from that of the first (defined above).
+    """Return how far the curves of all sizes but the first deviate from that of the first (top of this file).
 
     ``curves`` has the shape (..., sizes, intervals), ``irreducible`` (...), and the result (..., sizes - 1, intervals
     after :data:`FROM`).
@@ -215,7 +215,7 @@ def deviations(curves: Array, irreducible: Array) -> Array:
 
 
 def _fitted_level(curves: Array) -> Array:
-    """Return the irreducible loss L0 with the least sum of squared deviations.
+    """Return the L0 with the least sum of squared deviations, on a grid from 0 to the lowest final loss.
 
     ``curves`` has the shape (..., sizes, intervals), and the result (...).
     """
@@ -270,9 +270,9 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
 
 
 def _blocks(points: Points, count: int) -> Array | None:
-    """Return the means of each interval's blocks minus a fitted line, (intervals, blocks).
+    """Return the mean difference of each block's losses from a line that is fitted to its interval of the run.
 
-    The result is None if there are too few points.
+    The result has the shape (intervals, BLOCKS). It is None if an interval has fewer than 2 x BLOCKS points.
     """
     time, loss = np.asarray(points, dtype=float).T
     place = np.minimum((time / time[-1] * count).astype(int), count - 1)

@@ -1,17 +1,17 @@
 """The coordinate check: do activations, and their changes in training, keep their size as the model grows?
 
 Yang et al. 2022 (Tensor Programs V, arXiv 2203.03466, appendix D.1) and the ``mup`` package train models of several
-widths for a few steps on one batch, with a larger lr than in normal training. They record the RMS of every module's
-output, which should not depend on the width. Dey et al. 2025 (CompleteP, arXiv 2505.01618) do the same over depth.
-This check also judges the *change* of the output since the first step. A wrong lr shows in the change at once. It
-shows later in the output, which at first is mostly its initial value.
+widths for a few steps on one batch. They record the RMS, or a similar mean, of every module's output, which should
+not depend on the width. Dey et al. 2025 (CompleteP, arXiv 2505.01618) do the same over depth. This check also judges
+the *change* of the output since the first step. A wrong lr shows in the change at once. It shows later in the output,
+which at first is mostly its initial value.
 
 Below, N is the width, L is the depth (the number of blocks) and d is the head dimension. The scaling rule multiplies
 each residual branch by L^-alpha. Under a correct rule, only these outputs may fall with the size of the model:
 
-- Over width, outputs of a fixed size that are sums over the width: the model's logits, and query . key divided by a
-  growing d. At the start, the terms of the sum have independent signs, so the sum falls as N^-1/2. Training adds a
-  part of order 1, which soon dominates.
+- Over width, outputs whose last dimension does not grow, such as the model's logits, and query . key divided by a
+  growing d. Both are sums. At the start their terms have independent signs, so a sum falls as N^-1/2. Training adds
+  a part of order 1, which soon dominates.
 - Over depth, the residual stream: the sum of L branches falls as L^(1/2 - alpha), until the stream is almost only the
   embedding. Modules read the stream through a norm, so their outputs must not depend on the depth.
 - Over depth at alpha below 1, outputs of the matrices inside blocks: the rule lowers their lr as L^(alpha-1), so they
@@ -55,8 +55,8 @@ LIMITS = {
     "width": {"start": 0.15, "early": 0.15, "late": 0.20},
     "depth": {"start": 0.15, "early": 0.20, "late": 0.30},
 }
-"""The limits on the slope of log2 RMS over log2 size, by axis. ``start`` is the limit for the initial output. For the
-later output and its change, the limit is ``early`` up to ``STEPS`` steps, and ``late`` after more steps.
+"""How far the slope of log2 RMS over log2 size may be outside its allowed range, by axis. ``start`` is for the
+initial output. For the later output and its change, the limit is ``early`` up to `STEPS` steps, ``late`` after more.
 
 A wrong power in a rule changes the slope by 0.5 or 1. Errors that were planted in a rule gave slopes of 0.33 or more.
 Under correct rules, measured with a dozen recipes on text (docs/log.md), slopes over width were at most 0.12. Over
@@ -78,7 +78,7 @@ iterations. Limits on falling slopes over width stay, because an error of -1/2 i
 """
 
 INDEPENDENT = -0.5
-"""The slope of log RMS over log n for a mean of n independent terms, whose RMS falls as n^-1/2."""
+"""The slope of log RMS over log n for a mean of n terms with independent signs, whose RMS falls as n^-1/2."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     and of these, three quarters come before the middle block's MLP at depth 2, but about one half at depth 16."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes of all size checks, and the width at the largest depth.
+        """Return the axes of every size check and, if there are two, a third: two widths at the largest depth.
 
-        Some errors of a rule show only if width and depth both grow.
+        Some errors of a rule show only if width and depth both grow. The two are the smallest and the largest width.
         """
         axes = super().axes()
         if len(axes) < 2:

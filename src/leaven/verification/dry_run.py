@@ -1,8 +1,8 @@
-"""Measure the memory of one rank of any parallel layout, by running two training steps on a single CPU.
+"""Measure the memory of one rank of any parallel layout, by running two training steps in one process on the CPU.
 
-The model, its layout, the optimizer and the step are the same as in real training. But tensors have shapes and no
-values (torch's fake tensors), and collectives return without other ranks (torch's fake process group). Routers cannot
-choose experts without values, so every expert gets the same number of tokens.
+The layout, the optimizer, the step and the model, except for its attention (:class:`_Flash`), are those of real
+training. But tensors have shapes and no values (torch's fake tensors), and collectives return without other ranks
+(torch's fake process group). Routers cannot choose without values, so every expert gets the same number of tokens.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class StepMemory:
 
 
 def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
-    """Return the memory that one rank needs in a training step on ``device``.
+    """Return the memory that one rank needs in a training step on ``device``, "cuda" or "cpu".
 
     The second step is measured, because the optimizer creates its state in the first. Call this function only once in
     a process, and only in a process without a process group.
@@ -139,8 +139,8 @@ def _flash(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, **how: Any) -> Tensor
 class _Flash(torch.autograd.Function):
     """A substitute for flash attention that allocates the same memory without computing values.
 
-    The backward pass needs the arguments, the output and one fp32 number for each query (Dao et al. 2022, arXiv
-    2205.14135, algorithm 1).
+    The backward pass needs the arguments, the output and one fp32 number for each query of each head (Dao et
+    al. 2022, arXiv 2205.14135, algorithm 1).
     """
 
     @staticmethod

@@ -10,7 +10,7 @@ tokens needed to reach a given loss are proportional to 1 + x, where x is the ba
 a doubled batch needs (1 + 2x) / (1 + x) times the tokens. The log2 of this ratio is the cost of doubling the batch,
 in octaves (doublings) of tokens. It is 0 if gradients are only noise, 1 if only the number of steps counts, and 0.585
 at the critical batch. It is measured as the rise of the loss from doubling the batch, divided by the drop of the loss
-from doubling the tokens.
+per doubling of the tokens, from the shortest to the longest run.
 """
 
 import math
@@ -48,7 +48,7 @@ def duration(
     """Run or resume the duration check.
 
     Args:
-        ratios: run lengths, as multiples of the family's own.
+        ratios: run lengths, as multiples of the family's own; 1 is always among them.
         lrs: the lrs to try; None for the default grid.
 
     Raises:
@@ -69,8 +69,8 @@ def duration(
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
     """Return the token exponent that a check measured, its interval and the reason, by path in a recipe.
 
-    The exponent is the t of a best lr that falls as tokens^-t, limited to 0 to 1. The result is None if the check in
-    the folder ``run`` could not measure it.
+    The exponent is the t of a best lr that falls as tokens^-t, limited to 0 to 1. The result is None if the check
+    measured no t with an interval, or if a best lr is at the edge of its grid. The reason names the folder ``run``.
     """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
     edge = any("edge" in row.note for row in document.rows)

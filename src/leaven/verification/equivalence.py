@@ -2,9 +2,10 @@
 
 With the batch rule of Adam (Malladi et al. 2022, arXiv 2205.10287; with weight decay Mlodozeniec et al. 2025),
 training at another batch follows the same stochastic differential equation. If the batch is kappa times larger, the
-lr is sqrt(kappa) times higher, the betas are raised to the power kappa, and so on. So the final loss stays the same
-as long as gradients are mostly noise. The check compares final losses; they need not be the lowest possible. Control
-runs change only the batch. If their loss stays the same, too, the check shows nothing and does not pass.
+lr is sqrt(kappa) times higher, the betas are raised to the power kappa, and eps and decay change, too. So the final
+loss stays the same as long as gradients are mostly noise. The check compares final losses; they need not be the
+lowest possible. Control runs change only the batch. If their loss stays the same, too, the check shows nothing and
+does not pass.
 """
 
 import math
@@ -26,7 +27,7 @@ LEAST_STEPS = 200
 number of steps: with 64, the loss under the correct rule changed by 1.8 nats at 1/4 of the batch."""
 
 TOLERANCE = 0.02
-"""The allowed difference of the loss, as a share of log(vocabulary) - loss: the improvement over a uniform guess.
+"""The difference of the loss that is always allowed, as a share of log(vocabulary) - loss.
 
 The stochastic differential equation (top of this file) holds only in the limit of small lrs, so the difference need
 not be 0. In a toy model with 1/4 to 8 times the batch, the excess loss changes by at most 5% with the rule, and by

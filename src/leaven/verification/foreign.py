@@ -7,9 +7,9 @@
 
 The parameters ``seed`` and ``ratios`` are optional. The factory may return a third value, the function ``batch(seed,
 step) -> (inputs, targets)``. docs/concepts/checks.md describes the parameters, the returned values, and how a model
-is trained. The result of a training run is the mean loss on held-out text. A run has diverged if its training was
-ended early (:class:`leaven.training.early_stopping.DivergenceMonitor`), or if the result is at least 1 nat above the
-loss of a uniform guess.
+is trained. The result of a training run is the mean loss on the batches of the seed `HELD_OUT`. A run has diverged if
+its training was ended early (:class:`leaven.training.early_stopping.DivergenceMonitor`), or if the result is at least
+1 nat above the loss of a uniform guess.
 """
 
 import importlib
@@ -105,7 +105,7 @@ class ForeignFamily:
         return ModelInstance(model, optimizer, own or self._text, seed, block_labels(model))
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
-        """Return the training run of a setting. Its key depends on the initial model, and so on the factory's code.
+        """Return the training run of a setting. Its key changes if the factory makes another initial model.
 
         Raises:
             InputError: if the batch is not a whole number of sequences, or the factory cannot make the model.
@@ -210,8 +210,8 @@ ModelFamily = RecipeFamily | ForeignFamily
 CheckTrial = RecipeTrial | ForeignTrial
 """A training run of a family. ``run()`` trains, in any process, and returns the outcome.
 
-Two trials with the same ``key`` have the same loss. ``cost`` is the expected duration relative to other trials. The
-loss of a diverged run is finite, so that charts can show it.
+Two trials with the same ``key`` have the same loss, if the text is the same. ``cost`` is the expected duration
+relative to other trials. The loss of a diverged run is finite, so that charts can show it.
 """
 
 
@@ -231,11 +231,11 @@ def foreign(
         entry: ``module:factory``; the module is imported from the working directory, as with ``python -m``.
         scale: where one model is built, to find the size of the vocabulary.
         prepare: tokenises the text of ``source``.
-        source: the text, as ``data.source`` in a recipe, or :data:`MADE_UP`. Leave it out if the factory returns
-            batches.
+        source: the text, as ``data.source`` in a recipe, or :data:`MADE_UP`; None for :data:`SOURCE`. Leave it and
+            ``batch_tokens`` out if the factory returns batches.
 
     Raises:
-        InputError: if the factory or its result cannot be used, or if its vocabulary is too small for the text.
+        InputError: if the factory, its result or an argument cannot be used, or the vocabulary is too small for text.
     """
     model, optimizer, own = _made(entry, scale, 0)
     tokens, alpha = tokens or TOKENS, alpha or 1.0

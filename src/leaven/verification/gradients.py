@@ -9,8 +9,8 @@ halves when the width doubles has the exponent -1 over width. Three properties o
 - AdamW shrinks a weight by the fraction lr x weight_decay in each step. The exponent of lr x weight_decay must be 0.
   If a rule lowers the lr with the width and keeps weight_decay, wide models have almost no decay. This error shows in
   activations only after many steps.
-- Every parameter must change in training. Gains and biases must change by the same amount at every scale, because
-  Adam changes each entry by about the lr in a step.
+- Every parameter with a gradient must change in training. Gains and biases must change by the same amount at every
+  scale, because Adam changes each entry by about the lr in a step.
 
 :mod:`leaven.verification.invariants` checks what follows from the optimizer's settings alone. For matrices that Muon
 updates, the first property is not judged, because Muon has no eps.
@@ -109,7 +109,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
     def record(self, instance: ModelInstance) -> dict[str, GradientRecord]:
         """Train a model with a warm-up, on a new batch in each step. Return the records of its parameters by label.
 
-        The gradient at the end is an RMS over several batches, because that of a gain is noisy on one batch.
+        The gradient at the end is an RMS over several batches, because a gain's gradient on one batch is noisy.
         """
         instance.scale_lr(self.lr_factor)
         parameters = dict(instance.model.named_parameters())
@@ -188,16 +188,14 @@ class GradientCheck(SizeCheck[GradientRecord]):
             note = ""
             # The top of this file explains why a router passes below the limits of other matrices.
             if router and any(each.what == "eps" and each.value < -each.limit for each in judged):
-                note = (
-                    f"passed, because the gradient of a router may fall with the width by up to {-of_router:g} more"
-                )
+                note = f"passed, because the exponent of a router's gradient may be {-of_router:g} below that of eps"
             return row(slope=worst.value, limit=worst.limit, passed=True, note=note)
         note = _note(axis.name, worst.value, worst.what)
         return row(slope=worst.value, limit=worst.limit, passed=False, note=note, beyond=worst.beyond)
 
 
 def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the RMS over all tensors of each label. ``values``: the tensors by parameter name."""
+    """Return the RMS over all tensors of each label. ``values``: by parameter name, tensors or None."""
     sums: dict[str, tuple[float, int]] = {}
     for name, tensor in values.items():
         label = instance.label(name)

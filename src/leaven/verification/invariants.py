@@ -5,12 +5,12 @@ of each module at two scales, and combines them as listed below. A combination c
 exponent: if lr x eps falls to a quarter at twice the width, its exponent is -2. It must be that of a correct rule.
 Nothing is trained, so the result is exact.
 
-- ``lr x eps x entries`` is constant, where entries is the number of weights in one layer times the number of layers
-  of the model. This follows from two facts. First, a step of Adam changes the loss by lr x the sum of absolute
-  gradients, and a correct rule keeps this change constant. Second, a correct rule makes eps proportional to the
-  gradients, which the gradient check tests.
+- ``lr x eps x entries`` is constant, where entries is the number of weights; inside blocks, that of one layer times
+  the number of layers. This follows from two facts. First, a step of Adam changes the loss by lr x the sum of
+  absolute gradients, and a correct rule keeps this change constant. Second, a correct rule makes eps proportional to
+  the gradients, which the gradient check tests.
 - ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If alpha is below 1 (the rule
-  multiplies residual branches by L^-alpha, where L is the depth), this share may fall as L^(alpha - 1).
+  multiplies residual branches by L^-alpha, where L is the depth), it may fall with L, at most as L^(alpha - 1).
 - ``beta1`` and ``beta2``: the half-life of each moment of Adam is a constant share of the run.
 - ``lr`` grows as the square root of the batch size (Malladi et al. 2022, arXiv 2205.10287). It falls with the tokens
   of the run as tokens^-t, with t from 0 to 1/2; the literature finds 0.3 to 0.5. Over width and depth, the exponent
@@ -56,7 +56,7 @@ Combinations = dict[str, list[dict[str, float]]]
 
 
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:
-    """Return the combinations of each parameter's settings.
+    """Return the combinations of each parameter's settings, if AdamW or Muon trains it.
 
     ``steps`` is the number of steps divided by that at the smallest scale.
     """
@@ -103,7 +103,7 @@ class ScaleChange:
 
 
 def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
-    """Return a row for each module label: do its settings change with the right exponents?"""
+    """Return a row that judges each module label, and one for batch or tokens if the rule changes nothing with it."""
     width, depth = min(widths), min(depths)
     wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})
 
@@ -151,7 +151,7 @@ def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[Scal
 def _exponents(
     column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
-    """Return the exponent of a combination for each layer, or for the first and the last if the depths differ."""
+    """Return the exponents of a combination in the layers (if depths differ: first and last) where it is not 0."""
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]
     found = []

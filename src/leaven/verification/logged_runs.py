@@ -1,9 +1,9 @@
 """Read the results of runs that any program has trained, for the checks transfer and collapse.
 
 In a CSV or JSON lines file, a row is one run (for transfer) or one point of a loss curve (for collapse). The columns
-width, depth, batch and tokens give the size of the run. A folder with TensorBoard event files is one run, and so is a
-.wandb file of an offline W&B run. The size, hyperparameters and seed of such a run are read from the names of its
-folders, such as width256-lr0.004. Run folders of leaven are read, too.
+width, depth, batch and, for transfer, tokens give the size of the run. A folder with TensorBoard event files is one
+run, and so is a .wandb file of an offline W&B run. The size, hyperparameters and seed of such a run are read from its
+path, such as width256-lr0.004. Run folders of leaven are read, too.
 """
 
 import csv
@@ -39,9 +39,9 @@ LARGEST_WIDTH = 10**15
 
 @dataclass(frozen=True)
 class LoggedRow:
-    """A row of a file, or a point of a run that was logged by TensorBoard or W&B."""
+    """A row of a file, a point of a run that was logged by TensorBoard or W&B, or the result of a run of leaven."""
 
-    place: str  # path and row number, for messages
+    place: str  # path, and in a file the number of the row, for messages
     values: Mapping[str, Any]  # by column name
 
     def has(self, column: str) -> bool:
@@ -63,17 +63,17 @@ class LoggedRow:
             raise InputError(f"{self.place}: {column} is {value!r:.60}, which is not a number{hint}") from None
 
     def above_0(self, column: str) -> float:
-        """Return the number in a column. Raise InputError if it is 0, negative, or beyond LARGEST_NUMBER."""
+        """Return the number in a column. Raise InputError unless it is from 1 / LARGEST_NUMBER to LARGEST_NUMBER."""
         value = self.number(column)
         if not 0 < value < math.inf:
-            raise InputError(f"{self.place}: {column} is {value:g}; give a number above 0")
+            raise InputError(f"{self.place}: {column} is {value:g}; give a finite number above 0")
         if not 1 / LARGEST_NUMBER <= value <= LARGEST_NUMBER:
             limits = f"{1 / LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}"
             raise InputError(f"{self.place}: {column} is {value:g}; give a number from {limits}")
         return value
 
     def loss(self) -> float:
-        """Return the loss, or NaN if the run has diverged."""
+        """Return the loss, or NaN if the run has diverged: its loss is not finite, or larger than LARGEST_LOSS."""
         loss = self.number("loss")
         return loss if abs(loss) <= LARGEST_LOSS else math.nan
 
@@ -87,7 +87,7 @@ class LoggedRow:
 
 
 def data_files(path: Path) -> list[Path]:
-    """Return the logged runs in a folder and its subfolders: files, and folders with TensorBoard event files.
+    """Return ``path`` if it is a file; else the files and TensorBoard folders in it and in its subfolders.
 
     Raises:
         InputError: if there are none.
@@ -115,7 +115,7 @@ def _is_one_run(path: Path) -> bool:
 def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
     """Return the points of a run that was logged by TensorBoard or W&B, with the columns step and loss.
 
-    The path below ``root`` gives more columns: ``width64/lr0.01`` has width and lr.
+    The path below ``root`` gives the other ``columns``: ``width64/lr0.01`` has width and lr. ``loss`` names the loss.
     """
     cut: list[str] = []
     if path.is_dir():
@@ -140,7 +140,7 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
 
 
 def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
-    """Return the rows of a file or logged run. The column ``loss`` of the file becomes "loss"."""
+    """Return the rows of a file or logged run. The column whose name is the value of ``loss`` becomes "loss"."""
     if _is_one_run(path):
         return _rows_of_curve(path, root, loss, columns)
     rows = read_rows(path)
@@ -174,7 +174,7 @@ def read_rows(path: Path) -> list[LoggedRow]:
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     if not found:
-        raise InputError(f"{path} has no rows; give one row a run, below a header if it is CSV")
+        raise InputError(f"{path} has no rows; write a row for each run or curve point, below a header if it is CSV")
     for header in headers:
         names = [column.strip().lower() for column in header]
         if twice := [name for name in names if name and names.count(name) > 1]:
@@ -193,7 +193,7 @@ def read_rows(path: Path) -> list[LoggedRow]:
 
 
 def scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
-    """Return the size in a row. Batch and tokens are numbers, not ratios. What is not in ``axes`` is 1."""
+    """Return the size in a row. Batch and tokens are the row's numbers, not ratios. What is not in ``axes`` is 1."""
     values = {axis: row.above_0(axis) for axis in axes}
     for axis in {"width", "depth"} & values.keys():
         if values[axis] % 1:
@@ -286,7 +286,7 @@ def _runs_by_size(
 
 
 def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
-    """Raise InputError if a run ends at an earlier step than another run of the same size. Diverged runs may.
+    """Raise InputError if a run that has not diverged ends at an earlier step than another run of the same size.
 
     ``ends`` are the last points of the runs. Nothing is checked if the swept ``value`` is a size such as the batch,
     because then the numbers of steps may differ.
@@ -396,7 +396,7 @@ def _by_numbers(name: str) -> list[str | float]:
 
 
 def _own_runs(path: Path, loss: str) -> list[Path]:
-    """Return the run folders of leaven in a folder. Raise InputError if they have no metric ``loss``."""
+    """Return the run folders of leaven in a folder. Raise InputError if there are any and ``loss`` is not "loss"."""
     recipes = path.rglob("recipe.toml") if path.is_dir() else ()
     folders = sorted(file.parent for file in recipes if (file.parent / "metrics.jsonl").exists())
     if folders and loss != "loss":

@@ -30,7 +30,7 @@ PARTS = ("weights", "gathered", "grads", "optimizer", "activations", "logits", "
 
 
 def with_layout(recipe: Recipe, text: str) -> Recipe:
-    """Return the recipe with the layout of a text such as ``tp=8,pp=12,dp=4``. Other keys get their defaults."""
+    """Return the recipe with the layout of a text such as ``tp=8,dp=4``. Layout keys that it lacks get defaults."""
     layout, micro_batch = parse_layout(text)
     changes: dict[str, Any] = {"layout": layout.model_dump()}
     return recipe.replace(changes if micro_batch is None else changes | {"batch.micro_batch": micro_batch})
@@ -72,7 +72,7 @@ def arrangement(recipe: Recipe) -> Arrangement:
 
 
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
-    """Return the ranks to check: by default, the first rank of the first, the second and the last pipeline stage.
+    """Return ``ranks``, or by default the first rank of the first, the second and the last (or every) pipeline stage.
 
     Raises:
         InputError: if one of the ``ranks`` is not in the layout.

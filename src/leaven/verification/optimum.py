@@ -50,12 +50,12 @@ class LossGrid:
 
     @property
     def has_optimum(self) -> bool:
-        """Whether the best value can be estimated, which needs `POINTS` values."""
+        """Whether the best value can be estimated, which needs `POINTS` values without a diverged run."""
         return len(self.octaves) >= POINTS
 
     @property
     def noise(self) -> float | None:
-        """The standard deviation of the loss between seeds near the best value, or None if no value has two runs."""
+        """The standard deviation of the loss between seeds near the best value, or None if all have one run."""
         near = [list(self.runs[place].values()) for place in self._points(self.means.argmin(-1))]
         freedom = [len(losses) - 1 for losses in near]
         if not any(freedom):
@@ -71,7 +71,7 @@ class LossGrid:
 
     @property
     def following(self) -> float:
-        """The value to try beyond the edge of the grid: one step, or halfway to the nearest value that diverged."""
+        """The value to try beyond the `edge`: one step, or halfway in octaves to the nearest value that diverged."""
         last, before = self.octaves[[0, 1] if self.edge < 0 else [-1, -2]].tolist()
         there = [octave for octave in self.diverged.tolist() if (octave - last) * self.edge > 0]
         nearest = min(there, key=lambda octave: abs(octave - last), default=None)
@@ -204,7 +204,7 @@ def estimate(
 
 
 def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
-    """Return the shift in octaves and the regret in nats from ``base`` to ``target``; sweep.py defines them."""
+    """Return the shift of the best value in octaves, and the nats that the base's best value costs at the target."""
 
     def regret(grids: Sequence[LossGrid]) -> Array:
         best = grids[0].optimum()

@@ -1,7 +1,7 @@
 """Train the runs of a check in worker processes, and save each result as soon as the run ends.
 
-A result is saved under a hash of everything that determines the loss of the run. So several checks can share a
-folder, and a check that was stopped or killed resumes with the missing runs.
+A result is saved under the ``key`` of its trial: a hash of what determines the loss (of a recipe, without its text).
+So several checks can share a folder, and a check that was stopped or killed resumes with the missing runs.
 """
 
 import errno
@@ -38,7 +38,7 @@ Key = TypeVar("Key")
 
 
 class ChecksStopped(Exception):
-    """The runs were stopped before all had finished. The finished runs are saved."""
+    """The runs were stopped before all had finished. The finished runs are saved, unless the disk is full."""
 
 
 class RunStore:
@@ -57,9 +57,9 @@ class RunStore:
         """Create the store without starting workers.
 
         Args:
-            on_run: called with the number of finished runs and the number of all runs.
+            on_run: called with the number of finished runs and the number of all runs, of one call of :meth:`run`.
             stop: called repeatedly; the runs stop once it returns true.
-            note: called with a sentence if results in the folder were lost or changed.
+            note: called with a sentence if results in the folder were lost or changed, or if the disk is full.
             finished: the least number of results that the folder should have.
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
@@ -194,7 +194,7 @@ class RunStore:
         return self._pool
 
     def _keys_of_lines(self, numbers: Sequence[int]) -> list[str | None]:
-        """Return the keys of damaged lines, which are counted from 1. A key that cannot be read is None."""
+        """Return the keys of the lines with these numbers, counted from 1. A key that cannot be read is None."""
         if not numbers:
             return []
         lines = dict(enumerate(storage.read(self.folder / LINES, math.inf).split(b"\n"), start=1))

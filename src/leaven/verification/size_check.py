@@ -98,7 +98,7 @@ class SizeCheck(ABC, Generic[Measured]):
         the recipe, from about 64 to about 512.
 
         Raises:
-            InputError: if there are fewer than two sizes, or a size does not fit the recipe or factory.
+            InputError: if there are fewer than two sizes, or a size or option does not fit the recipe or factory.
         """
         experts = not isinstance(subject, str) and subject.model.experts is not None
         wide, deep = widths or [WIDTH * times for times in TIMES], depths or (EXPERT_DEPTHS if experts else DEPTHS)
@@ -128,7 +128,7 @@ class SizeCheck(ABC, Generic[Measured]):
 
     @abstractmethod
     def record(self, instance: ModelInstance) -> Mapping[str, Measured]:
-        """Train a model and return the measurements of its modules, by the labels of the modules."""
+        """Train a model and return the measurements of its modules or parameters, by their labels."""
 
     @abstractmethod
     def judge(
@@ -142,7 +142,7 @@ class SizeCheck(ABC, Generic[Measured]):
         return value
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes of the check: all widths at the smallest depth, and all depths at the smallest width."""
+        """Return the axes of two or more sizes: widths at the smallest depth, and depths at the smallest width."""
         least = RunScale(min(self.widths), min(self.depths))
         width = SizeAxis("width", tuple(RunScale(size, least.depth) for size in sorted(set(self.widths))))
         depth = SizeAxis("depth", tuple(RunScale(least.width, size) for size in sorted(set(self.depths))))

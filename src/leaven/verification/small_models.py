@@ -2,7 +2,7 @@
 
 The exponents of a scaling rule do not depend on the sizes at which they are measured, as long as the model keeps its
 proportions. So a check without --widths trains models of widths 64 to 512. If the recipe does not fit these widths,
-its head dimension is reduced and its d_ff is rounded. Vocabulary and sequence length are limited to save time.
+heads become smaller or fewer, d_ff and the widths are rounded. Vocabulary and sequence length are limited, too.
 """
 
 from dataclasses import dataclass, replace
@@ -30,14 +30,14 @@ all branches at depth 2, but one half in deep models. Experts change more in a s
 to 8 the change of this MLP's input falls with the depth (a slope of -0.22)."""
 
 VOCABULARY, SEQ_LEN = 4096, 256
-"""The largest vocabulary and sequence length of the small models. Scaling rules do not depend on them."""
+"""The largest vocabulary (if leaven makes the tokenizer) and sequence length. Scaling rules do not depend on them."""
 
 LARGEST_GROUP = 8
-"""The largest number of query heads per kv head. Eight heads with a head dimension of 8 give a width of 64."""
+"""The largest number of query heads per kv head, if width 64 does not fit. Eight heads of dimension 8 make up 64."""
 
 
 def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
-    """Return the recipe with a model of about width 64, and what was changed, as texts such as "d_head 128 -> 64"."""
+    """Return the recipe with a model of about width 64, and its changed proportions, such as "d_head 128 -> 64"."""
     shape = _fitted(recipe.model)
     sizes: dict[str, Any] = {"seq_len": min(shape.seq_len, SEQ_LEN)}
     if shape.experts:
@@ -153,7 +153,7 @@ class SmallModels(RecipeFamily):
 
     @property
     def alpha(self) -> float:
-        """The rule multiplies residual branches by depth^-alpha. It is 1 for a rule without alpha."""
+        """The alpha of a rule that multiplies residual branches by depth^-alpha; 1 for other rules."""
         scaling = self.recipe.scaling
         return scaling.alpha if "alpha" in RULES[scaling.rule].residual.text else 1.0
 
@@ -171,7 +171,7 @@ class SmallModels(RecipeFamily):
         return replace(table, rows=rows)
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
-        """Return a new model at a scale. Its batch and tokens change the optimizer's settings, not the batches."""
+        """Return a new model at a scale, whose batch and tokens change the optimizer's settings, not the batches."""
         shape = self.recipe.model
         recipe = transfer(
             self.recipe,

@@ -15,9 +15,9 @@ For each other scale, a sweep measures two numbers (compare Kalra and Barkeshli 
 A flat optimum shifts easily at no cost, and at a steep optimum a small shift is expensive. So both are judged. A
 check must not pass because of noise, so their 95% bootstrap intervals are compared with the limits:
 
-- The check passes if the upper end of the regret is within its limit. It also passes if both ends of the shift and
+- The scale passes if the upper end of the regret is within its limit. It also passes if both ends of the shift and
   the lower end of the regret are within their limits.
-- It fails if the lower end of the regret is above its limit, or the whole interval of the shift is beyond its limit.
+- Otherwise, it fails if the lower end of the regret is above, or the whole interval of the shift beyond, its limit.
 - In all other cases it is undecided, which does not count as passed. With one seed there is no interval.
 
 If the base's best value is outside the grid of the other scale, the regret there is extrapolated, so the check cannot
@@ -86,10 +86,10 @@ def sweep(
 
     Args:
         scales: the first is the base. If its best value is not inside the grid, the others are not trained.
-        grid: the values to try, before the rule scales them. For a factory, they are multiples of its own value.
+        grid: the values to try, before the rule scales them (of a factory, multiples of its own); None: default.
 
     Raises:
-        InputError: if there are fewer than two scales or three values, a scale has no model, or the folder is in use.
+        InputError: if there are fewer than two scales or three values, or a scale or the folder cannot be used.
         ChecksStopped: if the runs were stopped; finished runs are saved.
     """
     swept, scales = SWEPT[quantity], list(dict.fromkeys(scales))
@@ -164,7 +164,7 @@ def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
 def _wider(
     family: ModelFamily, quantity: Quantity, scale: RunScale, grid: list[float], losses: LossGrid
 ) -> list[float]:
-    """Return the grid of a scale. If the best value is at an edge, the grid has one more value beyond it."""
+    """Return the grid of a scale, with one more valid value beyond the edge if the best value is at an edge."""
     if not losses.has_optimum or not losses.edge:
         return grid
     value = losses.following
@@ -224,7 +224,7 @@ def _exponents(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> list[MeasuredRow]:
-    """Return a row for each axis with the measured exponent of the best value.
+    """Return a row with the measured exponent of the best value, for each axis with a best value at all its sizes.
 
     ``losses`` are by the values before the rule scales them. So an exponent that is fitted to them is the error of
     the rule, and is added to the rule's exponent: 0.1 and -0.5 give -0.4.
@@ -251,7 +251,7 @@ def _exponents(
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield the loss over the swept value for each scale, and the best value over the size for each axis."""
+    """Yield the loss over the swept value and its lowest point by scale, and the best value over the size by axis."""
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         by_seed = [list(runs.values()) for runs in grid.runs]

@@ -74,7 +74,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 def curve(
     module: str, axis: str, quantity: str, x: Sequence[float], by_seed: Sequence[Sequence[float]]
 ) -> VerdictCurve:
-    """Return a curve: the geometric mean over seeds, the lowest and the highest value for each x."""
+    """Return a curve: for each x, the geometric mean, lowest and highest value over seeds (None if not finite)."""
     drawn = {"y": map(geometric_mean, by_seed), "low": map(min, by_seed), "high": map(max, by_seed)}
     finite = {name: [v if math.isfinite(v) else None for v in values] for name, values in drawn.items()}
     return VerdictCurve(module=module, axis=axis, quantity=quantity, x=list(map(float, x)), **finite)

@@ -1,8 +1,8 @@
 """Compares a recipe's parameter table with the settings that another trainer (an export target) would use.
 
-The differences are what an export does not preserve. Multipliers are folded into matrices on both sides first: a
-matrix W whose output is multiplied by c trains like the matrix c W without a multiplier, if lr is multiplied by c,
-and eps and decay are divided by c. (With ``adam``, where decay is part of the gradient, decay is divided by c^2.)
+The differences are what an export does not preserve. Multipliers, except of tied embeddings, are folded into matrices
+on both sides first: a matrix W whose output is multiplied by c trains like the matrix c W without a multiplier, if lr
+is multiplied by c, and eps and decay are divided by c (decay by c^2 if it is part of the gradient, as with ``adam``).
 """
 
 import json
@@ -40,10 +40,10 @@ class ParameterSettings:
     multiplier: float = 1.0  # constant factor on the output of the matrix
 
     def folded(self, factor: float, decoupled: bool) -> "ParameterSettings":
-        """If p has these settings and the multiplier ``factor``, return those with which ``factor`` x p trains the
-        same.
+        """Return the settings with which ``factor`` x p trains like p with these settings and this output multiplier.
 
-        ``decoupled`` is true for the weight decay of AdamW, and false if decay is part of the gradient.
+        ``decoupled`` is true for the weight decay of AdamW, and false if decay is part of the gradient. The field
+        ``multiplier`` does not change.
         """
         return replace(
             self,

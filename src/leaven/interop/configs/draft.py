@@ -281,7 +281,7 @@ def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 
 def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
-    """Return the peak lr of the published run that is nearest in size, and the reason."""
+    """Return the peak lr of the published run nearest in size that states one, and the reason."""
     peak_lr, why = _of_nearest("peak_lr", shape, tokens)
     return peak_lr, f"the peak of {why}"
 
@@ -293,7 +293,7 @@ def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 
 def _of_nearest(key: str, shape: ModelShape, tokens: int) -> tuple[float, str]:
-    """Return the value ``key`` of the published run that is nearest in size, and a text that names this run."""
+    """Return ``key`` of the published run nearest in size that has a value for it, and a text that names this run."""
     experts = bool(shape.experts)
     counted = ", counted by the parameters that a token uses" if experts else ""
     for run, _ in nearest(shape.params_active, tokens, kind="moe" if experts else "dense", used=experts):

@@ -26,7 +26,7 @@ SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3
 
 
 def read(text: str, origin: str, name: str, ranks: int | None = None) -> Imported:
-    """Convert an argument list to a recipe. ``ranks`` is the number of processes of the run.
+    """Convert a script or argument list to a recipe. ``origin`` is its name, ``ranks`` the number of processes.
 
     Raises:
         InputError: if a flag is missing, malformed or for an unsupported kind of model; the message names the flag.
@@ -172,7 +172,7 @@ def _window(given: Settings, draft: Draft) -> None:
 
 
 def _pattern(word: str, layers: int) -> str:
-    """Convert a text such as ``([0]*1+[1]*2)*2`` to one digit per layer: "011011". "" means another form."""
+    """Convert a text such as ``([0]*1+[1]*2)*2`` to one digit per layer: "011011". "" means another form or size."""
     term = r"\[[01](?:,[01])*\](?:\*\d{1,6})?"
     found = re.fullmatch(rf"\(?({term}(?:\+{term})*)\)?(?:\*(\d{{1,6}}))?", re.sub(r"\s", "", word))
     if not found:
@@ -294,7 +294,7 @@ def _batch_and_duration(given: Settings, length: int, draft: Draft) -> None:
 
 
 def _stages(given: Settings, length: int) -> list[dict[str, int]]:
-    """Return the stages of --step-batch-size-schedule, such as "0:2 0.1M:4 1M:8" (TOKENS:BATCH)."""
+    """Return the stages of --step-batch-size-schedule, such as "0:2 0.1M:4 1M:8" (tokens:sequences)."""
     label, stages = f"{given.origin}: --step-batch-size-schedule", []
     for entry in re.split(r"[\s,]+", given["step-batch-size-schedule"].strip()):
         numbers = []

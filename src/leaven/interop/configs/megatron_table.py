@@ -67,7 +67,7 @@ def prepare(config: Any, model_chunks: Iterable[nn.Module], path: str | Path = T
     ``config.min_lr / config.lr``.
 
     Raises:
-        ValueError: if the table belongs to another model, or a parameter is not stored as a whole tensor.
+        ValueError: if the table belongs to another model, a parameter is not a whole tensor, or there is no lr.
     """
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 

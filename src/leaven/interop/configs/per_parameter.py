@@ -114,7 +114,7 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
     settings are those of the first part.
 
     Raises:
-        InputError: if the layout shards parameters, or the model has experts.
+        InputError: if ``layout.zero`` is above 1, or the model has experts.
     """
     if run.recipe.layout.zero > 1:
         raise InputError(
@@ -251,7 +251,7 @@ def _by_pattern(
 
 
 def _pattern(places: Iterable[str], n_layers: int, blocks: str) -> str:
-    """Return a regular expression that matches exactly these names."""
+    """Return a regular expression for names that begin with one of these."""
     layers: dict[str, list[str]] = {}
     alternatives = []
     for place in places:

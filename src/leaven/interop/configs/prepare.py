@@ -1,4 +1,4 @@
-"""Initialises a model and builds its optimizer with the values of a leaven recipe. This file requires only torch.
+"""Initialises a model and builds its optimizer with the values of a leaven recipe. Importing it requires only torch.
 
 from prepare import prepare, schedule
 optimizer = prepare(model, "parameters.json")
