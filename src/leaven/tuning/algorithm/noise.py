@@ -33,7 +33,7 @@ def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
 
 
 def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, int]:
-    """Return (noise, degrees of freedom) of ``trials`` (point, seed, loss) with repeated points; (None, 0) without any.
+    """Return (noise, degrees of freedom) of ``trials`` (point, seed, loss) at repeated points; (None, 0) without.
 
     Trials of one seed share init and data order, so more points do not average out this part of their noise. Hence
     with several seeds, the degrees of freedom are at most the number of seeds minus one.
