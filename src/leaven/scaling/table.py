@@ -119,7 +119,7 @@ def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
     """Return how a batch ramp, or batch stages, change the hyperparameters at step ``step`` (counted from 0).
 
     Returns:
-        The factors of the scaling rule for the batch of this step, relative to the full batch; 1 with rule "fixed".
+        The factors of the scaling rule for the batch of this step, relative to the full batch (rule "fixed": 1).
         The half-life of Adam's moments (in steps) divided by their half-life at the previous step.
     """
 

@@ -64,7 +64,7 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
 
 
 def unlike(source: Mapping[str, int | None], recipe: Recipe) -> list[CautionRow]:
-    """Return warnings if vocab_size or seq_len differ from ``source``, those of the model that gave the values."""
+    """Return warnings if vocab_size or seq_len is not that of ``source``, the model that gave the hyperparameters."""
     rows = [(name, getattr(recipe.model, name), source[name]) for name in _UNSCALED if source.get(name)]
     return [_caution(name, value, there) for name, value, there in rows if there and value != there]
 
@@ -99,7 +99,7 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if a rule scales batch or tokens by more than ``MUON_FACTOR`` with Muon: no test of this is known."""
+    """Warn about Muon with a batch or tokens far from the base, if the rule uses them: no such test is known."""
     for axis in ("batch", "tokens"):
         ratio = getattr(table.ratios, axis)
         if recipe.hyperparameters.muon and table.rule.columns and not 1 / MUON_FACTOR <= ratio <= MUON_FACTOR:
@@ -142,9 +142,8 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRo
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn if Adam's eps is too large compared with sqrt(v) for a matrix in a block, where v is the second moment.
 
-    The estimate of sqrt(v) spreads the limit of the gradient norm (1 without global clipping) evenly over all
-    parameters. Real gradients in blocks are smaller: most of the norm is in the unembedding, and the norm is mostly
-    below 1 after the warm-up.
+    The estimate of sqrt(v) spreads the limit of the gradient norm (1 without one) evenly over all parameters. Real
+    gradients in blocks are smaller: most of the norm is in the unembedding, and the norm soon falls below 1.
     """
     clip = recipe.hyperparameters.grad_clip
     norm = clip.limit if clip.mode == "global" and clip.limit else 1.0

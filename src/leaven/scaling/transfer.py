@@ -205,8 +205,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
     """Return the batch in tokens with which the study of ``tuned`` began.
 
-    If ``tuned`` has other tokens than its base, this is a guess: as many steps as ``target``, as ``leaven new`` gives
-    a proxy.
+    If ``tuned`` has other tokens than its base, this is a guess: the batch that gives as many steps as
+    ``target`` has, as ``leaven new`` does for a proxy.
     """
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens

@@ -84,10 +84,10 @@ def _multiplied(recipe: Recipe, path: str) -> str:
 
 
 def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
-    """Return (distance, reason): the end of a search's range on ``side`` 0 (at most 0) or ``side`` 1 (at least 0).
+    """Return (distance, reason): where a search ends at negative (``side`` 0) or positive distances (``side`` 1).
 
-    The distance is that of :mod:`leaven.tuning.point`, so a beta falls on ``side`` 1. The reason is a text for the
-    user, such as "the bound, 1: ...". It is empty at a natural limit, such as dropout 0.
+    :mod:`leaven.tuning.point` explains distances; at a positive one, a beta is lower. The reason is a text for the
+    user. It is empty at a natural limit, such as dropout 0.
     """
     of = path if path in WHOLE_RECIPE else _multiplied(recipe, path)
     bounds, run = bounds_of(of), recipe.data.tokens

@@ -44,8 +44,7 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
     deviation of the loss between seeds. The noise is None if too few trials measured it.
 
     Raises:
-        InputError: if the folder has no readable study, one with fewer than ``LEAST`` finished trials, or one that
-            cannot be compared with ``space``.
+        InputError: if the study cannot be read or compared with ``space``, or has too few trials (``LEAST``).
     """
     what = f"--from-study {folder}"
     document = _read(folder, what)
@@ -74,7 +73,7 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:
-    """Return a function from a trial of the study in ``folder`` to its point. Raise InputError for another base."""
+    """Return a function from a trial of the earlier study to its point. Raise InputError if base or rule differ."""
     recipe, centre = space.recipe, read_recipe(folder / "centre.toml")
     if (centre.base, centre.scaling.rule) != (recipe.base, recipe.scaling.rule):
         raise InputError(

@@ -56,7 +56,7 @@ Value = float | str
 
 
 def searchable(recipe: Recipe) -> tuple[str, ...]:
-    """Return the paths of all values that a recipe has and a search knows. ``space.py`` refuses some, such as a 0."""
+    """Return the paths of all values that a recipe has and a search can vary. ``space.py`` refuses some of them."""
     paths = [path for path in WHOLE_RECIPE if value_at(recipe, path) is not None]
     roles, refusal = recipe.model.roles, recipe.hyperparameters.refusal
     for quantity in QUANTITIES:

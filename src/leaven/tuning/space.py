@@ -102,8 +102,7 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def changes_since(self, path: Path) -> list[Difference]:
-        """Return the differences between this recipe or command file and the file ``path``, in keys that may change
-        the losses."""
+        """Return how the recipe or command file differs from the file ``path``, in keys that may change losses."""
 
     @property
     def axes(self) -> Axes:
@@ -245,8 +244,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
             ``[tuning]``.
 
     Raises:
-        InputError: if a name is unknown, if the value at a given path cannot be searched, if no value is left, or if
-            a bound in ``[tuning]`` is invalid.
+        InputError: if a given path or pattern has nothing to search, or a bound in ``[tuning]`` is invalid.
     """
     tuning = recipe.tuning
     if which is None:
@@ -383,8 +381,7 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
-    """Return the dimension of a searched value. ``ends`` is its range in ``[tuning.octaves]``; None: as far as
-    ``reach`` allows."""
+    """Return the dimension of a searched value. ``ends``: its range in ``[tuning.octaves]``; None: see ``reach``."""
     value = point.value_at(recipe, path)
     if isinstance(value, str):
         levels = point.levels(recipe, path)

@@ -79,8 +79,8 @@ class Dimension:
     whole: bool = False  # whether all values are whole numbers
 
     def rounded(self, x: float, more: int = 0) -> float:
-        """Return the distance that a trial uses instead of ``x``. It differs only for a whole number: the value at
-        ``x`` is then rounded, increased by ``more`` and limited to its range."""
+        """Return the distance that a trial uses: ``x`` or, for a value that must be whole, that of the value at ``x``
+        after it is rounded, increased by ``more`` and limited to its range."""
         if not self.whole:
             return x
         assert isinstance(self.centre, float)
@@ -315,8 +315,7 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """Return by which factors more tokens would lower the loss of the run ``target`` as much as a study did, by a
-    published loss law.
+    """Return by which factors more tokens would lower the loss of the run ``target`` as much as a study has done.
 
     A larger model may keep only a part of the gain: there is a row for each part in ``SHARES``. The list is empty if
     ``answer`` is not the best.toml of a study with a gain, or if the law does not cover a run as long as ``target``.

@@ -372,7 +372,8 @@ class _LossesByPurpose:
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 
     def refuted(self, noise: float) -> set[Point]:
-        """Return the points that gain at most ``noise`` in ``CONFIRMATIONS`` trials, with seeds of the start."""
+        """Return the points whose confirmation trials show a gain of at most ``noise``. Left out are points
+        with fewer than ``CONFIRMATIONS`` of these trials, or with a seed that the start does not have."""
         beside = [
             point
             for point, losses in self.confirming.items()

@@ -125,8 +125,7 @@ def coordinates(
 def further_gain(
     now: Region, axes: Axes, points: Array, losses: Array, *, searched: NDArray[np.bool_], best: Array
 ) -> float | None:
-    """Return the gain in nats that is expected if the number of trials is doubled. None with fewer than ``LEAST``
-    trials of the search, or if the first half of them diverged.
+    """Return the gain in nats expected from twice as many trials; None after too few, or if the first half diverged.
 
     Args:
         now: the trust region after trials at ``points`` (n, D) with ``losses`` (n,).
@@ -155,8 +154,8 @@ def further_gain(
 
 
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
-    """Return (i, j, share): the indices of the two numbers that alone bring the largest share of the predicted gain
-    of all numbers. A number is a searched value that is not a choice.
+    """Return (i, j, share): the indices of the two numbers (not choices) that alone bring the largest share of the
+    predicted gain of all numbers.
 
     Return None with fewer than 3 numbers or ``PER_VALUE`` trials for each value, or if the gain is at most ``noise``.
 

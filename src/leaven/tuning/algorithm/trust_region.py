@@ -19,9 +19,8 @@ is ``scale`` octaves, the typical distance of an optimum from the start. The sea
    and that of the posterior mean. So a hyperparameter whose optimum is known hardly moves, a hyperparameter with
    little effect moves far, and simultaneous proposals differ. The last proposal of a search is the minimum without a
    random move. If at most ``DESIGNED`` hyperparameters are searched, each of the first proposals moves only one
-   number, by about a step. About half of the choices, drawn at random, take a level that has never been run or, if
-   all have been run, the best level of the drawn surrogate. The other choices take the best level of the posterior
-   mean.
+   number, by about a step. About half of the choices, at random, take a level that has never been run or, if all
+   have been run, the best level of the drawn surrogate. The others take the best level of the posterior mean.
 4. If the proposal is likely to diverge, its risky numbers are moved back towards the incumbent, and its risky choices
    keep the incumbent's level.
 5. Before any trial has finished there is no surrogate and no known boundary. Each divergence lowers the learning
@@ -86,8 +85,8 @@ class Axes:
 
     A point (a setting of all D hyperparameters) has two forms; ``tuning/point.py`` converts a point to a recipe:
 
-    - ``params`` (Optuna's word), in stores and objectives: a dict by name. An entry is a log2 multiplier (for a value
-      in tenths, such as dropout, tenths) or, for a choice, the index of its level.
+    - ``params`` (Optuna's word), in stores and objectives: a dict by name. An entry is a log2 multiplier; for a value
+      such as dropout, its change in tenths; for a choice, the index of its level.
     - ``octaves``, in the search algorithm: an array (D,) of differences from the start point, in the order of the
       names. For a choice, it is the difference of the indices, modulo the number of levels.
     """

@@ -165,10 +165,7 @@ class CommandTrainer:
     def _watch(
         self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path
     ) -> Outcome | str:
-        """Wait for a command, and return its outcome or a text that says how it failed.
-
-        ``output`` is the file of its output, and ``where`` the file or folder of its losses.
-        """
+        """Wait for a command, and return its outcome or a text that says how it failed. ``where`` has its losses."""
         command, began, next_look = self._command, time.monotonic(), 0.0
         baseline = proposal.baseline if command.prune else None
         while True:
@@ -229,8 +226,7 @@ def _end_of(output: Path, most: int) -> str:
 def values_of(  # noqa: PLR0917 - one of each
     command: Command, space: SearchSpace, point: Mapping[str, float], folder: Path, seed: int = 0, worker: int = 0
 ) -> dict[str, Value]:
-    """Return the values of all placeholders of a trial at a point, by name. ``folder`` is the folder of the trial,
-    and ``seed`` is added to the seed of the space.
+    """Return the values of all placeholders, by name, of a trial in ``folder`` with the seed ``space.seed + seed``.
 
     Raises:
         ValueError: if the values are invalid together.

@@ -223,8 +223,8 @@ class Study(BaseStudy):
     """A study over trials that train a recipe. See :class:`BaseStudy` for the other arguments.
 
     Args:
-        durations: run lengths in tokens. Each trial trains all of them, and its loss is that of the longest. Without
-            any, a trial trains the tokens of the recipe.
+        durations: run lengths in tokens. Each trial trains all of them (none: ``data.tokens`` of the recipe), and its
+            loss is that of the longest.
         stack: number of trials that a worker trains at once (``training/stack.py``).
 
     Raises:

@@ -42,8 +42,7 @@ STORE_POLL = 0.5  # seconds between reads of the store while trials run
 
 
 class Proposal(dict[str, float]):
-    """The argument of an objective: the point of a trial, with attributes. The point has, by name, log2 multipliers
-    and the indices of choices.
+    """The argument of an objective: the point of a trial (log2 multipliers and indices of levels, by name). It has:
 
     - ``number``: the number of this attempt at the trial.
     - ``seed``: 0 in the search, so that all trials share init and data order; 1, 2, ... in trials that measure the

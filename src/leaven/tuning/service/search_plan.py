@@ -158,8 +158,7 @@ def by_surrogate(method: str) -> bool:
 
 
 def check_search(method: str, axes: Axes, name: str) -> None:
-    """Raise InputError for an unknown method, prior knowledge that the method ignores, or a name of a study that is
-    not 1 to ``LONGEST`` characters long."""
+    """Raise InputError if the method is unknown or ignores given prior knowledge, or if no store takes the name."""
     if method not in METHODS:
         close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -376,10 +375,10 @@ class SearchPlan:
         )
 
     def baseline(self, trials: Sequence[StoredTrial], point: Mapping[str, float]) -> Baseline | None:
-        """Return the trial with which a new trial at ``point`` is compared for pruning; None if there is none, or if
-        the noise has fewer than ``FEWEST_DEGREES`` degrees of freedom.
+        """Return the trial with which a new trial at ``point`` is compared; None if the new one must not be pruned.
 
-        It is the best completed trial with seed 0 and the same choices: a choice changes the shape of a loss curve.
+        It is the best completed trial of the search with the same choices, because a choice, such as the schedule,
+        changes the shape of a loss curve. Without a measured noise (``FEWEST_DEGREES``), no trial is pruned.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(trials)

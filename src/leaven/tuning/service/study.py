@@ -302,8 +302,7 @@ class BaseStudy(ABC):
         )
 
     def _waited(self, seconds: float) -> None:
-        """Tell the user that the store has been unreachable for ``seconds``, if more than ``NOTE_AFTER``. Raise
-        StoreGone if the user stops the command."""
+        """After ``NOTE_AFTER``, tell the user that the store is unreachable. Raise StoreGone if the user stops."""
         if seconds <= NOTE_AFTER:
             return
         if self._stop():
