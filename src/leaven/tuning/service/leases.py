@@ -133,8 +133,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process in 1/100 s, or "" if the process has ended. It counts from the boot on
-    Linux, and from 1970 on other systems."""
+    """Return the start of a process in 1/100 s since the boot (Linux) or since 1970, or "" if the process has ended."""
     try:
         # On Linux, psutil adds the boot time, which changes when the clock is set. Subtract it again.
         boot, process = psutil.boot_time() if psutil.LINUX else 0.0, psutil.Process(pid)

@@ -64,7 +64,7 @@ def check_request(
 
 
 def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
-    """Return the space without what a study with these ``durations`` cannot search; for a grid, its box ``near``."""
+    """Return the space without what a study with these ``durations`` cannot search; for a grid, only its ``near``."""
     if durations:
         space = space.without(BATCH, "each of the --durations must be a whole number of batches")
         space = space.without(TOKENS, "--durations sets the run lengths").without(DECAY, "--durations needs wsd")
@@ -223,8 +223,7 @@ class Study(BaseStudy):
     """A study over trials that train a recipe. See :class:`BaseStudy` for the other arguments.
 
     Args:
-        durations: run lengths in tokens. Each trial trains all of them (none: ``data.tokens`` of the recipe), and its
-            loss is that of the longest.
+        durations: run lengths in tokens; () for only ``data.tokens``. A trial has the loss of the longest.
         stack: number of trials that a worker trains at once (``training/stack.py``).
 
     Raises:

@@ -245,8 +245,7 @@ class SearchArguments(BaseModel):
 
     @classmethod
     def of(cls, **given: Any) -> "SearchArguments":
-        """Return the validated arguments. Raise InputError, such as ``trials = 0: input should be greater than or
-        equal to 1``."""
+        """Return the validated arguments. Raise InputError with the name and value of an invalid argument."""
         try:
             return cls(**given)
         except ValidationError as error:

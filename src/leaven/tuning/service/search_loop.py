@@ -88,7 +88,7 @@ class SearchLoop:
 
     An event is the :class:`Proposal` of a trial that has started, or a list of the numbers of trials that have ended.
     After the last event, ``trials`` has all trials of the study. If an exception other than StoreGone ends the
-    context, the trials that it runs are released, so that they run again later.
+    context, the running trials of this loop are released, so that they run again later.
     """
 
     def __init__(  # noqa: PLR0917 - one of each
@@ -150,8 +150,7 @@ class SearchLoop:
             raise self._error
 
     def _look(self) -> int:
-        """Mark the attempts of dead commands as failed, and read all trials into ``trials``. Return the number of
-        trials that have been started, without retries."""
+        """Close the attempts of dead commands, read all trials into ``trials``, and return how many were started."""
         attempts = self._stored.attempts
         running = {a.number: a.user_attrs.get(OWNER) for a in attempts if a.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})

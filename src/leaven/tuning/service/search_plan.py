@@ -158,7 +158,7 @@ def by_surrogate(method: str) -> bool:
 
 
 def check_search(method: str, axes: Axes, name: str) -> None:
-    """Raise InputError if the method is unknown or ignores given prior knowledge, or if no store takes the name."""
+    """Raise InputError if the method is unknown or ignores given prior knowledge, or if no store takes ``name``."""
     if method not in METHODS:
         close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""

@@ -201,7 +201,7 @@ class StoredStudy:
         return trials_of(attempts, self.axes, self._finished, self._jobs)
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
-        """Create the attempt of a request, and return (number, point). If it has no point, ``sampler`` draws one.
+        """Create the attempt of a request, and return (number, point). ``sampler`` draws a point for a request without.
 
         Return None if the attempt is a duplicate, or if another command has closed it, taking this command for dead.
         """
@@ -458,8 +458,7 @@ def join_study(
     Args:
         what: the name of the study in messages.
         instead: what the user can do if the study has other settings, such as "give it another name".
-        own_noise: whether the user gave ``noise``. If not, a study that was created with an earlier study keeps its
-            noise.
+        own_noise: whether the user gave ``noise``. If not, a stored study with earlier trials keeps its stored noise.
         recipe: the recipe that all commands on the study must share.
         shared: further settings that all commands on the study must share.
 

@@ -335,7 +335,7 @@ class BaseStudy(ABC):
             trials, flops, hours: see :class:`leaven.tuning.service.search_plan.Budget`.
             workers: number of workers; each trains one trial, or one stack of trials, at a time.
             devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; by default each worker may use all.
-            lease_seconds: how long a command may send no heartbeat before its trials are retried.
+            lease_seconds: how long a command on another machine may send no heartbeat until its trials are retried.
             checkpoint_seconds: seconds between checkpoints of a trial.
 
         Raises:
