@@ -133,7 +133,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the start of a process in 1/100 s since the boot (Linux) or since 1970, or "" if the process has ended."""
+    """Return when a process started, in 1/100 s since the boot (Linux) or 1970, or "" if the process has ended."""
     try:
         # On Linux, psutil adds the boot time, which changes when the clock is set. Subtract it again.
         boot, process = psutil.boot_time() if psutil.LINUX else 0.0, psutil.Process(pid)

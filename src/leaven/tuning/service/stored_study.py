@@ -201,7 +201,7 @@ class StoredStudy:
         return trials_of(attempts, self.axes, self._finished, self._jobs)
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
-        """Create the attempt of a request, and return (number, point). ``sampler`` draws a point for a request without.
+        """Create the attempt of a request, and return (number, point). ``sampler`` draws a missing point.
 
         Return None if the attempt is a duplicate, or if another command has closed it, taking this command for dead.
         """
