@@ -21,7 +21,7 @@ the path of any value of the recipe, the short form of the path (``{lr}`` for ``
 ``{recipe}``, which becomes the path of a file with the recipe of the trial.
 
 Write ``{{name}}`` for the text ``{name}``. ``${name}`` is left to the shell. leaven quotes a value that the shell
-would misread, such as a text with spaces. So its placeholder must not be inside quotes.
+would misread, such as a text with spaces. So the placeholder of such a value must not be inside quotes.
 """
 
 import json
@@ -259,7 +259,7 @@ class SearchedValue(Part):
     start: int | float | None = None  # where the search begins; if it is an integer, so are all values of the search
     low: int | float | None = None
     high: int | float | None = None
-    unit: Literal["octave", "tenth", "beta"] = "octave"  # of distances, see :func:`leaven.tuning.point.moved`
+    unit: Literal["octave", "tenth", "beta"] = "octave"  # of distances: :func:`leaven.tuning.point.moved`
     choices: Annotated[list[bool | int | float | str], Field(min_length=2)] | None = (
         None  # the search starts at the first
     )
@@ -352,7 +352,7 @@ class CommandFile(Command):
     why: dict[str, str] = {}  # the reason for the start of each value
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Return the values, by name, at these distances from the start."""
+        """Return the searched values, by name, at the distances ``octaves`` from the start."""
         return {name: self.space[name].moved(x) for name, x in octaves.items()}
 
 

@@ -315,7 +315,7 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """Return by which factors more tokens would lower the loss of the run ``target`` as much as a study has done.
+    """Return by which factors more tokens would lower the loss of the run ``target`` by the gain of a study.
 
     A larger model may keep only a part of the gain: there is a row for each part in ``SHARES``. The list is empty if
     ``answer`` is not the best.toml of a study with a gain, or if the law does not cover a run as long as ``target``.

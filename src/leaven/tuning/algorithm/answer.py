@@ -13,8 +13,8 @@ start is the point with which the search begins.
 3. The lowest of several means is partly luck, too. Example: of three equally good points with two trials each, the
    lowest mean is on average 0.6 times the noise too low. So a point that was chosen among several finalists has
    confirmation trials with new seeds, and so has the start. The gain in these trials must be above the noise, and
-   their losses are reported. A single finalist needs no confirmation trials: with two trials, and a predicted gain
-   above 1.5 times the noise, its measured gain must only be above the noise.
+   their losses are reported. A single finalist needs no confirmation trials: if it has two trials and a predicted
+   gain above 1.5 times the noise, its measured gain must only be above the noise.
 
 Predicted losses come from a surrogate (a quadratic regression) fitted to the trials with a finite loss.
 ``sensitivity.py`` computes how much each searched value contributes to the gain.

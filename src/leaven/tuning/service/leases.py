@@ -5,7 +5,7 @@ regularly writes its time into the store. A command is dead if its heartbeat has
 This machine measures these seconds with its own clock, so clocks of two machines are never compared.
 
 A command may count as dead although it is alive, for example because its machine slept. Other commands then run its
-trials again, and it drops its own results of them.
+trials again, and the first command drops its own results of these trials.
 """
 
 import itertools

@@ -347,7 +347,7 @@ class SearchPlan:
         return [self.axes.params(np.array(point)) for point in points if point not in excluded]
 
     def _confirmation_trials(self, trials: Sequence[StoredTrial], now: float) -> Iterator[TrialRequest]:
-        """Yield trials of the best finalist and of the start, with the same seeds, which confirm the gain."""
+        """Yield the trials that confirm a gain: of the best finalist and of the start, with the same seeds."""
         point = point_to_confirm(trials, list(self.axes.start), self.noise_of(trials)[0])
         if point is None or self.budget.left(trials, now) < 1:
             return

@@ -242,7 +242,7 @@ class StoredStudy:
         return None
 
     def record(self, number: int, outcome: Outcome) -> bool:
-        """Write the outcome of an attempt. Return False if another command, taking this one for dead, closed it."""
+        """Write the outcome of an attempt. Return False if another command has closed the attempt."""
         about = {key: getattr(outcome, key) for key in OUTCOME}
         about |= {"curve": [point for point in outcome.curve if math.isfinite(point[1])], DIVERGED: outcome.diverged}
         about |= {PREDICTED: outcome.loss} if outcome.stopped else {}

@@ -262,7 +262,7 @@ class BaseStudy(ABC):
     def _compare_results(self, saved: Mapping[int, tuple[str, float | None]]) -> None:
         """Require that the store has the results of study.json, (state, loss) by number.
 
-        A copy of a study that went on by itself has the same id, but other losses.
+        A copy of a study in which further trials were run has the same id, but other losses.
         """
         stored = self._stored.trials if saved else []
         # If the copy of a study made another attempt at the trial, only its first attempt has the same number.
