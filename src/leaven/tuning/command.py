@@ -152,7 +152,7 @@ class Command(Part):
     loss: LossSource
     environment: Annotated[dict[str, Text], AfterValidator(_variables)] = {}  # additional environment variables
     config: Text | None = None  # the path of a text file that leaven fills in for every trial
-    # GPUs of a trial, in CUDA_VISIBLE_DEVICES; None: see --workers
+    # GPUs of a trial, in CUDA_VISIBLE_DEVICES; None: one with --workers auto, otherwise all
     devices: Annotated[int, Field(gt=0)] | None = None
     timeout_seconds: Annotated[float, Field(gt=0)] | None = None  # a trial that takes longer has failed
     diverged: Annotated[str, AfterValidator(_expression)] | None = None  # a trial with such an output has diverged
