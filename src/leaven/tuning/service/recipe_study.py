@@ -48,8 +48,8 @@ def check_request(
     """Check those arguments of :class:`Study` and :meth:`Study.run` that do not need the tokenized text.
 
     Raises:
-        InputError: if the method is unknown or takes no prior knowledge, if there is no budget, if one trial or the
-            coarsest grid does not fit into the budget, or if the earlier study cannot be used.
+        InputError: if the method is unknown or ignores given prior knowledge, if there is no budget, if one trial or
+            the coarsest grid does not fit into the budget, or if the earlier study cannot be used.
     """
     space = _narrowed(space, method, durations)
     one = flops_per_token(recipe.model) * max(durations, default=recipe.data.tokens)
@@ -64,7 +64,7 @@ def check_request(
 
 
 def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
-    """Return the space without what a study with these ``durations`` cannot search; for a grid, only its ``near``."""
+    """Return the space without what a study with these ``durations``, or a grid outside ``near``, cannot search."""
     if durations:
         space = space.without(BATCH, "each of the --durations must be a whole number of batches")
         space = space.without(TOKENS, "--durations sets the run lengths").without(DECAY, "--durations needs wsd")
@@ -208,7 +208,7 @@ class TrialTrainer:
         return found if isinstance(found, list) else [found]
 
     def _checkpoint(self, proposal: Proposal) -> Path:
-        """Move the checkpoint of the last attempt, if any, to the folder of this attempt, and return this folder.
+        """Move the checkpoint of the trial's last attempt, if any, to a folder for this attempt. Return this folder.
 
         Each attempt has its own folder, because a killed worker may still write for half a second.
         """
