@@ -64,7 +64,7 @@ def check_request(
 
 
 def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
-    """Return the space without the values that ``durations`` exclude; for a grid, limited to each value's ``near``."""
+    """Return the space without the values that ``durations`` exclude; for a grid, limited to the box ``near``."""
     if durations:
         space = space.without(BATCH, "each of the --durations must be a whole number of batches")
         space = space.without(TOKENS, "--durations sets the run lengths").without(DECAY, "--durations needs wsd")
