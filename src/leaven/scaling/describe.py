@@ -50,7 +50,7 @@ def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
 def _nearest(found: Sequence[ModuleStart]) -> list[dict[str, Any]]:
     """Return the published inits and their distances from the recipe's init in octaves, nearest first.
 
-    A distance is the mean over the modules of abs(log2(std in the recipe / std in the published init)).
+    A distance is the mean over ``found`` of abs(log2(std in the recipe / std in the published init)).
     """
     away = []
     for name in COMPARED:

@@ -57,11 +57,11 @@ The router turns the width into as many logits as there are experts, which is a 
   would exceed the others by width^(1/2).)
 - The gradient of the router's weights is that of the logits times the input. It is constant over the width and
   falls as L^-alpha with depth, as the branch does, so eps ~ L^-alpha.
-- The balance loss acts on the logits directly. Its coefficient is multiplied by L^-alpha, so that its share of the
-  router's gradient does not change with depth.
+- The balance loss and the z-loss act on the logits directly. Their coefficients are multiplied by L^-alpha, so that
+  their shares of the router's gradient do not change with depth.
 
-**Muon.** With ``optimizer = "muon"``, hidden weights and the matrices of experts have the cells of ``Rule.muon``. No
-paper below has a rule for all four axes, so the cells are derived here:
+**Muon.** With ``optimizer = "muon"``, lr and weight decay of hidden weights and of the matrices of experts have the
+cells of ``Rule.muon``. No paper below has a rule for all four axes, so the cells are derived here:
 
 - Width. A step of Muon is lr x M x (orthogonal matrix), where the factor M depends on the shape (``Muon.matching``).
   So its largest singular value is lr x M. Outputs change by the same amount at every width if this value is
@@ -85,8 +85,8 @@ paper below has a rule for all four axes, so the cells are derived here:
   decay is proportional to 1 / width, for models whose tokens grow with the width. (With more tokens there are more
   steps, so lr x decay falls under this rule, too.) Published runs use 0.1 everywhere.
 
-All other parameters have the cells of Adam. Measured at small widths, Muon is off by up to width^0.2
-(:mod:`leaven.verification.coordinates`); 2512.05620 reports such deviations, too.
+All other parameters have the cells of Adam. After steps of Muon, the size of outputs at small widths still changes by
+up to width^0.2 (:mod:`leaven.verification.coordinates`); 2512.05620 reports such deviations, too.
 """
 
 from collections.abc import Mapping
@@ -121,7 +121,7 @@ class Rule:
 
     @property
     def shared(self) -> dict[str, Cell]:
-        """Return the cells that all roles share, by the name under which they are printed."""
+        """The cells for all roles and those for Muon, by the name under which they are printed."""
         columns = {f"{quantity} (all rows)": cell for quantity, cell in self.columns.items()}
         columns |= {f"{quantity} (Muon)": cell for quantity, cell in self.muon.items()}
         return columns | {"residual": self.residual, "attention": self.attention, "half_life": self.half_life}

@@ -111,15 +111,15 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
 
 
 def adamw_rows(recipe: Recipe) -> tuple[ParameterRow, ...]:
-    """Return the parameter table with AdamW in place of Muon."""
+    """Return the rows of the parameter table, with AdamW if the recipe has Muon."""
     return parameter_table(recipe.without_muon).rows
 
 
 def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
-    """Return how a batch ramp changes the hyperparameters at step ``step`` (counted from 0).
+    """Return how a batch ramp, or batch stages, change the hyperparameters at step ``step`` (counted from 0).
 
     Returns:
-        The factors of the scaling rule for the batch of this step, relative to the full batch.
+        The factors of the scaling rule for the batch of this step, relative to the full batch (rule "fixed": 1).
         The half-life of Adam's moments (in steps) divided by their half-life at the previous step.
     """
 
@@ -143,7 +143,7 @@ def parameter_row(
     n_layers: int,
     gated: bool,
 ) -> ParameterRow:
-    """Return the row of one parameter of any model. ``at`` are its ratios to the base, without ``match``."""
+    """Return the row of one parameter of any model. ``at``: its ratios to the base; their ``match`` is replaced."""
     role = parameter.role
     module = base.modules.get(parameter.module, Multipliers())
     muon, match = base.muon_of(role), 0.0
@@ -208,10 +208,10 @@ def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
 def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
     """Return factors on the weights that replace the multipliers of the forward pass, by parameter name.
 
-    A model without multipliers computes the same function with the weights multiplied by these factors. Factors of 1
-    are left out. The factor of a branch goes into its last matrix, or into the norm on its output. That of the
-    attention logits goes into the query norm, or into the query matrix. That of the logits goes into the unembedding,
-    or into the final norm if the embeddings are tied.
+    A model without multipliers computes the same function with the weights (and biases) multiplied by these factors.
+    Factors of 1 are left out. The factor of a branch goes into its last matrix, or into the norm on its output. The
+    factor of the attention logits, relative to 1 / sqrt(d_head), goes into the query norm, or into the query matrix.
+    The factor of the logits goes into the unembedding, or into the final norm if the embeddings are tied.
     """
     rows = table.multipliers
     places = {"norm.final": rows.pop("embedding.weight")} if shape.tied_embeddings else {}

@@ -57,14 +57,14 @@ def warnings(recipe: Recipe) -> list[CautionRow]:
 
 
 def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
-    """Return a warning if the transfer dropped the batch ramp."""
+    """Return the warning, if any, that the transfer from ``before`` to ``after`` dropped the batch ramp."""
     if before.batch.ramp is None or after.batch.ramp is not None:
         return []
     return [_caution("ramp", after.batch.tokens / after.model.seq_len, 2.0)]
 
 
 def unlike(source: Mapping[str, int | None], recipe: Recipe) -> list[CautionRow]:
-    """Return warnings about sizes that no rule scales. ``source``: those of the model that gave the values."""
+    """Return warnings if vocab_size or seq_len is not that of ``source``, the model that gave the hyperparameters."""
     rows = [(name, getattr(recipe.model, name), source[name]) for name in _UNSCALED if source.get(name)]
     return [_caution(name, value, there) for name, value, there in rows if there and value != there]
 
@@ -99,7 +99,7 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if a recipe with Muon has a batch or tokens far from its base. No test of a rule there is known."""
+    """Warn about Muon with a batch or tokens far from the base, if the rule uses them: no such test is known."""
     for axis in ("batch", "tokens"):
         ratio = getattr(table.ratios, axis)
         if recipe.hyperparameters.muon and table.rule.columns and not 1 / MUON_FACTOR <= ratio <= MUON_FACTOR:
@@ -142,8 +142,8 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRo
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn if Adam's eps is too large compared with sqrt(v) for a matrix in a block, where v is the second moment.
 
-    The estimate of sqrt(v) spreads the limit of the gradient norm evenly over all parameters. Real gradients in
-    blocks are smaller: most of the norm is in the unembedding, and the norm is mostly below 1 after the warm-up.
+    The estimate of sqrt(v) spreads the limit of the gradient norm (1 without one) evenly over all parameters. Real
+    gradients in blocks are smaller: most of the norm is in the unembedding, and the norm soon falls below 1.
     """
     clip = recipe.hyperparameters.grad_clip
     norm = clip.limit if clip.mode == "global" and clip.limit else 1.0
@@ -154,7 +154,7 @@ def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _betas(table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about betas outside the range in which runs have trained well."""
+    """Warn about betas of Adam outside the range in which runs have trained well."""
     rows = [row for row in table.rows if not row.match]  # those that Adam updates
     for check in CHECKS:
         if check.trained and check.hidden and (row := farthest(rows, check.hidden, check.trained)):

@@ -1,8 +1,9 @@
 """Transfer a recipe to another model size, batch size or number of tokens.
 
 The hyperparameters stay as they are written for the base. The scaling rule computes the values of each parameter from
-them. Everything counted in tokens keeps its share of the run, and smaller batches of a ramp or of stages keep their
-share of the full batch. Transfer directly from the base, because each transfer rounds to whole sequences.
+them. The warm-up, a batch ramp and stages, and intervals such as ``evaluation.every_tokens`` keep their share of the
+run. The smaller batches of a ramp or of stages keep their share of the full batch. Transfer directly from the base,
+because each transfer rounds to whole sequences.
 """
 
 from pathlib import Path
@@ -77,11 +78,11 @@ def transfer(
 ) -> Recipe:
     """Return the recipe at another scale, with the same base.
 
-    A size that is not given keeps its value. d_ff and the numbers of heads keep their proportion to the width.
-    ``start`` (initial weights) is kept only if the shape of the model stays the same.
+    A size that is not given keeps its value, except d_ff and the numbers of heads, which grow in proportion to the
+    width. ``start`` (initial weights) is kept only if the shape of the model stays the same.
 
     Raises:
-        InputError: if a size is impossible, or does not fit the others, or if the run is too short.
+        InputError: if a size is impossible, or does not fit the others, or if the run has too few steps.
     """
     given = {"width": width, "depth": depth, "batch-tokens": batch_tokens, "tokens": tokens}
     for option, (largest, reason) in _LARGEST.items():
@@ -152,7 +153,7 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     - All other searched values are copied.
 
     Raises:
-        InputError: if the two models differ in a field outside `_FREE_FIELDS`, or if the run is too short.
+        InputError: if the two models differ in a field outside `_FREE_FIELDS`, or if the run has too few steps.
     """
     ours, theirs = _family(tuned), _family(target)
     for field in dict(sorted((ours | theirs).items())):
@@ -204,8 +205,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
     """Return the batch in tokens with which the study of ``tuned`` began.
 
-    If ``tuned`` has other tokens than its base, this is a guess: ``leaven new`` gives a proxy as many steps as its
-    target.
+    If ``tuned`` has other tokens than its base, this is a guess: the batch that gives as many steps as
+    ``target`` has, as ``leaven new`` does for a proxy.
     """
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens

@@ -18,7 +18,7 @@ _SEPARATE = 64.0  # the bound of a multiplier without a global value: from 1/64 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds of a searched value. Those of a multiplier limit its product with the global value."""
+    """The bounds of a searched value. For a module's lr multiplier, they limit its product with the global lr."""
 
     low: float  # the lowest value, in the unit of the recipe
     high: float  # the highest value
@@ -37,7 +37,7 @@ BOUNDS = {
     "init_std": Bounds(1e-4, 2.0, 3.0, 1.0, "published: 0.0006 to 0.08; embeddings up to 1"),
     "residual": Bounds(1 / 32, 8.0, 3.0, 1.0, "named inits divide by sqrt(2 n_layers): 1/32 at 512 blocks"),
     "hyperparameters.muon.lr": Bounds(
-        1e-5, 1.0, 3.0, 1.0, "usual: 0.02 with match spectral, and values of AdamW with adamw_rms"
+        1e-5, 1.0, 3.0, 1.0, 'usual: 0.02 with match = "spectral"; the lr of AdamW with match = "adamw_rms"'
     ),
     "momentum": Bounds(0.5, 0.999, 2.0, 2.0, "half-lives of 1 to 693 steps; published: 0.95"),
     "weight_decay": Bounds(1e-4, 10.0, 4.0, 2.0, "a hundred times less and more than published (0.01 to 0.1)"),
@@ -62,7 +62,7 @@ BOUNDS = {
 
 
 def why_fixed(recipe: Recipe, path: str) -> str | None:
-    """Return the reason why the value at a path cannot move within its bounds, or None if it can move."""
+    """Return the reason why the value at a path cannot move within its bounds, or None if it can (or is a choice)."""
     if path in CHOICES or any(reach(recipe, path, side)[0] for side in (0, 1)):
         return None
     return f"{point.value_at(recipe, path):g} cannot move within its bounds: {bounds_of(path).why}"
@@ -74,7 +74,7 @@ def bounds_of(path: str) -> Bounds:
 
 
 def _multiplied(recipe: Recipe, path: str) -> str:
-    """Return the path of the global value that belongs to the multiplier at ``path``."""
+    """Return the path of the global value (of Adam or Muon) to which the multiplier at ``path`` applies."""
     (_, kind, *rest), quantity = split_path(path), quantity_of(path)
     if kind == "modules" and (muon := recipe.hyperparameters.muon_of(recipe.model.roles[rest[0]])):
         own = "momentum" if quantity == "beta1" else quantity
@@ -84,10 +84,10 @@ def _multiplied(recipe: Recipe, path: str) -> str:
 
 
 def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
-    """Return how far a search may move the value at ``path`` down (``side`` 0, negative) or up (``side`` 1), and why.
+    """Return (distance, reason): where a search ends at negative (``side`` 0) or positive distances (``side`` 1).
 
-    The distance is in octaves (:mod:`leaven.tuning.point`). The reason is a text for the user. It is empty at a
-    natural limit, such as dropout 0.
+    :mod:`leaven.tuning.point` explains distances; at a positive one, a beta is lower. The reason is a text for the
+    user. It is empty at a natural limit, such as dropout 0.
     """
     of = path if path in WHOLE_RECIPE else _multiplied(recipe, path)
     bounds, run = bounds_of(of), recipe.data.tokens
@@ -122,7 +122,7 @@ def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
 
 
 def why_invalid(recipe: Recipe, path: str, octaves: float) -> str | None:
-    """Return why the recipe is invalid if only the value at ``path`` moves by ``octaves``, or None."""
+    """Return why the recipe is invalid if only the value at ``path`` moves by ``octaves``; None if it is valid."""
     try:
         recipe_at(recipe, {path: octaves})
     except ValidationError as error:

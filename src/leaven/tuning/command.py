@@ -8,11 +8,11 @@ A command file is TOML::
     lr = {start = 6e-4, low = 1e-5, high = 1e-2}
     optimizer = {choices = ["adamw", "lion"]}
 
-A placeholder is a name in braces, in the command, in ``environment`` or in the file ``config``. The name is that of a
-searched value, or one of these:
+A placeholder is a name in braces, in the command, in ``environment``, in the path of the losses or in the file
+``config``. The name is that of a searched value, or one of these:
 
 - ``{seed}``: the seed of the trial.
-- ``{out}``: an empty folder for the output of the trial.
+- ``{out}``: a folder for the output of the trial, empty at first. With ``resume = true``, a retry gets it as it is.
 - ``{worker}``: the index of the worker that runs the command, from 0.
 - ``{config}``: the path of a copy of the file ``config`` in which all placeholders are filled in.
 
@@ -21,7 +21,7 @@ the path of any value of the recipe, the short form of the path (``{lr}`` for ``
 ``{recipe}``, which becomes the path of a file with the recipe of the trial.
 
 Write ``{{name}}`` for the text ``{name}``. ``${name}`` is left to the shell. leaven quotes a value that the shell
-would misread, such as a text with spaces. So its placeholder must not be inside quotes.
+would misread, such as a text with spaces. So the placeholder of such a value must not be inside quotes.
 """
 
 import json
@@ -152,7 +152,7 @@ class Command(Part):
     loss: LossSource
     environment: Annotated[dict[str, Text], AfterValidator(_variables)] = {}  # additional environment variables
     config: Text | None = None  # the path of a text file that leaven fills in for every trial
-    # GPUs of a trial, in CUDA_VISIBLE_DEVICES; None: see --workers
+    # GPUs of a trial, in CUDA_VISIBLE_DEVICES; None: one with --workers auto, otherwise all
     devices: Annotated[int, Field(gt=0)] | None = None
     timeout_seconds: Annotated[float, Field(gt=0)] | None = None  # a trial that takes longer has failed
     diverged: Annotated[str, AfterValidator(_expression)] | None = None  # a trial with such an output has diverged
@@ -170,7 +170,7 @@ class Command(Part):
 
     @cached_property
     def template(self) -> str:
-        """The text of the file ``config``."""
+        """The text of the file ``config``; empty without one."""
         return "" if self.config is None else read_text(self.config)
 
     @property
@@ -180,12 +180,12 @@ class Command(Part):
 
     @property
     def _required(self) -> set[str]:
-        """The placeholders that must have a value. In the file ``config``, other text may be in braces, too."""
+        """The names of the placeholders outside of ``config``. Each of them must have a value."""
         return _names(self.command, *self.environment.values(), self.loss.where or "")
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The keys of the command file, with their values, that must be the same for everyone who shares a study."""
+        """What all processes of a study must share: keys of the command file, and a hash of the file ``config``."""
         shared = self.model_dump(include={"command", "loss", "environment", "diverged"}, exclude_none=True)
         text = blake2b(self.template.encode(), digest_size=8).hexdigest()
         return shared | ({} if self.config is None else {"config": text})
@@ -259,7 +259,7 @@ class SearchedValue(Part):
     start: int | float | None = None  # where the search begins; if it is an integer, so are all values of the search
     low: int | float | None = None
     high: int | float | None = None
-    unit: Literal["octave", "tenth", "beta"] = "octave"  # of distances, see :func:`leaven.tuning.point.moved`
+    unit: Literal["octave", "tenth", "beta"] = "octave"  # of distances: :func:`leaven.tuning.point.moved`
     choices: Annotated[list[bool | int | float | str], Field(min_length=2)] | None = (
         None  # the search starts at the first
     )
@@ -352,7 +352,7 @@ class CommandFile(Command):
     why: dict[str, str] = {}  # the reason for the start of each value
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Return the values, by name, at these distances from the start."""
+        """Return the searched values, by name, at the distances ``octaves`` from the start."""
         return {name: self.space[name].moved(x) for name, x in octaves.items()}
 
 
@@ -436,7 +436,7 @@ def _names(*texts: str) -> set[str]:
 
 
 def _in_quotes(command: str) -> set[str]:
-    """Return the names of the placeholders of a shell command that are, or may be, inside quotes or a comment."""
+    """Return the names of placeholders that are, or may be, in quotes, in a comment or after a backslash."""
     if _NESTED.search(command):
         return _names(command)
     found, inside, at = set[str](), "", 0  # ``inside`` is the open quote, or # in a comment

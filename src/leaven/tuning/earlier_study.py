@@ -1,15 +1,15 @@
 """Read the trials of an earlier study, which a new search uses as prior knowledge (``--from-study``).
 
 The new search may have another model size, or search other values. Its recipe must have the scaling rule and the base
-of the study's recipe. Then equal hyperparameters mean the same at every size. Each trial becomes a point of the new
-search: the distance of each value from its value in the new recipe.
+of the earlier study's recipe. Then equal hyperparameters mean the same at every size. Each trial becomes a point of
+the new search: the distance of each value from its value in the new recipe.
 
 - If the new search varies a multiplier of a module but not the global hyperparameter, the multiplier's distance
   includes that of the global one. Example: twice the global lr is 1 octave for the lr of every module.
 - The warm-up is compared as a share of the run's tokens.
 - No rule scales the batch size and the run's tokens, which are chosen for each model size. So they are compared by
-  their distance from the start of the earlier study. If the new recipe has its batch size (or tokens) from a study,
-  they are compared by their distance from that study's best point.
+  their distance from the start of the earlier study. If a search chose the batch size (or tokens) of the new recipe,
+  they are compared by their distance from the best point of the earlier study.
 
 If both studies run a command, values of the same name are compared. Only the user knows whether they mean the same.
 """
@@ -44,7 +44,7 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
     deviation of the loss between seeds. The noise is None if too few trials measured it.
 
     Raises:
-        InputError: if the folder has no readable study, or a study that cannot be compared with ``space``.
+        InputError: if the study cannot be read or compared with ``space``, or has too few trials (``LEAST``).
     """
     what = f"--from-study {folder}"
     document = _read(folder, what)
@@ -73,7 +73,7 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:
-    """Return a function that computes the point of a trial of the study in ``folder``, if it can be compared."""
+    """Return a function from a trial of the earlier study to its point. Raise InputError if base or rule differ."""
     recipe, centre = space.recipe, read_recipe(folder / "centre.toml")
     if (centre.base, centre.scaling.rule) != (recipe.base, recipe.scaling.rule):
         raise InputError(

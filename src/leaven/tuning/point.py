@@ -56,7 +56,7 @@ Value = float | str
 
 
 def searchable(recipe: Recipe) -> tuple[str, ...]:
-    """Return the paths of all values of a recipe that a search can vary."""
+    """Return the paths of all values that a recipe has and a search can vary. ``space.py`` refuses some of them."""
     paths = [path for path in WHOLE_RECIPE if value_at(recipe, path) is not None]
     roles, refusal = recipe.model.roles, recipe.hyperparameters.refusal
     for quantity in QUANTITIES:
@@ -143,10 +143,10 @@ def distance_in(unit: str, value: float, to: float) -> float:
 
 
 def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, Value]:
-    """Return the values of a recipe, by path, at the distances ``octaves`` from its own values.
+    """Return the values at the paths in ``octaves``, each at its distance from the recipe's value.
 
     Raises:
-        ValueError: if a batch would have less than half a sequence, which rounds to none.
+        ValueError: if a batch would have at most half a sequence, which rounds to none.
     """
     return {path: _moved_value(recipe, path, x) for path, x in octaves.items()}
 

@@ -102,7 +102,7 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def changes_since(self, path: Path) -> list[Difference]:
-        """Return how this start differs from that in the file ``path``, in the keys that affect losses."""
+        """Return how the recipe or command file differs from the file ``path``, in keys that may change losses."""
 
     @property
     def axes(self) -> Axes:
@@ -185,7 +185,7 @@ class Space(SearchSpace):
         return differences(read_recipe(path), self.recipe)
 
     def without(self, path: str, reason: str) -> "Space":
-        """Return the space without the value at ``path``. ``reason`` tells the user why.
+        """Return the space without the value at ``path``, if it has this value. ``reason`` tells the user why.
 
         Raises:
             InputError: if no value is left.
@@ -198,7 +198,7 @@ class Space(SearchSpace):
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return the space with the value at ``path`` below ``limit``, which is in the unit of the recipe."""
+        """Return the space with the value at ``path``, if searched, below ``limit`` (in the unit of the recipe)."""
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self
@@ -244,7 +244,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
             ``[tuning]``.
 
     Raises:
-        InputError: if the value at a given path cannot be searched, or a bound in ``[tuning]`` is invalid.
+        InputError: if a given path or pattern has nothing to search, or a bound in ``[tuning]`` is invalid.
     """
     tuning = recipe.tuning
     if which is None:
@@ -381,7 +381,7 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
-    """Return the dimension of a searched value. ``ends`` is its range in ``[tuning.octaves]``; None: the bounds."""
+    """Return the dimension of a searched value. ``ends``: its range in ``[tuning.octaves]``; None: see ``reach``."""
     value = point.value_at(recipe, path)
     if isinstance(value, str):
         levels = point.levels(recipe, path)

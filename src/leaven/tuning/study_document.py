@@ -1,7 +1,7 @@
 """The document of a study: the content of study.json, from which screens and reports are made. Does not need torch.
 
-Losses and noise are in nats per token. A point maps the path of each searched value to its distance from the start,
-in the unit of its dimension.
+Losses and noise are in nats per token, or in the unit of the loss that a command reports. A point maps the path of
+each searched value to its distance from the start, in the unit of its dimension.
 """
 
 import math
@@ -62,8 +62,8 @@ Interval = Annotated[tuple[float, float], BeforeValidator(_unbounded)]  # infini
 class Dimension:
     """One searched value: its start, range and unit.
 
-    Distances from the start point are in ``unit``: one ``octave`` doubles the value, one ``tenth`` adds 0.1. For a
-    ``choice`` the distance is an index into ``levels``.
+    Distances from the start point are in ``unit``: one ``octave`` doubles the value (of a beta: its exponent), one
+    ``tenth`` adds 0.1. For a ``choice`` the distance is an index into ``levels``.
     """
 
     path: str  # in the recipe, such as hyperparameters.lr, or hyperparameters.depth.lr[2] in a depth profile
@@ -79,10 +79,8 @@ class Dimension:
     whole: bool = False  # whether all values are whole numbers
 
     def rounded(self, x: float, more: int = 0) -> float:
-        """Return the distance that a trial uses instead of ``x``.
-
-        A value that must be whole is rounded, increased by ``more`` and limited to its range.
-        """
+        """Return the distance that a trial uses: ``x`` or, for a value that must be whole, that of the value at ``x``
+        after it is rounded, increased by ``more`` and limited to its range."""
         if not self.whole:
             return x
         assert isinstance(self.centre, float)
@@ -221,7 +219,7 @@ class Answer(BaseModel):
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The point with the fewest changes that equals the best one within the noise; None if there is no other."""
+        """The point ``fewest_octaves`` if it was rerun and is not the best point; otherwise None."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     def effect(self, coordinate: Coordinate) -> str:
@@ -241,7 +239,7 @@ class Answer(BaseModel):
 
 
 class StudyDocument(Answer):
-    """A study: the answer of its search and all trials. ``best`` is None until a command has completed the search."""
+    """A study: the answer of its search and all trials. ``best`` is None until the search has been run to its end."""
 
     version: int = 1
     id: str = ""  # the random id of the study, which is also in its store; empty in a study of an older version
@@ -317,7 +315,7 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """Return what the gain of a study is worth in tokens of the run ``target``, by a published loss law.
+    """Return by which factors more tokens would lower the loss of the run ``target`` by the gain of a study.
 
     A larger model may keep only a part of the gain: there is a row for each part in ``SHARES``. The list is empty if
     ``answer`` is not the best.toml of a study with a gain, or if the law does not cover a run as long as ``target``.

@@ -1,1 +1,1 @@
-"""The search algorithm: pure functions, with numpy only. Start with `trust_region.py`, which describes the method."""
+"""The search algorithm, without Optuna and torch. Start with `trust_region.py`, which describes the method."""

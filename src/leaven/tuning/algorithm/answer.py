@@ -1,23 +1,23 @@
 """Determine the answer of a search: the best point, its loss, and the points of the final trials.
 
-The noise is the standard deviation of the loss between seeds. The start is the recipe that the search varies. A point
-is one setting of all searched values.
+The noise is the standard deviation of the loss between seeds. A point is one setting of all searched values. The
+start is the point with which the search begins.
 
 1. The lowest of many noisy losses is partly luck. So a search ends with final trials: the best few points (the
-   finalists) are run again with fresh seeds. The finalist with the lowest mean loss in these trials is chosen. A
-   point that diverges with any seed cannot be chosen. A search without final trials chooses the point with the lowest
-   predicted loss.
+   finalists) are run with fresh seeds. The finalist with the lowest mean loss in these trials is chosen. Apart from
+   the start, a point that diverges with any seed cannot be chosen. Without final trials, a trust-region search
+   compares predicted losses, and another search the losses of its trials.
 2. The gain is the loss of the start minus the loss of the chosen point, over the seeds that both were run with. A
-   gain that is not above the noise does not count: the answer is then the start. Without confirmation trials (see
-   3.), the gain must be above 2.5 times the noise, because a gain just above the noise is often chance.
+   gain that is not above the noise does not count: the answer is then the start. Without the confirmation trials of
+   item 3, the gain must be above 2.5 times the noise, because a gain just above the noise is often chance.
 3. The lowest of several means is partly luck, too. Example: of three equally good points with two trials each, the
    lowest mean is on average 0.6 times the noise too low. So a point that was chosen among several finalists has
    confirmation trials with new seeds, and so has the start. The gain in these trials must be above the noise, and
-   their losses are reported. A single finalist needs no confirmation trials: with two trials, and a predicted gain
-   above 1.5 times the noise, its measured gain must only be above the noise.
+   their losses are reported. A single finalist needs no confirmation trials: if it has two trials and a predicted
+   gain above 1.5 times the noise, its measured gain must only be above the noise.
 
-Predicted losses come from a surrogate (a quadratic regression) fitted to all trials. ``sensitivity.py`` computes how
-much each searched value contributes.
+Predicted losses come from a surrogate (a quadratic regression) fitted to the trials with a finite loss.
+``sensitivity.py`` computes how much each searched value contributes to the gain.
 """
 
 import math
@@ -73,15 +73,15 @@ def answer(
 ) -> Answer:
     """Return the answer of a search from its ``trials``.
 
-    The importance of a value is its share of the variation of the predicted loss around the best point: first-order
-    fANOVA with the surrogate in place of a random forest. The answer also has Optuna's importance (PED-ANOVA), which
-    is unreliable with about as many values as trials (docs/concepts/search.md).
+    ``Coordinate.importance`` of a value: the standard deviation of the predicted loss when this value of the best
+    point is replaced by its settings in the trials, as a share of the sum over all values. Optuna's importance
+    (PED-ANOVA) is unreliable with about as many values as trials (docs/concepts/search.md).
 
     Args:
         noise: standard deviation of the loss between trials of one point; by default measured from the trials.
-        over: whether the search has ended. Before the end, there is a best point only if some points were run again.
+        over: whether the search has ended. Before the end, there is a best point only if final trials have ended.
         by_surrogate: whether predicted losses, rather than measured ones, rank points without fresh seeds.
-        optunas: a function that returns Optuna's importances (D,) for points (n, D) and losses (n,).
+        optunas: a function that returns Optuna's importances (D,) for points (n, D) and losses (n,); by default 0.
         earlier: trials of an earlier search, used as prior knowledge.
     """
     axes = Axes.of(dimensions, earlier)
@@ -138,10 +138,10 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return the point with the fewest changes among those as good as ``point`` within the noise, also as an array
-    (D,).
+    """Return the candidate with the fewest changes from the start, also as an array (D,).
 
-    All trials of the start count as fresh, because the start was not chosen by its losses.
+    Candidates are ``point`` and the points with ``RERUNS`` fresh trials whose predicted loss, and whose measured
+    loss, is at most ``seen.floor`` higher. All trials of the start are fresh: it was not chosen by its losses.
     """
     fresh: dict[Point, dict[int, float]] = {}
     for trial, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
@@ -180,9 +180,9 @@ class FittedTrials:
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
         """Fit the trust region to ``trials``. ``given`` is the noise that the user gave, or None.
 
-        A noise measured with fewer than ``FEWEST_DEGREES`` degrees of freedom may be far too small. So ``floor`` is
-        then at least the geometric mean of the measured noise and a noise fitted to the losses. With more than
-        ``FITTED`` finished trials, this fit would take too long.
+        ``floor`` is the noise. A noise measured with fewer than ``FEWEST_DEGREES`` degrees of freedom may be far too
+        small. Then ``floor`` is at least the geometric mean of it and a noise fitted to the losses; without any
+        measured noise, the fitted one. More than ``FITTED`` losses are not fitted, because this would take too long.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -199,7 +199,8 @@ class FittedTrials:
     def predicted(self) -> dict[Point, float]:
         """The predicted loss of each point that was run, up to a constant, without outliers and diverged points.
 
-        A share of the point's mean residual is added to the surrogate's prediction. The rest is taken to be noise.
+        A share of the mean residual of the point's trials is added to the surrogate's prediction: all of it if no
+        noise is known, none if the surrogate assumes the noise ``floor``. The rest is taken to be noise.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]
@@ -229,17 +230,17 @@ class FittedTrials:
         return start - min(self.predicted.values(), default=math.inf) <= ALONE * self.floor
 
     def finalists(self, *, by_surrogate: bool) -> list[Point]:
-        """Return the candidates for final trials, the best first. The list is empty if every trial diverged.
+        """Return the candidates for final trials, the best first. The list is empty if no trial has a finite loss.
 
         A trust-region search has these candidates, in this order:
 
-        1. the point with the lowest predicted loss among the points that were run;
-        2. the surrogate's minimum, with as few changes as possible (:func:`fewest_changes`);
-        3. the surrogate's minimum;
-        4. the other points that were run, the lowest predicted loss first;
+        1. the point with the lowest predicted loss among the points that were run, without the start;
+        2. the surrogate's minimum, with as few changes from the start as possible (:func:`fewest_changes`);
+        3. the surrogate's minimum in the trust region;
+        4. the other points that were run, without the start, the lowest predicted loss first;
         5. the outliers, to which the surrogate was not fitted.
 
-        The points 2. and 3. may be new. Other searches rank their trials by loss.
+        The points 2. and 3. may be new, or the start. Other searches rank their points by measured loss.
         """
         ended = np.isfinite(self.losses)
         if not ended.any():
@@ -281,7 +282,7 @@ def choose(
     Args:
         noise: standard deviation of the loss between seeds. None: unknown, so every gain above 0 counts. 0: a single
             trial measures the loss of its point exactly.
-        predicted: predicted losses by point; by default points are compared by their measured losses.
+        predicted: predicted losses by point, for points without fresh seeds; by default measured losses are used.
     """
     exact, noise = noise == 0, noise or 0.0
     found = _LossesByPurpose.of(trials, paths, predicted)
@@ -308,7 +309,7 @@ def choose(
 
 
 def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
-    """Return the best point if it needs confirmation trials; None for the start and for a single finalist."""
+    """Return the best point if it needs confirmation trials; None if it is the start or the only finalist."""
     found = _LossesByPurpose.of(trials, paths)
     best = found.best(noise or 0.0)
     return None if best is None or best == found.start or found.is_only_finalist(best) else best
@@ -366,12 +367,13 @@ class _LossesByPurpose:
         return point in self.choosing and len(self.choosing) == 1
 
     def likely(self, point: Point, predicted: Mapping[Point, float], least: float) -> bool:
-        """Return whether the gain of a single finalist is likely, although it has no confirmation trials."""
+        """Return whether ``point``, the only finalist, has ``RERUNS`` trials and a predicted gain above ``least``."""
         repeated = self.is_only_finalist(point) and len(self.choosing[point]) >= RERUNS
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 
     def refuted(self, noise: float) -> set[Point]:
-        """Return the points whose confirmation trials are complete and show a gain of at most ``noise``."""
+        """Return the points whose confirmation trials show a gain of at most ``noise``. Left out are points
+        with fewer than ``CONFIRMATIONS`` of these trials, or with a seed that the start does not have."""
         beside = [
             point
             for point, losses in self.confirming.items()
@@ -380,7 +382,7 @@ class _LossesByPurpose:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def best(self, noise: float) -> Point | None:
-        """Return the best of the ``candidates``, or the start if none is better by more than ``noise``."""
+        """Return the best candidate that is not refuted, or the start if none is more than ``noise`` better."""
         refuted = self.refuted(noise)
         means = {
             x: self.predicted.get(x, statistics.fmean(losses.values()))
@@ -393,7 +395,7 @@ class _LossesByPurpose:
         return lowest if self.ahead(lowest, noise) else self.start
 
     def ahead(self, point: Point, least: float) -> bool:
-        """Return whether ``point`` is more than ``least`` nats better than the start."""
+        """Return whether ``point`` is more than ``least`` nats better than the start, or the start has no loss."""
         if point == self.start or not self.at_start:
             return point != self.start
         if point in self.predicted and self.start in self.predicted:
@@ -402,14 +404,14 @@ class _LossesByPurpose:
 
 
 def gain(start: Losses, there: Losses) -> float:
-    """Return the loss of the ``start`` minus the loss ``there``, in nats, over the seeds that both were run with."""
+    """Return the mean loss of the ``start`` minus that ``there``, over common seeds; without any, over all."""
     if both := start.keys() & there.keys():
         return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
     return statistics.fmean(start.values()) - statistics.fmean(there.values())
 
 
 def changes(point: Point) -> tuple[int, float]:
-    """Return how many values of a point differ from the start, and the sum of their distances in octaves."""
+    """Return how many values of a point differ from the start, and the sum of their absolute distances."""
     return int(np.count_nonzero(point)), float(np.abs(point).sum())
 
 

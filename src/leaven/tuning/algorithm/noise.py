@@ -33,15 +33,14 @@ def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
 
 
 def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, int]:
-    """Return the noise and its degrees of freedom, from ``trials`` (point, seed, loss) pooled over repeated points.
+    """Return the noise, pooled over repeated points, and its degrees of freedom; (None, 0) if no point is repeated.
 
-    Trials of one seed share init and data order, so more points do not average out this part of their noise. Hence
-    the degrees of freedom are at most the number of seeds minus one.
+    A trial is (point, seed, loss). Trials of one seed share init and data order, so more points do not average out
+    this part of their noise. Hence with several seeds, the degrees of freedom are at most their number minus one.
 
-    A point whose losses differ far more than those of other points is left out: it lies at the divergence boundary.
-    Good points are rarely left out. Example with equal noise: of three points with two trials and one point with
-    three, each of the first three is left out with a probability of 0.6%. The point with three trials is the start,
-    which always counts.
+    Of three or more repeated points, one whose standard deviation is above ``WILD`` times the median is left out: it
+    lies at the divergence boundary. The point with the most trials (usually the start) always counts if it has at
+    least three. With equal noise, each of three other points with two trials is left out with a probability of 0.6%.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in trials:
@@ -61,7 +60,7 @@ def noise_between_seeds(
 ) -> tuple[float | None, int]:
     """Return the noise between seeds and its degrees of freedom. ``given`` is the noise that the user gave, or None.
 
-    The first trial of a best point does not count: the point was selected because this loss is low.
+    Trials of the search count only at the start: another point is run again because its loss in the search was low.
     """
     if given is not None:
         return given, GIVEN
@@ -76,9 +75,9 @@ def noise_between_seeds(
 
 
 def interval_of_mean(values: Sequence[float], noise: float | None, degrees: int) -> tuple[float, float]:
-    """Return the 95% confidence interval (low, high) of the mean of ``values``; infinite if the noise is unknown.
+    """Return the 95% confidence interval (low, high) of the mean of ``values``; infinite without values or noise.
 
-    ``noise`` is the standard deviation of one value, known with ``degrees`` degrees of freedom.
+    ``noise`` is the standard deviation of one value, measured with ``degrees`` degrees of freedom; None: unknown.
     """
     if noise is None or not values:
         return -math.inf, math.inf

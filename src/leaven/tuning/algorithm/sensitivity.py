@@ -2,12 +2,12 @@
 budget, or a search of only two values, would gain.
 
 A point is *within the noise* of another if its predicted loss is at most the noise floor higher. To be sure, one
-standard deviation of this difference is added (two if the points differ in many values).
+standard deviation of this difference is added (two in :func:`fewest_changes`, where several values move).
 
-The gain that is still possible is the loss at the best point minus the minimum in the trust region, as the median
-over quadratics drawn from the surrogate's posterior. With at most ``DESIGNED`` values, this median is too high,
-because the prior has one typical curvature for all values. So it is then limited to what the second half of the
-trials gained.
+The gain that is still possible is the loss at the best point minus the minimum within ``TRUST`` steps of it, as the
+median over quadratics drawn from the surrogate's posterior. With at most ``DESIGNED`` values, this median is too
+high, because the prior has one typical curvature for all values. So it is then limited to what the second half of
+the search's trials gained.
 
 After n trials, the gain that is still possible is about proportional to 1 / n, so n further trials bring half of it.
 On test functions, this estimate is on average within a factor of two for 9 and 25 values, and several times too high
@@ -45,8 +45,8 @@ def cost_of(now: Region, x: Array, best: Array) -> tuple[float, float]:
 def fewest_changes(now: Region, best: Array, floor: float) -> Array:
     """Return the point ``best`` with as many values as possible reset to the start.
 
-    The cheapest value is reset first. A value keeps its best setting if the reset would cost more than ``floor`` nats
-    or make a divergence likely.
+    Values are reset in turn, those with the smallest cost first. A value keeps its setting if, with its reset, all
+    resets together would cost more than ``floor`` nats or make a divergence likely.
     """
     found, most = np.array(best), max(RISK, float(now.risk(best)))
     costs, deviations = (part[:, 0] for part in now.along(best, np.zeros((len(best), 1))))
@@ -125,7 +125,7 @@ def coordinates(
 def further_gain(
     now: Region, axes: Axes, points: Array, losses: Array, *, searched: NDArray[np.bool_], best: Array
 ) -> float | None:
-    """Return the gain in nats that is expected if the number of trials is doubled; None after too few trials.
+    """Return the gain in nats expected from twice as many trials; None after too few, or if the first half diverged.
 
     Args:
         now: the trust region after trials at ``points`` (n, D) with ``losses`` (n,).
@@ -154,9 +154,10 @@ def further_gain(
 
 
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
-    """Return (index, index, share): the two numbers that alone bring the largest share of the predicted gain.
+    """Return (i, j, share): the indices of the two numbers (not choices) that alone bring the largest share of the
+    predicted gain of all numbers.
 
-    Return None if there are too few numbers or trials, or if the gain is not above the noise.
+    Return None with fewer than 3 numbers or ``PER_VALUE`` trials for each value, or if the gain is at most ``noise``.
 
     Args:
         points: (n, D), the points of the trials. The pair stays within the settings that were tried.

@@ -1,8 +1,8 @@
 """Fit two models to the trials of a search: the surrogate predicts losses, and the divergence model predicts where
 runs diverge.
 
-The surrogate is a Bayesian quadratic regression of the loss, fitted to all finished trials. A regression learns as
-much from a bad trial as from a good one. It is
+The surrogate is a Bayesian quadratic regression of the loss, fitted to the trials with a finite loss, except outliers
+(``trust_region.py``). It is
 
     y = a + sum_i b_i x_i + sum_i h_ii x_i^2 / 2 + sum_{i<j} h_ij x_i x_j + error,
 
@@ -104,7 +104,7 @@ class Prior:
 
     @classmethod
     def plain(cls, d: int) -> "Prior":
-        """Return the prior without earlier knowledge: the optimum is about one step from the start."""
+        """Return the prior for ``d`` columns without earlier knowledge: an optimum about one step from the start."""
         size = _size(d)
         return cls(np.where(np.arange(size) // d == 1, 1.0, 0.0), np.eye(size))
 
@@ -281,10 +281,10 @@ def prior_of_expectations(centre: Array, width: Array) -> Prior:
 
 
 def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:
-    """Return a prior made from an earlier search for each of the ``DIFFERENCES``.
+    """Return one prior for each of ``DIFFERENCES``, made from the trials of an earlier search.
 
-    The trials are at ``columns`` (n, D + E), with ``losses`` (n,). The new search has the first ``d`` columns. An
-    unknown ``noise`` is fitted to the lowest losses, because a noise of 0 would make the priors far too narrow.
+    These trials are at ``columns`` (n, D + E), with ``losses`` (n,). The new search has the first ``d`` columns. If
+    ``noise`` is None, it is fitted to the lowest losses, because a noise of 0 would make the priors far too narrow.
     """
     if noise is None:
         lowest = np.argsort(losses)[:FITTED]

@@ -9,17 +9,18 @@ A point assigns a number or a level to every searched hyperparameter. Hyperparam
 optimizer, are called choices. Distances are in octaves: one octave doubles a multiplier. One step of a hyperparameter
 is ``scale`` octaves, the typical distance of an optimum from the start. The search works as follows:
 
-1. A surrogate (a quadratic regression of the loss) is fitted to all finished trials, and a model of the divergence
-   boundary to all trials, finished and diverged (``surrogate.py``).
-2. The incumbent (the best point so far) is the first trial, until the surrogate predicts that another trial is better
-   by more than the noise.
+1. A surrogate (a quadratic regression of the loss) is fitted to the trials with a finite loss, and a model of the
+   divergence boundary to these and the diverged trials (``surrogate.py``). A loss far above the median (``OUTLIER``)
+   counts as a divergence.
+2. The incumbent (the best point so far) is the first trial with a finite loss, until the surrogate predicts that
+   another trial is better by more than the noise. A trial where runs are likely to diverge cannot be the incumbent.
 3. A proposal is the surrogate's minimum within ``TRUST`` steps of the incumbent along each hyperparameter, plus a
    random move. The move is half of the difference between two minima: that of a surrogate drawn from the posterior,
    and that of the posterior mean. So a hyperparameter whose optimum is known hardly moves, a hyperparameter with
    little effect moves far, and simultaneous proposals differ. The last proposal of a search is the minimum without a
-   random move. If at most ``DESIGNED`` hyperparameters are searched, each of the first proposals moves only one of
-   them, by about a step. A random half of the choices take a level that has never been run or, if all levels have
-   been run, the best level of the drawn surrogate. The other choices take the best level of the posterior mean.
+   random move. If at most ``DESIGNED`` hyperparameters are searched, each of the first proposals moves only one
+   number, by about a step. About half of the choices, at random, take a level that has never been run or, if all
+   have been run, the best level of the drawn surrogate. The others take the best level of the posterior mean.
 4. If the proposal is likely to diverge, its risky numbers are moved back towards the incumbent, and its risky choices
    keep the incumbent's level.
 5. Before any trial has finished there is no surrogate and no known boundary. Each divergence lowers the learning
@@ -33,7 +34,7 @@ to the bounds of the space. So the box grows while the best point lies at its ed
 The noise is the standard deviation of the loss between seeds. All trials of a search share a seed, and with it the
 init and the data order, so their losses vary by less than the noise. But an improvement that holds for one seed only
 is useless. So the surrogate assumes at least the noise between seeds, and a trial replaces the incumbent only if its
-gain is above the noise. These rules make the search only a little slower (docs/concepts/search.md).
+predicted gain is above the noise.
 """
 
 import math
@@ -84,8 +85,8 @@ class Axes:
 
     A point (a setting of all D hyperparameters) has two forms; ``tuning/point.py`` converts a point to a recipe:
 
-    - ``params`` (Optuna's word), in stores and objectives: a dict by name. An entry is a log2 multiplier or, for a
-      choice, the index of its level.
+    - ``params`` (Optuna's word), in stores and objectives: a dict by name. An entry is a log2 multiplier; for a value
+      such as dropout, its change in tenths; for a choice, the index of its level.
     - ``octaves``, in the search algorithm: an array (D,) of differences from the start point, in the order of the
       names. For a choice, it is the difference of the indices, modulo the number of levels.
     """
@@ -105,7 +106,7 @@ class Axes:
 
     @classmethod
     def of(cls, dimensions: Sequence[Dimension], earlier: EarlierTrials | None = None) -> "Axes":
-        """Return the axes of a search space. The start is at 0 on every axis."""
+        """Return the axes of the searched values ``dimensions``. The start is at 0 on every axis."""
         return cls(
             {d.path: range(len(d.levels)) if d.levels else (d.low, d.high) for d in dimensions},
             {d.path: d.scale for d in dimensions},
@@ -173,7 +174,7 @@ class Axes:
         return self.rounded(found)
 
     def rounded(self, params: Mapping[str, float]) -> dict[str, float]:
-        """Return ``params`` with whole numbers rounded, as a trial uses them."""
+        """Return ``params`` with each value in ``whole`` moved to the nearest whole number, as a trial uses it."""
         return {name: self.whole[name].rounded(x) if name in self.whole else x for name, x in params.items()}
 
     def not_in(self, tried: Sequence[Mapping[str, float]], params: Mapping[str, float]) -> list[dict[str, float]]:
@@ -206,7 +207,7 @@ class Features:
     """Convert points to the F input columns of the surrogate and of the divergence model.
 
     A number has one column: its distance from ``origin`` in steps of ``scale`` octaves. A choice has a column for
-    each level but the start's, which is 1 for points with this level.
+    each level but the start's: 1 for points with this level, 0 for others.
     """
 
     origin: Array  # (D,), octaves
@@ -256,11 +257,11 @@ class Region:
 
     @property
     def predicted(self) -> Array:
-        """The point with the lowest predicted loss in the trust region, (D,)."""
+        """The surrogate's minimum in the trust region, moved away from likely divergences, (D,)."""
         return self._within(self._lowest(self.surrogate.mean, self._levels(self.surrogate.mean)))
 
     def proposal(self, rng: np.random.Generator, *, last: bool = False) -> Array:
-        """Return a point to try next, (D,). Item 3 in the docstring of this file explains it."""
+        """Return a point to try next, (D,). Items 3 and 4 in the docstring of this file explain it."""
         if last:
             return self.predicted
         d, number = len(self.incumbent), self.features.level == 0
@@ -277,7 +278,8 @@ class Region:
         return self._within(self._lowest(mean, levels) + self.radius * steps)
 
     def stalled(self) -> bool:
-        """Return whether the last ``QUIET_ROUNDS`` rounds found no new incumbent, and none is predicted."""
+        """Return whether the last ``QUIET_ROUNDS`` rounds (of max(10, D // 2) trials) found no new incumbent, and the
+        predicted gain over the incumbent is below the noise."""
         here, there = self.belief(np.array([self.incumbent, self.predicted]))
         quiet = self.since >= QUIET_ROUNDS * max(10, len(self.incumbent) // 2)
         return bool(quiet and here - there < self.surrogate.noise)
@@ -312,7 +314,7 @@ class Region:
         return np.array([self.risk(np.where(np.arange(d) == i, x[i][:, None], base)) for i in range(d)])
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
-        """Return the best level of each choice by ``quadratic``, (D,). ``unseen_first``: a new level is best."""
+        """Return the best level of each choice by ``quadratic``, (D,). ``unseen_first``: prefer a level never run."""
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         here = np.where(self.features.level == 0, self.features.of(self.incumbent), 0.0)
         effects = quadratic.effects(here)
@@ -324,7 +326,7 @@ class Region:
         return found
 
     def _lowest(self, quadratic: Quadratic, levels: Array, reach: float = TRUST) -> Array:
-        """Return the columns (F,) that minimise ``quadratic`` in the box, within ``reach`` steps, at ``levels``."""
+        """Return the columns (F,) of the minimum in the box, within ``reach`` of the incumbent, at ``levels``."""
         number = self.features.level == 0
         here, fixed = self.features.of(self.incumbent), self.features.of(levels)
         low = np.where(number, np.maximum(here - reach, self.features.of(self.low)), fixed)
@@ -355,8 +357,8 @@ def region(
 
     Args:
         losses: nats; infinite where a trial diverged.
-        noise: standard deviation of the loss between seeds; by default estimated from repeated points.
-        seeds: (n,), the seed of each trial; by default all are equal.
+        noise: standard deviation of the loss between seeds; by default estimated from repeated points, 0 without any.
+        seeds: (n,), the seed of each trial, for this estimate; by default all are equal.
     """
     (low, high), (near_low, near_high), scale = axes.ends, axes.box, axes.scale
     seeds = np.zeros(len(points), np.int64) if seeds is None else seeds
@@ -421,12 +423,12 @@ def results(trials: Iterable[Ran], axes: Axes) -> tuple[list[Ran], Array, Array]
 
 
 def loss_of(trial: StudyTrial) -> float:
-    """Return the loss of a trial that has ended: infinite if it diverged, an estimate if it was pruned."""
+    """Return the loss of a trial: infinite if it diverged or has no loss, an estimate if it was pruned."""
     return math.inf if trial.state == "diverged" or trial.loss is None else trial.loss
 
 
 def without_outliers(losses: Array) -> Array:
-    """Return the losses with infinity for outliers far above the median, which would dominate the fit."""
+    """Return the losses with infinity for those far above the median (``OUTLIER``), if at least 10 are finite."""
     finite = losses[np.isfinite(losses)]
     if len(finite) < 10:
         return losses

@@ -1,1 +1,1 @@
-"""Run a search: stores, leases, budgets, worker processes and the study folder."""
+"""Run a search: the store of its trials, its budget, its processes and the folder of the study."""

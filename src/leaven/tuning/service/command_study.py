@@ -1,14 +1,15 @@
 """A study whose trials run a shell command, such as another trainer or a cluster job.
 
 Every attempt at a trial has a folder ``trials/NUMBER`` in the study's folder: the output of the command
-(``output.log``), the recipe, a folder ``config`` with the filled-in config file, and a folder ``out``, which is empty
-at first. With ``resume = true``, all attempts at a trial share the folder of the first one. How a trial ends:
+(``output.log``), a folder ``out``, which is empty at first, and the files of ``{recipe}`` and ``{config}`` if used.
+With ``resume = true``, all attempts at a trial share the folder of the first one. How a trial ends:
 
 - Complete: the command ends with exit code 0 and has reported a loss.
-- Diverged: a loss is NaN or infinite, or the output matches the pattern ``diverged``. The command is ended at once.
+- Diverged: a loss is NaN or infinite, or the output matches the pattern ``diverged``. The command is ended. If the
+  values are invalid together, such as a warm-up longer than the run, it is not even started.
 - Pruned: its losses are too far behind those of the best trial. The command is ended.
-- Failed: both attempts failed. The command ended with another exit code, reported no readable loss, or took longer
-  than ``timeout_seconds``.
+- Failed: two attempts failed. In a failed attempt, the command ends with another exit code, reports no readable loss,
+  or takes longer than ``timeout_seconds``, or leaven itself dies.
 
 An attempt that fails while the disk is full does not count. If the start point fails before any trial has a result,
 the command itself is probably wrong, so the search ends.
@@ -52,10 +53,10 @@ LAST_BYTES, LAST_LINES, LAST_CHARACTERS = 2**16, 4, 400  # how much of a failed 
 
 
 class CommandTrainer:
-    """The objective of a study over a command: runs it with the values of a proposal, and returns its loss.
+    """The objective of a study over a command: runs the command with the values of a proposal.
 
     Args:
-        folder: the folder that contains a folder for each trial.
+        folder: the folder that contains a folder for each attempt.
         devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; None for a worker that may use all GPUs.
         works: whether a trial of the study already has a result, so that the command is known to work.
         stop: a function that returns whether to stop and release the trials.
@@ -89,8 +90,8 @@ class CommandTrainer:
         """Run the command and return the outcome.
 
         Raises:
-            TrialReleased: if the search is stopped meanwhile.
-            WorkerDied: if the command failed.
+            TrialReleased: if the search is stopped meanwhile, or the command failed while the disk is full.
+            WorkerDied: if the command failed for another reason.
             InputError: if the command failed at the start point, before any trial had a result.
         """
         command = self._command
@@ -148,7 +149,7 @@ class CommandTrainer:
     def _lock_when_free(self, output: BinaryIO) -> None:
         """Lock the file ``output``, once the command of an earlier attempt has ended.
 
-        Commands inherit the lock. So if leaven was killed, the lock lasts until the command ends, too.
+        A command inherits the lock: if leaven is killed, the file stays locked until the command ends.
         """
         import fcntl  # not available on Windows
 
@@ -204,7 +205,7 @@ class CommandTrainer:
             return ran if curve else why_none(command.loss, where)
 
     def _failure(self, proposal: Proposal, output: Path, how: str) -> Exception:
-        """Return the exception for a command that failed, and tell the user if the search goes on."""
+        """Return the exception for a command that failed. If the search goes on, show the failure to the user."""
         lines = [line.strip() for line in _end_of(output, LAST_BYTES).splitlines() if line.strip()]
         last = " | ".join(lines[-LAST_LINES:])[-LAST_CHARACTERS:] or "none"
         message = f"{how}; the last lines of its output ({output}): {last}"
@@ -225,7 +226,7 @@ def _end_of(output: Path, most: int) -> str:
 def values_of(  # noqa: PLR0917 - one of each
     command: Command, space: SearchSpace, point: Mapping[str, float], folder: Path, seed: int = 0, worker: int = 0
 ) -> dict[str, Value]:
-    """Return the values of all placeholders of a trial at a point, by name. ``folder`` is the folder of the trial.
+    """Return the values of all placeholders, by name, of a trial in ``folder`` with the seed ``space.seed + seed``.
 
     Raises:
         ValueError: if the values are invalid together.
@@ -240,7 +241,7 @@ def values_of(  # noqa: PLR0917 - one of each
 def write_inputs(
     command: Command, space: SearchSpace, point: Mapping[str, float], values: Mapping[str, Value]
 ) -> None:
-    """Write the files that a command reads: the filled-in file ``config``, and the recipe at the point."""
+    """Write the files of ``{config}`` and ``{recipe}`` at a point, if the command uses them."""
     if command.config is not None:
         make_folder(Path(str(values[CONFIG])).parent)
         write_text(str(values[CONFIG]), fill(command.template, values))
@@ -261,8 +262,9 @@ class CommandStudy(BaseStudy):
     """A study over a command. See :class:`BaseStudy` for the other arguments.
 
     Raises:
-        InputError: if the command does not fit the space (:meth:`Command.check`), or has no ``{seed}`` although
-            ``noise`` is not 0. Entering the context raises it if earlier commands of the study ran in another folder.
+        InputError: on Windows; if the command does not fit the space (:meth:`Command.check`), has a placeholder in
+            quotes, or has no ``{seed}`` although ``noise`` is not 0. Entering the context raises it if a study in a
+            journal was begun in another working folder.
     """
 
     def __init__(

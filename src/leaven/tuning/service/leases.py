@@ -5,7 +5,7 @@ regularly writes its time into the store. A command is dead if its heartbeat has
 This machine measures these seconds with its own clock, so clocks of two machines are never compared.
 
 A command may count as dead although it is alive, for example because its machine slept. Other commands then run its
-trials again, and it drops its own results of them.
+trials again, and the first command drops its own results of these trials.
 """
 
 import itertools
@@ -133,8 +133,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process in 1/100 s, or "" if the process has ended. It counts from the boot on
-    Linux, and from 1970 on other systems."""
+    """Return when a process started, in 1/100 s since the boot (Linux) or 1970, or "" if the process has ended."""
     try:
         # On Linux, psutil adds the boot time, which changes when the clock is set. Subtract it again.
         boot, process = psutil.boot_time() if psutil.LINUX else 0.0, psutil.Process(pid)

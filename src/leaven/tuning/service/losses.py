@@ -1,5 +1,5 @@
 """Read the losses that a command reports: in text, JSON lines, TensorBoard event files, or an offline run of W&B
-(Weights & Biases). Files are read while they are written, so an incomplete last line or record is ignored."""
+(Weights & Biases). Files are read while a command writes them, so an incomplete last line or record is ignored."""
 
 import math
 import re
@@ -21,15 +21,15 @@ LARGEST_STEP = 2**63 - 1  # of the steps that a log reports
 def read_losses(source: LossSource, where: Path, *, complete: bool) -> Curve:
     """Return the (step, loss) pairs that a command has reported, in the order in which they were written.
 
-    Steps are multiplied by ``tokens_per_step``; losses without steps are numbered from 1. Of several losses of a
-    step, the last one counts, or the first one that is not finite.
+    Losses without steps are numbered from 1. All steps are multiplied by ``tokens_per_step``, if given. Of several
+    losses of a step, the last one counts, or the first one that is not finite.
 
     Args:
         where: the file or folder of the source.
         complete: whether the command has ended. Until then, a file that is missing, damaged or cut off is no error.
 
     Raises:
-        InputError: if a loss or step is not a number, or if the file of a command that has ended is damaged.
+        InputError: if a loss or step is not a number, or if the file of a command that has ended cannot be read.
     """
     if source.pattern is not None:
         found = _of_text(re.compile(source.expression, re.MULTILINE), where, complete)

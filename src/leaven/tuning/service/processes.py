@@ -101,7 +101,7 @@ def end(leaders: Iterable[int], token: str) -> None:
 
 
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
-    """Return all processes of the commands ``leaders``, found by their session or by the variable ``MARK``."""
+    """Return the processes of the commands ``leaders``: in their sessions, with their ``MARK``, and all children."""
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):

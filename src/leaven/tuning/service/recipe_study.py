@@ -48,8 +48,8 @@ def check_request(
     """Check those arguments of :class:`Study` and :meth:`Study.run` that do not need the tokenized text.
 
     Raises:
-        InputError: if the method is unknown, if there is no budget, if one trial or the coarsest grid does not fit
-            into the budget, or if the earlier study cannot be used.
+        InputError: if the method is unknown or ignores given prior knowledge, if there is no budget, if one trial or
+            the coarsest grid does not fit into the budget, or if the earlier study cannot be used.
     """
     space = _narrowed(space, method, durations)
     one = flops_per_token(recipe.model) * max(durations, default=recipe.data.tokens)
@@ -64,7 +64,7 @@ def check_request(
 
 
 def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
-    """Return the space without the values and ranges that a study with these ``durations`` cannot search."""
+    """Return the space without the values that ``durations`` exclude; for a grid, limited to the box ``near``."""
     if durations:
         space = space.without(BATCH, "each of the --durations must be a whole number of batches")
         space = space.without(TOKENS, "--durations sets the run lengths").without(DECAY, "--durations needs wsd")
@@ -85,8 +85,8 @@ def why_not_stacked(space: Space, durations: Sequence[int]) -> str | None:
 def stackable(space: Space) -> tuple[Space, str | None]:
     """Return (space, reason) for a study with ``--stack``.
 
-    The returned space lacks the values in which stacked trials cannot differ. If a stack is impossible, the space is
-    unchanged, and the reason says why.
+    The returned space lacks the values in which stacked trials cannot differ, and the reason is None. If a stack is
+    impossible, the space is unchanged, and the reason says why.
     """
     narrowed = space
     for path, need in ((BATCH, "the same batch size"), (TOKENS, "the same duration"), (DROPOUT, "no dropout")):
@@ -103,7 +103,7 @@ def stack_size(
     The number is above 1 only where a stack was measured to be faster.
 
     Args:
-        trials: the number of trials in the budget, if it is known.
+        trials: the number of trials in the budget; None if the budget does not limit it.
         free: a function that returns the number of free bytes on a GPU.
     """
     recipe, why = space.recipe, why_not_stacked(space, durations)
@@ -208,7 +208,7 @@ class TrialTrainer:
         return found if isinstance(found, list) else [found]
 
     def _checkpoint(self, proposal: Proposal) -> Path:
-        """Move the checkpoint of an earlier attempt to the folder of this attempt, and return this folder.
+        """Move the checkpoint of the trial's last attempt, if any, to a folder for this attempt. Return this folder.
 
         Each attempt has its own folder, because a killed worker may still write for half a second.
         """
@@ -223,7 +223,7 @@ class Study(BaseStudy):
     """A study over trials that train a recipe. See :class:`BaseStudy` for the other arguments.
 
     Args:
-        durations: run lengths in tokens. Each trial compares all of them, and its loss is that of the longest.
+        durations: run lengths in tokens; () for only ``data.tokens``. A trial has the loss of the longest.
         stack: number of trials that a worker trains at once (``training/stack.py``).
 
     Raises:

@@ -150,8 +150,8 @@ def ped_anova(points: Array, losses: Array) -> Array:
     """Return PED-ANOVA importances (D,) that sum to 1, for trials at ``points`` (n, D) with ``losses`` (n,).
 
     PED-ANOVA compares the distribution of a value in the best tenth of the trials with that in all trials (Watanabe
-    et al. 2023, arXiv 2304.10255). All importances are 0 after fewer than ``FEWEST`` finite losses. Optuna's fANOVA
-    and mean decrease impurity need scikit-learn.
+    et al. 2023, arXiv 2304.10255). All importances are 0 with fewer than ``FEWEST`` finite losses, or if all points
+    are the start. Optuna's fANOVA and mean decrease impurity need scikit-learn.
     """
     names = [str(i) for i in range(points.shape[1])]
     ended = losses[np.isfinite(losses)]

@@ -82,14 +82,14 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     watch: SearchObserver | None = None,
     lease_seconds: float = 60.0,
 ) -> SearchResult:
-    """Minimise ``objective`` with at most ``trials`` calls, and return the best point and its loss.
+    """Minimise ``objective`` within a budget of trials, FLOPs or hours. Return the best point and its loss.
 
         result = search(lambda x: (x["lr"] - 1) ** 2, {"lr": (-3, 3)}, trials=30)
         result.params["lr"], result.interval
 
-    The first trials are at the start and measure the noise, unless ``noise`` is given. The last trials repeat the
-    best points with fresh seeds, and only these trials decide which point is best. (A small budget may have no such
-    trials.) Optuna's dashboard shows the search as an ordinary study.
+    The first trials are at the start and measure the noise, unless ``noise`` is given. The last trials run the best
+    points with fresh seeds, and only these trials decide which point is best. (There may be none, for example if the
+    budget is small or ``noise`` is 0.) Optuna's dashboard shows the search as an ordinary study.
 
     Args:
         objective: a function that takes log2 multipliers by name (a :class:`Proposal`) and returns a loss or an
@@ -97,7 +97,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
             The objective is called from ``workers`` threads.
         space: lowest and highest log2 multiplier by name, within -1000 and 1000, or ``range(n)`` for a choice of n
             levels, which the objective gets as an index. While every trial diverges, values named ``lr``,
-            ``learning_rate``, ``max_lr``, ``peak_lr`` or ``*.lr`` are lowered.
+            ``learning_rate``, ``max_lr`` or ``peak_lr`` are lowered; if there are none, those named ``*.lr``.
         start: log2 multipliers at which the search starts; default 0.
         trials: number of trials, including those that repeat a point; None if the budget is ``flops`` or ``hours``.
         flops, hours, run_flops: see :class:`leaven.tuning.service.search_plan.Budget`.
@@ -113,7 +113,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         noise: standard deviation of the loss between trials of one point, if known.
         stop_at_noise: stop a trust-region search when several rounds have gained less than the noise.
         storage: an Optuna storage, its URL, or the path of an Optuna journal file; default in memory. The same call
-            resumes a stored study, even while other commands work on it.
+            resumes a stored study, even while other processes work on it.
         name: the name of the study in its storage.
         stop: a function that is called repeatedly. Once it returns true, no further trial starts.
         watch: callbacks for the start and end of each trial of this call, called from the calling thread.
@@ -245,8 +245,7 @@ class SearchArguments(BaseModel):
 
     @classmethod
     def of(cls, **given: Any) -> "SearchArguments":
-        """Return the validated arguments. Raise InputError, such as ``trials = 0: input should be greater than or
-        equal to 1``."""
+        """Return the validated arguments. Raise InputError with the name and value of an invalid argument."""
         try:
             return cls(**given)
         except ValidationError as error:

@@ -42,13 +42,13 @@ STORE_POLL = 0.5  # seconds between reads of the store while trials run
 
 
 class Proposal(dict[str, float]):
-    """The argument of an objective: the point of a trial (log2 multipliers by name), with attributes.
+    """The argument of an objective: the point of a trial (log2 multipliers and indices of levels, by name). It has:
 
     - ``number``: the number of this attempt at the trial.
     - ``seed``: 0 in the search, so that all trials share init and data order; 1, 2, ... in trials that measure the
       noise or run the best points again.
     - ``origin``: the number of the first attempt. Name checkpoints by ``origin``, so that a retry finds them.
-    - ``baseline``: the loss curve of the best trial so far, for pruning; None if the trial must not be pruned.
+    - ``baseline``: the curve and loss of the best trial so far, for pruning; None if the trial must not be pruned.
     - ``worker``: the index of the calling thread, from 0. Concurrent calls have different indices.
     """
 
@@ -87,8 +87,8 @@ class SearchLoop:
                 ...
 
     An event is the :class:`Proposal` of a trial that has started, or a list of the numbers of trials that have ended.
-    After the last event, ``trials`` has all trials of the study. If an exception ends the context, the running trials
-    are released, so that they run again later.
+    After the last event, ``trials`` has all trials of the study. If an exception other than StoreGone ends the
+    context, the running trials of this loop are released, so that they run again later.
     """
 
     def __init__(  # noqa: PLR0917 - one of each
@@ -150,8 +150,7 @@ class SearchLoop:
             raise self._error
 
     def _look(self) -> int:
-        """Mark the attempts of dead commands as failed, and read all trials into ``trials``. Return the number of
-        trials that have been started, without retries."""
+        """Close the attempts of dead commands, read all trials into ``trials``, and return how many were started."""
         attempts = self._stored.attempts
         running = {a.number: a.user_attrs.get(OWNER) for a in attempts if a.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
@@ -211,7 +210,7 @@ class SearchLoop:
 
 
 def _outcome(result: object) -> Outcome:
-    """Return an objective's result as an Outcome that JSON can store. A nan or too large loss becomes infinite."""
+    """Return an objective's result as an Outcome that JSON can store. A loss of nan or beyond +-1e50 becomes inf."""
     outcome = result if isinstance(result, Outcome) else Outcome(cast(float, result))
     about = {name: _converted(outcome, name, kind) for name, kind in KINDS.items()}
     return replace(outcome, **about | {"loss": about["loss"] if abs(about["loss"]) <= HUGE else math.inf})

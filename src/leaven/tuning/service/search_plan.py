@@ -86,7 +86,7 @@ class Budget:
 
     @cached_property
     def label(self) -> str:
-        """The budget as text, such as ``100 trials``. It tells final trials from those of a later, larger budget."""
+        """The budget as text, such as ``100 trials``. Final trials store the budget to which they belong."""
         return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
 
     @property
@@ -158,7 +158,7 @@ def by_surrogate(method: str) -> bool:
 
 
 def check_search(method: str, axes: Axes, name: str) -> None:
-    """Raise InputError for an unknown method, prior knowledge that it ignores, or a name that no store takes."""
+    """Raise InputError if the method is unknown or ignores given prior knowledge, or if no store takes ``name``."""
     if method not in METHODS:
         close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -176,7 +176,7 @@ def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = 
     """Return the trials that are known before the search begins: those of the start, and the points of a grid.
 
     Raises:
-        InputError: for a grid with more points than the budget leaves, or without a number of trials.
+        InputError: if a grid has no number of trials, or even the coarsest grid has more points than trials are left.
     """
     repeats = next(times for least, times in REPEATS.items() if budget.size >= least) if noise is None else 1
     requests = [TrialRequest("noise" if k else "search", f"start:{k}", k, dict(axes.start)) for k in range(repeats)]
@@ -194,7 +194,7 @@ def grid(axes: Axes, trials: int) -> list[Params]:
     """Return the points of the finest grid with at most ``trials`` points, the nearest to the start first.
 
     Raises:
-        InputError: if even the coarsest grid (two values of each number) has more points.
+        InputError: if even the coarsest grid (two values of each number, all levels of each choice) has more points.
     """
     numbers = int((axes.levels == 0).sum())
     chosen = math.prod(int(levels) for levels in axes.levels if levels)
@@ -297,8 +297,8 @@ class SearchPlan:
     def _needs_final_trials(self, trials: Sequence[StoredTrial]) -> bool:
         """Return whether the search ends with final trials, of the best points with fresh seeds.
 
-        They are useless without noise, or if the start is still the best point. With a small budget, only a gain in
-        doubt needs them.
+        They are useless if the noise is 0, if no trial completed, or (trust-region) if the start is still the best
+        point. With a budget below ``SMALL`` trials, only a gain in doubt needs them.
         """
         noise, _ = self.noise_of(trials)
         ended = {trial.state for trial in trials if trial.finished}
@@ -347,7 +347,7 @@ class SearchPlan:
         return [self.axes.params(np.array(point)) for point in points if point not in excluded]
 
     def _confirmation_trials(self, trials: Sequence[StoredTrial], now: float) -> Iterator[TrialRequest]:
-        """Yield trials of the best finalist and of the start, with the same seeds, which confirm the gain."""
+        """Yield the trials that confirm a gain: of the best finalist and of the start, with the same seeds."""
         point = point_to_confirm(trials, list(self.axes.start), self.noise_of(trials)[0])
         if point is None or self.budget.left(trials, now) < 1:
             return
@@ -367,7 +367,7 @@ class SearchPlan:
         return self._known_noise[1]
 
     def params_of(self, trials: Sequence[StoredTrial], point: tuple[float, ...]) -> Params:
-        """Return the ``params`` (see :class:`Axes`) of the first finished trial at ``point``, which is in octaves."""
+        """Return the log2 multipliers, by name, of the first finished trial at ``point`` (octaves from the start)."""
         return next(
             dict(trial.params)
             for trial in trials
@@ -375,10 +375,10 @@ class SearchPlan:
         )
 
     def baseline(self, trials: Sequence[StoredTrial], point: Mapping[str, float]) -> Baseline | None:
-        """Return the loss curve by which a new trial at ``point`` may be pruned; None if there is none.
+        """Return the trial with which a new trial at ``point`` is compared; None if the new one must not be pruned.
 
-        The curve is that of the best completed trial with the same choices, because a choice, such as the schedule,
-        changes the shape of a loss curve.
+        It is the best completed trial of the search with the same choices, because a choice, such as the schedule,
+        changes the shape of a loss curve. Without a measured noise (``FEWEST_DEGREES``), no trial is pruned.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(trials)
@@ -424,7 +424,7 @@ class SearchPlan:
 
 
 def _searched(trials: Sequence[StoredTrial]) -> list[Params]:
-    """Return the points that have been run with the seed of the search."""
+    """Return the points of all trials with seed 0, also of those that run or have failed."""
     return [trial.params for trial in trials if trial.seed == 0]
 
 

@@ -9,13 +9,13 @@ command that starts a search also resumes it:
 
 - Each attempt has two user attributes from the beginning: its ``owner``, the id of the command that runs it, and its
   ``job``, a name for its work, such as ``search:12``. There is no queue: the next job follows from the existing
-  attempts, so a crash cannot lose a job. If two commands create an attempt for the same job at once, the one with the
-  lower number runs, and the other one is closed as a duplicate.
+  attempts, so a crash cannot lose a job. If two commands create an attempt for the same job at once, the attempt with
+  the lower number runs, and the other one is closed as a duplicate.
 - If the process of attempt NUMBER dies, the trial is retried once, by a new attempt with the job ``retry:NUMBER``. If
-  its process dies too, the trial has failed. Ctrl-C releases the attempts of a command. Their trials are retried,
-  too, but a release does not count as a death.
-- A diverged trial has a user attribute, and leaven counts its loss as infinite. Optuna's samplers need a finite loss,
-  so the store has the worst finite loss so far.
+  the process of the new attempt dies too, the trial has failed. Ctrl-C releases the attempts of a command. Their
+  trials are retried, too, but a release does not count as a death.
+- A diverged trial has the user attribute ``diverged``, and leaven counts its loss as infinite. Optuna's samplers need
+  a finite loss, so the store has the worst finite loss so far, or 1e6 if there is none.
 - An attempt with a result has a digest, and so have the settings of the study. So a changed value or a deleted line
   of the store is noticed when attempts are read. Studies of older versions have no digests and are not checked.
 """
@@ -189,7 +189,7 @@ class StoredStudy:
 
     @property
     def first_attempts(self) -> int:
-        """The number of attempts that are not retries, as of the last read of ``attempts``."""
+        """The number of trials that have been started, as of the last read of ``attempts``."""
         return sum(not job.startswith("retry:") for job in self._jobs)
 
     @property
@@ -201,9 +201,9 @@ class StoredStudy:
         return trials_of(attempts, self.axes, self._finished, self._jobs)
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
-        """Create the attempt of a request, and return (number, point). Without a point, ``sampler`` draws one.
+        """Create the attempt of a request, and return (number, point). ``sampler`` draws a missing point.
 
-        Return None if the attempt is a duplicate, or if another command took this one for dead and closed it.
+        Return None if the attempt is a duplicate, or if another command has closed it, taking this command for dead.
         """
         # A template creates the attempt in one call, so that none exists without the name of its job.
         template = create_trial(
@@ -242,7 +242,7 @@ class StoredStudy:
         return None
 
     def record(self, number: int, outcome: Outcome) -> bool:
-        """Write the outcome of an attempt. Return False if another command took this one for dead and closed it."""
+        """Write the outcome of an attempt. Return False if another command has closed the attempt."""
         about = {key: getattr(outcome, key) for key in OUTCOME}
         about |= {"curve": [point for point in outcome.curve if math.isfinite(point[1])], DIVERGED: outcome.diverged}
         about |= {PREDICTED: outcome.loss} if outcome.stopped else {}
@@ -293,7 +293,7 @@ def trials_of(
 ) -> list[StoredTrial]:
     """Return the trials to which ``attempts`` belong, in the order of their first attempts.
 
-    Left out are trials whose point was not drawn completely, and attempts of other programs.
+    Left out are trials that ended before their point was drawn completely, and attempts of other programs.
 
     Args:
         finished: a cache of trials with a result, by the number of their last attempt.
@@ -458,8 +458,7 @@ def join_study(
     Args:
         what: the name of the study in messages.
         instead: what the user can do if the study has other settings, such as "give it another name".
-        own_noise: whether the user gave ``noise``. If not, a study that was created with an earlier study keeps its
-            noise.
+        own_noise: whether the user gave ``noise``. If not, a stored study with earlier trials keeps its stored noise.
         recipe: the recipe that all commands on the study must share.
         shared: further settings that all commands on the study must share.
 
@@ -530,11 +529,11 @@ def _settings(study: optuna.Study, what: str) -> tuple[dict[str, Any], bool]:
 def _knowledge(
     settings: dict[str, Any],
 ) -> tuple[Recipe | None, dict[str, tuple[float, float]], EarlierTrials | None]:
-    """Return the recipe, the expected ranges and the earlier trials in the settings of a stored study."""
+    """Return the recipe, the expected optima and the earlier trials in the settings of a stored study."""
     recipe, earlier = settings.get("recipe"), settings.get(EARLIER)
     return (
         recipe and Recipe.model_validate(recipe),
-        {key: (low, high) for key, (low, high) in settings.get(EXPECTED, {}).items()},
+        {key: (optimum, deviation) for key, (optimum, deviation) in settings.get(EXPECTED, {}).items()},
         earlier and EarlierTrials(np.array(earlier["points"]), np.array(earlier["losses"]), earlier["noise"]),
     )
 
@@ -542,8 +541,8 @@ def _knowledge(
 def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:
     """Return the Optuna study called ``name``. If it does not exist, create it with these ``settings``.
 
-    Another command may die before it has written its settings. The study is looked up first, because a failed attempt
-    to create it would add a line to a journal.
+    Also write the settings if the study has none after ``PATIENCE`` seconds: the command that created it may be dead.
+    The study is looked up first, because a failed attempt to create it would add a line to a journal.
     """
     try:
         study = optuna.load_study(study_name=name, storage=store)

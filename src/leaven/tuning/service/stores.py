@@ -193,7 +193,7 @@ def _database(url: "URL") -> BaseStorage:
 
 
 def _leave_read_only(context: "ExceptionContext") -> None:
-    """Close a connection that is read-only. It stays so, even if the server allows new ones to write."""
+    """Close a read-only connection. It would stay read-only, even if the server allows new connections to write."""
     if getattr(context.original_exception, "sqlstate", None) == READ_ONLY:
         context.is_disconnect = True
 
@@ -311,8 +311,8 @@ def _not_a_journal(path: Path) -> InputError:
 class Journal(JournalFileBackend):
     """Optuna's journal in a file, which stays readable after an interrupted write.
 
-    A write first removes an incomplete last line. A write to a missing file is an error, because the old file may be
-    on a disk that is not mounted at the moment.
+    A write first removes an incomplete last line. Reading or writing a missing file is an error, because the old file
+    may be on a disk that is not mounted at the moment.
     """
 
     def _require_length(self) -> None:
@@ -349,8 +349,8 @@ class Journal(JournalFileBackend):
 
 
 def _remove_dead_link(lock: Path) -> None:
-    """Remove Optuna's lock if it is a link that leads nowhere. Optuna's dashboard makes such links
-    (JournalFileSymlinkLock), and JournalFileOpenLock waits for them forever."""
+    """Remove Optuna's lock if it is a link that leads nowhere for ``GRACE_SECONDS``. Optuna's dashboard makes such
+    links (JournalFileSymlinkLock), and JournalFileOpenLock waits for them forever."""
     with suppress(OSError):  # it is free now
         made, until = os.lstat(lock), time.monotonic() + GRACE_SECONDS
         while lock.is_symlink() and not lock.exists() and os.path.samestat(os.lstat(lock), made):

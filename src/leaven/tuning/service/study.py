@@ -12,7 +12,7 @@ dies, the trial gets another attempt.
    (**stored_study.py**).
 2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used. The loop asks the
    plan (**search_plan.py**) for the next trial: the start, a proposal of the search, or one of the best points again.
-   **algorithm/trust_region.py** proposes a point, from a model of the loss that is fitted to all trials
+   **algorithm/trust_region.py** proposes a point, from a model of the loss that is fitted to the trials so far
    (**algorithm/surrogate.py**). :class:`TrialTrainer` (**recipe_study.py**) puts the values of the point into the
    recipe and trains it in a worker process (**training/trial.py**), or several trials at once
    (``training/stack.py``). In a study over a command, ``CommandTrainer`` runs the command (``command_study.py``). A
@@ -25,12 +25,12 @@ dies, the trial gets another attempt.
    finalists), with fresh seeds. The budget decides how many (``FINALS``). If there are several finalists, the best of
    them and the start have confirmation trials with more seeds.
 5. The trials with fresh seeds choose a point (**algorithm/answer.py**): the start, unless the best point gains more
-   than the noise. The reported loss is a mean over fresh seeds. Its 95% interval is mean +- t x noise / sqrt(trials).
-   A loss without fresh seeds has no interval.
+   than the noise. The reported loss is then a mean over fresh seeds, and its 95% interval is mean +- t x noise /
+   sqrt(trials). Without such trials, the loss has no interval.
 6. :meth:`BaseStudy.state` makes the study's document (``study_document.py``) from the trials.
 7. :meth:`BaseStudy.save` writes the document, study.json, at the start and when trials end. Once the search has
-   ended, it also writes best.toml and fewest.toml, with a reason for every searched value. The folder also contains
-   the recipe at the start (centre.toml) and the checkpoints of running trials.
+   ended, it also writes best.toml and, if another point with fewer changes is as good, fewest.toml, with a reason for
+   every searched value. The folder also contains the recipe at the start (centre.toml) and the checkpoints of trials.
 8. ``leaven tune`` prints a line for each trial, and at the end the best values and the commands to type next
    (``views/terminal/study.py``, with sentences from ``views/points.py``).
 """
@@ -120,8 +120,8 @@ class BaseStudy(ABC):
         about: further fields of the study's document.
 
     Raises:
-        InputError: if the folder cannot be created, or contains other files. Entering the context raises it if the
-            store is missing or contains another study; the folder is then unchanged.
+        InputError: if the folder cannot be created, or contains other files or a study of another recipe. Entering
+            the context raises it if the store is lost or contains another study; the folder is then unchanged.
     """
 
     stack = 1  # number of trials that a worker trains at once
@@ -246,7 +246,7 @@ class BaseStudy(ABC):
         return store
 
     def _saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
-        """Return the study's id and the (state, loss) of ended trials in study.json; empty if it is missing."""
+        """Return the study's id and the (state, loss) of ended trials in study.json; empty if missing or damaged."""
         path = self.out / "study.json"
         try:
             document = json.loads(read(path))
@@ -262,7 +262,7 @@ class BaseStudy(ABC):
     def _compare_results(self, saved: Mapping[int, tuple[str, float | None]]) -> None:
         """Require that the store has the results of study.json, (state, loss) by number.
 
-        A copy of a study that went on by itself has the same id, but other losses.
+        A copy of a study in which further trials were run has the same id, but other losses.
         """
         stored = self._stored.trials if saved else []
         # If the copy of a study made another attempt at the trial, only its first attempt has the same number.
@@ -302,7 +302,7 @@ class BaseStudy(ABC):
         )
 
     def _waited(self, seconds: float) -> None:
-        """Tell the user that the store has been unreachable for ``seconds``. Raise StoreGone if the user stops."""
+        """After ``NOTE_AFTER``, tell the user that the store is unreachable. Raise StoreGone if the user stops."""
         if seconds <= NOTE_AFTER:
             return
         if self._stop():
@@ -329,12 +329,13 @@ class BaseStudy(ABC):
         """Run trials until the budget is used, final trials included. Return the study's document.
 
         All commands that work on the study share the budget. The search ends early once ``stop`` returns true. With
-        ``stop_at_noise``, it also ends early when several rounds gained less than the noise.
+        ``stop_at_noise``, a trust-region search also ends early when several rounds gained less than the noise.
 
         Args:
             trials, flops, hours: see :class:`leaven.tuning.service.search_plan.Budget`.
             workers: number of workers; each trains one trial, or one stack of trials, at a time.
             devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; by default each worker may use all.
+            lease_seconds: how long a command on another machine may send no heartbeat until its trials are retried.
             checkpoint_seconds: seconds between checkpoints of a trial.
 
         Raises:
@@ -444,7 +445,7 @@ class BaseStudy(ABC):
 
 
 def write_results(out: Path, space: SearchSpace, state: StudyDocument) -> None:
-    """Write study.json and, if there is a best point, best.toml and fewest.toml."""
+    """Write study.json and, if there is a best point, best.toml and fewest.toml (none if ``state.fewer`` is None)."""
     write_text(out / "study.json", state.model_dump_json(indent=2) + "\n")
     if state.best is None:
         return

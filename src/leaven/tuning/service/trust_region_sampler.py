@@ -50,8 +50,8 @@ class TrustRegionSampler(BaseSampler):
     - A sampler does not know the number of trials. So, unlike :func:`leaven.tuning.search`, it uses no trials to
       measure the noise or to confirm the best point with other seeds.
 
-    A proposal depends only on the seed, the number of its trial and the finished trials. So a study can be resumed in
-    another process.
+    A proposal depends only on the seed, the number of its trial and the other trials of the study. So with the same
+    seed, a study can be resumed in another process.
 
     Args:
         start: values of the start, by name. Missing values are those of the study's first trial, for example from
