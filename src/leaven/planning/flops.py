@@ -13,8 +13,8 @@ from leaven.planning.blueprint import Attention, Model, blueprint
 from leaven.recipe.layout import Recompute
 
 CONVENTION = (
-    "6 per matmul weight and token (unembedding counted, embedding lookup not) + attention over the full matrix; "
-    "recomputation not counted; dense bf16 peak"
+    "6 per matmul weight and token (unembedding counted, embedding lookup not) + attention over the full matrix or "
+    "window; recomputation not counted; dense peak in the compute dtype"
 )
 
 

@@ -54,7 +54,7 @@ class Timeline:
         return 1 - busy / (self.end * len(self.ranks))
 
     def in_flight(self, rank: int) -> int:
-        """Return how many forward passes of a rank wait for their backward pass at the same time, at most."""
+        """Return how many forward passes of a rank, at most, await their backward (or ``weight``) pass at once."""
         most = now = 0
         for each in self.ranks[rank]:
             now += {"forward": 1, "backward": -1, "input": 0, "weight": -1}[each.kind]
