@@ -11,7 +11,7 @@ from leaven.recipe.recipe import Recipe, flatten
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
-    """Return the first batch in tokens and the tokens before the last batch size; (None, None) if constant."""
+    """Return the first batch in tokens, and after how many tokens it has grown; (None, None) if it is constant."""
     if recipe.batch.ramp is not None:
         return recipe.batch.ramp.start_tokens, recipe.batch.ramp.over_tokens
     sizes = recipe.batch.sizes
@@ -108,7 +108,7 @@ def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
 
 
 def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of what only a run, or only a recipe, can state, but not defaults and `not_compared`."""
+    """Yield (path, value) of what only a run, or only a recipe, can state, without defaults and `not_compared` keys."""
     left_out = _DATA["not_compared"]
     if isinstance(of, Recipe):
         for path, value in flatten(of.model_dump(mode="json", exclude_defaults=True)).items():

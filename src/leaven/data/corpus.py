@@ -212,7 +212,7 @@ def cached_surveys(
     survey: Callable[[AnyPart, Meter], AnySurvey],
     restored: Callable[[AnyPart, Any], AnySurvey | None],
 ) -> list[AnySurvey]:
-    """Return the survey of each part, from the cache file ``path`` if the part is unchanged. It gets the new ones.
+    """Return the surveys of all parts: of unchanged parts from the cache file ``path``, where new ones are saved.
 
     Args:
         survey: reads a part and returns its survey (a data class).

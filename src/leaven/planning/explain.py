@@ -148,7 +148,7 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return how ``layout`` differs from ``own``, as in ``zero 1``, but for ``key``, dp, compile and unused keys."""
+    """Return how ``layout`` differs from ``own``, as in ``zero 1``, without ``key``, dp, compile and unused keys."""
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]

@@ -175,7 +175,10 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The best fitting layout that leaven cannot train; None if under 2% faster, or without ``job.by_leaven``."""
+        """The best fitting layout that leaven cannot train, if it is over 2% faster than all that leaven can train.
+
+        Otherwise, and if ``job.by_leaven`` is false, None.
+        """
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None
@@ -246,7 +249,7 @@ def in_a_node(tp: int, gpus: int, node: int) -> bool:
 
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
-    """Evaluate every layout of :func:`layouts` with every micro-batch size but multiples of one that does not fit."""
+    """Evaluate every layout of :func:`layouts` with every micro-batch size, except multiples of a misfit."""
     fitting: list[LayoutCandidate] = []
     too_large: list[LayoutCandidate] = []
     refusal: InputError | None = None

@@ -179,7 +179,7 @@ def _tokens(table: Blueprint, how: Arrangement) -> int:
 
 @cache
 def _largest(table: Blueprint, layout: Layout, code: TrainingCode) -> tuple[int, int, RankParameters]:
-    """Return the largest number of blocks on a rank, that of the last rank, and the most parameters of a rank."""
+    """Return the largest number of blocks on a rank, that of the last rank, and the largest RankParameters."""
     layers = stage_layers(table, layout.pp * layout.stages_per_rank, code.balance)
     blocks = [sum(layers[rank :: layout.pp]) for rank in range(layout.pp)]
     parameters = [rank_parameters(table, layout, rank, code) for rank in reversed(range(layout.pp))]

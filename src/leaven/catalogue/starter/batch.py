@@ -19,7 +19,7 @@ BATCH_TOKENS_EXPONENT = 0.46
 0.47, Power Lines 0.46 and 0.38, DeepSeek 0.33."""
 LEAST_STEPS = 1_250
 """The batch is limited so that the run has at least this many steps, a little more than the 1,000 below which
-`leaven recipes check` reports a run."""
+`leaven recipes check` reports "outside"."""
 FEWEST_STEPS = 200
 """If the batch is that of a reference run (``--from``), a run with fewer steps than this is refused."""
 LARGEST_CONSTANT = 8_400_000
