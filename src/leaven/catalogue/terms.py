@@ -108,7 +108,7 @@ def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
 
 
 def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of what only a run, or only a recipe, can state, without defaults and `not_compared` keys."""
+    """Yield (path, value) of what only a run, or only a recipe, can state, without defaults and `not_compared`."""
     left_out = _DATA["not_compared"]
     if isinstance(of, Recipe):
         for path, value in flatten(of.model_dump(mode="json", exclude_defaults=True)).items():
