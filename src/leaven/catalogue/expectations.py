@@ -17,8 +17,7 @@ from leaven.catalogue.starter.optimizer import lr_evidence
 class Expectation:
     """How far the expected best value of a hyperparameter is from the recipe's value, and how certain that is.
 
-    The recipe's value is that of ``batch.tokens``, or what the scaling rule gives the hidden weights (the matrices
-    inside the blocks).
+    The recipe's value is ``batch.tokens``, or what the scaling rule gives the hidden weights (matrices in blocks).
     """
 
     octaves: float  # log2(expected value / the recipe's value)

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 VALIDATION_SHARE = 0.05
 
 FORMAT = 2
-"""Version of the cached surveys. Increase it when the same content would give a different :class:`Survey`. Surveys of
-format 1 may be wrong: they include files that had just been changed."""
+"""Version of the cached surveys. Increase it when the same content would give a different :class:`Survey`."""
 
 NAMED_FAULTS = 3
 SAVE_EVERY_SECONDS = 30.0

@@ -1,7 +1,6 @@
 """Read the numbers of accelerators (peak, memory, bandwidths, ...) from accelerators.toml and from the user's file.
 
-The user's file (:func:`user_file`) has the same format. It can add accelerators. It can also replace a group of
-numbers of a built-in accelerator, for example the group ``network``.
+The user's file (:func:`user_file`) has the same format. It adds accelerators, or replaces a group such as ``network``.
 """
 
 import os

@@ -109,8 +109,7 @@ def parse_keys(text: str) -> dict[str, Any]:
 def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -> tuple[Layout, int | None]:
     """Return the layout and the micro-batch size (or None) of text such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``.
 
-    If the text has no dp, dp is ``gpus`` / (tp x pp x cp), or 1 if ``gpus`` is None or not divisible by this product.
-    ``compile`` is the default of the key with this name.
+    Without dp in the text, dp is ``gpus`` / (tp x pp x cp) if whole, else 1. ``compile`` is the default of its key.
 
     Raises:
         InputError: if a key or a value is wrong, or two values cannot be combined.
@@ -197,8 +196,7 @@ def _cut_by_tensor_ranks(model: Model, tp: int) -> str:
 def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
     """Return the share of a step in which a pipeline rank is idle: (p - 1) / (v m + p - 1).
 
-    p is ``stages`` (the number of pipeline ranks), v ``stages_per_rank`` and m ``micro_batches`` (arXiv 2104.04473,
-    section 2.2).
+    p is ``stages`` (pipeline ranks), v ``stages_per_rank``, m ``micro_batches`` (arXiv 2104.04473, section 2.2).
     """
     return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)
 

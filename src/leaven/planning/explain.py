@@ -43,8 +43,7 @@ _TRIED = 64
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
     """Compare the chosen layout with the best layout that has the values ``asked``, such as ``pp=8,zero=1``.
 
-    If no layout with these values fits into memory, the one that needs the least memory is compared. If there is no
-    layout with these values, ``line`` of the result says why.
+    If none of these fits into memory, the one that needs the least is compared; if none exists, ``line`` says why.
 
     Raises:
         InputError: if ``asked`` is empty, or :func:`parse_keys` raises it.

@@ -3,8 +3,7 @@
 The parts are the fields of :class:`Memory`. Weights, gradients and optimizer states are sharded as in the ZeRO paper
 (arXiv 1910.02054). Activations are mainly the tensors that autograd saves for the backward pass.
 
-docs/evidence/planner-accuracy.md lists the errors on published measurements; benchmarks/memory.py measures the errors
-on leaven's own steps.
+Errors: docs/evidence/planner-accuracy.md on published measurements, benchmarks/memory.py on leaven's own steps.
 """
 
 from collections import defaultdict

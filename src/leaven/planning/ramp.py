@@ -192,10 +192,8 @@ class NoiseFit(NoiseFitRow):
 def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
     """Return a power law fitted to pairs of (tokens, noise scale), or a constant if the noise scale falls.
 
-    The first 10 pairs are skipped.
-
     Raises:
-        InputError: if there are fewer than 20 measurements.
+        InputError: if there are fewer than 20 measurements, of which the first 10 are skipped.
     """
     used = measured[SETTLING:]
     if len(used) < FEWEST:

@@ -1,7 +1,6 @@
 """Simulate a pipeline step pass by pass: which rank computes what, and when.
 
-The times give the bubble (idle time) and the micro-batches in flight, also for uneven stages. Tests compare the order
-of passes with torch.distributed.pipelining.
+The times give the bubble (idle time) and the micro-batches in flight, also for uneven stages.
 
 With p ranks, stage s runs on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). GPipe: Huang et al.
 2019, arXiv 1811.06965. Zero-bubble is ZB1P of Qi et al. 2023, arXiv 2401.10241.

@@ -24,8 +24,7 @@ Suggestion = Mapping[str, Any]
 """Values to set, by path; None removes a value."""
 
 VOTES = 5
-"""A recipe has at most this many neighbours, one of each lineage (runs that copied each other's learning rate). A
-finding names at most this many runs with a usual value."""
+"""Largest number of neighbours of a recipe, and of runs that a finding names because their value is usual."""
 # A run within all these factors of the recipe counts as alike. If such a run has the unusual value, too, the finding
 # is only a note.
 _ALIKE = {"params": 1.25, "lr": 1.25, "batch": 1.5}

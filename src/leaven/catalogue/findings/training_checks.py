@@ -80,10 +80,7 @@ def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
 
 
 def z_loss(check: Check, case: Case) -> Check | None:
-    """Report that z-loss is missing if the lr is above 1.5 x the highest lr of at least two near runs without one.
-
-    A run of any size with a z-loss and at least half the recipe's lr must exist, too.
-    """
+    """Report a missing z-loss if lr > 1.5 x the lrs of near runs without one, and a run with one has >= lr / 2."""
 
     def has_z_loss(run: PublishedRun) -> bool:
         return bool(run.optim and (run.optim.z_loss or run.optim.z_loss_used))

@@ -206,8 +206,7 @@ def _divisible(sequences: int, gpus: int) -> int:
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
     """Return a batch in sequences: as near as possible to ``wanted`` tokens, and at most ``most`` tokens.
 
-    The result is 2^k or 3 x 2^k. If the number of GPUs has an odd factor above 1, the result is the largest such
-    factor times 2^k.
+    The result is 2^k or 3 x 2^k, or, if ``gpus`` has odd factors above 1, the largest of them times 2^k.
     """
     odd = gpus // (gpus & -gpus)  # without its factors of 2
     bases = (1, 3) if odd == 1 else (odd,)
