@@ -1,6 +1,6 @@
 """Read the numbers of accelerators (peak, memory, bandwidths, ...) from accelerators.toml and from the user's file.
 
-The user's file (:func:`user_file`) has the same format. It adds accelerators, or replaces a group such as ``network``.
+The user's file (:func:`user_file`) has the same format, for new accelerators or for groups of built-in ones.
 """
 
 import os
