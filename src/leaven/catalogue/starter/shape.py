@@ -171,7 +171,7 @@ def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
 
     Raises:
         InputError: if no shape is within `FARTHEST` of the requested size. The message names a vocabulary or a size
-            that works.
+            that works, if one is found.
     """
     model = _nearest(request, near)
     off = model.params / request.params - 1
