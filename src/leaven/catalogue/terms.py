@@ -11,7 +11,7 @@ from leaven.recipe.recipe import Recipe, flatten
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
-    """Return the first batch in tokens, and after how many tokens it has grown; (None, None) if it is constant."""
+    """Return the first batch in tokens, and after how many tokens the last size begins; (None, None) if constant."""
     if recipe.batch.ramp is not None:
         return recipe.batch.ramp.start_tokens, recipe.batch.ramp.over_tokens
     sizes = recipe.batch.sizes

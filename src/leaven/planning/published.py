@@ -85,7 +85,7 @@ def known_cluster(recipe: Recipe) -> KnownCluster | None:
 def _sequences(batch_tokens: int, seq_len: int) -> int:
     """Return the number of sequences in a batch whose published number of tokens is perhaps a rounded number.
 
-    A fraction such as 1,953.1 becomes the multiple of the largest power of two within 5% of it, here 2,048.
+    A fraction such as 1,953.1 becomes a multiple, within 5% of it, of the largest possible power of two: 2,048.
     """
     count = batch_tokens / seq_len
     if count == int(count):

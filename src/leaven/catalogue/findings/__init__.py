@@ -35,7 +35,7 @@ def findings(
     """Return the findings of all checks, the most severe first, each with changes of the recipe that remove it.
 
     Each suggested change is tried on the recipe. It is dropped if its finding stays, or if another finding becomes
-    worse than before and worse than a note (the mildest finding). Changes that cause the fewest notes come first.
+    worse than before and worse than a note (the mildest finding). Those that cause the fewest new notes come first.
 
     Args:
         rows_of: a function that returns the rows of a recipe's parameter table.
